@@ -118,6 +118,10 @@ def expected(prompt: list[int], count: int) -> list[int]:
     return list(islice(continuation(prompt, SamplingParams(seed=SEED), 1000), count))
 
 
+def scheduler_of(process: subprocess.Popen) -> int:
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+
+
 async def test_the_first_response_describes_the_worker(connect) -> None:
     client = await connect()
     info = await client.stub.GetModelInfo(worker_pb2.GetModelInfoRequest())
@@ -235,7 +239,6 @@ async def test_when_the_scheduler_dies_every_stream_is_told(connect) -> None:
     for number in (1, 2):
         await client.submit(number, [number])
     await client.until(lambda: len(client.tokens) == 2)
-    pid = client.process.pid
-    os.kill(int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]), signal.SIGKILL)
+    os.kill(scheduler_of(client.process), signal.SIGKILL)
     await client.until(lambda: len(client.ends) == 2)
     assert {end.code for end in client.ends.values()} == {grpc.StatusCode.UNAVAILABLE.value[0]}

@@ -15,7 +15,7 @@ from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.grammar import build_grammars
 from sapwood_tokenizer.loader import load_tokenizer
 from sapwood_tokenizer.parser_defaults import parser_defaults
-from sapwood_tokenizer.service import DETOKENIZE, SERVICE, TokenizerService
+from sapwood_tokenizer.service import DETOKENIZE, SERVICE, Limits, TokenizerService
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +34,24 @@ async def serve(config: TokenizerConfig) -> int:
         parsers = parser_defaults(config.tool_parser, config.reasoning_parser, loaded.chat_template)
         grammars = await asyncio.to_thread(build_grammars, path, config)
         server = ServiceServer(config.host, config.port, [SERVICE], uncounted=frozenset({DETOKENIZE}))
-        service = TokenizerService(loaded, name, parsers, config.max_text_bytes, server.draining, grammars)
+        limits = Limits(config.max_text_bytes, config.max_open_streams, config.template_timeout)
+        service = TokenizerService(loaded, name, parsers, limits, server.draining, grammars)
         tokenizer_pb2_grpc.add_TokenizerServicer_to_server(service, server.grpc)
         port = await server.start()
     except ConfigError as error:
         logger.error("%s", error)
         return 1
-    logger.info("%s loaded in %.1f s: %d tokens", name, time.monotonic() - started, loaded.vocab_size)
     await server.set_serving(True)
-    announce(logger, "listening on %s:%d", config.host, port)
+    announce(
+        logger,
+        "listening on %s:%d with %s: %d tokens, loaded in %.1f s",
+        config.host,
+        port,
+        name,
+        loaded.vocab_size,
+        time.monotonic() - started,
+    )
     await serve_until_stopped(server, drain_timeout=config.drain_timeout, drained=service.drained)
+    service.close()
     await grammars.close()
     return 0

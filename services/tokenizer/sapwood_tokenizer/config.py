@@ -40,3 +40,9 @@ class TokenizerConfig(ServiceConfig):
     grammar_max_bytes: int = Field(1 << 20, ge=1, description="Longest grammar that is compiled, in bytes of UTF-8.")
     grammar_processes: int = Field(2, ge=1, description="Most grammars compiled at a time, each in its own process.")
     grammar_cache_mb: float = Field(64.0, ge=0, description="Memory for compiled grammars, in MiB.")
+    max_open_streams: int = Field(
+        16384, ge=1, description="Most detokenize streams open at a time, of all callers; more are refused."
+    )
+    template_timeout: float = Field(
+        10.0, gt=0, description="Most seconds that the chat template may take to render a conversation."
+    )

@@ -1,13 +1,17 @@
-"""Encodes texts in batches, off the event loop.
+"""Encodes texts off the event loop, in batches.
 
-What arrives while a batch is being encoded waits and becomes the next batch (the library spreads a batch over the cores),
-so batches grow with the load and a lone request waits for nothing.
+Short texts: what arrives while a batch is being encoded waits and becomes the next batch, which the library spreads over the
+cores; so batches grow with the load and a lone request waits for nothing. A request of many short texts goes in parts, in turn
+with the others'. Long texts, which take seconds, are encoded one by one on threads of their own: a batch of one text is
+encoded on the thread that calls, so they take neither the batches' thread nor the library's pool.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+from array import array
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,27 +19,27 @@ from tokenizers import Tokenizer
 
 from sapwood_common.errors import InvalidArgumentError
 
-_BATCH_BYTES = 4 * 1024 * 1024
-"""Texts gathered into one batch, at most (a longer one goes alone): bounds how long a short text waits behind it."""
+_SHORT_COST = 64 * 1024
+"""The most of one caller's that goes into one batch, in characters."""
+_BATCH_COST = 256 * 1024
+"""The most that goes into one batch: bounds how long the next one waits."""
+_COST_A_TEXT = 64
+"""What a text costs besides its characters."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Job:
     texts: Sequence[str]
+    cost: int
     add_special_tokens: bool
-    done: asyncio.Future[list[list[int]]]
-
-    def __post_init__(self) -> None:
-        self.size = sum(map(len, self.texts))
-
-    size: int = 0
+    done: asyncio.Future[list[Sequence[int]]]
 
 
 class Encoder:
     """Encodes for many callers at once. Lives on one event loop.
 
     Args:
-        tokenizer: The tokenizer.
+        tokenizer: Changed by nobody from now on.
         max_text_bytes: The longest text taken, in bytes of UTF-8.
     """
 
@@ -43,10 +47,13 @@ class Encoder:
         self._tokenizer = tokenizer
         self._max_text_bytes = max_text_bytes
         self._waiting: list[_Job] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        self._batch_thread = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        self._long_threads = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), thread_name_prefix="encode-long")
         self._worker: asyncio.Task[None] | None = None
 
-    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool, field: str = "texts") -> list[list[int]]:
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool, field: str = "texts"
+    ) -> list[Sequence[int]]:
         """The token ids of each text.
 
         Args:
@@ -64,9 +71,26 @@ class Encoder:
                     f"a text of {size} bytes is longer than the limit of {self._max_text_bytes}",
                     field=f"{field}[{index}]" if field == "texts" else field,
                 )
-        if not texts:
-            return []
-        job = _Job(texts, add_special_tokens, asyncio.get_running_loop().create_future())
+        ids: list[Sequence[int]] = []
+        for part, cost in _parts(texts):
+            if cost > _SHORT_COST:
+                ids.append(await self._encode_long(part[0], add_special_tokens))
+            else:
+                ids += await self._encode_short(part, cost, add_special_tokens)
+        return ids
+
+    def close(self) -> None:
+        """Lets the threads go; what waits is cancelled, and nothing may be encoded any more."""
+        self._batch_thread.shutdown(wait=False, cancel_futures=True)
+        self._long_threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _encode_long(self, text: str, add_special_tokens: bool) -> Sequence[int]:
+        loop = asyncio.get_running_loop()
+        (ids,) = await loop.run_in_executor(self._long_threads, self._run, [text], add_special_tokens)
+        return ids
+
+    async def _encode_short(self, texts: Sequence[str], cost: int, add_special_tokens: bool) -> list[Sequence[int]]:
+        job = _Job(texts, cost, add_special_tokens, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
@@ -74,38 +98,55 @@ class Encoder:
 
     async def _work(self) -> None:
         loop = asyncio.get_running_loop()
-        while self._waiting:
-            batch = self._next_batch()
+        while batch := self._next_batch():
+            texts = [text for job in batch for text in job.texts]
             try:
-                results = await loop.run_in_executor(self._thread, self._encode_batch, batch)
+                results = await loop.run_in_executor(self._batch_thread, self._run, texts, batch[0].add_special_tokens)
             except Exception as error:
                 for job in batch:
                     if not job.done.done():
                         job.done.set_exception(error)
                 continue
-            for job, result in zip(batch, results, strict=True):
+            at = 0
+            for job in batch:
                 if not job.done.done():
-                    job.done.set_result(result)
+                    job.done.set_result(results[at : at + len(job.texts)])
+                at += len(job.texts)
 
     def _next_batch(self) -> list[_Job]:
-        flag = self._waiting[0].add_special_tokens
         batch: list[_Job] = []
         rest: list[_Job] = []
-        size = 0
+        cost = 0
         for job in self._waiting:
             if job.done.done():
                 continue  # its caller is gone
-            if job.add_special_tokens == flag and (not batch or size + job.size <= _BATCH_BYTES):
+            same = not batch or job.add_special_tokens == batch[0].add_special_tokens
+            if same and cost + job.cost <= _BATCH_COST:
                 batch.append(job)
-                size += job.size
+                cost += job.cost
             else:
                 rest.append(job)
         self._waiting = rest
         return batch
 
-    def _encode_batch(self, batch: list[_Job]) -> list[list[list[int]]]:
-        texts = [text for job in batch for text in job.texts]
-        if not texts:
-            return [[] for _ in batch]
-        encodings = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=batch[0].add_special_tokens))
-        return [[next(encodings).ids for _ in job.texts] for job in batch]
+    def _run(self, texts: Sequence[str], add_special_tokens: bool) -> list[Sequence[int]]:
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        except BaseException as error:  # a panic in the library is no Exception
+            raise RuntimeError("the tokenizer library failed") from error
+        return [array("I", encoding.ids) for encoding in encodings]
+
+
+def _parts(texts: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
+    """The texts in order, in parts that cost at most _SHORT_COST; a text that costs more alone is a part."""
+    part: list[str] = []
+    total = 0
+    for text in texts:
+        cost = len(text) + _COST_A_TEXT
+        if part and total + cost > _SHORT_COST:
+            yield part, total
+            part, total = [], 0
+        part.append(text)
+        total += cost
+    if part:
+        yield part, total

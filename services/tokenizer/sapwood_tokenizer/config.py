@@ -46,3 +46,15 @@ class TokenizerConfig(ServiceConfig):
     template_timeout: float = Field(
         10.0, gt=0, description="Most seconds that the chat template may take to render a conversation."
     )
+    max_text_tokens: int | None = Field(
+        None, ge=1, description="Most tokens a text may have; longer ones are refused. No limit unless given."
+    )
+    encode_threads: int | None = Field(
+        None,
+        ge=1,
+        description="Threads that encode short texts; half as many encode long ones. As many as cores, at most 8, unless given.",
+    )
+    exact_cache_mb: float = Field(32.0, ge=0, description="Memory for token ids of whole texts (L0), in MiB; 0 is off.")
+    prefix_cache_mb: float = Field(
+        64.0, ge=0, description="Memory for token ids of text between special tokens (L1), in MiB; 0 is off."
+    )

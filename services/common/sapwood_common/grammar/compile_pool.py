@@ -8,16 +8,21 @@ Memory is bounded by the operating system. A caller waits for its own job and fo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import subprocess
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from subprocess import PIPE
 
 from sapwood_common.errors import InternalError, InvalidArgumentError, ResourceExhaustedError
 from sapwood_common.grammar.source import GrammarSource
 
+# Not asyncio's: under uvloop a pipe to a child that has just started is found closed now and then.
+Process = subprocess.Popen[bytes]
+
 _MEMORY_BYTES = 2 << 30
-_LONGEST_ANSWER = 64 << 20
 
 
 class CompilePool:
@@ -33,6 +38,7 @@ class CompilePool:
         settings = {"special_names": list(special_names), "memory_bytes": _MEMORY_BYTES}
         self._settings = _frame(settings)
         self._slots = asyncio.Semaphore(size)
+        self._threads = ThreadPoolExecutor(size, thread_name_prefix="compile-grammar")
         self._max_queued = max_queued
         self._queued = 0
         self._idle: list[Process] = []
@@ -62,24 +68,29 @@ class CompilePool:
         """Ends all processes."""
         self._closed = True
         for process in (*self._idle, *self._busy):
-            _kill(process)
-        for process in (*self._idle, *self._busy):
-            await process.wait()
+            process.kill()
+        for process in self._idle:
+            _reap(process)
         self._idle.clear()
+        self._threads.shutdown(wait=False)
 
     async def _compile(self, source: GrammarSource) -> str:
-        process = self._idle.pop() if self._idle else await self._start()
+        if self._closed:
+            raise InternalError("the compiler is closed")
+        process, opening = (self._idle.pop(), b"") if self._idle else (_start(), self._settings)
         self._busy.add(process)
-        healthy = False
+        asking = asyncio.get_running_loop().run_in_executor(self._threads, _ask, process, opening + _question(source))
+        answer = None
         try:
-            answer = await _ask(process, source)
-            healthy = answer is not None
+            answer = await asyncio.shield(asking)
         finally:
             self._busy.discard(process)
-            if healthy and not self._closed:
+            if answer is not None and not self._closed:
                 self._idle.append(process)
             else:
-                _kill(process)
+                process.kill()  # which ends the asking
+                await asyncio.wait([asking])
+                _reap(process)
         field = f"grammar.{source.kind}"
         if answer is None:
             raise InvalidArgumentError(f"{field}: it needs too much memory to compile", field=field)
@@ -87,36 +98,35 @@ class CompilePool:
             raise InvalidArgumentError(f"{field}: {answer['error']}", field=field)
         return answer["lark"]
 
-    async def _start(self) -> Process:
-        if self._closed:
-            raise InternalError("the compiler is closed")
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "sapwood_common.grammar.compile_process"),
-            stdin=PIPE,
-            stdout=PIPE,
-            limit=_LONGEST_ANSWER,
-        )
-        assert process.stdin is not None
-        process.stdin.write(self._settings)
-        return process
+
+def _start() -> Process:
+    return subprocess.Popen([sys.executable, "-m", "sapwood_common.grammar.compile_process"], stdin=PIPE, stdout=PIPE)
 
 
-async def _ask(process: Process, source: GrammarSource) -> dict[str, str] | None:
-    """The answer of a process, None if it died of the question."""
-    assert process.stdin is not None and process.stdout is not None
+def _question(source: GrammarSource) -> bytes:
     options = source.options
-    question = {
-        "kind": source.kind,
-        "text": source.text,
-        "any_whitespace": options.any_whitespace,
-        "lenient": options.lenient,
-    }
+    return _frame(
+        {
+            "kind": source.kind,
+            "text": source.text,
+            "any_whitespace": options.any_whitespace,
+            "lenient": options.lenient,
+        }
+    )
+
+
+def _ask(process: Process, frames: bytes) -> dict[str, str] | None:
+    """The answer of a process, None if it died of the question or was killed."""
+    assert process.stdin is not None and process.stdout is not None
     try:
-        process.stdin.write(_frame(question))
-        await process.stdin.drain()
-        header = await process.stdout.readexactly(4)
-        payload = await process.stdout.readexactly(int.from_bytes(header, "big"))
-    except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError):
+        process.stdin.write(frames)
+        process.stdin.flush()
+    except BrokenPipeError:
+        return None
+    header = process.stdout.read(4)
+    size = int.from_bytes(header, "big")
+    payload = process.stdout.read(size)
+    if len(header) < 4 or len(payload) < size:
         return None
     answer: dict[str, str] = json.loads(payload)
     return answer
@@ -127,9 +137,10 @@ def _frame(content: object) -> bytes:
     return len(payload).to_bytes(4, "big") + payload
 
 
-def _kill(process: Process) -> None:
-    if process.returncode is None:
-        try:
-            process.kill()
-        except ProcessLookupError:
-            return
+def _reap(process: Process) -> None:
+    """Forgets a killed process: it is gone in a moment."""
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):  # of what was never flushed
+            pipe.close()
+    process.wait()

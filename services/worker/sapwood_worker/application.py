@@ -9,11 +9,13 @@ from typing import Any
 
 from sapwood.v1 import worker_pb2_grpc
 from sapwood_common.errors import ConfigError
+from sapwood_common.grammar.compiler import CompilerLimits
 from sapwood_common.model_files import model_name
 from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.engine import Engine
+from sapwood_worker.grammar.front import RequestGrammars
 from sapwood_worker.launch import MODEL_RUNNER, SchedulerProcess
 from sapwood_worker.service import SERVICE, SESSION, WATCH_LOAD, ServedModel, WorkerService
 
@@ -62,6 +64,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -
         serve_until_stopped(server, drain_timeout=config.drain_timeout, drained=service.wait_idle)
     )
     ends: set[asyncio.Future[Any]] = {starting, serving}
+    grammars: RequestGrammars | None = None
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
@@ -72,7 +75,8 @@ async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -
             "%s (%s, %s) loaded in %.1f s: %d pages of %d tokens",
             *(name, info.architecture, info.dtype, time.monotonic() - started, info.num_pages, info.page_size),
         )
-        service.model = ServedModel(name, info, time.time_ns())
+        grammars = RequestGrammars(info, CompilerLimits(timeout=config.grammar_timeout))
+        service.model = ServedModel(name, info, time.time_ns(), grammars)
         await server.set_serving(True)
         announce(logger, "listening on %s:%d", config.host, port)
         return await _until_the_end(scheduler, engine, server, serving)
@@ -80,6 +84,8 @@ async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -
         starting.cancel()
         serving.cancel()
         await server.stop()
+        if grammars is not None:
+            await grammars.close()
 
 
 async def _until_the_end(

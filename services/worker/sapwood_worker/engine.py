@@ -87,7 +87,12 @@ class Generation:
     def put(self, output: RequestOutput) -> None:
         """Adds a step's output."""
         if output.finish_reason == "error":
-            self.fail(errors.InternalError(output.error), active=False)
+            error = (
+                errors.InvalidArgumentError(output.error, field=output.error_field)
+                if output.error_field
+                else errors.InternalError(output.error)
+            )
+            self.fail(error, active=False)
             return
         self._tokens += output.token_ids
         self._last = output
@@ -139,8 +144,22 @@ class Engine:
         self.load_version = 0
         """Goes up with each change of the load."""
 
-    def submit(self, request_id: str, token_ids: Iterable[int], sampling: SamplingParams) -> Generation:
+    def submit(
+        self,
+        request_id: str,
+        token_ids: Iterable[int],
+        sampling: SamplingParams,
+        grammar: bytes = b"",
+        grammar_tokens: int = 0,
+    ) -> Generation:
         """Starts a request; the caller owns it and must read it to its end or close it.
+
+        Args:
+            request_id: Its client's name for it.
+            token_ids: The prompt.
+            sampling: How to sample.
+            grammar: A compiled grammar that the output must match; empty for none.
+            grammar_tokens: So many of ``token_ids``, at the end, were generated under the grammar before.
 
         Raises:
             AlreadyExistsError: A request of this id is running.
@@ -160,7 +179,8 @@ class Engine:
         generation = Generation(request_id, on_close)
         self._running[serial] = generation
         self._serial_of[request_id] = serial
-        self._send(Submit(serial, request_id, array("I", token_ids).tobytes(), sampling))
+        prompt = array("I", token_ids).tobytes()
+        self._send(Submit(serial, request_id, prompt, sampling, grammar, grammar_tokens))
         return generation
 
     def abort(self, request_id: str) -> bool:

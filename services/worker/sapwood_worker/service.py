@@ -12,6 +12,7 @@ from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_worker.convert import check_prompt, to_load_report, to_response, to_sampling
 from sapwood_worker.engine import Engine, Generation
+from sapwood_worker.grammar.front import RequestGrammars
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.session import Session
 
@@ -25,11 +26,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ServedModel(NamedTuple):
-    """What is served: under which name, which model, and since which start of the scheduler (its epoch)."""
+    """What is served: under which name, which model, since which start of the scheduler (its epoch), with which grammars."""
 
     name: str
     info: ModelInfo
     epoch: int
+    grammars: RequestGrammars
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -101,12 +103,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._idle.set()
 
     async def _start(self, request: worker_pb2.WorkerGenerateRequest, seconds: float | None) -> Generation:
-        info = self._loaded().info
+        _, info, _, grammars = self._loaded()
         check_prompt(request, info)
-        return self._engine.submit(request.request_id, request.token_ids, to_sampling(request, info))
+        sampling = to_sampling(request, info)
+        grammar = await grammars.compiled(request, seconds)
+        return self._engine.submit(request.request_id, request.token_ids, sampling, grammar, request.grammar_tokens)
 
     def _info(self) -> worker_pb2.GetModelInfoResponse:
-        name, info, epoch = self._loaded()
+        name, info, epoch, _ = self._loaded()
         return worker_pb2.GetModelInfoResponse(
             model=name,
             architecture=info.architecture,

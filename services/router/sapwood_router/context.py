@@ -113,17 +113,16 @@ class RequestContext:
         prompt, model, sampling, stop, skip_special_tokens: What the client asked for.
         fields: How the client spells them.
         deadline: On the event loop's clock.
-        worker_request_id: Unique among all requests, also where clients reuse an id.
         token_ids: The prompt's tokens (prepare).
         worker, reason: Address of the worker that answers, and why it was chosen (select).
         output_ids: Tokens the worker generated so far (execute).
-        worker_finish, cached_tokens: What the worker said at its end (execute).
+        worker_finish, cached_tokens: What the worker said (execute); what was cached is what the first worker found.
+        resumptions: How often the stream went on, on another worker, after tokens had come.
         started, first_token: On ``time.perf_counter``'s clock.
         usage, error: How it ended (respond, or the pipeline); neither is set while it runs or if the client left.
     """
 
     request_id: str
-    worker_request_id: str
     prompt: Prompt
     sampling: Sampling
     stop: tuple[str, ...]
@@ -137,6 +136,7 @@ class RequestContext:
     output_ids: list[int] = field(default_factory=list)
     worker_finish: FinishReason | None = None
     cached_tokens: int = 0
+    resumptions: int = 0
     started: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     usage: Usage | None = None

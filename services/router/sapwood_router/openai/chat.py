@@ -22,7 +22,6 @@ from sapwood_router.openai.types import (
     UsageObject,
 )
 from sapwood_router.pipeline.pipeline import Pipeline
-from sapwood_router.request_ids import unique_id
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles that are taken; OpenAI renamed system to developer for its newer models."""
@@ -66,7 +65,6 @@ def _context(request: ChatRequest, request_id: str, deadline: float) -> RequestC
     max_tokens = request.max_completion_tokens if newer else request.max_tokens
     return RequestContext(
         request_id=request_id,
-        worker_request_id=unique_id(request_id),
         prompt=ChatPrompt(tuple(_turn(message, f"messages[{i}]") for i, message in enumerate(request.messages))),
         sampling=sampling_of(request, max_tokens),
         stop=stop_of(request),

@@ -21,7 +21,6 @@ from sapwood_router.openai.types import (
     UsageObject,
 )
 from sapwood_router.pipeline.pipeline import Pipeline, Run
-from sapwood_router.request_ids import unique_id
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
@@ -65,7 +64,6 @@ def _contexts(request: CompletionRequest, request_id: str, deadline: float) -> l
     return [
         RequestContext(
             request_id=request_id,
-            worker_request_id=unique_id(request_id),
             prompt=prompt,
             sampling=sampling,
             stop=stop,

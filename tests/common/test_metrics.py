@@ -27,7 +27,9 @@ def test_a_label_value_nobody_knows_is_other() -> None:
 def test_polled_metrics_are_read_when_asked_and_bounded_too() -> None:
     metrics = MetricSet()
     load = {"a": 1.0, "b": 2.0, "c": 3.0}
-    metrics.polled("gauge", "load", "Load.", lambda: (((name,), value) for name, value in load.items()), worker=AtMost(2))
+    metrics.polled(
+        "gauge", "load", "Load.", lambda: (((name,), value) for name, value in load.items()), worker=AtMost(2)
+    )
     load["a"] = 5.0
     assert metrics.registry.get_sample_value("load", {"worker": "a"}) == 5
     load["d"] = 4.0

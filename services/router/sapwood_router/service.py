@@ -16,6 +16,7 @@ from sapwood_router.pipeline.pipeline import Pipeline
 from sapwood_router.request_ids import accept_request_id
 
 SERVICE_NAME = "sapwood.v1.Router"
+GENERATE = f"/{SERVICE_NAME}/Generate"
 WORKER_KEY = "x-sapwood-worker"
 """Trailing metadata: the address of the worker that finished the request."""
 RESUMPTIONS_KEY = "x-sapwood-resumptions"

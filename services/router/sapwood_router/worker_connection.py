@@ -35,16 +35,24 @@ class WorkerConnection:
         registry: Where it is marked up and down.
         heartbeat_ms: Asked for as the most time between messages.
         silence: Seconds without a message that are a loss.
+        on_loss: Called when a session was lost that the worker had not announced to end.
         clock: Seconds, monotonic.
     """
 
     def __init__(
-        self, worker: Worker, registry: Registry, heartbeat_ms: int, silence: float, clock: Callable[[], float]
+        self,
+        worker: Worker,
+        registry: Registry,
+        heartbeat_ms: int,
+        silence: float,
+        on_loss: Callable[[Worker], None],
+        clock: Callable[[], float],
     ) -> None:
         self._worker = worker
         self._registry = registry
         self._heartbeat_ms = heartbeat_ms
         self._silence = silence
+        self._on_loss = on_loss
         self._clock = clock
 
     async def run(self) -> None:
@@ -83,6 +91,7 @@ class WorkerConnection:
                 worker.session = None
             if worker.problem != _DRAINING:
                 worker.breaker.fault()
+                self._on_loss(worker)
             return problem
 
     def _heard(self, response: worker_pb2.SessionResponse) -> None:

@@ -11,6 +11,7 @@ from sapwood_common.errors import InternalError, SapwoodError, UnavailableError
 from sapwood_router.context import FinishReason, RequestContext
 from sapwood_router.detokenize_stream import DetokenizeStream
 from sapwood_router.field_names import to_client_field
+from sapwood_router.observer import RequestWatch
 from sapwood_router.outcome import WorkerLostError
 from sapwood_router.pipeline.acquire import acquire
 from sapwood_router.pipeline.build import build
@@ -44,12 +45,14 @@ class Attempts:
         shared: Registry, policy and rules.
         context: The prepared request.
         stream: Takes the tokens, and the error if there is no way on.
+        watch: Measures.
     """
 
-    def __init__(self, shared: Shared, context: RequestContext, stream: DetokenizeStream) -> None:
+    def __init__(self, shared: Shared, context: RequestContext, stream: DetokenizeStream, watch: RequestWatch) -> None:
         self._shared = shared
         self._context = context
         self._stream = stream
+        self._watch = watch
         self._failover = shared.failover()
         self._execution: Execution | None = None
         self._worker: Worker | None = None
@@ -92,8 +95,10 @@ class Attempts:
                 raise error
             if self._complete():
                 return
+            self._watch.retried(error)
             if context.output_ids:
                 context.resumptions += 1
+                self._watch.resumed()
             logger.info(
                 "worker %s: %s; going on elsewhere after %d tokens",
                 *(worker.address, error.message, len(context.output_ids)),
@@ -104,9 +109,12 @@ class Attempts:
         lease, permit = acquire(worker, choice, self._prompt, self._shared.policy)
         execution = self._execution = Execution(self._context, self._stream, lease, permit)
         self._worker = worker
+        self._watch.selected(choice.reason)
         try:
-            dispatch(self._context, worker, build(self._context), execution)
-            error = await execution.wait()
+            with self._watch.stage("dispatch"):
+                dispatch(self._context, worker, build(self._context), execution)
+            with self._watch.stage("execute"):
+                error = await execution.wait()
         except SapwoodError as failure:
             error = failure
         finally:
@@ -124,7 +132,8 @@ class Attempts:
         while True:
             changed = shared.registry.changed
             try:
-                return select(context, self._prompt, shared.registry, shared.policy, self._failover.refused_by)
+                with self._watch.stage("select"):
+                    return select(context, self._prompt, shared.registry, shared.policy, self._failover.refused_by)
             except UnavailableError as error:
                 if last is None:
                     raise

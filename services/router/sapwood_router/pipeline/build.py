@@ -6,6 +6,7 @@ import secrets
 from dataclasses import replace
 
 from sapwood.v1 import worker_pb2
+from sapwood_common.telemetry import traceparent_var
 from sapwood_router.context import RequestContext
 from sapwood_router.convert import to_worker_request
 from sapwood_router.request_ids import unique_id
@@ -26,4 +27,6 @@ def build(context: RequestContext) -> worker_pb2.WorkerGenerateRequest:
     if done and sampling.max_tokens is not None:
         sampling = replace(sampling, max_tokens=sampling.max_tokens - done)
     token_ids = context.token_ids + context.output_ids if done else context.token_ids
-    return to_worker_request(unique_id(context.request_id), token_ids, sampling)
+    request = to_worker_request(unique_id(context.request_id), token_ids, sampling)
+    request.traceparent = traceparent_var.get() or ""
+    return request

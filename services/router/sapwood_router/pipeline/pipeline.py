@@ -14,6 +14,7 @@ from sapwood_common.status import row_of
 from sapwood_router.context import Delta, RequestContext
 from sapwood_router.detokenize_session import DetokenizeSession
 from sapwood_router.detokenize_stream import DetokenizeStream
+from sapwood_router.observer import RequestObserver
 from sapwood_router.pipeline.attempts import Attempts
 from sapwood_router.pipeline.build import fix_seed
 from sapwood_router.pipeline.prepare import prepare
@@ -38,6 +39,7 @@ class Pipeline:
         failover: Makes each request's account of failures.
         retry: Grants retries, and counts requests for its budget.
         resume_grace: Seconds that a request whose worker was lost waits for another to come up.
+        observer: Measures and traces the requests.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Pipeline:
         retry: RetryPolicy,
         failover: Callable[[], Failover],
         resume_grace: float,
+        observer: RequestObserver,
     ) -> None:
         self.tokenizer = tokenizer
         self.session = session
@@ -57,6 +60,7 @@ class Pipeline:
         self.retry = retry
         self.failover = failover
         self.resume_grace = resume_grace
+        self.observer = observer
 
     def open(self, context: RequestContext) -> Run:
         """A request's run; the caller reads it with ``next`` and closes it."""
@@ -70,6 +74,7 @@ class Run:
     def __init__(self, pipeline: Pipeline, context: RequestContext) -> None:
         self._pipeline = pipeline
         self._context = context
+        self._watch = pipeline.observer.watch(context)
         self._stream: DetokenizeStream | None = None
         self._attempts: Attempts | None = None
         self._driver: asyncio.Task[None] | None = None
@@ -99,6 +104,7 @@ class Run:
             self.close()
             raise
         self._sent_tokens += len(delta.token_ids)
+        self._watch.delta(len(delta.token_ids))
         if delta.finish is not None:
             self._finished()
             self.close()
@@ -117,16 +123,18 @@ class Run:
             self._attempts.close()
         if self._stream is not None:
             self._stream.close()
+        self._watch.close()
         self._log()
 
     async def _start(self) -> DetokenizeStream:
         context, pipeline = self._context, self._pipeline
-        await prepare(context, pipeline.tokenizer)
+        with self._watch.stage("prepare"):
+            await prepare(context, pipeline.tokenizer)
         if self._closed:
             raise RequestCancelledError("the client left")
         fix_seed(context)
         stream = pipeline.session.open(context.stop, context.skip_special_tokens)
-        self._attempts = Attempts(pipeline, context, stream)
+        self._attempts = Attempts(pipeline, context, stream, self._watch)
         self._driver = asyncio.ensure_future(self._attempts.run())
         self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire, stream)
         return stream

@@ -9,6 +9,8 @@ from typing import Any
 
 from sapwood.v1 import common_pb2, tokenizer_pb2
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_tokenizer.encode_cache import CacheStats
+from sapwood_tokenizer.encoder import EncodeOptions
 from sapwood_tokenizer.incremental.events import Event, ReasoningDelta, TextDelta, ToolCallStart
 from sapwood_tokenizer.output_parser import ParserOptions
 from sapwood_tokenizer.output_stream import StreamOptions
@@ -83,6 +85,33 @@ def _to_call(call: common_pb2.ToolCall, field: str) -> dict[str, Any]:
             f"the arguments of a call are a JSON object: {error}", field=f"{field}.arguments"
         ) from None
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def to_encode_options(request: tokenizer_pb2.TokenizeRequest) -> EncodeOptions:
+    """What is wanted of a request."""
+    return EncodeOptions(
+        add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else True,
+        parse_special_tokens=request.parse_special_tokens if request.HasField("parse_special_tokens") else True,
+        offsets=request.return_offsets,
+    )
+
+
+def add_offsets(response: tokenizer_pb2.TokenizeResponse, offsets: Sequence[tuple[int, int]]) -> None:
+    """Put the places of one sequence's tokens into a response."""
+    response.offsets.add(starts=[start for start, _ in offsets], ends=[end for _, end in offsets])
+
+
+def to_cache_stats(stats: CacheStats) -> tokenizer_pb2.EncodeCacheStats:
+    """As the proto has it."""
+    return tokenizer_pb2.EncodeCacheStats(
+        hits=stats.hits,
+        misses=stats.misses,
+        evictions=stats.evictions,
+        tokens_reused=stats.tokens_reused,
+        entries=stats.entries,
+        bytes=stats.bytes,
+        capacity_bytes=stats.capacity_bytes,
+    )
 
 
 def to_stream_options(options: tokenizer_pb2.DetokenizeOptions, id_seed: str) -> StreamOptions:

@@ -11,10 +11,10 @@ import grpc
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_tokenizer.chat_template import ChatTemplate
-from sapwood_tokenizer.convert import to_messages
+from sapwood_tokenizer.convert import add_offsets, to_cache_stats, to_encode_options, to_messages
 from sapwood_tokenizer.detokenize_call import DetokenizeCall
 from sapwood_tokenizer.detokenizer import Detokenizer
-from sapwood_tokenizer.encoder import Encoder
+from sapwood_tokenizer.encoder import EncodeOptions, Encoder
 from sapwood_tokenizer.loader import LoadedTokenizer
 from sapwood_tokenizer.output_parser import OutputParser
 from sapwood_tokenizer.output_stream import OutputStream, StreamOptions
@@ -37,7 +37,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         loaded: The tokenizer.
         model: The name clients use.
         parsers: The parsers that fit the model.
-        max_text_bytes: The longest text that is encoded.
+        encoder: Encodes texts.
         draining: Set when the service is about to stop.
     """
 
@@ -46,14 +46,14 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         loaded: LoadedTokenizer,
         model: str,
         parsers: ParserDefaults,
-        max_text_bytes: int,
+        encoder: Encoder,
         draining: asyncio.Event,
     ) -> None:
         self._loaded = loaded
         self._model = model
         self._parsers = parsers
         self._draining = draining
-        self._encoder = Encoder(loaded.tokenizer, max_text_bytes)
+        self._encoder = encoder
         self._table = TokenBytes(loaded.tokenizer)
         self._template = (
             ChatTemplate(loaded.chat_template, loaded.special_tokens) if loaded.chat_template is not None else None
@@ -70,11 +70,12 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self, request: tokenizer_pb2.TokenizeRequest, context: Context
     ) -> tokenizer_pb2.TokenizeResponse:
         """Encodes a batch of texts."""
-        add = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        sequences = await self._encoder.encode(request.texts, add_special_tokens=add)
+        encoded = await self._encoder.encode(request.texts, to_encode_options(request))
         response = tokenizer_pb2.TokenizeResponse()
-        for ids in sequences:
-            response.sequences.add(ids=ids)
+        for sequence in encoded:
+            response.sequences.add(ids=sequence.ids)
+            if sequence.offsets is not None:
+                add_offsets(response, sequence.offsets)
         return response
 
     async def ApplyChatTemplate(
@@ -100,9 +101,9 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             continue_final_message=continued,
         )
         # The template writes the special tokens itself.
-        (ids,) = await self._encoder.encode([text], add_special_tokens=False, field="messages")
+        (encoded,) = await self._encoder.encode([text], EncodeOptions(add_special_tokens=False), field="messages")
         response = tokenizer_pb2.ApplyChatTemplateResponse(text=text)
-        response.tokens.ids.extend(ids)
+        response.tokens.ids.extend(encoded.ids)
         reasoning_open = reasoning_parsers.ends_in_reasoning(text, request.messages[-1].content if continued else "")
         if reasoning_open is not None:
             response.reasoning_open = reasoning_open
@@ -150,6 +151,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             reasoning_parsers=reasoning_parsers.NAMES,
             tool_parser=self._parsers.tool_parser,
             reasoning_parser=self._parsers.reasoning_parser,
+            exact_cache=to_cache_stats(self._encoder.exact_cache),
+            prefix_cache=to_cache_stats(self._encoder.prefix_cache),
         )
 
     def _open_stream(self, options: StreamOptions) -> OutputStream:

@@ -49,7 +49,9 @@ class Engine:
         started = time.perf_counter()
         for prompt, length in zip(prompts, lengths, strict=True):
             self.count += 1
-            self.scheduler.add(Request(self.count, str(self.count), prompt, SamplingParams(temperature=0.0, max_tokens=length)))
+            self.scheduler.add(
+                Request(self.count, str(self.count), prompt, SamplingParams(temperature=0.0, max_tokens=length))
+            )
         while self.scheduler.has_work:
             self.scheduler.update(self.runner.execute(self.scheduler.schedule()))
         torch.cuda.synchronize()
@@ -60,7 +62,9 @@ class Engine:
         parts = {"schedule": 0.0, "execute": 0.0, "update": 0.0}
         for prompt in prompts_of(batch, 1024, seed=5):
             self.count += 1
-            self.scheduler.add(Request(self.count, str(self.count), prompt, SamplingParams(temperature=0.0, max_tokens=steps + 40)))
+            self.scheduler.add(
+                Request(self.count, str(self.count), prompt, SamplingParams(temperature=0.0, max_tokens=steps + 40))
+            )
         while self.scheduler.load().queued_tokens:
             self.scheduler.update(self.runner.execute(self.scheduler.schedule()))
         for step in range(steps + 10):

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -34,6 +34,54 @@ def test_any_text_comes_back_however_its_tokens_are_cut(
         table = TokenBytes(tokenizer)
         out = streamed(Detokenizer(table, [], NONE), ids, sizes)
         assert out == tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, 399), max_size=60), sizes=st.lists(st.integers(0, 5), max_size=12), skip=st.booleans()
+)
+def test_any_tokens_at_all_of_a_byte_level_vocabulary_give_what_decode_gives(
+    byte_level: Tokenizer, ids: list[int], sizes: list[int], skip: bool
+) -> None:
+    detokenizer = Detokenizer(TokenBytes(byte_level), [], frozenset({0, 1}) if skip else NONE)
+    pieces, at = [], 0
+    for size in [*sizes, len(ids)]:
+        pieces.append(detokenizer.push(ids[at : at + size]).text)
+        at += size
+    last = detokenizer.finish()
+    assert "".join(pieces) + last.text == byte_level.decode(ids, skip_special_tokens=skip)
+    assert last.tokens == len(ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    ids=st.lists(st.one_of(st.integers(0, 262_143), st.integers(236, 500), st.integers(107, 140)), max_size=40),
+    sizes=st.lists(st.integers(0, 5), max_size=12),
+    skip=st.booleans(),
+)
+def test_any_tokens_of_the_demo_model_that_are_text_give_what_decode_gives(
+    demo: LoadedTokenizer, ids: list[int], sizes: list[int], skip: bool
+) -> None:
+    expected = demo.tokenizer.decode(ids, skip_special_tokens=skip)
+    # For bytes that are no UTF-8 the library gives a U+FFFD for each byte of the run, whole characters in it included,
+    # which only the end of the run can tell; a stream has given those characters before.
+    assume("\ufffd" not in expected)
+    assert (
+        streamed(Detokenizer(TokenBytes(demo.tokenizer), [], demo.special_ids if skip else NONE), ids, sizes)
+        == expected
+    )
+
+
+def test_tokens_that_leave_no_text_are_accounted_for_once_nothing_is_held_back(byte_level: Tokenizer) -> None:
+    s, t = (byte_level.encode(c).ids[0] for c in "st")
+    detokenizer = Detokenizer(TokenBytes(byte_level), ["stop"], frozenset({0}))
+    assert detokenizer.push([0, 0]).tokens == 2
+    assert detokenizer.push([s] + [0] * 5000).tokens == 2, "all wait for the character that is held back"
+    assert detokenizer.push([t]).tokens == 2
+    piece = detokenizer.push([s])
+    assert (piece.text, piece.tokens) == ("st", 2 + 5001 + 1)
+    last = detokenizer.finish()
+    assert (last.text, last.tokens) == ("s", 2 + 5001 + 2)
 
 
 def test_the_corpus_comes_back_one_token_at_a_time(
@@ -98,5 +146,9 @@ def test_a_decoder_that_is_not_understood_is_refused_when_it_is_loaded() -> None
     tokenizer = Tokenizer(models.WordPiece(vocab={"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece()
-    with pytest.raises(ConfigError, match="WordPiece"):
-        TokenBytes(tokenizer)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: its decoder \(WordPiece\)"):
+        TokenBytes(tokenizer, "tokenizer.json")
+    for decoder in (decoders.Replace("_", " "), decoders.Strip("x", 1, 0), decoders.Metaspace(replacement="_"), None):
+        tokenizer.decoder = decoder
+        with pytest.raises(ConfigError, match="is not supported"):
+            TokenBytes(tokenizer)

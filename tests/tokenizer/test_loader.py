@@ -51,18 +51,43 @@ def test_templates_get_the_tokenizers_own_end_token(directory: Path) -> None:
     assert set(loaded.eos_token_ids) == {0, 1}
 
 
-def test_a_template_that_is_not_utf8_is_named(directory: Path) -> None:
-    (directory / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"chat_template\.jinja"):
-        load_tokenizer(directory)
-
-
 def test_a_template_file_wins_over_the_models_own(directory: Path, tmp_path: Path) -> None:
     (directory / "chat_template.jinja").write_text("from file")
     assert load_tokenizer(directory).chat_template == "from file"
     own = tmp_path / "own.jinja"
     own.write_text("own")
     assert load_tokenizer(directory, own).chat_template == "own"
+
+
+def test_named_special_tokens_reach_the_template(directory: Path) -> None:
+    (directory / "special_tokens_map.json").write_text(json.dumps({"pad_token": "<|im_end|>", "eos_token": "other"}))
+    settings = {
+        "bos_token": "<|im_start|>",
+        "eos_token": {"content": "<|im_end|>"},
+        "unk_token": None,
+        "chat_template": [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}, "odd", {}],
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded = load_tokenizer(directory)
+    assert loaded.special_tokens == {
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|im_end|>",
+    }
+    assert loaded.bos_token_id == 0
+    assert loaded.chat_template == "yes"
+
+
+@pytest.mark.parametrize("ends", [1, [1, 0], [1, 9999, None, "x"], 9999, "x"])
+def test_end_tokens_come_from_the_generation_config_first(directory: Path, ends: object) -> None:
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert load_tokenizer(directory).eos_token_ids == ((1, 0) if ends == [1, 0] else (1,))
+
+
+def test_a_template_that_is_not_utf8_is_named(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja"):
+        load_tokenizer(directory)
 
 
 @pytest.mark.parametrize("broken", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])

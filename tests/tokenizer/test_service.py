@@ -1,6 +1,7 @@
 import asyncio
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import pytest
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer
 
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.status import from_rpc_error
+from sapwood_tokenizer.loader import LoadedTokenizer
 
 
 def one(stream_id: int, ids: list[int] = [], **fields: object) -> tokenizer_pb2.DetokenizeRequest:  # noqa: B006
@@ -99,6 +101,100 @@ async def test_streams_of_one_call_do_not_mix_and_one_that_fails_fails_alone(
         assert list(texts.values()) == corpus
         assert failed == {99: (3, "token_ids"), 98: (3, "options")}
         call.cancel()
+
+
+async def test_a_runaway_template_is_stopped_while_others_are_served(start_service: Callable, tmp_path) -> None:
+    template = tmp_path / "endless.jinja"
+    template.write_text("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+    service = start_service("--chat-template", str(template), "--template-timeout", "3")
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+        request = tokenizer_pb2.ApplyChatTemplateRequest(messages=[{"role": "user", "content": "x"}])
+        gone = stub.ApplyChatTemplate(request)
+        slow = asyncio.ensure_future(stub.ApplyChatTemplate(request))
+        await asyncio.sleep(0.1)
+        gone.cancel()
+        await stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=["others"]))
+        assert not slow.done()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await slow
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "did not end within 3 s" in str(caught.value.details())
+        assert from_rpc_error(caught.value).field == "messages"
+    assert service.stop() == 0
+
+
+async def test_floods_are_refused_and_the_service_goes_on(start_service: Callable, byte_level: Tokenizer) -> None:
+    service = start_service("--max-open-streams", "50", "--max-text-bytes", "1000")
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+        messages = [{"role": "user", "content": ""}] * 1000
+        for call, request, field in (
+            (stub.Tokenize, tokenizer_pb2.TokenizeRequest(texts=[""] * 20_000), "texts"),
+            (stub.ApplyChatTemplate, tokenizer_pb2.ApplyChatTemplateRequest(messages=messages), "messages"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(request)
+            assert (caught.value.code(), from_rpc_error(caught.value).field) == (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                field,
+            )
+        call = stub.Detokenize()
+        inputs = [{"stream_id": n, "options": OPEN, "token_ids": [70]} for n in range(300)]
+        await call.write(tokenizer_pb2.DetokenizeRequest(inputs=inputs))
+        outputs = (await call.read()).outputs
+        assert [output.error.code for output in outputs] == [0] * 50 + [8] * 250
+        await call.write(one(7, byte_level.encode("many tokens " * 5000).ids, end=True))
+        text = ""
+        while True:
+            outputs = (await call.read()).outputs
+            text += "".join(output.text for output in outputs)
+            if outputs[-1].ended:
+                break
+        assert text.endswith("many tokens " * 5000)
+        call.cancel()
+    assert service.stop() == 0
+
+
+async def test_the_demo_model_is_served(
+    start_service: Callable, demo_model: Path, demo: LoadedTokenizer, corpus: list[str]
+) -> None:
+    service = start_service("--model", str(demo_model))
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+        response = await stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=["The capital of France is", *corpus]))
+        assert list(response.sequences[0].ids) == [2, 818, 5279, 529, 7001, 563]
+        for text, sequence in zip(corpus, response.sequences[1:], strict=True):
+            assert demo.tokenizer.decode(sequence.ids) == text
+        nothing = tokenizer_pb2.TokenizeRequest(texts=[""], add_special_tokens=False)
+        assert list((await stub.Tokenize(nothing)).sequences[0].ids) == []
+        chat = tokenizer_pb2.ApplyChatTemplateRequest(messages=[{"role": "user", "content": "Hi"}])
+        answer = await stub.ApplyChatTemplate(chat)
+        assert answer.text == "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n"
+        assert list(answer.tokens.ids) == demo.tokenizer.encode(answer.text, add_special_tokens=False).ids
+        assert list(answer.tokens.ids).count(2) == 1
+        info = await stub.GetInfo(tokenizer_pb2.GetInfoRequest())
+        assert (info.vocab_size, info.bos_token_id, list(info.eos_token_ids)) == (262_144, 2, [1, 106])
+    assert service.stop() == 0
+
+
+async def test_half_a_surrogate_pair_in_json_is_refused(start_service: Callable, tmp_path) -> None:
+    template = tmp_path / "calls.jinja"
+    template.write_text("{{ messages | tojson }}{{ tools | tojson }}")
+    service = start_service("--chat-template", str(template))
+    call = {"id": "1", "name": "f", "arguments": '{"a": "\\ud800"}'}
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+        for request in (
+            tokenizer_pb2.ApplyChatTemplateRequest(messages=[{"role": "assistant", "tool_calls": [call]}]),
+            tokenizer_pb2.ApplyChatTemplateRequest(
+                messages=[{"role": "user"}], tools='[{"type": "function", "function": {"name": "\\udc00"}}]'
+            ),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.ApplyChatTemplate(request)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert "surrogate" in str(caught.value.details())
 
 
 async def test_a_stop_string_ends_its_stream_and_later_tokens_are_ignored(

@@ -70,6 +70,7 @@ def simulate(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: f"{mutation.file}: {mutation.line.strip()}")
 def test_a_wrong_line_is_noticed(mutation: Mutation, tmp_path: Path) -> None:
     shutil.copytree(Path(sapwood_worker.__file__).parent, tmp_path / "sapwood_worker")
@@ -83,6 +84,7 @@ def test_a_wrong_line_is_noticed(mutation: Mutation, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_lines_as_they_are_pass() -> None:
     done = simulate(Path(sapwood_worker.__file__).parents[1])
     assert done.returncode == 0, done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 
 from sapwood.v1 import tokenizer_pb2_grpc
@@ -13,32 +12,11 @@ from sapwood_common.model_files import model_name, resolve_model
 from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce
 from sapwood_tokenizer.config import TokenizerConfig
-from sapwood_tokenizer.encoder import Encoder, EncoderOptions
-from sapwood_tokenizer.loader import LoadedTokenizer, load_tokenizer
+from sapwood_tokenizer.loader import load_tokenizer
 from sapwood_tokenizer.parser_defaults import parser_defaults
-from sapwood_tokenizer.service import DETOKENIZE, SERVICE, TokenizerService
+from sapwood_tokenizer.service import DETOKENIZE, SERVICE, Limits, TokenizerService
 
 logger = logging.getLogger(__name__)
-
-
-def build_encoder(loaded: LoadedTokenizer, config: TokenizerConfig) -> Encoder:
-    """The encoder as configured.
-
-    Raises:
-        ConfigError: The tokenizer cannot be used.
-    """
-    # The encoder spreads texts over its own threads; the library's would only get in the way. It asks at each call.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return Encoder(
-        loaded.tokenizer,
-        EncoderOptions(
-            max_text_bytes=config.max_text_bytes,
-            max_text_tokens=config.max_text_tokens,
-            threads=config.encode_threads,
-            exact_cache_bytes=int(config.exact_cache_mb * 2**20),
-            prefix_cache_bytes=int(config.prefix_cache_mb * 2**20),
-        ),
-    )
 
 
 async def serve(config: TokenizerConfig) -> int:
@@ -53,14 +31,23 @@ async def serve(config: TokenizerConfig) -> int:
         loaded = await asyncio.to_thread(load_tokenizer, resolve_model(config.model), config.chat_template)
         parsers = parser_defaults(config.tool_parser, config.reasoning_parser, loaded.chat_template)
         server = ServiceServer(config.host, config.port, [SERVICE], uncounted=frozenset({DETOKENIZE}))
-        service = TokenizerService(loaded, name, parsers, build_encoder(loaded, config), server.draining)
+        limits = Limits(config.max_text_bytes, config.max_open_streams, config.template_timeout)
+        service = TokenizerService(loaded, name, parsers, limits, server.draining)
         tokenizer_pb2_grpc.add_TokenizerServicer_to_server(service, server.grpc)
         port = await server.start()
     except ConfigError as error:
         logger.error("%s", error)
         return 1
-    logger.info("%s loaded in %.1f s: %d tokens", name, time.monotonic() - started, loaded.vocab_size)
     await server.set_serving(True)
-    announce(logger, "listening on %s:%d", config.host, port)
+    announce(
+        logger,
+        "listening on %s:%d with %s: %d tokens, loaded in %.1f s",
+        config.host,
+        port,
+        name,
+        loaded.vocab_size,
+        time.monotonic() - started,
+    )
     await serve_until_stopped(server, drain_timeout=config.drain_timeout, drained=service.drained)
+    service.close()
     return 0

@@ -8,12 +8,14 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.ext
-import jinja2.sandbox
 
 from sapwood_common.errors import ConfigError, InvalidArgumentError
+from sapwood_tokenizer.template_sandbox import BUDGET, Budget, BudgetError, TemplateSandbox
 
-_MOST_CHARACTERS = 16 * 1024 * 1024
+MOST_CHARACTERS = 16 * 1024 * 1024
+"""The longest text that a rendering makes."""
+_DEFAULT_SECONDS = 10.0
+_LONGEST_MESSAGE = 400
 _CONTINUE_HERE = "\ue0a0continue here\ue0a0"
 """Marks the end of the message to continue; private-use characters, which nobody writes."""
 
@@ -24,22 +26,25 @@ class ChatTemplate:
     Args:
         source: Jinja source.
         special_tokens: ``bos_token`` and the like, for the template's use.
+        origin: Where the source is from, for the error.
 
     Raises:
-        ConfigError: The source is not a Jinja template; the message has the line.
+        ConfigError: The source is not a Jinja template; the message has the origin and the line.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
+    def __init__(self, source: str, special_tokens: dict[str, str], origin: str = "the model") -> None:
+        environment = TemplateSandbox()
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"the chat template is wrong at line {error.lineno}: {error.message}") from error
+            raise ConfigError(
+                f"{origin}: the chat template is wrong at line {error.lineno}: {error.message}"
+            ) from error
+        except (RecursionError, SyntaxError) as error:  # what Jinja's own parser lets through
+            raise ConfigError(f"{origin}: the chat template cannot be compiled: {error}") from error
         self._special_tokens = special_tokens
 
     def render(
@@ -49,6 +54,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tools: Sequence[dict[str, Any]] = (),
         continue_final_message: bool = False,
+        budget: Budget | None = None,
     ) -> str:
         """The conversation as one text.
 
@@ -57,18 +63,20 @@ class ChatTemplate:
             add_generation_prompt: End with the opening of the assistant's turn.
             tools: On offer; in the form of OpenAI's API.
             continue_final_message: End where the last message's content does, so that the model goes on with it.
+            budget: What it may take, not yet started; ten seconds unless given.
 
         Raises:
-            InvalidArgumentError: The template refuses the messages, or its output grows beyond all use; or the last message
+            InvalidArgumentError: The template refuses the messages, or it takes more than its budget; or the last message
                 is to be continued and has no content, or the template does not show it.
         """
+        budget = budget or Budget(_DEFAULT_SECONDS, MOST_CHARACTERS)
         if not continue_final_message:
-            return self._render(messages, tools, add_generation_prompt)
+            return self._render(messages, tools, add_generation_prompt, budget)
         last = messages[-1]
         if not isinstance(last.get("content"), str):
             raise InvalidArgumentError("the last message has no content to go on with", field="continue_final_message")
         marked = {**last, "content": last["content"] + _CONTINUE_HERE + " "}
-        text = self._render([*messages[:-1], marked], tools, add_generation_prompt)
+        text = self._render([*messages[:-1], marked], tools, add_generation_prompt, budget)
         before, mark, after = text.rpartition(_CONTINUE_HERE)
         if not mark:
             raise InvalidArgumentError(
@@ -77,20 +85,43 @@ class ChatTemplate:
         # A template that keeps the space after the mark keeps the content's own; one that trims it trims that, too.
         return before if after.startswith(" ") else before.rstrip()
 
-    def _render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], prompted: bool) -> str:
+    def _render(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], prompted: bool, budget: Budget
+    ) -> str:
+        variables = {
+            **self._special_tokens,
+            "messages": messages,
+            "add_generation_prompt": prompted,
+            "tools": list(tools) or None,
+            "documents": None,
+            BUDGET: budget,
+        }
         parts: list[str] = []
-        size = 0
+        budget.start()
         try:
-            for part in self._template.generate(
-                messages=messages, add_generation_prompt=prompted, tools=list(tools) or None, **self._special_tokens
-            ):
-                size += len(part)
-                if size > _MOST_CHARACTERS:
-                    raise InvalidArgumentError("the rendered conversation is too long", field="messages")
+            for part in self._template.generate(variables):
+                budget.add(len(part))
                 parts.append(part)
-        except (jinja2.TemplateError, TypeError, ValueError, OverflowError, ArithmeticError, LookupError) as error:
-            raise InvalidArgumentError(f"the chat template refuses the messages: {error}", field="messages") from error
-        return "".join(parts)
+        except BudgetError as error:
+            raise InvalidArgumentError(f"the chat template was stopped: {error}", field="messages") from error
+        except Exception as error:  # a template is a program: what it trips over may be of any class
+            raise InvalidArgumentError(
+                f"the chat template refuses the messages: {_shortened(error)}", field="messages"
+            ) from error
+        text = "".join(parts)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # of JSON, in which clients write arguments and tools
+            raise InvalidArgumentError(
+                "the conversation holds half a surrogate pair, which is no text", field="messages"
+            ) from error
+        return text
+
+
+def _shortened(error: Exception) -> str:
+    # Templates put messages, or a word of a client's, into what they raise.
+    message = (str(error) or type(error).__name__).encode(errors="replace").decode()
+    return message if len(message) <= _LONGEST_MESSAGE else message[:_LONGEST_MESSAGE] + "..."
 
 
 def _to_json(

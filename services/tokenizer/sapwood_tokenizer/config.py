@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from pydantic import Field
@@ -35,15 +34,9 @@ class TokenizerConfig(ServiceConfig):
     max_text_bytes: int = Field(
         8 * 1024 * 1024, ge=1, description="Longest text that is encoded, in bytes of UTF-8; longer ones are refused."
     )
-    max_text_tokens: int | None = Field(
-        None, ge=1, description="Most tokens a text may have; longer ones are refused. No limit unless given."
+    max_open_streams: int = Field(
+        16384, ge=1, description="Most detokenize streams open at a time, of all callers; more are refused."
     )
-    encode_threads: int = Field(
-        min(8, os.cpu_count() or 1),
-        ge=1,
-        description="Threads that encode, the cores unless given; at least 2 are used.",
-    )
-    exact_cache_mb: float = Field(32.0, ge=0, description="Memory for token ids of whole texts (L0), in MiB; 0 is off.")
-    prefix_cache_mb: float = Field(
-        64.0, ge=0, description="Memory for token ids of text between special tokens (L1), in MiB; 0 is off."
+    template_timeout: float = Field(
+        10.0, gt=0, description="Most seconds that the chat template may take to render a conversation."
     )

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from sapwood.v1 import tokenizer_pb2
-from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_common.errors import InternalError, InvalidArgumentError, SapwoodError
 from sapwood_common.status import code_number
 from sapwood_tokenizer.convert import add_events, to_stream_options, within_options
+from sapwood_tokenizer.open_streams import OpenStreams
 from sapwood_tokenizer.output_stream import OutputStream, StreamOptions, StreamPiece
 
+logger = logging.getLogger(__name__)
+
 OpenStream = Callable[[StreamOptions], OutputStream]
+
+_TOKENS_A_STEP = 1024
+"""A few milliseconds of work."""
+_INPUTS_A_STEP = 64
+
+
+@dataclass(slots=True)
+class _Open:
+    stream: OutputStream
+    option_bytes: int
 
 
 class DetokenizeCall:
@@ -20,28 +35,47 @@ class DetokenizeCall:
     Args:
         open_stream: Makes a stream; raises InvalidArgumentError where its options name no parser.
         vocab_size: Every token id must be below it.
-        count_change: Told how many more (or fewer) streams are open.
+        open_streams: Counts those of all calls.
     """
 
-    def __init__(self, open_stream: OpenStream, vocab_size: int, count_change: Callable[[int], None]) -> None:
+    def __init__(self, open_stream: OpenStream, vocab_size: int, open_streams: OpenStreams) -> None:
         self._open_stream = open_stream
         self._vocab_size = vocab_size
-        self._count_change = count_change
-        self._streams: dict[int, OutputStream] = {}
+        self._open_streams = open_streams
+        self._streams: dict[int, _Open] = {}
 
     @property
     def idle(self) -> bool:
         """Whether no stream is open."""
         return not self._streams
 
-    def process(self, inputs: Iterable[tokenizer_pb2.DetokenizeInput]) -> list[tokenizer_pb2.DetokenizeOutput]:
-        """Takes the inputs of one message; returns what there is to say, at most one output an input."""
+    def process(self, request: tokenizer_pb2.DetokenizeRequest) -> Iterator[list[tokenizer_pb2.DetokenizeOutput]]:
+        """Takes the inputs of one message, a few milliseconds' worth a step; yields what there is to say after each.
+
+        An input with very many tokens is taken in several steps, and may get an output in each.
+        """
+        waiting: list[tokenizer_pb2.DetokenizeInput] = []
+        tokens = 0
+        for item in request.inputs:
+            for part in _slices(item):
+                waiting.append(part)
+                tokens += len(part.token_ids)
+                if tokens >= _TOKENS_A_STEP or len(waiting) >= _INPUTS_A_STEP:
+                    yield self._process_all(waiting)
+                    waiting, tokens = [], 0
+        if waiting:
+            yield self._process_all(waiting)
+
+    def _process_all(self, inputs: Iterable[tokenizer_pb2.DetokenizeInput]) -> list[tokenizer_pb2.DetokenizeOutput]:
         outputs: list[tokenizer_pb2.DetokenizeOutput] = []
         for item in inputs:
             try:
                 output = self._process(item)
-            except SapwoodError as error:
+            except Exception as error:
                 self._forget(item.stream_id)
+                if not isinstance(error, SapwoodError):
+                    logger.error("a detokenize stream failed", exc_info=error)
+                    error = InternalError("internal error; the service's log has the details")
                 output = tokenizer_pb2.DetokenizeOutput(stream_id=item.stream_id, ended=True)
                 output.error.code = code_number(error)
                 output.error.message = error.message
@@ -59,13 +93,14 @@ class DetokenizeCall:
         if item.cancel:
             self._forget(item.stream_id)
             return None
-        stream = self._streams.get(item.stream_id)
-        if stream is None:
+        opened = self._streams.get(item.stream_id)
+        if opened is None:
             if not item.HasField("options"):
                 return None  # tokens on their way when their stream ended
-            stream = self._open(item)
+            opened = self._open(item)
         elif item.HasField("options"):
             raise InvalidArgumentError("options may only come with a stream's first input", field="options")
+        stream = opened.stream
         if item.token_ids and max(item.token_ids) >= self._vocab_size:
             raise InvalidArgumentError(
                 f"token id {max(item.token_ids)} is not below the vocabulary size {self._vocab_size}", field="token_ids"
@@ -85,14 +120,38 @@ class DetokenizeCall:
             output.stop_match = piece.stop_match
         return output
 
-    def _open(self, item: tokenizer_pb2.DetokenizeInput) -> OutputStream:
+    def _open(self, item: tokenizer_pb2.DetokenizeInput) -> _Open:
         options = to_stream_options(item.options, secrets.token_hex(8))
-        with within_options():
-            stream = self._open_stream(options)
-        self._streams[item.stream_id] = stream
-        self._count_change(1)
-        return stream
+        option_bytes = item.options.ByteSize()
+        self._open_streams.opened(option_bytes)
+        try:
+            with within_options():
+                opened = _Open(self._open_stream(options), option_bytes)
+        except BaseException:
+            self._open_streams.closed(option_bytes)
+            raise
+        self._streams[item.stream_id] = opened
+        return opened
 
     def _forget(self, stream_id: int) -> None:
-        if self._streams.pop(stream_id, None) is not None:
-            self._count_change(-1)
+        opened = self._streams.pop(stream_id, None)
+        if opened is not None:
+            self._open_streams.closed(opened.option_bytes)
+
+
+def _slices(item: tokenizer_pb2.DetokenizeInput) -> Iterator[tokenizer_pb2.DetokenizeInput]:
+    count = len(item.token_ids)
+    if count <= _TOKENS_A_STEP:
+        yield item
+        return
+    for at in range(0, count, _TOKENS_A_STEP):
+        last = at + _TOKENS_A_STEP >= count
+        part = tokenizer_pb2.DetokenizeInput(
+            stream_id=item.stream_id,
+            token_ids=item.token_ids[at : at + _TOKENS_A_STEP],
+            end=item.end and last,
+            cancel=item.cancel,
+        )
+        if at == 0 and item.HasField("options"):
+            part.options.CopyFrom(item.options)
+        yield part

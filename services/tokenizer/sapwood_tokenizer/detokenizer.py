@@ -45,8 +45,10 @@ class Detokenizer:
         self._matcher = StopMatcher(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._at_start = table.strips_leading_space
-        # For each token not yet accounted for: how many characters must be out until it is.
-        self._boundaries: deque[int] = deque()
+        # For the tokens not yet accounted for: how many characters must be out until they are, and how many tokens of the
+        # stream they and those before them are. One entry for all tokens that wait for the same character.
+        self._boundaries: deque[tuple[int, int]] = deque()
+        self._tokens = 0
         self._decoded = 0
         self._released = 0
         self._consumed = 0
@@ -58,23 +60,26 @@ class Detokenizer:
             text = self._decode(token_id)
             self._decoded += len(text)
             incomplete = bool(self._decoder.getstate()[0])
-            self._boundaries.append(self._decoded + incomplete)
+            boundary = self._decoded + incomplete
+            self._tokens += 1
+            if self._boundaries and self._boundaries[-1][0] == boundary:
+                self._boundaries.pop()
+            self._boundaries.append((boundary, self._tokens))
             released, match = self._matcher.push(text) if text else ("", None)
             texts.append(released)
             self._released += len(released)
             if match is not None:
                 # The tokens up to this one were needed to see the match; what follows is not the text's any more.
-                return Piece("".join(texts), self._consumed + len(self._boundaries), match)
+                return Piece("".join(texts), self._tokens, match)
         return Piece("".join(texts), self._account())
 
     def finish(self) -> Piece:
         """No more tokens come: releases what was held back; half a character becomes U+FFFD."""
         rest = self._decoder.decode(b"", final=True)
         released, match = self._matcher.push(rest)
-        total = self._consumed + len(self._boundaries)
         if match is not None:
-            return Piece(released, total, match)
-        return Piece(released + self._matcher.finish(), total)
+            return Piece(released, self._tokens, match)
+        return Piece(released + self._matcher.finish(), self._tokens)
 
     def _decode(self, token_id: int) -> str:
         if token_id in self._skipped:
@@ -86,7 +91,6 @@ class Detokenizer:
         return self._decoder.decode(raw)
 
     def _account(self) -> int:
-        while self._boundaries and self._boundaries[0] <= self._released:
-            self._boundaries.popleft()
-            self._consumed += 1
+        while self._boundaries and self._boundaries[0][0] <= self._released:
+            self._consumed = self._boundaries.popleft()[1]
         return self._consumed

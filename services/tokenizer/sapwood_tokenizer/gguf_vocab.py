@@ -46,21 +46,21 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise VocabularyError("tokenizer.ggml.token_type and tokenizer.ggml.tokens differ in length")
-    tokens = _distinct(tokens)
+    names = _distinct(tokens)
     if kind == "llama":
-        tokenizer = _sentencepiece(metadata, tokens, types)
+        tokenizer = _sentencepiece(metadata, names, types)
         adds_bos = True
     elif kind == "gpt2":
         pre = metadata.get("tokenizer.ggml.pre", "default")
-        tokenizer = _byte_level(metadata, tokens, pre)
+        tokenizer = _byte_level(metadata, names, pre)
         adds_bos = pre in _LLAMA3_NAMES
     else:
         raise VocabularyError(f"tokenizer.ggml.model is {kind!r}; 'llama' and 'gpt2' are supported")
-    tokenizer.add_special_tokens(_added(tokens, types, _CONTROL, special=True))
-    tokenizer.add_tokens(_added(tokens, types, _USER_DEFINED, special=False))
+    tokenizer.add_special_tokens(_added(names, types, _CONTROL, special=True))
+    tokenizer.add_tokens(_added(names, types, _USER_DEFINED, special=False))
     before = ["bos"] if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else []
     after = ["eos"] if metadata.get("tokenizer.ggml.add_eos_token", False) else []
-    _add_post_processor(tokenizer, metadata, tokens, before, after)
+    _add_post_processor(tokenizer, metadata, names, before, after)
     return tokenizer
 
 
@@ -175,16 +175,22 @@ def _added(tokens: Sequence[str], types: Sequence[int], kind: int, *, special: b
     ]
 
 
-def _distinct(tokens: Sequence[str]) -> list[str]:
+def _distinct(tokens: Sequence[str]) -> Sequence[str]:
     """The tokens, with a name of its own for each that is a duplicate or no Unicode text, so that ids stay as they are."""
+    if len(set(tokens)) == len(tokens) and all(tokens) and _is_unicode("".join(tokens)):
+        return tokens
     seen: set[str] = set()
     distinct: list[str] = []
     for index, token in enumerate(tokens):
-        if token in seen or not token or any("\ud800" <= character <= "\udfff" for character in token):
+        if token in seen or not token or not _is_unicode(token):
             token = f"<|sapwood_unnamed_{index}|>"
         seen.add(token)
         distinct.append(token)
     return distinct
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in set(text))
 
 
 def _required(metadata: Mapping[str, Any], key: str) -> list[Any]:

@@ -12,13 +12,15 @@ from tokenizers import Tokenizer
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.gguf_file import GgufError, GgufFile
-from sapwood_tokenizer.gguf_vocab import VocabularyError, build_tokenizer
+from sapwood_tokenizer.gguf_vocab import build_tokenizer
 
 _TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>")
 """Tokens that end an assistant's turn, whatever the model calls its end of text."""
 
 _DEFAULT_TEMPLATES = {"gemma3": "gemma.jinja"}
 """Templates for GGUF files that hold none, by architecture."""
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +29,24 @@ class LoadedTokenizer:
 
     Attributes:
         tokenizer: Encodes and decodes.
+        origin: The file it is from.
         vocab_size: Every id is below it.
         bos_token_id: Beginning of text, if the model has one.
         eos_token_ids: The model's end tokens.
         special_ids: Tokens left out of text when special tokens are skipped.
         chat_template: Jinja source, if there is one.
-        special_tokens: Names that chat templates use (``bos_token``, ``eos_token``), with their text.
+        template_origin: The file it is from.
+        special_tokens: Names that chat templates use (``bos_token``, ``eos_token``, ...), with their text.
     """
 
     tokenizer: Tokenizer
+    origin: str
     vocab_size: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     special_ids: frozenset[int]
     chat_template: str | None
+    template_origin: str
     special_tokens: dict[str, str]
 
 
@@ -54,16 +60,19 @@ def load_tokenizer(path: Path, chat_template: Path | None = None) -> LoadedToken
     Raises:
         ConfigError: A file is missing or cannot be used; the message names it and says why.
     """
-    template = None
-    if chat_template is not None:
-        try:
-            template = chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat-template: cannot read {chat_template}: {error}") from error
-    return _from_directory(path, template) if path.is_dir() else _from_gguf(path, template)
+    given = (
+        None if chat_template is None else _Template(_read_text(chat_template, "--chat-template: "), str(chat_template))
+    )
+    return _from_directory(path, given) if path.is_dir() else _from_gguf(path, given)
 
 
-def _from_gguf(path: Path, template: str | None) -> LoadedTokenizer:
+@dataclass(frozen=True, slots=True)
+class _Template:
+    source: str
+    origin: str
+
+
+def _from_gguf(path: Path, template: _Template | None) -> LoadedTokenizer:
     try:
         file = GgufFile(path)
     except GgufError as error:
@@ -72,18 +81,30 @@ def _from_gguf(path: Path, template: str | None) -> LoadedTokenizer:
     file.close()
     try:
         tokenizer = build_tokenizer(metadata)
-    except VocabularyError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    default = _DEFAULT_TEMPLATES.get(str(metadata.get("general.architecture")))
+    except Exception as error:  # a VocabularyError, or what other values than expected lead to, here or in the library
+        raise ConfigError(f"{path}: its vocabulary cannot be used: {error}") from error
     if template is None:
-        template = metadata.get("tokenizer.chat_template")
-    if template is None and default is not None:
-        template = resources.files("sapwood_tokenizer").joinpath("templates", default).read_text(encoding="utf-8")
-    ends = [metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")]
-    return _loaded(tokenizer, metadata.get("tokenizer.ggml.bos_token_id"), ends, template)
+        template = _template_of_gguf(path, metadata)
+    ids = {
+        name: _known_id(tokenizer, metadata.get(f"tokenizer.ggml.{name}_token_id"))
+        for name in ("bos", "eos", "eot", "unknown", "padding")
+    }
+    named = {"bos_token": ids["bos"], "eos_token": ids["eos"], "unk_token": ids["unknown"], "pad_token": ids["padding"]}
+    texts = {name: _text_of(tokenizer, index) for name, index in named.items() if index is not None}
+    return _loaded(path, tokenizer, ids["bos"], [ids["eos"], ids["eot"]], template, texts)
 
 
-def _from_directory(path: Path, template: str | None) -> LoadedTokenizer:
+def _template_of_gguf(path: Path, metadata: dict[str, Any]) -> _Template | None:
+    own = metadata.get("tokenizer.chat_template")
+    if isinstance(own, str):
+        return _Template(own, str(path))
+    name = _DEFAULT_TEMPLATES.get(str(metadata.get("general.architecture")))
+    if name is None:
+        return None
+    return _Template(resources.files("sapwood_tokenizer").joinpath("templates", name).read_text(encoding="utf-8"), name)
+
+
+def _from_directory(path: Path, template: _Template | None) -> LoadedTokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(f"--model: {path} holds no tokenizer.json")
@@ -91,58 +112,90 @@ def _from_directory(path: Path, template: str | None) -> LoadedTokenizer:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"{file}: {error}") from error
-    settings = _read_json(path / "tokenizer_config.json")
+    settings = _read_json(path / "special_tokens_map.json") | _read_json(path / "tokenizer_config.json")
     generation, model = _read_json(path / "generation_config.json"), _read_json(path / "config.json")
     if template is None:
-        template = _template_of(path, settings)
+        template = _template_of_directory(path, settings)
+    texts = {name: text for name in _NAMED_TOKENS if (text := _token_text(settings.get(name))) is not None}
     ends = generation.get("eos_token_id", model.get("eos_token_id"))
     # The tokenizer's own end token first: it is the one that chat templates mean.
-    ends = [_token_id(tokenizer, settings.get("eos_token")), *(ends if isinstance(ends, list) else [ends])]
-    bos = _token_id(tokenizer, settings.get("bos_token"))
-    bos = bos if bos is not None else model.get("bos_token_id")
+    eos = [_own_id(tokenizer, texts.get("eos_token")), *(ends if isinstance(ends, list) else [ends])]
+    bos = _own_id(tokenizer, texts.get("bos_token"))
+    bos = _known_id(tokenizer, model.get("bos_token_id")) if bos is None else bos
+    first_eos = next((index for index in eos if index is not None), None)
+    for name, given in (("bos_token", bos), ("eos_token", first_eos)):
+        index = _known_id(tokenizer, given)
+        if index is not None:
+            texts.setdefault(name, _text_of(tokenizer, index))
     # A file saved after training or evaluation may cut or pad what it encodes; prompts are never cut in silence.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return _loaded(tokenizer, bos, ends, template, model_vocab_size=int(model.get("vocab_size") or 0))
+    rows = model.get("vocab_size")
+    return _loaded(file, tokenizer, bos, eos, template, texts, rows if isinstance(rows, int) else 0)
 
 
 def _loaded(
-    tokenizer: Tokenizer, bos: int | None, ends: list[int | None], template: str | None, *, model_vocab_size: int = 0
+    path: Path,
+    tokenizer: Tokenizer,
+    bos: int | None,
+    ends: list[Any],
+    template: _Template | None,
+    special_tokens: dict[str, str],
+    model_vocab_size: int = 0,
 ) -> LoadedTokenizer:
     added = tokenizer.get_added_tokens_decoder()
-    special = {index for index, token in added.items() if token.special}
-    eos = [index for index in ends if index is not None]
-    turn_ends = [tokenizer.token_to_id(name) for name in _TURN_ENDS]
+    # A model may have more rows than its tokenizer has tokens; such an id has no text, but it is no error.
+    vocab_size = max(tokenizer.get_vocab_size(), max(added, default=-1) + 1, model_vocab_size)
+    eos = [index for index in ends if isinstance(index, int) and 0 <= index < vocab_size]
+    turn_ends = map(tokenizer.token_to_id, _TURN_ENDS)
     eos += [index for index in turn_ends if index is not None and index in added]
-    named = {"bos_token": bos, "eos_token": eos[0] if eos else None}
     return LoadedTokenizer(
         tokenizer=tokenizer,
-        # A model may have more rows than its tokenizer has tokens; such an id has no text, but it is no error.
-        vocab_size=max(tokenizer.get_vocab_size(), max(added, default=-1) + 1, model_vocab_size),
+        origin=str(path),
+        vocab_size=vocab_size,
         bos_token_id=bos,
         eos_token_ids=tuple(dict.fromkeys(eos)),
-        special_ids=frozenset(special),
-        chat_template=template,
-        special_tokens={name: tokenizer.id_to_token(index) or "" for name, index in named.items() if index is not None},
+        special_ids=frozenset(index for index, token in added.items() if token.special),
+        chat_template=None if template is None else template.source,
+        template_origin="" if template is None else template.origin,
+        special_tokens=special_tokens,
     )
 
 
-def _template_of(path: Path, settings: dict[str, Any]) -> str | None:
+def _template_of_directory(path: Path, settings: dict[str, Any]) -> _Template | None:
     file = path / "chat_template.jinja"
     if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file}: {error}") from error
+        return _Template(_read_text(file), str(file))
+    file = path / "tokenizer_config.json"
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named ones: the default is the one for plain chat
-        return next((item["template"] for item in template if item.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    return _Template(template, str(file)) if isinstance(template, str) else None
 
 
-def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
+def _known_id(tokenizer: Tokenizer, index: Any) -> int | None:
+    return index if isinstance(index, int) and index >= 0 and tokenizer.id_to_token(index) is not None else None
+
+
+def _own_id(tokenizer: Tokenizer, token: str | None) -> int | None:
+    return None if token is None else tokenizer.token_to_id(token)
+
+
+def _text_of(tokenizer: Tokenizer, index: int) -> str:
+    return tokenizer.id_to_token(index) or ""
+
+
+def _token_text(token: Any) -> str | None:
     text = token.get("content") if isinstance(token, dict) else token
-    return tokenizer.token_to_id(text) if isinstance(text, str) else None
+    return text if isinstance(text, str) else None
+
+
+def _read_text(path: Path, prefix: str = "") -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{prefix}cannot read {path}: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -150,7 +203,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: not a JSON object")

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_tokenizer.chat_template import ChatTemplate
-from sapwood_tokenizer.convert import add_offsets, to_cache_stats, to_encode_options, to_messages
+from sapwood_tokenizer.chat_template import MOST_CHARACTERS, ChatTemplate
+from sapwood_tokenizer.convert import to_messages
 from sapwood_tokenizer.detokenize_call import DetokenizeCall
 from sapwood_tokenizer.detokenizer import Detokenizer
-from sapwood_tokenizer.encoder import EncodeOptions, Encoder
+from sapwood_tokenizer.encoder import Encoder
 from sapwood_tokenizer.loader import LoadedTokenizer
+from sapwood_tokenizer.open_streams import OpenStreams
 from sapwood_tokenizer.output_parser import OutputParser
 from sapwood_tokenizer.output_stream import OutputStream, StreamOptions
 from sapwood_tokenizer.parser_defaults import ParserDefaults
 from sapwood_tokenizer.reasoning_parser import registry as reasoning_parsers
+from sapwood_tokenizer.template_sandbox import Budget
 from sapwood_tokenizer.token_bytes import TokenBytes
 from sapwood_tokenizer.tool_parser import registry as tool_parsers
 from sapwood_tokenizer.tool_parser.tools import load_tools
@@ -29,6 +33,26 @@ DETOKENIZE = f"/{SERVICE}/Detokenize"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+_MOST_TEXTS = 16384
+_MOST_OPTION_BYTES = 64 * 1024 * 1024
+_RESPONSE_BYTES = 1024 * 1024
+_RENDER_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What clients may ask for.
+
+    Attributes:
+        max_text_bytes: The longest text that is encoded, and the longest conversation that is rendered.
+        max_open_streams: Detokenize streams open at a time, in all calls together.
+        template_timeout: Seconds that a chat template may take.
+    """
+
+    max_text_bytes: int
+    max_open_streams: int
+    template_timeout: float
+
 
 class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     """Implements ``sapwood.v1.Tokenizer``; see the proto for what each method does.
@@ -37,7 +61,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         loaded: The tokenizer.
         model: The name clients use.
         parsers: The parsers that fit the model.
-        encoder: Encodes texts.
+        limits: What clients may ask for.
         draining: Set when the service is about to stop.
     """
 
@@ -46,36 +70,45 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         loaded: LoadedTokenizer,
         model: str,
         parsers: ParserDefaults,
-        encoder: Encoder,
+        limits: Limits,
         draining: asyncio.Event,
     ) -> None:
         self._loaded = loaded
         self._model = model
         self._parsers = parsers
         self._draining = draining
-        self._encoder = encoder
-        self._table = TokenBytes(loaded.tokenizer)
+        self._limits = limits
+        self._encoder = Encoder(loaded.tokenizer, limits.max_text_bytes)
+        self._render_threads = ThreadPoolExecutor(_RENDER_THREADS, thread_name_prefix="render")
+        self._table = TokenBytes(loaded.tokenizer, loaded.origin)
         self._template = (
-            ChatTemplate(loaded.chat_template, loaded.special_tokens) if loaded.chat_template is not None else None
+            ChatTemplate(loaded.chat_template, loaded.special_tokens, loaded.template_origin)
+            if loaded.chat_template is not None
+            else None
         )
-        self._open_streams = 0
-        self._no_streams = asyncio.Event()
-        self._no_streams.set()
+        self._skipped: dict[frozenset[str], frozenset[int]] = {}
+        self._open_streams = OpenStreams(limits.max_open_streams, _MOST_OPTION_BYTES)
 
     async def drained(self) -> None:
         """Returns once no Detokenize stream is open."""
-        await self._no_streams.wait()
+        await self._open_streams.wait_until_none()
+
+    def close(self) -> None:
+        """Lets the threads go. No call may be running."""
+        self._encoder.close()
+        self._render_threads.shutdown(wait=False, cancel_futures=True)
 
     async def Tokenize(
         self, request: tokenizer_pb2.TokenizeRequest, context: Context
     ) -> tokenizer_pb2.TokenizeResponse:
         """Encodes a batch of texts."""
-        encoded = await self._encoder.encode(request.texts, to_encode_options(request))
+        if len(request.texts) > _MOST_TEXTS:
+            raise InvalidArgumentError(f"more than {_MOST_TEXTS} texts in one request", field="texts")
+        add = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        sequences = await self._encoder.encode(request.texts, add_special_tokens=add)
         response = tokenizer_pb2.TokenizeResponse()
-        for sequence in encoded:
-            response.sequences.add(ids=sequence.ids)
-            if sequence.offsets is not None:
-                add_offsets(response, sequence.offsets)
+        for ids in sequences:
+            response.sequences.add(ids=ids)
         return response
 
     async def ApplyChatTemplate(
@@ -94,16 +127,31 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             raise InvalidArgumentError(
                 "a message that is continued is not followed by a generation prompt", field="continue_final_message"
             )
-        text = self._template.render(
-            to_messages(request.messages),
-            add_generation_prompt=prompted,
-            tools=load_tools(request.tools),
-            continue_final_message=continued,
-        )
+        size, most = request.ByteSize(), self._limits.max_text_bytes
+        if size > most:
+            raise InvalidArgumentError(
+                f"a conversation of {size} bytes is longer than the limit of {most}", field="messages"
+            )
+        budget = Budget(self._limits.template_timeout, MOST_CHARACTERS)
+
+        def render(template: ChatTemplate) -> str:
+            return template.render(
+                to_messages(request.messages),
+                add_generation_prompt=prompted,
+                tools=load_tools(request.tools),
+                continue_final_message=continued,
+                budget=budget,
+            )
+
+        try:
+            text = await asyncio.get_running_loop().run_in_executor(self._render_threads, render, self._template)
+        except asyncio.CancelledError:
+            budget.cancel()
+            raise
         # The template writes the special tokens itself.
-        (encoded,) = await self._encoder.encode([text], EncodeOptions(add_special_tokens=False), field="messages")
+        (ids,) = await self._encoder.encode([text], add_special_tokens=False, field="messages")
         response = tokenizer_pb2.ApplyChatTemplateResponse(text=text)
-        response.tokens.ids.extend(encoded.ids)
+        response.tokens.ids.extend(ids)
         reasoning_open = reasoning_parsers.ends_in_reasoning(text, request.messages[-1].content if continued else "")
         if reasoning_open is not None:
             response.reasoning_open = reasoning_open
@@ -112,8 +160,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     async def Detokenize(
         self, request_iterator: AsyncIterator[tokenizer_pb2.DetokenizeRequest], context: Context
     ) -> AsyncIterator[tokenizer_pb2.DetokenizeResponse]:
-        """Decodes the streams of one call; all outputs of one message go out as one."""
-        call = DetokenizeCall(self._open_stream, self._loaded.vocab_size, self._count)
+        """Decodes the streams of one call; all outputs of one message go out as one, unless they are very long."""
+        call = DetokenizeCall(self._open_stream, self._loaded.vocab_size, self._open_streams)
         requests = aiter(request_iterator)
         draining = asyncio.ensure_future(self._draining.wait())
         upcoming: asyncio.Future[tokenizer_pb2.DetokenizeRequest] | None = None
@@ -129,7 +177,15 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
                 except StopAsyncIteration:
                     return
                 upcoming = None
-                outputs = call.process(request.inputs)
+                outputs: list[tokenizer_pb2.DetokenizeOutput] = []
+                size = 0
+                for step in call.process(request):
+                    outputs += step
+                    size += sum(output.ByteSize() for output in step)
+                    if size >= _RESPONSE_BYTES:
+                        yield tokenizer_pb2.DetokenizeResponse(outputs=outputs)
+                        outputs, size = [], 0
+                    await asyncio.sleep(0)  # other calls' turn
                 if outputs:
                     yield tokenizer_pb2.DetokenizeResponse(outputs=outputs)
         finally:
@@ -151,21 +207,18 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             reasoning_parsers=reasoning_parsers.NAMES,
             tool_parser=self._parsers.tool_parser,
             reasoning_parser=self._parsers.reasoning_parser,
-            exact_cache=to_cache_stats(self._encoder.exact_cache),
-            prefix_cache=to_cache_stats(self._encoder.prefix_cache),
         )
 
     def _open_stream(self, options: StreamOptions) -> OutputStream:
         parser = OutputParser(options.parsers)
-        skipped = frozenset[int]()
-        if options.skip_special_tokens:
-            needed = map(self._loaded.tokenizer.token_to_id, parser.special_tokens)
-            skipped = self._loaded.special_ids.difference(index for index in needed if index is not None)
+        skipped = self._skipped_for(parser.special_tokens) if options.skip_special_tokens else frozenset[int]()
         return OutputStream(Detokenizer(self._table, options.stop, skipped), parser)
 
-    def _count(self, change: int) -> None:
-        self._open_streams += change
-        if self._open_streams:
-            self._no_streams.clear()
-        else:
-            self._no_streams.set()
+    def _skipped_for(self, needed: frozenset[str]) -> frozenset[int]:
+        # One set for all streams whose parsers need the same tokens: models have thousands of special tokens.
+        found = self._skipped.get(needed)
+        if found is None:
+            ids = map(self._loaded.tokenizer.token_to_id, needed)
+            found = self._loaded.special_ids.difference(index for index in ids if index is not None)
+            self._skipped[needed] = found
+        return found

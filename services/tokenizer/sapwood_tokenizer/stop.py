@@ -1,13 +1,16 @@
 """Stop strings in streamed text: found across any cut of the text, and nothing of one ever leaks.
 
-Algorithm: of the text so far, the longest end that could still become a stop string is held back; the rest is released. The
-string completed first ends the text, before its own first character; of several completed by the same character, the longest.
-So the result does not depend on how the text is cut. Complexity: O(characters x stop strings x their length) at worst, with
-the searching done in C. Bound: less than the longest stop string is held back.
+Algorithm: Knuth, Morris and Pratt (1977), one automaton a stop string, fed a character at a time. The state of each is the
+length of the longest end of the text that begins its string, so the longest state of all is what is held back. The string
+completed first ends the text, before its own first character; of several completed by the same character, the longest. So the
+result does not depend on how the text is cut. Complexity: amortised O(characters x stop strings), and where no string has
+begun a search in C for its first character. Memory: four bytes a character of the stop strings, and the text held back, which
+is shorter than the longest of them.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 
@@ -19,32 +22,61 @@ class StopMatcher:
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
-        self._longest = max(map(len, stop), default=0)
+        self._patterns = [_Pattern(text) for text in stop]
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Takes new text; returns what may be shown now, and the stop string that was completed, after which all is over."""
-        if not self._stop:
+        if not self._patterns:
             return text, None
+        before = len(self._held)
+        ends = [(end, -len(pattern.text), pattern.text) for pattern in self._patterns if (end := pattern.feed(text))]
         text = self._held + text
-        found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if found:
-            _, start, match = min(found)
+        if ends:
+            end, _, match = min(ends)
             self._held = ""
-            return text[:start], match
-        keep = self._possible_start(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
+            return text[: before + end - len(match)], match
+        keep = len(text) - max(pattern.state for pattern in self._patterns)
+        self._held = text[keep:]
+        return text[:keep], None
 
     def finish(self) -> str:
         """The text held back, when nothing more comes."""
         held, self._held = self._held, ""
         return held
 
-    def _possible_start(self, text: str) -> int:
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[len(text) - length :]
-            if any(stop.startswith(end) for stop in self._stop):
-                return length
+
+class _Pattern:
+    """One stop string. ``state`` is how many of its first characters the text fed so far ends with."""
+
+    __slots__ = ("_fallback", "state", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.state = 0
+        # After i + 1 matching characters: how many still match when the next one does not.
+        self._fallback = array("I", bytes(4 * len(text)))
+        matched = 0
+        for index in range(1, len(text)):
+            while matched and text[index] != text[matched]:
+                matched = self._fallback[matched - 1]
+            matched += text[index] == text[matched]
+            self._fallback[index] = matched
+
+    def feed(self, text: str) -> int:
+        """How many characters of ``text`` it took to complete the string; 0 if it is not complete."""
+        pattern, state, at = self.text, self.state, 0
+        while at < len(text):
+            if not state:
+                at = text.find(pattern[0], at)
+                if at < 0:
+                    break
+            character = text[at]
+            while state and character != pattern[state]:
+                state = self._fallback[state - 1]
+            state += character == pattern[state]
+            at += 1
+            if state == len(pattern):
+                return at
+        self.state = state
         return 0

@@ -28,23 +28,23 @@ class TokenBytes:
 
     Args:
         tokenizer: The tokenizer.
+        origin: The file it is from, for the error.
 
     Raises:
         ConfigError: Its decoder is of neither kind.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, origin: str = "the tokenizer") -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
         steps = _decoder_steps(tokenizer)
         kinds = [step["type"] for step in steps]
         self._byte_level = kinds == ["ByteLevel"]
-        if not self._byte_level and not set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
-            raise ConfigError(f"the tokenizer's decoder {'+'.join(kinds) or 'is missing'} is not supported")
-        if not self._byte_level and not kinds:
-            raise ConfigError("the tokenizer has no decoder")
+        if not self._byte_level and not (steps and all(map(_is_understood, steps))):
+            raise ConfigError(f"{origin}: its decoder ({'+'.join(kinds) or 'none'}) is not supported")
         self.strips_leading_space = any(
-            step["type"] == "Strip" or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
+            (step["type"] == "Strip" and step["start"] == 1)
+            or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
             for step in steps
         )
         self._from_characters = {character: byte for byte, character in _printable_bytes().items()}
@@ -67,6 +67,19 @@ class TokenBytes:
                 return token.encode()
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte.group(1), 16)]) if byte else token.replace(_SPACE, " ").encode()
+
+
+def _is_understood(step: dict[str, Any]) -> bool:
+    """Whether a step of a decoder is one of SentencePiece's, with what it has there."""
+    match step:
+        case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
+            return bool(pattern == _SPACE and content == " ")
+        case {"type": "Strip", "content": " ", "start": start, "stop": 0}:
+            return start in (0, 1)
+        case {"type": "Metaspace", "replacement": replacement}:
+            return bool(replacement == _SPACE)
+        case _:
+            return step["type"] in ("ByteFallback", "Fuse")
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:

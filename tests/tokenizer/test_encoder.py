@@ -1,19 +1,22 @@
 import asyncio
 import random
+from array import array
 
 import pytest
 from tokenizers import Tokenizer
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_tokenizer.encoder import Encoder
+from sapwood_tokenizer.encoder import EncodeOptions, Encoder, EncoderOptions
 from sapwood_tokenizer.loader import LoadedTokenizer
 
 MIB = 1024 * 1024
+BARE = EncodeOptions(add_special_tokens=False)
 
 
-@pytest.fixture
-def encoder(demo: LoadedTokenizer):
-    made = Encoder(demo.tokenizer, MIB)
+@pytest.fixture(params=["cached", "uncached"])
+def encoder(demo: LoadedTokenizer, request: pytest.FixtureRequest):
+    budget = MIB if request.param == "cached" else 0
+    made = Encoder(demo.tokenizer, EncoderOptions(MIB, exact_cache_bytes=budget, prefix_cache_bytes=budget))
     yield made
     made.close()
 
@@ -27,39 +30,42 @@ async def test_concurrent_requests_of_all_sizes_get_their_own_tokens(
         texts = [f"{number} {chance.choice(corpus)}" * chance.choice((0, 1, 1, 40)) for _ in range(number % 7)]
         if number == 5:
             texts[1:1] = ["long one " * 10_000]
-        special = number % 3 > 0
-        ids = await encoder.encode(texts, add_special_tokens=special)
-        assert [list(i) for i in ids] == [demo.tokenizer.encode(t, add_special_tokens=special).ids for t in texts]
+        special, offsets = number % 3 > 0, number % 4 == 0
+        got = await encoder.encode(texts, EncodeOptions(add_special_tokens=special, offsets=offsets))
+        expected = [demo.tokenizer.encode(text, add_special_tokens=special) for text in texts]
+        assert [list(one.ids) for one in got] == [encoding.ids for encoding in expected]
+        if offsets:
+            assert [one.offsets for one in got] == [encoding.offsets for encoding in expected]
 
     await asyncio.gather(*(ask(number) for number in range(60)))
 
 
 async def test_many_texts_in_one_request_come_back_in_order(encoder: Encoder, demo: LoadedTokenizer) -> None:
     texts = [f"number {number} " + "of many " * (number % 50) for number in range(3000)]
-    ids = await encoder.encode(texts, add_special_tokens=True)
-    assert [list(i) for i in ids] == [e.ids for e in demo.tokenizer.encode_batch(texts)]
+    encoded = await encoder.encode(texts)
+    assert [list(one.ids) for one in encoded] == [e.ids for e in demo.tokenizer.encode_batch(texts)]
 
 
 async def test_a_short_text_does_not_wait_for_a_long_one(encoder: Encoder) -> None:
-    long = asyncio.create_task(encoder.encode(["x y z! " * 140_000], add_special_tokens=True))
+    long = asyncio.create_task(encoder.encode(["x y z! " * 140_000]))
     await asyncio.sleep(0)
     for _ in range(3):
-        await encoder.encode(["short"], add_special_tokens=True)
+        await encoder.encode(["short"])
     assert not long.done()
-    assert len((await long)[0]) > 140_000
+    assert len((await long)[0].ids) > 140_000
 
 
 async def test_a_text_over_the_limit_is_refused_by_its_index_and_bytes_count(demo: LoadedTokenizer) -> None:
-    encoder = Encoder(demo.tokenizer, 10)
-    assert len(await encoder.encode(["0123456789", "ééééé"], add_special_tokens=False)) == 2
+    encoder = Encoder(demo.tokenizer, EncoderOptions(10))
+    assert len(await encoder.encode(["0123456789", "ééééé"], BARE)) == 2
     with pytest.raises(InvalidArgumentError, match="12 bytes") as caught:
-        await encoder.encode(["ok", "éééééé"], add_special_tokens=False)
+        await encoder.encode(["ok", "éééééé"], BARE)
     assert caught.value.field == "texts[1]"
     encoder.close()
 
 
 async def test_a_caller_that_gives_up_takes_nobody_with_it(encoder: Encoder, demo: LoadedTokenizer) -> None:
-    tasks = [asyncio.create_task(encoder.encode([f"text {n}"], add_special_tokens=True)) for n in range(20)]
+    tasks = [asyncio.create_task(encoder.encode([f"text {n}"])) for n in range(20)]
     await asyncio.sleep(0)
     for task in tasks[::2]:
         task.cancel()
@@ -68,12 +74,31 @@ async def test_a_caller_that_gives_up_takes_nobody_with_it(encoder: Encoder, dem
         if n % 2 == 0:
             assert isinstance(result, asyncio.CancelledError)
         else:
-            assert list(result[0]) == demo.tokenizer.encode(f"text {n}").ids
+            assert result[0].ids == array("I", demo.tokenizer.encode(f"text {n}").ids)
 
 
 async def test_a_text_that_the_library_cannot_take_fails_alone(byte_level: Tokenizer) -> None:
-    encoder = Encoder(byte_level, MIB)
+    encoder = Encoder(byte_level, EncoderOptions(MIB))
     with pytest.raises(RuntimeError, match="library failed"):
-        await encoder.encode(["half a pair: \ud800"], add_special_tokens=True)
-    assert list((await encoder.encode(["hello"], add_special_tokens=True))[0]) == byte_level.encode("hello").ids
+        await encoder.encode(["half a pair: \ud800"])
+    assert list((await encoder.encode(["hello"]))[0].ids) == byte_level.encode("hello").ids
+    encoder.close()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+async def test_more_tokens_than_the_limit_are_refused_by_index_and_count(byte_level: Tokenizer, cached: bool) -> None:
+    encoder = Encoder(byte_level, EncoderOptions(MIB, max_text_tokens=5, exact_cache_bytes=MIB if cached else 0))
+    for _ in range(2):  # encoded, and from the cache
+        for options, count in (
+            (EncodeOptions(), 6),
+            (EncodeOptions(max_tokens=3), 4),
+            (EncodeOptions(max_tokens=9), 6),
+        ):
+            with pytest.raises(InvalidArgumentError, match=f"{count} tokens") as caught:
+                await encoder.encode(["\x00\x01", "\x00" * count], options)
+            assert caught.value.field == "texts[1]"
+        assert len((await encoder.encode(["\x00" * 5]))[0].ids) == 5
+        with pytest.raises(InvalidArgumentError, match="6 tokens") as caught:
+            await encoder.encode(["\x00" * 6], field="messages")
+        assert caught.value.field == "messages"
     encoder.close()

@@ -71,6 +71,42 @@ async def test_what_a_client_gets_wrong_is_named_and_the_service_goes_on(start_s
         assert (await stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=["still here"]))).sequences
 
 
+async def test_special_tokens_offsets_and_limits_are_as_asked_and_the_caches_counted(
+    start_service: Callable, byte_level: Tokenizer
+) -> None:
+    service = start_service("--max-text-tokens", "2000")
+    text = "<|im_start|>user\n" + "many words, " * 20 + "<|im_end|>\n"
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+
+        async def tokenize(text: str, **options: object) -> tokenizer_pb2.TokenizeResponse:
+            return await stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=[text], **options))  # type: ignore[arg-type]
+
+        assert not (await tokenize(text)).offsets
+        await tokenize(text)
+        assert list((await tokenize(text + "more")).sequences[0].ids) == byte_level.encode(text + "more").ids
+        info = await stub.GetInfo(tokenizer_pb2.GetInfoRequest())
+        assert (info.exact_cache.hits, info.exact_cache.misses, info.exact_cache.entries) == (1, 2, 2)
+        assert (info.prefix_cache.hits, info.prefix_cache.entries) == (1, 1)
+        reused = len(byte_level.encode(text).ids) - 1  # all but the line break, which no boundary ends
+        assert info.prefix_cache.tokens_reused == reused
+        assert 0 < info.prefix_cache.bytes < info.prefix_cache.capacity_bytes
+
+        placed = await tokenize(text, return_offsets=True)
+        places = list(zip(placed.offsets[0].starts, placed.offsets[0].ends, strict=True))
+        assert places == byte_level.encode(text).offsets
+        as_text = await tokenize(text, parse_special_tokens=False)
+        assert not {0, 1} & set(as_text.sequences[0].ids), "no special token is read"
+        assert byte_level.decode(list(as_text.sequences[0].ids)) == text
+
+        long = tokenizer_pb2.TokenizeRequest(texts=["ok", "\x00" * 11], max_tokens=10)
+        for request, field in ((long, "texts[1]"), (tokenizer_pb2.TokenizeRequest(texts=["\x00" * 2001]), "texts[0]")):
+            with pytest.raises(grpc.aio.AioRpcError, match="tokens is longer than the limit") as caught:
+                await stub.Tokenize(request)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert from_rpc_error(caught.value).field == field
+
+
 async def test_streams_of_one_call_do_not_mix_and_one_that_fails_fails_alone(
     start_service: Callable, byte_level: Tokenizer, corpus: list[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 
 from sapwood.v1 import tokenizer_pb2_grpc
@@ -12,11 +13,36 @@ from sapwood_common.model_files import model_name, resolve_model
 from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce
 from sapwood_tokenizer.config import TokenizerConfig
-from sapwood_tokenizer.loader import load_tokenizer
+from sapwood_tokenizer.encoder import Encoder, EncoderOptions
+from sapwood_tokenizer.grammar import build_grammars
+from sapwood_tokenizer.loader import LoadedTokenizer, load_tokenizer
 from sapwood_tokenizer.parser_defaults import parser_defaults
 from sapwood_tokenizer.service import DETOKENIZE, SERVICE, Limits, TokenizerService
 
 logger = logging.getLogger(__name__)
+
+_MOST_THREADS = 8
+"""Encoding threads unless told otherwise; more than the event loop can feed are of no use."""
+
+
+def build_encoder(loaded: LoadedTokenizer, config: TokenizerConfig) -> Encoder:
+    """The encoder as configured.
+
+    Raises:
+        ConfigError: The tokenizer cannot be used.
+    """
+    # The encoder spreads texts over its own threads; the library's would only get in the way. It asks at each call.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return Encoder(
+        loaded.tokenizer,
+        EncoderOptions(
+            max_text_bytes=config.max_text_bytes,
+            max_text_tokens=config.max_text_tokens,
+            threads=config.encode_threads or min(_MOST_THREADS, os.cpu_count() or 1),
+            exact_cache_bytes=int(config.exact_cache_mb * 2**20),
+            prefix_cache_bytes=int(config.prefix_cache_mb * 2**20),
+        ),
+    )
 
 
 async def serve(config: TokenizerConfig) -> int:
@@ -28,11 +54,14 @@ async def serve(config: TokenizerConfig) -> int:
     started = time.monotonic()
     try:
         name = config.served_model_name or model_name(config.model)
-        loaded = await asyncio.to_thread(load_tokenizer, resolve_model(config.model), config.chat_template)
+        path = resolve_model(config.model)
+        loaded = await asyncio.to_thread(load_tokenizer, path, config.chat_template)
         parsers = parser_defaults(config.tool_parser, config.reasoning_parser, loaded.chat_template)
+        grammars = await asyncio.to_thread(build_grammars, path, config)
         server = ServiceServer(config.host, config.port, [SERVICE], uncounted=frozenset({DETOKENIZE}))
         limits = Limits(config.max_text_bytes, config.max_open_streams, config.template_timeout)
-        service = TokenizerService(loaded, name, parsers, limits, server.draining)
+        encoder = build_encoder(loaded, config)
+        service = TokenizerService(loaded, name, parsers, encoder, limits, server.draining, grammars)
         tokenizer_pb2_grpc.add_TokenizerServicer_to_server(service, server.grpc)
         port = await server.start()
     except ConfigError as error:
@@ -50,4 +79,5 @@ async def serve(config: TokenizerConfig) -> int:
     )
     await serve_until_stopped(server, drain_timeout=config.drain_timeout, drained=service.drained)
     service.close()
+    await grammars.close()
     return 0

@@ -93,6 +93,7 @@ def to_encode_options(request: tokenizer_pb2.TokenizeRequest) -> EncodeOptions:
         add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else True,
         parse_special_tokens=request.parse_special_tokens if request.HasField("parse_special_tokens") else True,
         offsets=request.return_offsets,
+        max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
     )
 
 

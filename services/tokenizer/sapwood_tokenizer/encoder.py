@@ -1,38 +1,84 @@
-"""Encodes texts off the event loop, in batches.
+"""Encodes texts for many callers at once, off the event loop.
 
-Short texts: what arrives while a batch is being encoded waits and becomes the next batch, which the library spreads over the
-cores; so batches grow with the load and a lone request waits for nothing. A request of many short texts goes in parts, in turn
-with the others'. Long texts, which take seconds, are encoded one by one on threads of their own: a batch of one text is
-encoded on the thread that calls, so they take neither the batches' thread nor the library's pool.
+Two lanes, each with threads of its own, so that a short text never waits for a long one:
+
+- Short texts: a free thread takes all that waits, up to a bound, as one batch; what arrives while all threads are busy becomes
+  the next one. So batches grow with the load and a lone request waits for nothing. A request of many short texts goes in
+  parts, in turn with the others'.
+- Long texts, which take up to seconds, one by one.
+
+A batch is encoded on the thread that took it: the library's own pool (``TOKENIZERS_PARALLELISM``, off unless set) costs more
+than it gives for short texts, and a long text would take all of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from tokenizers import Tokenizer
 
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_tokenizer.batch_encoder import BatchEncoder, Encoded
+from sapwood_tokenizer.encode_cache import CacheStats, EncodeCache
 
 _SHORT_COST = 64 * 1024
-"""The most of one caller's that goes into one batch, in characters."""
+"""The most of one caller's that goes into one batch, in characters. A text that costs more is a long one."""
 _BATCH_COST = 256 * 1024
 """The most that goes into one batch: bounds how long the next one waits."""
 _COST_A_TEXT = 64
 """What a text costs besides its characters."""
+_LONGEST_LOOKED_UP = 256 * 1024
+"""Characters of the longest text that L0 is asked about: hashing it is done on the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderOptions:
+    """Limits and sizes.
+
+    Attributes:
+        max_text_bytes: The longest text taken, in bytes of UTF-8.
+        max_text_tokens: The most tokens a text may have, those around it included; None is no limit.
+        threads: How many encode short texts; half as many, at least one, encode long ones.
+        exact_cache_bytes: Budget of L0, whole texts.
+        prefix_cache_bytes: Budget of L1, parts of texts.
+    """
+
+    max_text_bytes: int
+    max_text_tokens: int | None = None
+    threads: int = 2
+    exact_cache_bytes: int = 0
+    prefix_cache_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeOptions:
+    """What is wanted of one request.
+
+    Attributes:
+        add_special_tokens: Put the model's own special tokens, such as BOS, around each text.
+        parse_special_tokens: Read the text of a special token as that token; else it is text like any other.
+        offsets: Tell where in the text each token is. Then no cache is asked.
+        max_tokens: The most tokens a text may have, if fewer than the service's own limit.
+    """
+
+    add_special_tokens: bool = True
+    parse_special_tokens: bool = True
+    offsets: bool = False
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     texts: Sequence[str]
     cost: int
-    add_special_tokens: bool
-    done: asyncio.Future[list[Sequence[int]]]
+    kind: tuple[bool, bool]
+    """Whether special tokens are parsed, and whether offsets are wanted: one batch is of one kind."""
+    done: asyncio.Future[list[Encoded]]
 
 
 class Encoder:
@@ -40,101 +86,151 @@ class Encoder:
 
     Args:
         tokenizer: Changed by nobody from now on.
-        max_text_bytes: The longest text taken, in bytes of UTF-8.
+        options: Limits and sizes.
+
+    Raises:
+        ConfigError: The tokenizer cannot be used; see BatchEncoder.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_text_bytes: int) -> None:
-        self._tokenizer = tokenizer
-        self._max_text_bytes = max_text_bytes
-        self._waiting: list[_Job] = []
-        self._batch_thread = ThreadPoolExecutor(1, thread_name_prefix="encode")
-        self._long_threads = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), thread_name_prefix="encode-long")
-        self._worker: asyncio.Task[None] | None = None
+    def __init__(self, tokenizer: Tokenizer, options: EncoderOptions) -> None:
+        self._options = options
+        self._exact: EncodeCache[tuple[bool, str]] = EncodeCache(options.exact_cache_bytes)
+        self._parts: EncodeCache[tuple[bool, str]] = EncodeCache(options.prefix_cache_bytes)
+        self._batches = BatchEncoder(tokenizer, self._parts)
+        self._free_threads = options.threads
+        self._waiting: deque[_Job] = deque()
+        self._short_threads = ThreadPoolExecutor(options.threads, thread_name_prefix="encode")
+        self._long_threads = ThreadPoolExecutor(max(1, options.threads // 2), thread_name_prefix="encode-long")
+
+    @property
+    def exact_cache(self) -> CacheStats:
+        """What L0 did."""
+        return self._exact.stats()
+
+    @property
+    def prefix_cache(self) -> CacheStats:
+        """What L1 did."""
+        return self._parts.stats()
 
     async def encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool, field: str = "texts"
-    ) -> list[Sequence[int]]:
-        """The token ids of each text.
+        self, texts: Sequence[str], options: EncodeOptions = EncodeOptions(), *, field: str = "texts"
+    ) -> list[Encoded]:
+        """The tokens of each text.
 
         Args:
             texts: Any number of texts.
-            add_special_tokens: Whether the model's own special tokens, such as BOS, are put around each.
+            options: What is wanted.
             field: How the caller spells the texts, for errors.
 
         Raises:
-            InvalidArgumentError: A text is too long; its index is named.
+            InvalidArgumentError: A text is too long, in bytes or in tokens; its index is named.
         """
         for index, text in enumerate(texts):
-            size = len(text.encode()) if len(text) * 4 > self._max_text_bytes else 0
-            if size > self._max_text_bytes:
+            size = len(text.encode()) if len(text) * 4 > self._options.max_text_bytes else 0
+            if size > self._options.max_text_bytes:
                 raise InvalidArgumentError(
-                    f"a text of {size} bytes is longer than the limit of {self._max_text_bytes}",
-                    field=f"{field}[{index}]" if field == "texts" else field,
+                    f"a text of {size} bytes is longer than the limit of {self._options.max_text_bytes}",
+                    field=_name(field, index),
                 )
-        ids: list[Sequence[int]] = []
-        for part, cost in _parts(texts):
-            if cost > _SHORT_COST:
-                ids.append(await self._encode_long(part[0], add_special_tokens))
-            else:
-                ids += await self._encode_short(part, cost, add_special_tokens)
-        return ids
+        kind = (options.parse_special_tokens, options.offsets)
+        results = await (self._run(texts, kind) if options.offsets else self._look_up_or_run(texts, kind))
+        if options.add_special_tokens:
+            results = [self._batches.with_tokens_around(result) for result in results]
+        limits = [limit for limit in (options.max_tokens, self._options.max_text_tokens) if limit is not None]
+        if limits:
+            for index, result in enumerate(results):
+                if len(result.ids) > min(limits):
+                    raise InvalidArgumentError(
+                        f"a text of {len(result.ids)} tokens is longer than the limit of {min(limits)}",
+                        field=_name(field, index),
+                    )
+        return results
 
     def close(self) -> None:
         """Lets the threads go; what waits is cancelled, and nothing may be encoded any more."""
-        self._batch_thread.shutdown(wait=False, cancel_futures=True)
+        self._short_threads.shutdown(wait=False, cancel_futures=True)
         self._long_threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _encode_long(self, text: str, add_special_tokens: bool) -> Sequence[int]:
-        loop = asyncio.get_running_loop()
-        (ids,) = await loop.run_in_executor(self._long_threads, self._run, [text], add_special_tokens)
-        return ids
+    async def _look_up_or_run(self, texts: Sequence[str], kind: tuple[bool, bool]) -> list[Encoded]:
+        if not self._exact.enabled:
+            return await self._run(texts, kind)
+        parse, _ = kind
+        results: list[Encoded | None] = []
+        for text in texts:
+            ids = self._exact.get((parse, text)) if len(text) <= _LONGEST_LOOKED_UP else None
+            results.append(None if ids is None else Encoded(ids))
+        missing = [index for index, result in enumerate(results) if result is None]
+        encoded = await self._run([texts[index] for index in missing], kind)
+        for index, result in zip(missing, encoded, strict=True):
+            results[index] = result
+            if len(texts[index]) <= _LONGEST_LOOKED_UP:
+                self._exact.put((parse, texts[index]), texts[index], result.ids)
+        return [result for result in results if result is not None]
 
-    async def _encode_short(self, texts: Sequence[str], cost: int, add_special_tokens: bool) -> list[Sequence[int]]:
-        job = _Job(texts, cost, add_special_tokens, asyncio.get_running_loop().create_future())
-        self._waiting.append(job)
-        if self._worker is None or self._worker.done():
-            self._worker = asyncio.create_task(self._work())
-        return await job.done
-
-    async def _work(self) -> None:
+    async def _run(self, texts: Sequence[str], kind: tuple[bool, bool]) -> list[Encoded]:
         loop = asyncio.get_running_loop()
-        while batch := self._next_batch():
+        results: list[Encoded] = []
+        for part, cost in _parts(texts):
+            if cost > _SHORT_COST:
+                results += await loop.run_in_executor(self._long_threads, self._encode, part, kind)
+            else:
+                job = _Job(part, cost, kind, loop.create_future())
+                self._waiting.append(job)
+                self._start_batches()
+                results += await job.done
+        return results
+
+    def _start_batches(self) -> None:
+        while self._free_threads and (batch := self._next_batch()):
+            self._free_threads -= 1
             texts = [text for job in batch for text in job.texts]
-            try:
-                results = await loop.run_in_executor(self._batch_thread, self._run, texts, batch[0].add_special_tokens)
-            except Exception as error:
-                for job in batch:
-                    if not job.done.done():
-                        job.done.set_exception(error)
-                continue
-            at = 0
-            for job in batch:
-                if not job.done.done():
-                    job.done.set_result(results[at : at + len(job.texts)])
-                at += len(job.texts)
+            running = asyncio.get_running_loop().run_in_executor(
+                self._short_threads, self._encode, texts, batch[0].kind
+            )
+            running.add_done_callback(partial(self._end_batch, batch))
 
     def _next_batch(self) -> list[_Job]:
         batch: list[_Job] = []
-        rest: list[_Job] = []
+        others: list[_Job] = []
         cost = 0
-        for job in self._waiting:
+        while self._waiting and cost < _BATCH_COST:
+            job = self._waiting.popleft()
             if job.done.done():
                 continue  # its caller is gone
-            same = not batch or job.add_special_tokens == batch[0].add_special_tokens
-            if same and cost + job.cost <= _BATCH_COST:
+            if batch and (job.kind != batch[0].kind or cost + job.cost > _BATCH_COST):
+                others.append(job)
+                if job.kind == batch[0].kind:
+                    break
+            else:
                 batch.append(job)
                 cost += job.cost
-            else:
-                rest.append(job)
-        self._waiting = rest
+        self._waiting.extendleft(reversed(others))
         return batch
 
-    def _run(self, texts: Sequence[str], add_special_tokens: bool) -> list[Sequence[int]]:
+    def _end_batch(self, batch: Sequence[_Job], running: asyncio.Future[list[Encoded]]) -> None:
+        self._free_threads += 1
+        if not running.cancelled():
+            self._start_batches()
+        error = asyncio.CancelledError() if running.cancelled() else running.exception()
+        at = 0
+        for job in batch:
+            if not job.done.done():
+                if error is not None:
+                    job.done.set_exception(error)
+                else:
+                    job.done.set_result(running.result()[at : at + len(job.texts)])
+            at += len(job.texts)
+
+    def _encode(self, texts: Sequence[str], kind: tuple[bool, bool]) -> list[Encoded]:
+        parse_special_tokens, offsets = kind
         try:
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            return self._batches.encode(texts, parse_special_tokens=parse_special_tokens, offsets=offsets)
         except BaseException as error:  # a panic in the library is no Exception
             raise RuntimeError("the tokenizer library failed") from error
-        return [array("I", encoding.ids) for encoding in encodings]
+
+
+def _name(field: str, index: int) -> str:
+    return f"{field}[{index}]" if field == "texts" else field
 
 
 def _parts(texts: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:

@@ -13,10 +13,11 @@ import grpc
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_tokenizer.chat_template import MOST_CHARACTERS, ChatTemplate
-from sapwood_tokenizer.convert import to_messages
+from sapwood_tokenizer.convert import add_offsets, to_cache_stats, to_encode_options, to_messages
 from sapwood_tokenizer.detokenize_call import DetokenizeCall
 from sapwood_tokenizer.detokenizer import Detokenizer
-from sapwood_tokenizer.encoder import Encoder
+from sapwood_tokenizer.encoder import EncodeOptions, Encoder
+from sapwood_tokenizer.grammar import Grammars
 from sapwood_tokenizer.loader import LoadedTokenizer
 from sapwood_tokenizer.open_streams import OpenStreams
 from sapwood_tokenizer.output_parser import OutputParser
@@ -61,8 +62,10 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         loaded: The tokenizer.
         model: The name clients use.
         parsers: The parsers that fit the model.
+        encoder: Encodes texts.
         limits: What clients may ask for.
         draining: Set when the service is about to stop.
+        grammars: Compiles grammars.
     """
 
     def __init__(
@@ -70,15 +73,18 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         loaded: LoadedTokenizer,
         model: str,
         parsers: ParserDefaults,
+        encoder: Encoder,
         limits: Limits,
         draining: asyncio.Event,
+        grammars: Grammars,
     ) -> None:
         self._loaded = loaded
         self._model = model
         self._parsers = parsers
         self._draining = draining
+        self._grammars = grammars
         self._limits = limits
-        self._encoder = Encoder(loaded.tokenizer, limits.max_text_bytes)
+        self._encoder = encoder
         self._render_threads = ThreadPoolExecutor(_RENDER_THREADS, thread_name_prefix="render")
         self._table = TokenBytes(loaded.tokenizer, loaded.origin)
         self._template = (
@@ -104,11 +110,12 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         """Encodes a batch of texts."""
         if len(request.texts) > _MOST_TEXTS:
             raise InvalidArgumentError(f"more than {_MOST_TEXTS} texts in one request", field="texts")
-        add = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        sequences = await self._encoder.encode(request.texts, add_special_tokens=add)
+        encoded = await self._encoder.encode(request.texts, to_encode_options(request))
         response = tokenizer_pb2.TokenizeResponse()
-        for ids in sequences:
-            response.sequences.add(ids=ids)
+        for sequence in encoded:
+            response.sequences.add(ids=sequence.ids)
+            if sequence.offsets is not None:
+                add_offsets(response, sequence.offsets)
         return response
 
     async def ApplyChatTemplate(
@@ -149,9 +156,12 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             budget.cancel()
             raise
         # The template writes the special tokens itself.
-        (ids,) = await self._encoder.encode([text], add_special_tokens=False, field="messages")
+        options = EncodeOptions(
+            add_special_tokens=False, max_tokens=request.max_tokens if request.HasField("max_tokens") else None
+        )
+        (encoded,) = await self._encoder.encode([text], options, field="messages")
         response = tokenizer_pb2.ApplyChatTemplateResponse(text=text)
-        response.tokens.ids.extend(ids)
+        response.tokens.ids.extend(encoded.ids)
         reasoning_open = reasoning_parsers.ends_in_reasoning(text, request.messages[-1].content if continued else "")
         if reasoning_open is not None:
             response.reasoning_open = reasoning_open
@@ -194,6 +204,12 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             if upcoming is not None:
                 upcoming.cancel()
 
+    async def CompileGrammar(
+        self, request: tokenizer_pb2.CompileGrammarRequest, context: Context
+    ) -> tokenizer_pb2.CompileGrammarResponse:
+        """Compiles a grammar; the caller's deadline and its cancellation hold for the compilation."""
+        return await self._grammars.compile(request, context.time_remaining())
+
     async def GetInfo(self, request: tokenizer_pb2.GetInfoRequest, context: Context) -> tokenizer_pb2.GetInfoResponse:
         """Describes the tokenizer."""
         loaded = self._loaded
@@ -207,6 +223,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             reasoning_parsers=reasoning_parsers.NAMES,
             tool_parser=self._parsers.tool_parser,
             reasoning_parser=self._parsers.reasoning_parser,
+            exact_cache=to_cache_stats(self._encoder.exact_cache),
+            prefix_cache=to_cache_stats(self._encoder.prefix_cache),
         )
 
     def _open_stream(self, options: StreamOptions) -> OutputStream:

@@ -52,3 +52,10 @@ class WorkerConfig(ServiceConfig):
         "used, the oldest (fifo), or lru with those used twice kept longest (slru).",
     )
     prefix_cache: bool = Field(True, description="Keep the KV of finished work for requests that share a prefix.")
+    structured_output: bool = Field(
+        True,
+        description="Serve requests with a grammar; costs memory and seconds at the start to index the vocabulary.",
+    )
+    grammar_timeout: float = Field(
+        10.0, gt=0, description="Most seconds to compile a grammar that comes as a bare source."
+    )

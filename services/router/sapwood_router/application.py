@@ -42,7 +42,7 @@ class RouterApplication:
         self._config = config
         self._tokenizer_channel = open_channel(config.tokenizer)
         self._tokenizer = TokenizerClient(self._tokenizer_channel, config.tokenizer_grace)
-        self._session = DetokenizeSession(self._tokenizer_channel, config.tokenizer_grace)
+        self._session = DetokenizeSession(self._tokenizer_channel, config.tokenizer_grace, self._tokenizer.forget)
         self._policy = make_policy(config, random.Random())
         workers = [Worker(address, open_channel(address), time.monotonic) for address in dict.fromkeys(config.workers)]
         self.registry = Registry(workers, self._readiness_changed, self._worker_reset)

@@ -138,7 +138,7 @@ class Run:
             dispatched.call.cancel()
             raise RequestCancelledError("the client left")
         self._dispatched = dispatched
-        stream = pipeline.session.open(context.stop, context.skip_special_tokens)
+        stream = pipeline.session.open(context.output)
         self._pump = asyncio.ensure_future(
             execute(context, dispatched, stream, lease, lambda problem: pipeline.lost(worker, problem))
         )

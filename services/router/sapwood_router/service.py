@@ -17,6 +17,7 @@ from sapwood_router.pipeline.pipeline import Pipeline
 from sapwood_router.request_ids import accept_request_id, unique_id
 
 SERVICE_NAME = "sapwood.v1.Router"
+GENERATE = f"/{SERVICE_NAME}/Generate"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

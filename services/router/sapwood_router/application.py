@@ -53,7 +53,7 @@ class RouterApplication:
         router_metrics = self._router_metrics = RouterMetrics(self._metrics)
         self._tokenizer_channel = open_channel(config.tokenizer)
         self._tokenizer = TokenizerClient(self._tokenizer_channel, config.tokenizer_grace)
-        self._session = DetokenizeSession(self._tokenizer_channel, config.tokenizer_grace)
+        self._session = DetokenizeSession(self._tokenizer_channel, config.tokenizer_grace, self._tokenizer.forget)
         self._policy = make_policy(config, random.Random())
         workers = [self._make_worker(address) for address in dict.fromkeys(config.workers)]
         self.registry = Registry(workers, self._readiness_changed, self._worker_reset)

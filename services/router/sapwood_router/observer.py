@@ -135,7 +135,7 @@ def _asked(context: RequestContext) -> dict[str, Attribute]:
         "gen_ai.request.top_k": sampling.top_k,
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.seed": sampling.seed,
-        "gen_ai.request.stop_sequences": list(context.stop) or None,
+        "gen_ai.request.stop_sequences": list(context.output.stop) or None,
         "sapwood.request_id": context.request_id,
     }
     return {name: value for name, value in given.items() if value is not None}

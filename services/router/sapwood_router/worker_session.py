@@ -15,7 +15,7 @@ import grpc
 
 from sapwood.v1 import worker_pb2
 from sapwood_common.errors import SapwoodError
-from sapwood_router.convert import generation_error, output_of
+from sapwood_router.convert import generation_error, worker_output_of
 from sapwood_router.outcome import WorkerLostError
 from sapwood_router.silence import SilenceDetector
 from sapwood_router.worker_output import WorkerOutput
@@ -176,7 +176,7 @@ class WorkerSession:
         if output.HasField("error"):
             self._fail(output.stream_id, generation_error(output.error))
             return
-        parsed = output_of(output.response)
+        parsed = worker_output_of(output.response)
         if parsed.finish is not None:
             del self._sinks[output.stream_id]
         sink.output(parsed)

@@ -27,6 +27,8 @@ def build(context: RequestContext) -> worker_pb2.WorkerGenerateRequest:
     if done and sampling.max_tokens is not None:
         sampling = replace(sampling, max_tokens=sampling.max_tokens - done)
     token_ids = context.token_ids + context.output_ids if done else context.token_ids
-    request = to_worker_request(unique_id(context.request_id), token_ids, sampling)
+    context.attempts += 1
+    request_id = context.worker_request_id if context.attempts == 1 else unique_id(context.request_id)
+    request = to_worker_request(request_id, token_ids, sampling)
     request.traceparent = traceparent_var.get() or ""
     return request

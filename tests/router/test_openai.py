@@ -197,14 +197,13 @@ WRONG = [
     (CHAT, {"messages": [{"content": "hi"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    (CHAT, {"messages": [*HI, {"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[1].role"),
+    (CHAT, {"messages": [*HI, {"role": "function", "content": "x", "name": "f"}]}, "messages[1].role"),
     (CHAT, {"messages": [*HI, {"role": "system", "content": "late"}]}, "messages[1].role"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
     ),
-    (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools"),
     (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
     (CHAT, {"messages": HI, "logprobs": True}, "logprobs"),
     (CHAT, {"messages": HI, "n": 2}, "n"),
@@ -228,7 +227,7 @@ async def test_parameters_that_ask_for_nothing_are_taken(cluster) -> None:
     }  # fmt: skip
     assert (await cluster.http.post(COMPLETIONS, json={"prompt": "a", **neutral})).status_code == 200
     neutral = {
-        "n": 1, "logprobs": False, "tools": [], "tool_choice": "none", "response_format": {"type": "text"},
+        "n": 1, "logprobs": False, "response_format": {"type": "text"},
         "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True,
     }  # fmt: skip
     assert (await cluster.http.post(CHAT, json={"messages": HI, **neutral})).status_code == 200

@@ -20,6 +20,9 @@ class RouterConfig(ServiceConfig):
     port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
     http_host: str | None = Field(None, description="Address the HTTP front listens on; as --host if not given.")
     http_port: int = Field(8000, ge=0, le=65535, description="HTTP port (OpenAI API); 0 takes a free one.")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="Port of /metrics; 0 takes a free one; none: it is on the HTTP port."
+    )
     tokenizer: str = Field("127.0.0.1:50052", description="Address of the tokenizer service.")
     workers: tuple[str, ...] = Field(("127.0.0.1:50061",), min_length=1, description="Addresses of the workers.")
     policy: PolicyName = Field("cache_aware", description="How a worker is chosen for a request.")

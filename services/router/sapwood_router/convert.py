@@ -13,10 +13,12 @@ from sapwood_router.context import (
     Sampling,
     TextPrompt,
     TokenPrompt,
+    ToolCall,
     Turn,
     Usage,
 )
 from sapwood_router.load import Load
+from sapwood_router.output import Output, OutputOptions, ToolCallDelta
 
 _TO_PROTO = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -29,18 +31,31 @@ def prompt_of(request: router_pb2.RouterGenerateRequest) -> tuple[Prompt, FieldN
     """The prompt of a request, and how to name it in errors.
 
     Raises:
-        InvalidArgumentError: No prompt is set.
+        InvalidArgumentError: No prompt is set, or tools go with one that is not messages.
     """
+    if request.tools and request.WhichOneof("prompt") != "messages":
+        raise InvalidArgumentError("tools go with messages only", field="tools")
     match request.WhichOneof("prompt"):
         case "text":
             return TextPrompt(request.text), FieldNames(prompt="text")
         case "messages":
-            turns = tuple(Turn(message.role, message.content) for message in request.messages.messages)
-            return ChatPrompt(turns), FieldNames(prompt="messages.messages")
+            turns = tuple(map(_turn_of, request.messages.messages))
+            return ChatPrompt(turns, request.tools), FieldNames(prompt="messages.messages")
         case "tokens":
             return TokenPrompt(list(request.tokens.ids)), FieldNames(prompt="tokens.ids")
         case _:
             raise InvalidArgumentError("no prompt: set text, messages or tokens", field="prompt")
+
+
+def _turn_of(message: common_pb2.ChatMessage) -> Turn:
+    return Turn(
+        role=message.role,
+        content=message.content if message.HasField("content") else None,
+        name=message.name if message.HasField("name") else None,
+        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls),
+        tool_call_id=message.tool_call_id if message.HasField("tool_call_id") else None,
+        reasoning=message.reasoning if message.HasField("reasoning") else None,
+    )
 
 
 def sampling_of(message: common_pb2.SamplingParams) -> Sampling:
@@ -82,20 +97,35 @@ def finish_reason_of(value: common_pb2.FinishReason) -> FinishReason | None:
 
 def to_turns(turns: tuple[Turn, ...]) -> list[common_pb2.ChatMessage]:
     """A conversation as messages."""
-    return [common_pb2.ChatMessage(role=turn.role, content=turn.content) for turn in turns]
+    return [
+        common_pb2.ChatMessage(
+            role=turn.role,
+            content=turn.content,
+            name=turn.name,
+            tool_calls=[
+                common_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in turn.tool_calls
+            ],
+            tool_call_id=turn.tool_call_id,
+            reasoning=turn.reasoning,
+        )
+        for turn in turns
+    ]
 
 
 def to_response(delta: Delta) -> router_pb2.RouterGenerateResponse:
     """What a client is sent for a delta."""
-    if delta.finish is None:
-        return router_pb2.RouterGenerateResponse(text=delta.text, token_ids=delta.token_ids)
-    return router_pb2.RouterGenerateResponse(
-        text=delta.text,
-        token_ids=delta.token_ids,
-        finish_reason=_TO_PROTO[delta.finish.reason],
-        usage=to_usage(delta.finish.usage),
-        stop_match=delta.finish.stop_match,
+    output = delta.output
+    response = router_pb2.RouterGenerateResponse(
+        text=output.text, token_ids=delta.token_ids, reasoning=output.reasoning
     )
+    for call in output.tool_calls:
+        response.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+    if delta.finish is not None:
+        response.finish_reason = _TO_PROTO[delta.finish.reason]
+        response.usage.CopyFrom(to_usage(delta.finish.usage))
+        if delta.finish.stop_match is not None:
+            response.stop_match = delta.finish.stop_match
+    return response
 
 
 def to_usage(usage: Usage) -> common_pb2.Usage:
@@ -135,6 +165,24 @@ def to_load(load: Load) -> worker_pb2.LoadReport:
     )
 
 
-def to_options(stop: tuple[str, ...], skip_special_tokens: bool) -> tokenizer_pb2.DetokenizeOptions:
+def to_options(options: OutputOptions) -> tokenizer_pb2.DetokenizeOptions:
     """The options that open a detokenizer stream."""
-    return tokenizer_pb2.DetokenizeOptions(stop=stop, skip_special_tokens=skip_special_tokens)
+    return tokenizer_pb2.DetokenizeOptions(
+        stop=options.stop,
+        skip_special_tokens=options.skip_special_tokens,
+        tool_parser=options.tool_parser,
+        reasoning_parser=options.reasoning_parser,
+        reasoning_open=options.reasoning_open,
+        tools=options.tools,
+        tool_call_id_seed=options.call_id_seed,
+    )
+
+
+def output_of(message: tokenizer_pb2.DetokenizeOutput) -> Output:
+    """What a detokenizer stream gave."""
+    output = Output(message.text, message.reasoning)
+    if message.tool_calls:
+        output.tool_calls = [
+            ToolCallDelta(call.index, call.id, call.name, call.arguments) for call in message.tool_calls
+        ]
+    return output

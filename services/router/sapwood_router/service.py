@@ -12,10 +12,12 @@ from sapwood.v1 import router_pb2, router_pb2_grpc
 from sapwood_common.telemetry import REQUEST_ID_KEY, request_id_var
 from sapwood_router.context import RequestContext
 from sapwood_router.convert import prompt_of, sampling_of, to_load, to_response
+from sapwood_router.output import OutputOptions
 from sapwood_router.pipeline.pipeline import Pipeline
 from sapwood_router.request_ids import accept_request_id, unique_id
 
 SERVICE_NAME = "sapwood.v1.Router"
+GENERATE = f"/{SERVICE_NAME}/Generate"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -47,12 +49,16 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 worker_request_id=unique_id(request_id),
                 prompt=prompt,
                 sampling=sampling_of(request.sampling),
-                stop=tuple(request.stop),
+                output=OutputOptions(
+                    stop=tuple(request.stop),
+                    skip_special_tokens=request.skip_special_tokens
+                    if request.HasField("skip_special_tokens")
+                    else True,
+                ),
                 fields=fields,
                 deadline=asyncio.get_running_loop().time()
                 + (self._request_timeout if left is None else min(left, self._request_timeout)),
                 model=request.model if request.HasField("model") else None,
-                skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
             )
         )
         # A client that leaves while a response is being written ends the call without this generator's knowledge.

@@ -9,11 +9,13 @@ from typing import Any
 
 from sapwood.v1 import worker_pb2_grpc
 from sapwood_common.errors import ConfigError
+from sapwood_common.grammar.compiler import CompilerLimits
 from sapwood_common.model_files import model_name
 from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.engine import Engine
+from sapwood_worker.grammar.front import RequestGrammars
 from sapwood_worker.kv_event_publisher import KvEventPublisher
 from sapwood_worker.launch import MODEL_RUNNER, SchedulerProcess
 from sapwood_worker.model_info import ModelInfo
@@ -23,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _LAST_WORDS_SECONDS = 1.0
 """What running calls get to say UNAVAILABLE when the scheduler is gone."""
+_LAST_MESSAGE_SECONDS = 0.1
+"""What sessions get to hand over their last outputs."""
 
 
 async def serve(config: WorkerConfig, runner: str = MODEL_RUNNER) -> int:
@@ -58,8 +62,11 @@ async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
     port = await server.start()
     starting = asyncio.ensure_future(scheduler.ready())
-    serving = asyncio.ensure_future(serve_until_stopped(server, drain_timeout=config.drain_timeout))
+    serving = asyncio.ensure_future(
+        serve_until_stopped(server, drain_timeout=config.drain_timeout, drained=service.wait_idle)
+    )
     ends: set[asyncio.Future[Any]] = {starting, serving}
+    grammars: RequestGrammars | None = None
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
@@ -70,11 +77,12 @@ async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -
             "%s (%s, %s) loaded in %.1f s: %d pages of %d tokens",
             *(name, info.architecture, info.dtype, time.monotonic() - started, info.num_pages, info.page_size),
         )
+        grammars = RequestGrammars(info, CompilerLimits(timeout=config.grammar_timeout))
         publisher = _publisher(config, engine, info)
         try:
             epoch = time.time_ns()
             engine.kv_events.begin(epoch)
-            service.model = ServedModel(name, info, epoch)
+            service.model = ServedModel(name, info, epoch, grammars)
             await server.set_serving(True)
             announce(logger, "listening on %s:%d", config.host, port)
             return await _until_the_end(scheduler, engine, server, serving, publisher)
@@ -85,6 +93,8 @@ async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -
         starting.cancel()
         serving.cancel()
         await server.stop()
+        if grammars is not None:
+            await grammars.close()
 
 
 def _publisher(config: WorkerConfig, engine: Engine, info: ModelInfo) -> KvEventPublisher | None:
@@ -123,6 +133,7 @@ async def _until_the_end(
         logger.error("the scheduler process stopped: %s", reason)
         engine.scheduler_lost(reason)
         await server.drain(_LAST_WORDS_SECONDS)
+        await asyncio.sleep(_LAST_MESSAGE_SECONDS)
         return 1
     finally:
         lost.cancel()

@@ -67,3 +67,10 @@ class WorkerConfig(ServiceConfig):
     )
     kv_events_topic: str = Field("kv-events", description="Topic of the ZeroMQ messages.")
     kv_events_keep: int = Field(10_000, ge=1, description="Batches of KV events kept for replay.")
+    structured_output: bool = Field(
+        True,
+        description="Serve requests with a grammar; costs memory and seconds at the start to index the vocabulary.",
+    )
+    grammar_timeout: float = Field(
+        10.0, gt=0, description="Most seconds to compile a grammar that comes as a bare source."
+    )

@@ -16,12 +16,18 @@ from sapwood_worker.scheduler.output import RequestOutput
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """A new request. ``token_ids``: native uint32."""
+    """A new request.
+
+    ``token_ids``: native uint32. ``grammar``: a compiled grammar, empty for none; ``grammar_tokens``: so many of
+    ``token_ids``, at the end, were generated under it before.
+    """
 
     serial: int
     request_id: str
     token_ids: bytes
     sampling: SamplingParams
+    grammar: bytes = b""
+    grammar_tokens: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -21,6 +21,7 @@ from sapwood_common.status import row_of
 from sapwood_router.context import Delta, RequestContext
 from sapwood_router.detokenize_session import DetokenizeSession
 from sapwood_router.detokenize_stream import DetokenizeStream
+from sapwood_router.observer import RequestObserver
 from sapwood_router.pipeline.acquire import acquire
 from sapwood_router.pipeline.build import build
 from sapwood_router.pipeline.dispatch import Dispatched, dispatch
@@ -48,6 +49,7 @@ class Pipeline:
         registry: Knows the workers.
         policy: Chooses one.
         lost: Told of a worker that went away, and how it showed.
+        observer: Measures and traces the requests.
     """
 
     def __init__(
@@ -57,12 +59,14 @@ class Pipeline:
         registry: Registry,
         policy: Policy,
         lost: Callable[[Worker, str], None],
+        observer: RequestObserver,
     ) -> None:
         self.tokenizer = tokenizer
         self.session = session
         self.registry = registry
         self.policy = policy
         self.lost = lost
+        self.observer = observer
 
     def open(self, context: RequestContext) -> Run:
         """A request's run; the caller reads it with ``next`` and closes it."""
@@ -75,6 +79,7 @@ class Run:
     def __init__(self, pipeline: Pipeline, context: RequestContext) -> None:
         self._pipeline = pipeline
         self._context = context
+        self._watch = pipeline.observer.watch(context)
         self._lease: Lease | None = None
         self._worker: Worker | None = None
         self._prompt: PromptPages | None = None
@@ -107,6 +112,7 @@ class Run:
             self.close()
             raise
         self._sent_tokens += len(delta.token_ids)
+        self._watch.delta(len(delta.token_ids))
         if delta.finish is not None:
             self._finished()
             self.close()
@@ -127,20 +133,22 @@ class Run:
             self._stream.close()
         if self._lease is not None:
             self._lease.release()
+        self._watch.close()
         self._log()
 
     async def _start(self) -> DetokenizeStream:
         context, pipeline = self._context, self._pipeline
-        await prepare(context, pipeline.tokenizer)
+        with self._watch.stage("prepare"):
+            await prepare(context, pipeline.tokenizer)
         self._prompt = PromptPages(context.token_ids)
         worker, lease, dispatched = await self._reach_worker(self._prompt)
         if self._closed:  # the client left while the worker answered
             dispatched.call.cancel()
             raise RequestCancelledError("the client left")
         self._dispatched = dispatched
-        stream = pipeline.session.open(context.stop, context.skip_special_tokens)
+        stream = pipeline.session.open(context.output)
         self._pump = asyncio.ensure_future(
-            execute(context, dispatched, stream, lease, lambda problem: pipeline.lost(worker, problem))
+            self._execute(dispatched, stream, lease, lambda problem: pipeline.lost(worker, problem))
         )
         self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire)
         return stream
@@ -151,23 +159,33 @@ class Run:
         tried: dict[str, SapwoodError] = {}
         while True:
             try:
-                worker, choice = select(context, prompt, pipeline.registry, pipeline.policy, tried)
+                with self._watch.stage("select"):
+                    worker, choice = select(context, prompt, pipeline.registry, pipeline.policy, tried)
             except UnavailableError as error:
                 # What a worker said tells the client more than that none is left.
                 raise next(reversed(tried.values()), error) from error
             lease = self._lease = acquire(worker, choice, prompt, pipeline.policy)
             self._worker = worker
+            self._watch.selected(choice.reason)
             try:
-                return worker, lease, await dispatch(context, worker, request)
+                with self._watch.stage("dispatch"):
+                    return worker, lease, await dispatch(context, worker, request)
             except BaseException as error:
                 lease.release()
                 if not isinstance(error, _RETRIED):
                     raise
                 tried[worker.address] = error
+                self._watch.retried(error)
                 if isinstance(error, UnavailableError):
                     pipeline.lost(worker, error.message)
                     error.retry_after = error.retry_after or 1.0
                 logger.info("worker %s: %s; trying another", worker.address, error.message)
+
+    async def _execute(
+        self, dispatched: Dispatched, stream: DetokenizeStream, lease: Lease, lost: Callable[[str], None]
+    ) -> None:
+        with self._watch.stage("execute"):
+            await execute(self._context, dispatched, stream, lease, lost)
 
     def _expire(self) -> None:
         if self._stream is not None:

@@ -276,6 +276,10 @@ class Scheduler:
                 self._cached_tokens += request.cached
 
     def _take_token(self, request: Request, token: int) -> RequestOutput:
+        if request.grammar is not None and not request.grammar.accept(token):
+            output = self._output(request, [], "error", f"grammar: {request.grammar.error}", "grammar")
+            self._finish(request)
+            return output
         request.token_ids.append(token)
         reason = self._finish_reason(request, token)
         output = self._output(request, [token], reason)
@@ -287,13 +291,21 @@ class Scheduler:
         sampling = request.sampling
         if token in sampling.stop_token_ids or (token in self._config.eos_token_ids and not sampling.ignore_eos):
             return "stop"
+        if request.grammar is not None and request.grammar.finished:
+            return "stop"
         return "length" if len(request.token_ids) >= request.max_length else None
 
     def _output(
-        self, request: Request, tokens: list[int], reason: FinishReason | None, error: str = ""
+        self,
+        request: Request,
+        tokens: list[int],
+        reason: FinishReason | None,
+        error: str = "",
+        error_field: str = "",
     ) -> RequestOutput:
+        cached = request.cached or 0
         return RequestOutput(
-            request.serial, tokens, reason, request.prompt_length, request.generated, request.cached or 0, error
+            request.serial, tokens, reason, request.prompt_length, request.generated, cached, error, error_field
         )
 
     def _finish(self, request: Request, *, keep: bool = True) -> None:
@@ -302,6 +314,8 @@ class Scheduler:
             request.become(RequestState.FINISHED)
         else:
             self._running.stop(request, RequestState.FINISHED, keep=keep)
+        if request.grammar is not None:
+            request.grammar.close()
         del self._requests[request.serial]
 
     def _match_length(self, request: Request) -> int:
@@ -318,4 +332,5 @@ def _scheduled(request: Request, count: int) -> ScheduledRequest:
         start=start,
         samples=end == len(request.token_ids),
         sampling=request.sampling,
+        grammar=request.grammar,
     )

@@ -17,12 +17,14 @@ from sapwood_worker.config import WorkerConfig
 from sapwood_worker.engine import Engine
 from sapwood_worker.grammar.front import RequestGrammars
 from sapwood_worker.launch import MODEL_RUNNER, SchedulerProcess
-from sapwood_worker.service import SERVICE, WATCH_LOAD, ServedModel, WorkerService
+from sapwood_worker.service import SERVICE, SESSION, WATCH_LOAD, ServedModel, WorkerService
 
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_SECONDS = 1.0
 """What running calls get to say UNAVAILABLE when the scheduler is gone."""
+_LAST_MESSAGE_SECONDS = 0.1
+"""What sessions get to hand over their last outputs."""
 
 
 async def serve(config: WorkerConfig, runner: str = MODEL_RUNNER) -> int:
@@ -53,12 +55,14 @@ async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -
     started = time.monotonic()
     await scheduler.start()
     engine = Engine(scheduler.send)
-    server = ServiceServer(config.host, config.port, [SERVICE], uncounted=frozenset({WATCH_LOAD}))
+    server = ServiceServer(config.host, config.port, [SERVICE], uncounted=frozenset({WATCH_LOAD, SESSION}))
     service = WorkerService(engine, server.draining)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
     port = await server.start()
     starting = asyncio.ensure_future(scheduler.ready())
-    serving = asyncio.ensure_future(serve_until_stopped(server, drain_timeout=config.drain_timeout))
+    serving = asyncio.ensure_future(
+        serve_until_stopped(server, drain_timeout=config.drain_timeout, drained=service.wait_idle)
+    )
     ends: set[asyncio.Future[Any]] = {starting, serving}
     grammars: RequestGrammars | None = None
     try:
@@ -98,6 +102,7 @@ async def _until_the_end(
         logger.error("the scheduler process stopped: %s", reason)
         engine.scheduler_lost(reason)
         await server.drain(_LAST_WORDS_SECONDS)
+        await asyncio.sleep(_LAST_MESSAGE_SECONDS)
         return 1
     finally:
         lost.cancel()

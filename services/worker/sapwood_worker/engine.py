@@ -19,7 +19,8 @@ _REFUSALS: dict[str, type[errors.SapwoodError]] = {
 
 
 class Generation:
-    """One request. Whoever has it reads it to its end (``async for``) or closes it; one reader only.
+    """One request. Whoever has it reads it to its end (``async for``, or :meth:`listen` and :meth:`take`) or closes it; one
+    reader only.
 
     Outputs that the reader has not taken yet are merged into one: a slow reader loses nothing, and what is kept for it is
     at most its request's own tokens.
@@ -37,6 +38,7 @@ class Generation:
         self._error: errors.SapwoodError | None = None
         self._closed = False
         self._wake: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
 
     def __aiter__(self) -> Generation:
         return self
@@ -48,15 +50,29 @@ class Generation:
             RequestCancelledError: It was aborted.
             SapwoodError: The scheduler refused or failed it, or is gone.
         """
-        while True:
-            if self._last is not None and (self._tokens or self._last.finish_reason is not None):
-                break
-            if self._error is not None:
-                raise self._error
+        while (output := self.take()) is None:
             if self._closed:
                 raise StopAsyncIteration
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
+        return output
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Calls ``listener`` from now on whenever :meth:`take` may have something; at once if it has already."""
+        self._listener = listener
+        if self._last is not None or self._closed:
+            listener()
+
+    def take(self) -> RequestOutput | None:
+        """The outputs since the last call, as one; None if there are none. Never waits.
+
+        Raises:
+            SapwoodError: As reading does.
+        """
+        if self._last is None or not (self._tokens or self._last.finish_reason is not None):
+            if self._error is not None:
+                raise self._error
+            return None
         last, tokens = self._last, self._tokens
         self._last, self._tokens = None, []
         return RequestOutput(
@@ -104,6 +120,8 @@ class Generation:
     def _notify(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
+        if self._listener is not None:
+            self._listener()
 
 
 class Engine:

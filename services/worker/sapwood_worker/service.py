@@ -11,12 +11,14 @@ import grpc
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_worker.convert import check_prompt, to_load_report, to_response, to_sampling
-from sapwood_worker.engine import Engine
+from sapwood_worker.engine import Engine, Generation
 from sapwood_worker.grammar.front import RequestGrammars
 from sapwood_worker.model_info import ModelInfo
+from sapwood_worker.session import Session
 
 SERVICE = "sapwood.v1.Worker"
 WATCH_LOAD = f"/{SERVICE}/WatchLoad"
+SESSION = f"/{SERVICE}/Session"
 
 DEFAULT_INTERVAL_MS, LEAST_INTERVAL_MS = 100, 10
 
@@ -47,18 +49,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._engine = engine
         self._draining = draining
         self.model: ServedModel | None = None
+        self._sessions: set[Session] = set()
+        self._idle = asyncio.Event()
 
     async def Generate(
         self, request: worker_pb2.WorkerGenerateRequest, context: Context
     ) -> AsyncIterator[worker_pb2.WorkerGenerateResponse]:
         """Streams tokens. However the call ends, cancelled, past its deadline or broken, its request ends with it."""
-        _, info, _, grammars = self._loaded()
-        check_prompt(request, info)
-        sampling = to_sampling(request, info)
-        grammar = await grammars.compiled(request, context.time_remaining())
-        generation = self._engine.submit(
-            request.request_id, request.token_ids, sampling, grammar, request.grammar_tokens
-        )
+        generation = await self._start(request, context.time_remaining())
         # A call that ends while its last message is being sent does not come back here.
         context.add_done_callback(cast(Any, lambda _: generation.close()))
         try:
@@ -77,6 +75,41 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.GetModelInfoRequest, context: Context
     ) -> worker_pb2.GetModelInfoResponse:
         """Describes the model."""
+        return self._info()
+
+    async def Session(
+        self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        """Many generations over one call."""
+        session = Session(self._start, self._engine, self._info(), self._draining, self._session_idle)
+        # A call that ends while a message is being sent does not come back here.
+        context.add_done_callback(cast(Any, lambda _: session.close()))
+        self._sessions.add(session)
+        try:
+            async for response in session.responses(request_iterator):
+                yield response
+        finally:
+            session.close()
+            self._sessions.discard(session)
+            self._session_idle()
+
+    async def wait_idle(self) -> None:
+        """Returns once no session has a generation running."""
+        while not all(session.idle for session in self._sessions):
+            self._idle.clear()
+            await self._idle.wait()
+
+    def _session_idle(self) -> None:
+        self._idle.set()
+
+    async def _start(self, request: worker_pb2.WorkerGenerateRequest, seconds: float | None) -> Generation:
+        _, info, _, grammars = self._loaded()
+        check_prompt(request, info)
+        sampling = to_sampling(request, info)
+        grammar = await grammars.compiled(request, seconds)
+        return self._engine.submit(request.request_id, request.token_ids, sampling, grammar, request.grammar_tokens)
+
+    def _info(self) -> worker_pb2.GetModelInfoResponse:
         name, info, epoch, _ = self._loaded()
         return worker_pb2.GetModelInfoResponse(
             model=name,

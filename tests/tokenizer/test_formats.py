@@ -49,7 +49,7 @@ def qwen(packaged: Callable[[str], Path]) -> LoadedTokenizer:
 
 @pytest.fixture(scope="module")
 def pairs(
-    packaged: Callable[[str], Path], mistral: LoadedTokenizer, tmp_path_factory
+    packaged: Callable[[str], Path], mistral: LoadedTokenizer, qwen: LoadedTokenizer, tmp_path_factory
 ) -> dict[str, tuple[Encode, Encode]]:
     """Ours and the original, by kind of file."""
     made: dict[str, tuple[Encode, Encode]] = {}
@@ -59,7 +59,7 @@ def pairs(
     folder = tmp_path_factory.mktemp("unigram")
     trained = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SOURCE.splitlines()), model_writer=trained, vocab_size=300
+        sentence_iterator=iter(SOURCE.splitlines()), model_writer=trained, vocab_size=300, minloglevel=2
     )
     (folder / "tokenizer.model").write_bytes(trained.getvalue())
     unigram = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
@@ -213,7 +213,12 @@ def test_a_sentencepiece_model_of_another_kind_is_refused(tmp_path: Path) -> Non
     trained = io.BytesIO()
     lines = iter(["some words", "of text"] * 9)
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines, model_writer=trained, vocab_size=12, model_type="word", hard_vocab_limit=False
+        sentence_iterator=lines,
+        model_writer=trained,
+        vocab_size=12,
+        model_type="word",
+        hard_vocab_limit=False,
+        minloglevel=2,
     )
     (tmp_path / "tokenizer.model").write_bytes(trained.getvalue())
     with pytest.raises(ConfigError, match="neither Unigram nor BPE"):

@@ -13,6 +13,7 @@ from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.encoder import Encoder, EncoderOptions
+from sapwood_tokenizer.grammar import build_grammars
 from sapwood_tokenizer.loader import LoadedTokenizer, load_tokenizer, resolve_tokenizer, tokenizer_name
 from sapwood_tokenizer.parser_defaults import parser_defaults
 from sapwood_tokenizer.service import DETOKENIZE, SERVICE, Limits, TokenizerService
@@ -52,11 +53,14 @@ async def serve(config: TokenizerConfig) -> int:
     started = time.monotonic()
     try:
         name = config.served_model_name or tokenizer_name(config.model)
-        loaded = await asyncio.to_thread(load_tokenizer, resolve_tokenizer(config.model), config.chat_template)
+        path = resolve_tokenizer(config.model)
+        loaded = await asyncio.to_thread(load_tokenizer, path, config.chat_template)
         parsers = parser_defaults(config.tool_parser, config.reasoning_parser, loaded.chat_template)
+        grammars = await asyncio.to_thread(build_grammars, path, loaded.tokenizer, config)
         server = ServiceServer(config.host, config.port, [SERVICE], uncounted=frozenset({DETOKENIZE}))
         limits = Limits(config.max_text_bytes, config.max_open_streams, config.template_timeout)
-        service = TokenizerService(loaded, name, parsers, build_encoder(loaded, config), limits, server.draining)
+        encoder = build_encoder(loaded, config)
+        service = TokenizerService(loaded, name, parsers, encoder, limits, server.draining, grammars)
         tokenizer_pb2_grpc.add_TokenizerServicer_to_server(service, server.grpc)
         port = await server.start()
     except ConfigError as error:
@@ -74,4 +78,5 @@ async def serve(config: TokenizerConfig) -> int:
     )
     await serve_until_stopped(server, drain_timeout=config.drain_timeout, drained=service.drained)
     service.close()
+    await grammars.close()
     return 0

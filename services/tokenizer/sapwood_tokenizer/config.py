@@ -38,6 +38,12 @@ class TokenizerConfig(ServiceConfig):
     max_text_bytes: int = Field(
         8 * 1024 * 1024, ge=1, description="Longest text that is encoded, in bytes of UTF-8; longer ones are refused."
     )
+    grammar_timeout: float = Field(
+        10.0, gt=0, description="Most seconds that compiling a grammar may take, the wait for its turn included."
+    )
+    grammar_max_bytes: int = Field(1 << 20, ge=1, description="Longest grammar that is compiled, in bytes of UTF-8.")
+    grammar_processes: int = Field(2, ge=1, description="Most grammars compiled at a time, each in its own process.")
+    grammar_cache_mb: float = Field(64.0, ge=0, description="Memory for compiled grammars, in MiB.")
     max_open_streams: int = Field(
         16384, ge=1, description="Most detokenize streams open at a time, of all callers; more are refused."
     )

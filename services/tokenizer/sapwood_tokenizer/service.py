@@ -18,6 +18,7 @@ from sapwood_tokenizer.convert import add_offsets, to_cache_stats, to_encode_opt
 from sapwood_tokenizer.detokenize_call import DetokenizeCall
 from sapwood_tokenizer.detokenizer import Detokenizer
 from sapwood_tokenizer.encoder import EncodeOptions, Encoder
+from sapwood_tokenizer.grammar import Grammars
 from sapwood_tokenizer.loader import LoadedTokenizer
 from sapwood_tokenizer.open_streams import OpenStreams
 from sapwood_tokenizer.output_parser import OutputParser
@@ -67,6 +68,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         encoder: Encodes texts.
         limits: What clients may ask for.
         draining: Set when the service is about to stop.
+        grammars: Compiles grammars.
     """
 
     def __init__(
@@ -77,11 +79,13 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         encoder: Encoder,
         limits: Limits,
         draining: asyncio.Event,
+        grammars: Grammars,
     ) -> None:
         self._loaded = loaded
         self._model = model
         self._parsers = parsers
         self._draining = draining
+        self._grammars = grammars
         self._limits = limits
         self._encoder = encoder
         self._render_threads = ThreadPoolExecutor(_RENDER_THREADS, thread_name_prefix="render")
@@ -202,6 +206,12 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             draining.cancel()
             if upcoming is not None:
                 upcoming.cancel()
+
+    async def CompileGrammar(
+        self, request: tokenizer_pb2.CompileGrammarRequest, context: Context
+    ) -> tokenizer_pb2.CompileGrammarResponse:
+        """Compiles a grammar; the caller's deadline and its cancellation hold for the compilation."""
+        return await self._grammars.compile(request, context.time_remaining())
 
     async def GetInfo(self, request: tokenizer_pb2.GetInfoRequest, context: Context) -> tokenizer_pb2.GetInfoResponse:
         """Describes the tokenizer."""

@@ -7,6 +7,9 @@ from array import array
 from typing import Protocol
 
 from sapwood_common.errors import SapwoodError
+from sapwood_worker.grammar.matcher import GrammarMatcher
+from sapwood_worker.grammar.pending import PendingGrammars
+from sapwood_worker.grammar.store import GrammarStore
 from sapwood_worker.messages import Abort, Flush, Flushed, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
 from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.output import RequestOutput, Runner
@@ -17,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 3
 """Failed steps in a row after which the runner is beyond help: a broken GPU context fails for ever."""
+
+
+_GRAMMAR_WAIT_SECONDS = 0.001
+"""How long an idle loop waits for a grammar to be built before it looks at its messages again."""
 
 
 class Mailbox(Protocol):
@@ -44,12 +51,16 @@ class EventLoop:
         scheduler: The core.
         runner: The model.
         mailbox: The way to the gRPC front.
+        grammars: Makes the matchers of requests with a grammar; without it none come.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, mailbox: Mailbox) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, mailbox: Mailbox, grammars: GrammarStore | None = None
+    ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._mailbox = mailbox
+        self._grammars: PendingGrammars[Submit] | None = None if grammars is None else PendingGrammars(grammars)
         self._failures = 0
         self._reported: Load | None = None
 
@@ -62,10 +73,11 @@ class EventLoop:
         """
         self._report([])
         while True:
-            for message in self._mailbox.receive(wait=not self._scheduler.has_work):
+            for message in self._mailbox.receive(wait=not self._scheduler.has_work and not self._grammars):
                 if isinstance(message, Shutdown):
                     return
                 self._take(message)
+            self._admit_built()
             worked = self._scheduler.has_work
             self._report(self._step() if worked else [])
             if worked and not self._scheduler.has_work:
@@ -73,18 +85,44 @@ class EventLoop:
 
     def _take(self, message: ToScheduler) -> None:
         match message:
-            case Submit(serial, request_id, token_ids, sampling):
-                prompt = array("I", token_ids)
-                try:
-                    self._scheduler.add(Request(serial, request_id, prompt, sampling))
-                except SapwoodError as error:
-                    self._mailbox.send(
-                        Refused(serial, type(error).__name__, error.message, error.field, error.retry_after)
-                    )
+            case Submit(grammar=b""):
+                self._add(message, None)
+            case Submit(serial, grammar=compiled, grammar_tokens=count):
+                assert self._grammars is not None, "the front lets no grammar through without a vocabulary"
+                generated = array("I", message.token_ids)[-count:] if count else ()
+                self._grammars.start(serial, message, compiled, generated)
             case Abort(serial):
-                self._scheduler.abort(serial)
+                if self._grammars is None or not self._grammars.abort(serial):
+                    self._scheduler.abort(serial)
             case Flush(call):
                 self._mailbox.send(Flushed(call, self._scheduler.flush_cache()))
+
+    def _admit_built(self) -> None:
+        """Lets the requests in whose grammar has been built."""
+        if not self._grammars:  # none is pending
+            return
+        for message, built in self._grammars.poll(0.0 if self._scheduler.has_work else _GRAMMAR_WAIT_SECONDS):
+            if isinstance(built, SapwoodError):
+                self._refuse(message.serial, built)
+            elif built.finished:  # it goes on from where nothing was left to say
+                built.close()
+                done = RequestOutput(message.serial, [], "stop", len(array("I", message.token_ids)))
+                self._mailbox.send(Step([done], self._scheduler.load()))
+            else:
+                self._add(message, built)
+
+    def _add(self, message: Submit, grammar: GrammarMatcher | None) -> None:
+        prompt = array("I", message.token_ids)
+        request = Request(message.serial, message.request_id, prompt, message.sampling, grammar=grammar)
+        try:
+            self._scheduler.add(request)
+        except SapwoodError as error:
+            if grammar is not None:
+                grammar.close()
+            self._refuse(message.serial, error)
+
+    def _refuse(self, serial: int, error: SapwoodError) -> None:
+        self._mailbox.send(Refused(serial, type(error).__name__, error.message, error.field, error.retry_after))
 
     def _step(self) -> list[RequestOutput]:
         planned = self._scheduler.schedule()
@@ -104,6 +142,7 @@ class EventLoop:
 
     def _report(self, outputs: list[RequestOutput]) -> None:
         load = self._scheduler.load()
-        if outputs or load != self._reported:
+        events = self._scheduler.take_kv_events()
+        if outputs or events or load != self._reported:
             self._reported = load
-            self._mailbox.send(Step(outputs, load))
+            self._mailbox.send(Step(outputs, load, events))

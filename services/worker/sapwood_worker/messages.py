@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sapwood_worker.cache.kv_events import KvEvent
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
@@ -15,12 +16,18 @@ from sapwood_worker.scheduler.output import RequestOutput
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """A new request. ``token_ids``: native uint32."""
+    """A new request.
+
+    ``token_ids``: native uint32. ``grammar``: a compiled grammar, empty for none; ``grammar_tokens``: so many of
+    ``token_ids``, at the end, were generated under it before.
+    """
 
     serial: int
     request_id: str
     token_ids: bytes
     sampling: SamplingParams
+    grammar: bytes = b""
+    grammar_tokens: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -68,10 +75,11 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """All outputs of one scheduler step, and the load after it."""
+    """All outputs of one scheduler step, the load after it, and what the prefix cache stored and removed since the last."""
 
     outputs: list[RequestOutput]
     load: Load
+    kv_events: list[KvEvent] = []
 
 
 class Flushed(msgspec.Struct, frozen=True, tag="flushed"):

@@ -17,6 +17,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         eos_token_ids: The model's own end tokens.
         page_size: Tokens a page.
         num_pages: Pages in the pool.
+        vocabulary_fingerprint: Of the tokens that grammars are masked with; empty: no structured output.
+        special_tokens: Their special tokens' names, for compiling grammars.
     """
 
     architecture: str
@@ -26,3 +28,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     page_size: int
     num_pages: int
+    vocabulary_fingerprint: bytes = b""
+    special_tokens: tuple[str, ...] = ()

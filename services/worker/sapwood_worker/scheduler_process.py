@@ -16,12 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import zmq
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_common.telemetry import setup_logging
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.event_loop import EventLoop
+from sapwood_worker.grammar.store import GrammarStore
 from sapwood_worker.messages import Failed, FromScheduler, Ready, ToScheduler, encode, to_scheduler_decoder
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.scheduler.output import Runner
@@ -34,9 +37,15 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class LoadedRunner(Runner, Protocol):
-    """A runner that knows its model."""
+    """A runner that knows its model.
+
+    Attributes:
+        info: Facts about it.
+        vocabulary: Its tokens, where its files hold them and structured output is wanted.
+    """
 
     info: ModelInfo
+    vocabulary: TokenVocabulary | None
 
 
 RunnerFactory = Callable[[WorkerConfig], LoadedRunner]
@@ -109,8 +118,26 @@ def build_scheduler(config: WorkerConfig, info: ModelInfo) -> Scheduler:
             policy=config.policy,
             prefix_cache=config.prefix_cache,
             eviction=config.eviction,
+            kv_events=True,
             conservativeness=config.conservativeness,
         )
+    )
+
+
+def build_grammars(runner: LoadedRunner) -> GrammarStore | None:
+    """What makes the matchers of requests with a grammar, unless the runner has no vocabulary."""
+    if runner.vocabulary is None:
+        return None
+    return GrammarStore(runner.vocabulary, runner.info.vocab_size, runner.info.eos_token_ids)
+
+
+def _with_vocabulary(runner: LoadedRunner) -> ModelInfo:
+    if runner.vocabulary is None:
+        return runner.info
+    return msgspec.structs.replace(
+        runner.info,
+        vocabulary_fingerprint=runner.vocabulary.fingerprint,
+        special_tokens=runner.vocabulary.special_names,
     )
 
 
@@ -135,15 +162,16 @@ def main() -> int:
         factory: RunnerFactory = _load(arguments.runner)
         runner = factory(config)
         scheduler = build_scheduler(config, runner.info)
+        grammars = build_grammars(runner)
     except Exception as error:
         if not isinstance(error, ConfigError):
             logger.exception("the model could not be loaded")
         mailbox.send(Failed(str(error) or type(error).__name__))
         mailbox.close()
         return 1
-    mailbox.send(Ready(runner.info))
+    mailbox.send(Ready(_with_vocabulary(runner)))
     try:
-        EventLoop(scheduler, runner, mailbox).run()
+        EventLoop(scheduler, runner, mailbox, grammars).run()
     except OrphanedError:
         logger.error("the gRPC front is gone")
         return 1

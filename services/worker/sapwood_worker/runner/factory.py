@@ -33,5 +33,6 @@ def make_runner(config: WorkerConfig) -> ModelRunner:
             context_length=config.context_length,
             max_running=config.max_running,
             threads=config.threads or None,
+            structured_output=config.structured_output,
         )
     )

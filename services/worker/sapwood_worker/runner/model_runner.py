@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError, InternalError
+from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary
 from sapwood_worker.attention.backend import AttentionBackend
 from sapwood_worker.attention.torch_native import TorchNativeBackend
 from sapwood_worker.cache.device_pool import DevicePool, page_bytes
@@ -18,6 +19,7 @@ from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.models.config import ModelConfig
 from sapwood_worker.models.loader import LoadFormat, load_model
 from sapwood_worker.runner.forward_batch import ForwardBatch
+from sapwood_worker.runner.grammar_masks import GrammarMasks, StepMasks
 from sapwood_worker.runner.input_builder import build_forward_batch
 from sapwood_worker.sampling.sampler import sample
 from sapwood_worker.sampling.sampling_batch import build_sampling_batch
@@ -47,6 +49,7 @@ class RunnerOptions:
         max_running: Most requests in a step; the pool must have a page for each.
         threads: CPU threads of torch and of loading; None: torch's own choice. Set for the whole process.
         seed: Of made-up weights.
+        structured_output: Whether the vocabulary is read for requests with a grammar.
     """
 
     model_path: Path
@@ -60,6 +63,7 @@ class RunnerOptions:
     max_running: int = 64
     threads: int | None = None
     seed: int = 0
+    structured_output: bool = False
 
 
 class ModelRunner:
@@ -70,6 +74,7 @@ class ModelRunner:
 
     Attributes:
         info: Facts about the model and its page pool.
+        vocabulary: The model's tokens, where its files hold them and structured output is wanted.
 
     Raises:
         ConfigError: The model cannot be loaded or the pool is too small; names the file or option.
@@ -95,6 +100,10 @@ class ModelRunner:
         self._model = loaded.model
         self._pool = _build_pool(options, config, dtype, self._device)
         self._backend: AttentionBackend = TorchNativeBackend(self._pool, dtype)
+        self.vocabulary: TokenVocabulary | None = (
+            load_vocabulary(options.model_path) if options.structured_output else None
+        )
+        self._masks = GrammarMasks(config.vocab_size)
         self._graphs: DecodeGraphs | None = None
         if self._device.type == "cuda" and dtype != torch.float32:
             self._use_flashinfer(options, config, dtype)
@@ -136,15 +145,17 @@ class ModelRunner:
         graphs = self._graphs
         decodes = graphs is not None and all(len(each.token_ids) == 1 and each.samples for each in requests)
         if graphs is not None and decodes and len(requests) <= graphs.largest:
-            return ModelOutput(output.step, self._replay(graphs, output))
+            with self._masks.start(requests) as masks:
+                return ModelOutput(output.step, self._replay(graphs, output, masks))
         batch = build_forward_batch(output, self._pool.page_size, self._device)
-        hidden = self._forward(batch)
         token_ids = [-1] * len(requests)
         sampled = [i for i, request in enumerate(requests) if request.samples]
-        if sampled:
-            tokens = self._sample(hidden, batch, [requests[i] for i in sampled])
-            for i, token in zip(sampled, tokens, strict=True):
-                token_ids[i] = token
+        with self._masks.start([requests[i] for i in sampled]) as masks:
+            hidden = self._forward(batch)
+            if sampled:
+                tokens = self._sample(hidden, batch, [requests[i] for i in sampled], masks)
+                for i, token in zip(sampled, tokens, strict=True):
+                    token_ids[i] = token
         return ModelOutput(output.step, token_ids)
 
     @torch.inference_mode()
@@ -156,7 +167,7 @@ class ModelRunner:
         hidden: Tensor = self._model(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
         return hidden
 
-    def _replay(self, graphs: DecodeGraphs, output: SchedulerOutput) -> list[int]:
+    def _replay(self, graphs: DecodeGraphs, output: SchedulerOutput, masks: StepMasks) -> list[int]:
         requests = output.requests
         count = len(requests)
         token_ids = np.fromiter((request.token_ids[0] for request in requests), np.int64, count)
@@ -167,13 +178,17 @@ class ModelRunner:
         settings = build_sampling_batch(
             [request.sampling for request in requests], positions + 1, self.info.vocab_size, self._device
         )
-        if settings is None:
+        if settings is None and not masks:
             return self._checked(requests, result.greedy, result.largest)
+        masks.apply(result.logits)
         return self._checked(requests, *sample(result.logits, settings))
 
-    def _sample(self, hidden: Tensor, batch: ForwardBatch, requests: list[ScheduledRequest]) -> list[int]:
+    def _sample(
+        self, hidden: Tensor, batch: ForwardBatch, requests: list[ScheduledRequest], masks: StepMasks
+    ) -> list[int]:
         rows = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
         logits = self._model.logits(rows)
+        masks.apply(logits)
         positions = np.array([request.start + len(request.token_ids) for request in requests], np.int64)
         settings = build_sampling_batch(
             [request.sampling for request in requests], positions, self.info.vocab_size, self._device

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import ModelOutput, ScheduledRequest, SchedulerOutput
@@ -50,10 +51,18 @@ class FakeRunner:
         info: What model to claim to be.
         step_seconds: How long a step takes.
         poison: A step that computes a prompt beginning with this token fails with RuntimeError and leaves wrong KV behind.
+        vocabulary: What grammars are masked with; a row with a grammar takes one of the tokens that its mask allows.
     """
 
-    def __init__(self, info: ModelInfo, step_seconds: float = 0.0, poison: int | None = None) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        step_seconds: float = 0.0,
+        poison: int | None = None,
+        vocabulary: TokenVocabulary | None = None,
+    ) -> None:
         self.info = info
+        self.vocabulary = vocabulary
         self._step_seconds = step_seconds
         self._poison = poison
         self._pool = np.full((info.num_pages, info.page_size), -1, dtype=np.int64)
@@ -95,4 +104,10 @@ class FakeRunner:
     def _sampled(self, request: ScheduledRequest, row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> int:
         end = request.start + len(request.token_ids)
         links = self._pool[row[: -(-end // self.info.page_size)]].reshape(-1)[:end]
-        return _sample(int(links.sum()), end, request.sampling, self.info.vocab_size)
+        total = int(links.sum())
+        if request.grammar is None:
+            return _sample(total, end, request.sampling, self.info.vocab_size)
+        mask = np.zeros(-(-self.info.vocab_size // 32), np.int32)
+        request.grammar.fill(mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        return int(allowed[_sample(total, end, request.sampling, len(allowed))])

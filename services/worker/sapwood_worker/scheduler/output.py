@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sapwood_worker.grammar.state import GrammarState
 from sapwood_worker.sampling.params import SamplingParams
 
 
@@ -24,6 +25,8 @@ class ScheduledRequest:
         samples: Whether to sample the token that follows the last of ``token_ids``: false for all but the last chunk of a
             prompt.
         sampling: How to sample it. The sampled token's position, for seeding, is ``start + len(token_ids)``.
+        grammar: What that token must match, if the request has a grammar. The runner only fills masks from it; the scheduler
+            accepts the token.
     """
 
     request_id: str
@@ -32,6 +35,7 @@ class ScheduledRequest:
     start: int
     samples: bool
     sampling: SamplingParams
+    grammar: GrammarState | None = None
 
 
 @dataclass(slots=True)
@@ -65,7 +69,8 @@ class ModelOutput:
 
 
 FinishReason = Literal["stop", "length", "error"]
-"""``stop``: an end token. ``length``: max_tokens or the context's end. ``error``: the runner failed."""
+"""``stop``: an end token or the end of the grammar. ``length``: max_tokens or the context's end. ``error``: runner or grammar
+failed."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -79,6 +84,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
         completion_tokens: Tokens of output so far.
         cached_tokens: Prompt tokens found in the prefix cache.
         error: What went wrong, if ``finish_reason`` is ``error``.
+        error_field: The request field at fault, if the error is its sender's.
     """
 
     serial: int
@@ -88,6 +94,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     completion_tokens: int = 0
     cached_tokens: int = 0
     error: str = ""
+    error_field: str = ""
 
 
 class Runner(Protocol):

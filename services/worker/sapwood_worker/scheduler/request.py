@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from sapwood_worker.grammar.state import GrammarState
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.state import RequestState, check_transition
 
@@ -22,6 +23,7 @@ class Request:
         prompt_length: Tokens of the prompt.
         sampling: How to sample, and when to end.
         namespace: Requests of different namespaces share no cached pages.
+        grammar: What the output must match; stays while the request waits or is retracted, closed when it ends.
         max_length: Tokens of prompt and output at which it ends at the latest; set when it is let in.
         computed: Leading tokens whose KV is in the request's pages.
         cached: Prompt tokens found in the prefix cache when the request first ran; None before.
@@ -37,6 +39,7 @@ class Request:
         prompt: Token ids, at least one.
         sampling: See above.
         namespace: See above.
+        grammar: See above.
     """
 
     __slots__ = (
@@ -45,6 +48,7 @@ class Request:
         "arrival",
         "cached",
         "computed",
+        "grammar",
         "max_length",
         "namespace",
         "prompt_length",
@@ -58,7 +62,13 @@ class Request:
     )
 
     def __init__(
-        self, serial: int, request_id: str, prompt: Sequence[int], sampling: SamplingParams, namespace: bytes = b""
+        self,
+        serial: int,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        namespace: bytes = b"",
+        grammar: GrammarState | None = None,
     ) -> None:
         self.serial = serial
         self.request_id = request_id
@@ -66,6 +76,7 @@ class Request:
         self.prompt_length = len(prompt)
         self.sampling = sampling
         self.namespace = namespace
+        self.grammar = grammar
         self.max_length = len(prompt) + sampling.max_tokens
         self.computed = 0
         self.cached: int | None = None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_worker.cache.eviction import EvictionName
+from sapwood_worker.cache.kv_events import KvEvent, KvEventLog
 from sapwood_worker.cache.page_allocator import PageAllocator
 from sapwood_worker.cache.page_table import PageTable
 from sapwood_worker.cache.prefix_cache import PrefixCache
@@ -45,6 +46,8 @@ class SchedulerConfig:
         policy: Order of admission.
         prefix_cache: Whether finished work is kept for requests to come.
         eviction: Which cached prefix goes first when room is needed.
+        kv_events: Whether to note what the prefix cache stores and removes; :meth:`Scheduler.take_kv_events` must then be
+            called after each step.
         conservativeness: How much of the pages that running requests are expected to need is kept for them at admission.
     """
 
@@ -58,6 +61,7 @@ class SchedulerConfig:
     policy: PolicyName = "fcfs"
     prefix_cache: bool = True
     eviction: EvictionName = "lru"
+    kv_events: bool = False
     conservativeness: float = 1.0
 
 
@@ -73,8 +77,14 @@ class Scheduler:
         self._limit = min(config.context_length, config.num_pages * config.page_size)
         self._allocator = PageAllocator(config.num_pages)
         table = PageTable(config.max_running, -(-self._limit // config.page_size))
+        self._kv_events = KvEventLog() if config.kv_events else None
         self._cache = PrefixCache(
-            self._allocator, table, config.page_size, enabled=config.prefix_cache, eviction=config.eviction
+            self._allocator,
+            table,
+            config.page_size,
+            enabled=config.prefix_cache,
+            eviction=config.eviction,
+            events=self._kv_events,
         )
         self._waiting = WaitingQueue(config.max_waiting)
         self._running = RunningBatch(table, self._cache, config.page_size)
@@ -182,6 +192,10 @@ class Scheduler:
         """Empties the prefix cache of what no running request holds; returns the number of pages freed."""
         return self._cache.flush()
 
+    def take_kv_events(self) -> list[KvEvent]:
+        """Removes and returns what the prefix cache stored and removed since the last call, in order."""
+        return [] if self._kv_events is None else self._kv_events.take()
+
     def load(self) -> Load:
         """The load now. O(running)."""
         prefill = sum(request.remaining for request in self._running.requests if request.remaining > 1)
@@ -262,6 +276,10 @@ class Scheduler:
                 self._cached_tokens += request.cached
 
     def _take_token(self, request: Request, token: int) -> RequestOutput:
+        if request.grammar is not None and not request.grammar.accept(token):
+            output = self._output(request, [], "error", f"grammar: {request.grammar.error}", "grammar")
+            self._finish(request)
+            return output
         request.token_ids.append(token)
         reason = self._finish_reason(request, token)
         output = self._output(request, [token], reason)
@@ -273,13 +291,21 @@ class Scheduler:
         sampling = request.sampling
         if token in sampling.stop_token_ids or (token in self._config.eos_token_ids and not sampling.ignore_eos):
             return "stop"
+        if request.grammar is not None and request.grammar.finished:
+            return "stop"
         return "length" if len(request.token_ids) >= request.max_length else None
 
     def _output(
-        self, request: Request, tokens: list[int], reason: FinishReason | None, error: str = ""
+        self,
+        request: Request,
+        tokens: list[int],
+        reason: FinishReason | None,
+        error: str = "",
+        error_field: str = "",
     ) -> RequestOutput:
+        cached = request.cached or 0
         return RequestOutput(
-            request.serial, tokens, reason, request.prompt_length, request.generated, request.cached or 0, error
+            request.serial, tokens, reason, request.prompt_length, request.generated, cached, error, error_field
         )
 
     def _finish(self, request: Request, *, keep: bool = True) -> None:
@@ -288,6 +314,8 @@ class Scheduler:
             request.become(RequestState.FINISHED)
         else:
             self._running.stop(request, RequestState.FINISHED, keep=keep)
+        if request.grammar is not None:
+            request.grammar.close()
         del self._requests[request.serial]
 
     def _match_length(self, request: Request) -> int:
@@ -304,4 +332,5 @@ def _scheduled(request: Request, count: int) -> ScheduledRequest:
         start=start,
         samples=end == len(request.token_ids),
         sampling=request.sampling,
+        grammar=request.grammar,
     )

@@ -7,6 +7,7 @@ import time
 
 from pydantic import Field
 
+from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.scheduler.fake_runner import FakeRunner
@@ -42,4 +43,10 @@ def make_runner(config: FakeWorkerConfig) -> FakeRunner:
     if config.load_seconds:
         logger.info("loading for %g s", config.load_seconds)
         time.sleep(config.load_seconds)
-    return FakeRunner(info, config.step_ms / 1000, config.poison_token)
+    vocabulary = _vocabulary(config.vocab_size) if config.structured_output else None
+    return FakeRunner(info, config.step_ms / 1000, config.poison_token, vocabulary)
+
+
+def _vocabulary(size: int) -> TokenVocabulary:
+    """To a grammar, token i below 256 is byte i; the others stand for nothing."""
+    return TokenVocabulary(tuple(bytes([token]) if token < 256 else b"" for token in range(size)), frozenset())

@@ -1,0 +1,119 @@
+"""Source to artefact text, with llguidance. Runs where it may be killed: see ``compile_pool``.
+
+Compiling is: write the source in the engine's Lark syntax, build a parser over single bytes (which finds every error of the
+grammar, bounded by fuel), and walk it some steps, so that a grammar that matches nothing or whose lexer explodes early is
+refused here and not in the middle of an answer. The real vocabulary is not needed.
+
+Masks admit every token that the grammar admits (``no_forcing``), not only the canonical tokens of text that is forced. So the
+distribution is the model's own, conditioned on the grammar; a worker needs the vocabulary but no tokenizer; and the state
+after a token does not depend on how earlier text was cut into tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import llguidance
+
+from sapwood_common.grammar.json_schema import GrammarError, to_engine_schema
+from sapwood_common.grammar.lark import lark_of_ebnf, regex
+from sapwood_common.grammar.source import GrammarSource
+from sapwood_common.grammar.structural_tag import lark_of_structural_tag
+
+_HEADER = '%llguidance {"no_forcing": true}\n'
+_WALKS, _WALK_STEPS = 2, 64
+_LONGEST_MESSAGE = 400
+
+
+def parser_limits() -> llguidance.LLParserLimits:
+    """Bounds on one grammar's work, here and in workers: about 20 ms to build, 15 ms and 100 MB at worst for a mask."""
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_items_in_row=2_000,
+        max_lexer_states=50_000,
+        max_grammar_size=500_000,
+        verbose_errors=False,
+    )
+
+
+def engine_message(message: str) -> str:
+    """The engine's error for a caller: without the excerpt of the grammar that it appends."""
+    lines = message.replace("<non-verbose/>", "").split("\n")
+    kept = [line for line in lines if not line.lstrip()[:1].isdigit() and line.strip(" |^")]
+    text = " ".join(line.strip() for line in kept).removeprefix("failed to compile JSON schema: ")
+    if text.startswith("at ") and "): " in text:  # a place in the text we wrote, not in the caller's
+        text = text.partition("): ")[2].removeprefix("failed to compile JSON schema: ")
+    return text[:_LONGEST_MESSAGE] or "it cannot be compiled"
+
+
+class GrammarBuilder:
+    """Compiles sources for one vocabulary.
+
+    Args:
+        special_names: Names of its special tokens.
+    """
+
+    def __init__(self, special_names: Sequence[str]) -> None:
+        self._special_names = tuple(special_names)
+        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_ByteTokenizer(self._special_names)))
+
+    def compile(self, source: GrammarSource) -> str:
+        """The grammar in the engine's own syntax.
+
+        Raises:
+            GrammarError: It is malformed, cannot be enforced, matches nothing or needs too much work.
+        """
+        lark = _HEADER + self._lark(source)
+        matcher = llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=parser_limits())
+        if matcher.is_error():
+            raise GrammarError(engine_message(matcher.get_error()))
+        self._walk(matcher)
+        return lark
+
+    def _lark(self, source: GrammarSource) -> str:
+        match source.kind:
+            case "json_schema":
+                return f"start: %json {to_engine_schema(source.text, source.options)}"
+            case "regex":
+                return f"start: {regex(source.text)}"
+            case "ebnf":
+                return lark_of_ebnf(source.text).replace("%llguidance {}", "")
+            case "structural_tag":
+                return lark_of_structural_tag(source.text, source.options, self._special_names)
+
+    def _walk(self, matcher: llguidance.LLMatcher) -> None:
+        chance = random.Random(0)
+        for _ in range(_WALKS):
+            for step in range(_WALK_STEPS):
+                mask = matcher.compute_bitmask()
+                if matcher.is_error():
+                    reason = engine_message(matcher.get_error())
+                    if reason.startswith("NoExtension"):
+                        reason = "nothing matches it" if step == 0 else "after some text nothing may follow"
+                    raise GrammarError(reason)
+                allowed = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
+                if not allowed:
+                    break  # at the end, or where only a special token may follow
+                matcher.consume_token(chance.choice(allowed))
+                if matcher.is_stopped():
+                    break
+            matcher.reset()
+
+
+class _ByteTokenizer:
+    """Single bytes, the end token, and the special tokens by name."""
+
+    bos_token_id = None
+
+    def __init__(self, special_names: Sequence[str]) -> None:
+        self.tokens = [bytes([byte]) for byte in range(256)] + [b"<sapwood-end>"]
+        self.tokens += [name.encode() for name in special_names]
+        self.eos_token_id = 256
+        self.special_token_ids = list(range(256, len(self.tokens)))
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Each byte is its own token."""
+        return list(text)

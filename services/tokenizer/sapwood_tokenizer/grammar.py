@@ -1,0 +1,87 @@
+"""Schema, expression, rules or structural tag to the compiled grammar that workers mask with.
+
+How a grammar is compiled, bounded and kept, and why with llguidance (the figures beside xgrammar's): ``sapwood_common.grammar``.
+Compilation runs in processes of its own; one that passes its deadline is killed, while the other requests of this service
+keep their latency.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from sapwood.v1 import tokenizer_pb2
+from sapwood_common.errors import InvalidArgumentError, UnimplementedError
+from sapwood_common.grammar.compiler import CompilerLimits, GrammarCompiler
+from sapwood_common.grammar.convert import to_grammar
+from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary, vocabulary_of_json
+from sapwood_tokenizer.config import TokenizerConfig
+
+
+class Grammars:
+    """Answers ``CompileGrammar``. Lives on one event loop.
+
+    Args:
+        vocabulary: The model's tokens; None where there are none to be had.
+        limits: Bounds on compilation and on what is kept.
+    """
+
+    def __init__(self, vocabulary: TokenVocabulary | None, limits: CompilerLimits) -> None:
+        self._fingerprint = b"" if vocabulary is None else vocabulary.fingerprint
+        self._compiler = (
+            None if vocabulary is None else GrammarCompiler(self._fingerprint, vocabulary.special_names, limits)
+        )
+
+    async def compile(
+        self, request: tokenizer_pb2.CompileGrammarRequest, time_remaining: float | None
+    ) -> tokenizer_pb2.CompileGrammarResponse:
+        """Compiles or finds a grammar.
+
+        Args:
+            request: See the proto.
+            time_remaining: Seconds to the caller's deadline, if it has one.
+
+        Raises:
+            InvalidArgumentError: The grammar is at fault; its field is named.
+            DeadlineExceededError: It took too long and was stopped.
+            ResourceExhaustedError: Too many wait already.
+            UnimplementedError: The model's files hold no vocabulary.
+        """
+        if self._compiler is None:
+            raise UnimplementedError("the model's files hold no vocabulary, so grammars cannot be compiled")
+        source = to_grammar(request.grammar)
+        if isinstance(source, bytes):
+            raise InvalidArgumentError("grammar.compiled is compiled already", field="grammar.compiled")
+        cached = self._compiler.find(source) is not None
+        compiled = await self._compiler.compile(source, time_remaining)
+        return tokenizer_pb2.CompileGrammarResponse(compiled=compiled, key=source.key(self._fingerprint), cached=cached)
+
+    async def close(self) -> None:
+        """Ends all compilations."""
+        if self._compiler is not None:
+            await self._compiler.close()
+
+
+def build_grammars(path: Path, tokenizer: Tokenizer, config: TokenizerConfig) -> Grammars:
+    """Reads the model's vocabulary; slow.
+
+    Args:
+        path: The model.
+        tokenizer: Its tokenizer, for files in which only the tokenizer can read.
+        config: Bounds.
+
+    Raises:
+        ConfigError: It cannot be read; the message names the file.
+    """
+    limits = CompilerLimits(
+        max_source_bytes=config.grammar_max_bytes,
+        timeout=config.grammar_timeout,
+        processes=config.grammar_processes,
+        cache_bytes=int(config.grammar_cache_mb * (1 << 20)),
+    )
+    vocabulary = load_vocabulary(path) if path.is_dir() or path.suffix == ".gguf" else None
+    if vocabulary is None:
+        vocabulary = vocabulary_of_json(json.loads(tokenizer.to_str()))
+    return Grammars(vocabulary, limits)

@@ -1,0 +1,38 @@
+"""What scheduler and runner know of a request's grammar."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+class GrammarState(Protocol):
+    """Where one request's output stands in its grammar. It stays with the request while that waits or is retracted."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing may follow, or an end token has come: the request is over."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why the grammar cannot go on; empty while it can. Once set it stays."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """Advances by one token of output. False if the grammar does not allow it; then ``error`` is set. Mutates the state."""
+        ...
+
+    def fill(self, mask: npt.NDArray[np.int32]) -> None:
+        """Writes which tokens may come next: int32 [W], bit ``i % 32`` of word ``i // 32`` for token ``i``.
+
+        Only end tokens where the grammar is complete or ``error`` is set (filling may set it). May run in any thread, but
+        not beside another call on this state.
+        """
+        ...
+
+    def close(self) -> None:
+        """The request has ended: the state is used no more."""
+        ...

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from sapwood_common.errors import SapwoodError
+from sapwood_router.caller import NOBODY, Caller
 from sapwood_router.output import Output, OutputOptions
 
 
@@ -139,6 +140,7 @@ class RequestContext:
         parallel_tool_calls: Whether calls after the first are told.
         fields: How the client spells them.
         deadline: On the event loop's clock.
+        caller: Who asks.
         worker_request_id: Unique among all requests, also where clients reuse an id.
         token_ids: The prompt's tokens (prepare).
         worker, reason: Address of the worker that answers, and why it was chosen (select).
@@ -159,6 +161,7 @@ class RequestContext:
     deadline: float
     model: str | None = None
     parallel_tool_calls: bool = True
+    caller: Caller = NOBODY
     token_ids: list[int] = field(default_factory=list)
     worker: str = "-"
     reason: str = "-"

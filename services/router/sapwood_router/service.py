@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, cast
 
 import grpc
 
 from sapwood.v1 import router_pb2, router_pb2_grpc
 from sapwood_common.telemetry import REQUEST_ID_KEY, request_id_var
+from sapwood_router.caller import caller_of
 from sapwood_router.context import RequestContext
 from sapwood_router.convert import prompt_of, sampling_of, to_load, to_response
 from sapwood_router.output import OutputOptions
@@ -42,7 +43,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.RouterGenerateRequest, context: Context
     ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
         """Streams the continuation of a prompt."""
-        request_id = accept_request_id(request.request_id or _from_metadata(context), "request_id")
+        metadata = dict(_metadata(context))
+        request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
         request_id_var.set(request_id)
         await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
         prompt, fields = prompt_of(request)
@@ -60,6 +62,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             deadline=asyncio.get_running_loop().time()
             + (self._request_timeout if left is None else min(left, self._request_timeout)),
             model=request.model if request.HasField("model") else None,
+            caller=caller_of(metadata.get),
         )
         run = self._pipeline.open(request_context)
         # A client that leaves while a response is being written ends the call without this generator's knowledge.
@@ -99,8 +102,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return response
 
 
-def _from_metadata(context: Context) -> str:
+def _metadata(context: Context) -> Iterator[tuple[str, str]]:
     for key, value in context.invocation_metadata() or ():
-        if key == REQUEST_ID_KEY and isinstance(value, str):
-            return value
-    return ""
+        if isinstance(value, str):
+            yield key, value

@@ -41,6 +41,7 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     request = convert(given, ChatRequest, CHAT_NEUTRAL, IGNORED)
     stream, include_usage = wants_stream(request)
     context = _context(request, tools_of(request, given.get("tools")), exchange.request_id, deadline)
+    context.caller = exchange.caller()
     run = pipeline.open(context)
     exchange.on_disconnect(run.close)
     answer_id, created = f"chatcmpl-{exchange.request_id}", int(time.time())

@@ -36,6 +36,9 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     request = convert(decode_object(body), CompletionRequest, COMPLETION_NEUTRAL, IGNORED)
     stream, include_usage = wants_stream(request)
     contexts = _contexts(request, exchange.request_id, deadline)
+    caller = exchange.caller()
+    for context in contexts:
+        context.caller = caller
     runs = [pipeline.open(context) for context in contexts]
     exchange.on_disconnect(lambda: _close(runs))
     answer_id, created = f"cmpl-{exchange.request_id}", int(time.time())

@@ -57,7 +57,7 @@ async def serve(config: TokenizerConfig) -> int:
         path = resolve_model(config.model)
         loaded = await asyncio.to_thread(load_tokenizer, path, config.chat_template)
         parsers = parser_defaults(config.tool_parser, config.reasoning_parser, loaded.chat_template)
-        grammars = await asyncio.to_thread(build_grammars, path, config)
+        grammars = await asyncio.to_thread(build_grammars, path, config, loaded.chat_template or "")
         server = ServiceServer(config.host, config.port, [SERVICE], uncounted=frozenset({DETOKENIZE}))
         limits = Limits(config.max_text_bytes, config.max_open_streams, config.template_timeout)
         encoder = build_encoder(loaded, config)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sapwood.v1 import tokenizer_pb2
+from sapwood.v1 import common_pb2, tokenizer_pb2
 from sapwood_common.errors import InvalidArgumentError, SapwoodError, UnimplementedError
 from sapwood_common.grammar.compiler import CompilerLimits, GrammarCompiler
 from sapwood_common.grammar.convert import to_grammar
+from sapwood_common.grammar.source import GrammarSource
 from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.convert import to_calls_wanted
@@ -54,11 +55,7 @@ class Grammars:
         if self._compiler is None:
             raise UnimplementedError("the model's files hold no vocabulary, so grammars cannot be compiled")
         calls = to_calls_wanted(request.tool_calls) if request.HasField("tool_calls") else None
-        answer = None
-        if calls is None or request.HasField("grammar"):
-            answer = to_grammar(request.grammar)
-            if isinstance(answer, bytes):
-                raise InvalidArgumentError("grammar.compiled is compiled already", field="grammar.compiled")
+        answer = _answer(request.grammar) if calls is None or request.HasField("grammar") else None
         reasoning_open = request.reasoning_open if request.HasField("reasoning_open") else None
         source, parser = output_source(answer, calls, request.reasoning_parser, reasoning_open, self._model)
         cached = self._compiler.find(source) is not None
@@ -76,6 +73,13 @@ class Grammars:
         """Ends all compilations."""
         if self._compiler is not None:
             await self._compiler.close()
+
+
+def _answer(message: common_pb2.Grammar) -> GrammarSource:
+    source = to_grammar(message)
+    if isinstance(source, bytes):
+        raise InvalidArgumentError("grammar.compiled is compiled already", field="grammar.compiled")
+    return source
 
 
 def build_grammars(path: Path, config: TokenizerConfig, template: str) -> Grammars:

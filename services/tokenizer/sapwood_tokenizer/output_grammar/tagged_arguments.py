@@ -47,7 +47,7 @@ def arguments_of(tool: OfferedTool) -> list[Argument]:
     schema = tool.schema
     properties = schema.get("properties")
     required = schema.get("required")
-    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     found = []
     for key, value in (properties if isinstance(properties, dict) else {}).items():
         if not _NAME.fullmatch(key):

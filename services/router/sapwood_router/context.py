@@ -143,7 +143,9 @@ class RequestContext:
         token_ids: The prompt's tokens (prepare).
         worker, reason: Address of the worker that answers, and why it was chosen (select).
         output_ids: Tokens the worker generated so far (execute).
-        worker_finish, cached_tokens: What the worker said at its end (execute).
+        worker_finish, cached_tokens: What the worker said (execute); what was cached is what the first worker found.
+        attempts: Workers the request was given to (build).
+        resumptions: How often the stream went on, on another worker, after tokens had come.
         started, first_token: On ``time.perf_counter``'s clock.
         usage, error: How it ended (respond, or the pipeline); neither is set while it runs or if the client left.
     """
@@ -163,6 +165,8 @@ class RequestContext:
     output_ids: list[int] = field(default_factory=list)
     worker_finish: FinishReason | None = None
     cached_tokens: int = 0
+    attempts: int = 0
+    resumptions: int = 0
     started: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     usage: Usage | None = None

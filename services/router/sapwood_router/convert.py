@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from sapwood.v1 import common_pb2, router_pb2, tokenizer_pb2, worker_pb2
-from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_common.status import from_parts
 from sapwood_router.context import (
     ChatPrompt,
     Delta,
@@ -19,6 +20,8 @@ from sapwood_router.context import (
 )
 from sapwood_router.load import Load
 from sapwood_router.output import Output, OutputOptions, ToolCallDelta
+from sapwood_router.served_model import ServedModel
+from sapwood_router.worker_output import WorkerOutput
 
 _TO_PROTO = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -90,9 +93,33 @@ def to_worker_request(request_id: str, token_ids: list[int], sampling: Sampling)
     )
 
 
-def finish_reason_of(value: common_pb2.FinishReason) -> FinishReason | None:
-    """The reason a worker gave; None while it gave none."""
-    return _FROM_PROTO.get(value)
+def worker_output_of(message: worker_pb2.WorkerGenerateResponse) -> WorkerOutput:
+    """A worker's message as plain values."""
+    return WorkerOutput(
+        token_ids=message.token_ids,
+        finish=_FROM_PROTO.get(message.finish_reason),
+        cached_tokens=message.usage.cached_tokens if message.HasField("usage") else None,
+    )
+
+
+def generation_error(message: worker_pb2.GenerationError) -> SapwoodError:
+    """The error of one stream of a session."""
+    error = from_parts(message.code, message.message, message.field)
+    if message.HasField("retry_after_ms"):
+        error.retry_after = message.retry_after_ms / 1000
+    return error
+
+
+def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
+    """What a worker says that it serves."""
+    return ServedModel(
+        model=message.model,
+        context_length=message.context_length,
+        vocab_size=message.vocab_size,
+        page_size=max(1, message.page_size),
+        num_pages=message.num_pages,
+        epoch=message.epoch,
+    )
 
 
 def to_turns(turns: tuple[Turn, ...]) -> list[common_pb2.ChatMessage]:

@@ -86,11 +86,16 @@ class DetokenizeStream:
         self.end_pushed = end
         self._on_dirty(self)
 
+    @property
+    def full(self) -> bool:
+        """Whether WINDOW tokens or more wait to be written, or to be read."""
+        return not self.over and (
+            len(self.token_ids) - self.written >= WINDOW or self._tokens - self._tokens_read >= WINDOW
+        )
+
     async def room(self) -> None:
         """Returns once fewer than WINDOW tokens wait to be written and fewer than WINDOW to be read."""
-        while not self.over and (
-            len(self.token_ids) - self.written >= WINDOW or self._tokens - self._tokens_read >= WINDOW
-        ):
+        while self.full:
             self._pusher = asyncio.get_running_loop().create_future()
             await self._pusher
 

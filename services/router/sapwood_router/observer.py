@@ -82,6 +82,10 @@ class RequestWatch:
         """A worker failed the request, and another is tried."""
         self._metrics.retries.at(code=row_of(error).grpc.name).inc()
 
+    def resumed(self) -> None:
+        """The stream goes on, on another worker, after tokens had come."""
+        self._metrics.resumptions.at().inc()
+
     def delta(self, tokens: int) -> None:
         """The client gets a delta with so many tokens."""
         now = time.perf_counter()
@@ -146,6 +150,7 @@ def _answered(context: RequestContext, code: str) -> dict[str, Attribute]:
         "sapwood.worker": context.worker,
         "sapwood.selection_reason": context.reason,
         "sapwood.status": code,
+        "sapwood.resumptions": context.resumptions,
     }
     if context.worker_finish is not None:
         attributes["gen_ai.response.finish_reasons"] = [context.worker_finish.value]

@@ -7,6 +7,7 @@ keep their latency.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from sapwood.v1 import common_pb2, tokenizer_pb2
@@ -14,9 +15,10 @@ from sapwood_common.errors import InvalidArgumentError, SapwoodError, Unimplemen
 from sapwood_common.grammar.compiler import CompilerLimits, GrammarCompiler
 from sapwood_common.grammar.convert import to_grammar
 from sapwood_common.grammar.source import GrammarSource
-from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary
+from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary, vocabulary_of_json
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.convert import to_calls_wanted
+from sapwood_tokenizer.loader import LoadedTokenizer
 from sapwood_tokenizer.output_grammar.source import ModelFormat, output_source
 
 
@@ -24,7 +26,7 @@ class Grammars:
     """Answers ``CompileGrammar``. Lives on one event loop.
 
     Args:
-        vocabulary: The model's tokens; None where its files hold none.
+        vocabulary: The model's tokens; None where there are none to be had.
         limits: Bounds on compilation and on what is kept.
         template: The model's chat template, "" if it has none.
     """
@@ -82,8 +84,13 @@ def _answer(message: common_pb2.Grammar) -> GrammarSource:
     return source
 
 
-def build_grammars(path: Path, config: TokenizerConfig, template: str) -> Grammars:
-    """Reads the model's vocabulary; slow. ``template`` is the chat template, "" if there is none.
+def build_grammars(path: Path, loaded: LoadedTokenizer, config: TokenizerConfig) -> Grammars:
+    """Reads the model's vocabulary; slow.
+
+    Args:
+        path: The model.
+        loaded: Its tokenizer, for files in which only the tokenizer can read, and its chat template.
+        config: Bounds.
 
     Raises:
         ConfigError: It cannot be read; the message names the file.
@@ -94,4 +101,7 @@ def build_grammars(path: Path, config: TokenizerConfig, template: str) -> Gramma
         processes=config.grammar_processes,
         cache_bytes=int(config.grammar_cache_mb * (1 << 20)),
     )
-    return Grammars(load_vocabulary(path), limits, template)
+    vocabulary = load_vocabulary(path) if path.is_dir() or path.suffix == ".gguf" else None
+    if vocabulary is None:
+        vocabulary = vocabulary_of_json(json.loads(loaded.tokenizer.to_str()))
+    return Grammars(vocabulary, limits, loaded.chat_template or "")

@@ -12,6 +12,7 @@ from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.output import RequestOutput
+from sapwood_worker.step_clock import StepTime
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -74,10 +75,11 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """All outputs of one scheduler step, and the load after it."""
+    """All outputs of one scheduler step, the load after it, and how long it and the silent ones before it took."""
 
     outputs: list[RequestOutput]
     load: Load
+    times: list[StepTime] = []
 
 
 class Flushed(msgspec.Struct, frozen=True, tag="flushed"):

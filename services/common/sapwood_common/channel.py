@@ -24,12 +24,17 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def open_channel(address: str, *, own_connection: bool = False) -> grpc.aio.Channel:
     """A channel to ``host:port`` (or any gRPC target, such as ``dns:///name:port``); it connects on first use.
 
     The caller closes it.
+
+    Args:
+        address: The target.
+        own_connection: Shares no TCP connection with other channels to the same target, as channels do otherwise.
     """
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    own = (("grpc.use_local_subchannel_pool", 1),) if own_connection else ()
+    return grpc.aio.insecure_channel(address, options=_OPTIONS + own)
 
 
 def request_metadata(request_id: str) -> tuple[tuple[str, str], ...]:

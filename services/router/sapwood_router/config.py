@@ -29,8 +29,24 @@ class RouterConfig(ServiceConfig):
     cache_index_bytes: int = Field(
         64 * 1024 * 1024, ge=0, description="Memory for the cache_aware policy's index of prefixes, in bytes."
     )
-    health_interval: float = Field(1.0, gt=0, description="Seconds between health checks of a healthy service.")
-    load_interval_ms: int = Field(100, ge=10, description="Workers report their load at most this often.")
+    health_interval: float = Field(1.0, gt=0, description="Seconds between health checks of the tokenizer.")
+    heartbeat_ms: int = Field(200, ge=10, description="Workers say something at least this often.")
+    worker_silence: float = Field(1.0, gt=0, description="Seconds without a word from a worker after which it is lost.")
+    most_resumptions: int = Field(
+        3, ge=0, description="Workers that may be lost under a request, which goes on elsewhere, before it fails."
+    )
+    resume_grace: float = Field(
+        10.0, ge=0, description="Seconds that a request whose worker was lost waits for another if there is none."
+    )
+    retry_attempts: int = Field(4, ge=1, description="Most workers asked for a request that workers refuse.")
+    retry_budget: float = Field(0.2, ge=0, description="Most retries of refused requests, as a share of all requests.")
+    breaker_failures: int = Field(5, ge=1, description="Failures in a row after which a worker is left alone.")
+    breaker_failure_rate: float = Field(
+        0.5, gt=0, le=1, description="Share of the last 10 s' requests (at least 10) whose failure does the same."
+    )
+    breaker_open_seconds: float = Field(
+        1.0, gt=0, description="How long it is left alone at first; each failed probe doubles that, up to 30 s."
+    )
     request_timeout: float = Field(
         600.0, gt=0, description="Seconds that a request may take; a client's own deadline counts if it is earlier."
     )

@@ -82,6 +82,10 @@ class RequestWatch:
         """A worker failed the request, and another is tried."""
         self._metrics.retries.at(code=row_of(error).grpc.name).inc()
 
+    def resumed(self) -> None:
+        """The stream goes on, on another worker, after tokens had come."""
+        self._metrics.resumptions.at().inc()
+
     def delta(self, tokens: int) -> None:
         """The client gets a delta with so many tokens."""
         now = time.perf_counter()
@@ -131,7 +135,7 @@ def _asked(context: RequestContext) -> dict[str, Attribute]:
         "gen_ai.request.top_k": sampling.top_k,
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.seed": sampling.seed,
-        "gen_ai.request.stop_sequences": list(context.stop) or None,
+        "gen_ai.request.stop_sequences": list(context.output.stop) or None,
         "sapwood.request_id": context.request_id,
     }
     return {name: value for name, value in given.items() if value is not None}
@@ -146,6 +150,7 @@ def _answered(context: RequestContext, code: str) -> dict[str, Attribute]:
         "sapwood.worker": context.worker,
         "sapwood.selection_reason": context.reason,
         "sapwood.status": code,
+        "sapwood.resumptions": context.resumptions,
     }
     if context.worker_finish is not None:
         attributes["gen_ai.response.finish_reasons"] = [context.worker_finish.value]

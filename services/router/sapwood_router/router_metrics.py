@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from sapwood_common.metrics import AtMost, MetricSet, OneOf, Reading
 from sapwood_common.rpc_telemetry import CODES
+from sapwood_router.circuit_breaker import BreakerState
 from sapwood_router.registry import Registry
 from sapwood_router.worker import Worker
 
@@ -58,6 +59,14 @@ class RouterMetrics:
         self.retries = metrics.counter(
             "sapwood_router_retries_total", "Further workers tried, by the status of the failed try.", code=CODES
         )
+        self.resumptions = metrics.counter(
+            "sapwood_router_resumptions_total", "Streams that went on, on another worker, after theirs failed them."
+        )
+        self.losses = metrics.counter(
+            "sapwood_router_worker_losses_total",
+            "Sessions with a worker that broke or fell silent.",
+            worker=AtMost(_MOST_WORKERS),
+        )
 
     def watch(self, registry: Registry) -> None:
         """Adds what is read from the registry when it is asked for."""
@@ -66,6 +75,7 @@ class RouterMetrics:
             self._metrics.polled("gauge", name, text, lambda: _of_each(registry, read), worker=AtMost(_MOST_WORKERS))
 
         polled("sapwood_router_worker_available", "1 if the worker can take requests.", "available")
+        polled("sapwood_router_worker_breaker_closed", "1 unless its circuit breaker keeps requests off.", "breaker")
         polled("sapwood_router_worker_in_flight_requests", "This router's requests on the worker.", "in_flight")
         polled("sapwood_router_worker_pending_tokens", "Prompt tokens sent and not prefilled yet.", "pending_tokens")
         polled("sapwood_router_worker_used_page_share", "Share of its pages that running requests hold.", "used_share")
@@ -81,6 +91,8 @@ def _reading(worker: Worker, what: str) -> float:
     match what:
         case "available":
             return float(worker.available)
+        case "breaker":
+            return float(worker.breaker.state is BreakerState.CLOSED)
         case "in_flight":
             return worker.in_flight
         case "pending_tokens":

@@ -19,9 +19,11 @@ from sapwood_common.tracing import start_tracing
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.engine import Engine
 from sapwood_worker.grammar.front import RequestGrammars
+from sapwood_worker.kv_event_publisher import KvEventPublisher
 from sapwood_worker.launch import MODEL_RUNNER, SchedulerProcess
+from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.observer import EngineObserver
-from sapwood_worker.service import SERVICE, SESSION, WATCH_LOAD, ServedModel, WorkerService
+from sapwood_worker.service import SERVICE, UNCOUNTED, ServedModel, WorkerService
 from sapwood_worker.worker_metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -
         config.host,
         config.port,
         [SERVICE],
-        uncounted=frozenset({WATCH_LOAD, SESSION}),
+        uncounted=UNCOUNTED,
         telemetry=RpcTelemetry(metrics, tracing),
     )
     exposed = MetricsServer(
@@ -97,10 +99,17 @@ async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -
             *(name, info.architecture, info.dtype, time.monotonic() - started, info.num_pages, info.page_size),
         )
         grammars = RequestGrammars(info, CompilerLimits(timeout=config.grammar_timeout))
-        service.model = ServedModel(name, info, time.time_ns(), grammars)
-        await server.set_serving(True)
-        announce(logger, "listening on %s:%d", config.host, port)
-        return await _until_the_end(scheduler, engine, server, serving)
+        publisher = _publisher(config, engine, info)
+        try:
+            epoch = time.time_ns()
+            engine.kv_events.begin(epoch)
+            service.model = ServedModel(name, info, epoch, grammars)
+            await server.set_serving(True)
+            announce(logger, "listening on %s:%d", config.host, port)
+            return await _until_the_end(scheduler, engine, server, serving, publisher)
+        finally:
+            if publisher is not None:
+                publisher.close()
     finally:
         starting.cancel()
         serving.cancel()
@@ -111,9 +120,31 @@ async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -
         await asyncio.to_thread(exposed.close)
 
 
+def _publisher(config: WorkerConfig, engine: Engine, info: ModelInfo) -> KvEventPublisher | None:
+    """The ZeroMQ publisher of KV events, if one is asked for, subscribed to the engine's."""
+    if config.kv_events_port is None:
+        return None
+    publisher = KvEventPublisher(
+        config.host,
+        config.kv_events_port,
+        config.kv_events_replay_port,
+        topic=config.kv_events_topic,
+        keep=config.kv_events_keep,
+        block_size=info.page_size,
+    )
+    engine.kv_events.listen(publisher.publish)
+    announce(logger, "KV events on %s, replay on %s", publisher.address, publisher.replay_address or "no port")
+    return publisher
+
+
 async def _until_the_end(
-    scheduler: SchedulerProcess, engine: Engine, server: ServiceServer, serving: asyncio.Future[None]
+    scheduler: SchedulerProcess,
+    engine: Engine,
+    server: ServiceServer,
+    serving: asyncio.Future[None],
+    publisher: KvEventPublisher | None,
 ) -> int:
+    replays = asyncio.ensure_future(publisher.serve_replays()) if publisher is not None else None
     lost = asyncio.ensure_future(scheduler.run(engine.receive))
     ends: set[asyncio.Future[Any]] = {lost, serving}
     try:
@@ -129,3 +160,5 @@ async def _until_the_end(
         return 1
     finally:
         lost.cancel()
+        if replays is not None:
+            replays.cancel()

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterable
 
 from sapwood_common import errors
+from sapwood_worker.kv_event_stream import KvEventStream
 from sapwood_worker.messages import Abort, Flush, Flushed, FromScheduler, Refused, Step, Submit, ToScheduler
 from sapwood_worker.observer import EngineObserver
 from sapwood_worker.sampling.params import SamplingParams
@@ -142,10 +143,12 @@ class Engine:
         self._flushes: dict[int, asyncio.Future[int]] = {}
         self._lost: str | None = None
         self._load_changed = asyncio.Event()
+        self.kv_events = KvEventStream()
+        """What is cached."""
         self.load = Load()
         """The load after the last step."""
         self.load_version = 0
-        """Goes up with each change of the load."""
+        """Goes up with each change of the load or of what is cached."""
 
     def submit(
         self,
@@ -222,14 +225,15 @@ class Engine:
     def receive(self, message: FromScheduler) -> None:
         """Takes a message of the scheduler process."""
         match message:
-            case Step(outputs, load, times):
+            case Step(outputs, load, kv_events, times):
                 self._observer.steps(times)
                 self._observer.outputs(outputs)
                 for output in outputs:
                     # One that was closed meanwhile is not there; its last tokens concern nobody.
                     if (generation := self._running.get(output.serial)) is not None:
                         generation.put(output)
-                if load != self.load:
+                self.kv_events.apply(kv_events)
+                if kv_events or load != self.load:
                     self.load = load
                     self.load_version += 1
                     self._load_changed.set()

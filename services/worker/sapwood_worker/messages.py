@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sapwood_worker.cache.kv_events import KvEvent
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
@@ -75,10 +76,15 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """All outputs of one scheduler step, the load after it, and how long it and the silent ones before it took."""
+    """What came of one scheduler step.
+
+    ``kv_events``: what the prefix cache stored and removed since the last; ``times``: how long this step, and those before it
+    that had nothing to say, took.
+    """
 
     outputs: list[RequestOutput]
     load: Load
+    kv_events: list[KvEvent] = []
     times: list[StepTime] = []
 
 

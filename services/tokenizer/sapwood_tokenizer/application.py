@@ -10,7 +10,6 @@ import time
 from sapwood.v1 import tokenizer_pb2_grpc
 from sapwood_common.errors import ConfigError
 from sapwood_common.metrics import MetricSet, MetricsServer, metrics_port
-from sapwood_common.model_files import model_name, resolve_model
 from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce
@@ -18,7 +17,7 @@ from sapwood_common.tracing import start_tracing
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.encoder import Encoder, EncoderOptions
 from sapwood_tokenizer.grammar import build_grammars
-from sapwood_tokenizer.loader import LoadedTokenizer, load_tokenizer
+from sapwood_tokenizer.loader import LoadedTokenizer, load_tokenizer, resolve_tokenizer, tokenizer_name
 from sapwood_tokenizer.parser_defaults import parser_defaults
 from sapwood_tokenizer.service import DETOKENIZE, SERVICE, Limits, TokenizerService
 from sapwood_tokenizer.tokenizer_metrics import add_metrics
@@ -59,11 +58,11 @@ async def serve(config: TokenizerConfig) -> int:
     """
     started = time.monotonic()
     try:
-        name = config.served_model_name or model_name(config.model)
-        path = resolve_model(config.model)
+        name = config.served_model_name or tokenizer_name(config.model)
+        path = resolve_tokenizer(config.model)
         loaded = await asyncio.to_thread(load_tokenizer, path, config.chat_template)
         parsers = parser_defaults(config.tool_parser, config.reasoning_parser, loaded.chat_template)
-        grammars = await asyncio.to_thread(build_grammars, path, config)
+        grammars = await asyncio.to_thread(build_grammars, path, loaded.tokenizer, config)
         metrics = MetricSet()
         tracing = start_tracing("sapwood-tokenizer", config.trace_endpoint, config.trace_ratio)
         server = ServiceServer(

@@ -98,6 +98,11 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self._skipped: dict[frozenset[str], frozenset[int]] = {}
         self._open_streams = OpenStreams(limits.max_open_streams, _MOST_OPTION_BYTES)
 
+    @property
+    def open_streams(self) -> int:
+        """How many Detokenize streams are open."""
+        return self._open_streams.count
+
     async def drained(self) -> None:
         """Returns once no Detokenize stream is open."""
         await self._open_streams.wait_until_none()

@@ -83,7 +83,7 @@ def make_cluster() -> Callable:
         tokenizer, fakes = FakeTokenizer(), [FakeWorker() for _ in range(workers)]
         for service in (tokenizer, *fakes):
             await service.start()
-        settings = {"health_interval": 0.1, "load_interval_ms": 10, **settings}
+        settings = {"health_interval": 0.1, "heartbeat_ms": 10, "resume_grace": 0.3, **settings}
         config = RouterConfig(
             port=0, http_port=0, tokenizer=tokenizer.address, workers=tuple(f.address for f in fakes), **settings
         )

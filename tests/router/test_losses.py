@@ -59,7 +59,9 @@ async def test_a_client_error_is_not_tried_elsewhere(cluster, expect_error) -> N
 
 
 @pytest.mark.parametrize("how", ["killed", "unavailable", "silent"])
-async def test_a_worker_lost_in_mid_stream_ends_the_request(make_cluster, expect_error, how) -> None:
+async def test_a_worker_lost_in_mid_stream_ends_the_request_only_if_no_other_comes(
+    make_cluster, expect_error, how
+) -> None:
     async with make_cluster(1) as cluster:
         script = cluster.workers[0].script
         script.delay = 0.02
@@ -82,7 +84,7 @@ async def test_a_worker_lost_in_mid_stream_ends_the_request(make_cluster, expect
         await cluster.idle()
 
 
-async def test_a_worker_lost_within_a_stream_of_events_is_an_error_event_without_done(make_cluster) -> None:
+async def test_a_stream_of_events_that_cannot_go_on_ends_with_an_error_event_without_done(make_cluster) -> None:
     async with make_cluster(1) as cluster:
         cluster.workers[0].script.error = errors.UnavailableError("no more")
         cluster.workers[0].script.fail_after = 3

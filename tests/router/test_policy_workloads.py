@@ -10,23 +10,17 @@ from dataclasses import dataclass
 import pytest
 
 from sapwood_common.page_hash import hash_pages
+from sapwood_router.circuit_breaker import BreakerSettings, CircuitBreaker
 from sapwood_router.policies.base import Choice, Forgetful, Policy, PromptPages
 from sapwood_router.policies.cache_aware import CacheAware
 from sapwood_router.policies.least_load import LeastLoad
 from sapwood_router.prefix_index import PrefixIndex
-from sapwood_router.worker import ServedModel, Worker
+from sapwood_router.served_model import ServedModel
+from sapwood_router.worker import Worker
 
 PAGE = 16
 SYSTEM, USER, ANSWER = 500, 50, 100
 SECONDS_A_PAGE, SECONDS_A_PROMPT, SECONDS_OF_DECODE = 0.0005, 0.002, 0.07
-
-
-class Unused:
-    """A channel that no call is made on."""
-
-    def unary_unary(self, *args, **kwargs) -> None: ...
-
-    unary_stream = stream_stream = stream_unary = unary_unary
 
 
 class Sticky(Forgetful):
@@ -70,13 +64,16 @@ class Simulation:
             self.join()
 
     def join(self) -> None:
-        worker = Worker(f"w{len(self.workers)}", Unused(), lambda: self.now)
+        worker = Worker(f"w{len(self.workers)}", CircuitBreaker(BreakerSettings(), self._clock), self._clock)
         worker.model = ServedModel("m", 10**6, 10**6, PAGE, self.pages, epoch=1)
         self.policy.reset(worker.address, self.pages)
         self.workers.append(worker)
         self.caches.append(OrderedDict())
         self.busy_until.append(0.0)
         self.requests.append(0)
+
+    def _clock(self) -> float:
+        return self.now
 
     def at(self, time: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, next(self._order), action))

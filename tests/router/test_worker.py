@@ -3,17 +3,11 @@
 import pytest
 
 from sapwood_common.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from sapwood_router.circuit_breaker import BreakerSettings, CircuitBreaker
 from sapwood_router.load import Load
 from sapwood_router.registry import Registry
-from sapwood_router.worker import ServedModel, Worker
-
-
-class Unused:
-    """A channel that no call is made on."""
-
-    def unary_unary(self, *args, **kwargs) -> None: ...
-
-    unary_stream = stream_stream = stream_unary = unary_unary
+from sapwood_router.served_model import ServedModel
+from sapwood_router.worker import Worker
 
 
 class Clock:
@@ -28,7 +22,7 @@ def served(model: str = "m", epoch: int = 1) -> ServedModel:
 
 
 def worker(address: str = "a", clock: Clock | None = None) -> Worker:
-    made = Worker(address, Unused(), clock or Clock())
+    made = Worker(address, CircuitBreaker(BreakerSettings(), Clock()), clock or Clock())
     made.model = served()
     return made
 
@@ -72,7 +66,7 @@ def test_recent_work_halves_in_a_minute() -> None:
 
 def test_the_registry_offers_what_is_up_and_tells_of_changes_and_restarts() -> None:
     changes, resets = [], []
-    workers = [Worker(name, Unused(), Clock()) for name in "abc"]
+    workers = [Worker(name, CircuitBreaker(BreakerSettings(), Clock()), Clock()) for name in "abc"]
     registry = Registry(
         workers, lambda: changes.append(1), lambda address, model: resets.append((address, model.epoch))
     )
@@ -94,7 +88,7 @@ def test_the_registry_offers_what_is_up_and_tells_of_changes_and_restarts() -> N
 
 
 def test_a_model_is_named_or_the_only_one_and_is_known_while_its_workers_are_down() -> None:
-    workers = [Worker(name, Unused(), Clock()) for name in "ab"]
+    workers = [Worker(name, CircuitBreaker(BreakerSettings(), Clock()), Clock()) for name in "ab"]
     registry = Registry(workers)
     registry.mark_up(workers[0], served("m"))
     assert registry.resolve(None) == "m"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from sapwood_common.telemetry import REQUEST_ID_KEY
+from sapwood_common.telemetry import REQUEST_ID_KEY, TRACEPARENT_KEY, traceparent_var
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """The largest message a service sends or takes: a prompt of a few million tokens fits."""
@@ -24,14 +24,22 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def open_channel(address: str, *, own_connection: bool = False) -> grpc.aio.Channel:
     """A channel to ``host:port`` (or any gRPC target, such as ``dns:///name:port``); it connects on first use.
 
     The caller closes it.
+
+    Args:
+        address: The target.
+        own_connection: Shares no TCP connection with other channels to the same target, as channels do otherwise.
     """
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    own = (("grpc.use_local_subchannel_pool", 1),) if own_connection else ()
+    return grpc.aio.insecure_channel(address, options=_OPTIONS + own)
 
 
 def request_metadata(request_id: str) -> tuple[tuple[str, str], ...]:
-    """The metadata that hands a request id on to the next service."""
-    return ((REQUEST_ID_KEY, request_id),)
+    """The metadata that hands a request id, and the current task's trace context, on to the next service."""
+    traceparent = traceparent_var.get()
+    if traceparent is None:
+        return ((REQUEST_ID_KEY, request_id),)
+    return ((REQUEST_ID_KEY, request_id), (TRACEPARENT_KEY, traceparent))

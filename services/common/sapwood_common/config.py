@@ -30,6 +30,15 @@ class ServiceConfig(BaseSettings):
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="Log lines for people (text) or for machines (json: one object a line, with trace ids)."
+    )
+    trace_endpoint: str | None = Field(
+        None, description="OTLP/gRPC collector that traces are sent to, such as 127.0.0.1:4317; none: no tracing."
+    )
+    trace_ratio: float = Field(
+        1.0, ge=0, le=1, description="Share of traces kept of those that begin here; others follow their caller."
+    )
     drain_timeout: float = Field(
         30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM before they are cut off."
     )

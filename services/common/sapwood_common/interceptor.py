@@ -11,6 +11,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from sapwood_common import errors, status, telemetry
+from sapwood_common.rpc_telemetry import RpcTelemetry, RunningCall
 from sapwood_common.wire import find_invalid_utf8
 
 logger = logging.getLogger(__name__)
@@ -33,12 +34,15 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
     - A request that does not parse is INVALID_ARGUMENT and names the field, where grpcio would say INTERNAL.
     - The request id in the metadata becomes the current task's, for its log lines.
     - While draining, new calls are refused UNAVAILABLE; ``idle`` is set when no counted call is left.
+    - Each call is measured, and works in the trace context that its metadata names.
 
     Args:
+        telemetry: Measures the calls.
         uncounted: Full method names (``/sapwood.v1.Worker/WatchLoad``) that do not hold up draining.
     """
 
-    def __init__(self, uncounted: frozenset[str] = frozenset()) -> None:
+    def __init__(self, telemetry: RpcTelemetry, uncounted: frozenset[str] = frozenset()) -> None:
+        self._telemetry = telemetry
         self._uncounted = uncounted
         self._running = 0
         self._draining = False
@@ -79,38 +83,48 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
     def _unary(self, method: str, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            self._begin(method, context)
+            running = self._begin(method, context)
+            ended: BaseException | None = None
             try:
                 self._check(request)
                 return await behavior(request, context)
-            except Exception as error:
+            except BaseException as error:
+                ended = error
+                if not isinstance(error, Exception):
+                    raise
                 await _abort(method, context, error)
             finally:
-                self._end(method)
+                self._end(method, running, ended)
 
         return call
 
     def _stream(self, method: str, behavior: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            self._begin(method, context)
+            running = self._begin(method, context)
+            ended: BaseException | None = None
             try:
                 self._check(request)
                 async for response in behavior(request, context):
                     yield response
-            except Exception as error:
+            except BaseException as error:
+                ended = error
+                if not isinstance(error, Exception):
+                    raise
                 await _abort(method, context, error)
             finally:
-                self._end(method)
+                self._end(method, running, ended)
 
         return call
 
-    def _begin(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    def _begin(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> RunningCall:
         if method not in self._uncounted:
             self._running += 1
             self.idle.clear()
-        for key, value in context.invocation_metadata() or ():
+        metadata = context.invocation_metadata() or ()
+        for key, value in metadata:
             if key == telemetry.REQUEST_ID_KEY and isinstance(value, str) and telemetry.is_valid_request_id(value):
                 telemetry.request_id_var.set(value)
+        return self._telemetry.begin(method, metadata)
 
     def _check(self, request: Any) -> None:
         if self._draining:
@@ -118,7 +132,8 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         if isinstance(request, _Malformed):
             raise _malformed_error(request)
 
-    def _end(self, method: str) -> None:
+    def _end(self, method: str, running: RunningCall, error: BaseException | None) -> None:
+        running.end(error)
         if method not in self._uncounted:
             self._running -= 1
             if self._running == 0:

@@ -14,8 +14,14 @@ from grpc_reflection.v1alpha import reflection
 from sapwood_common.channel import MAX_MESSAGE_BYTES
 from sapwood_common.errors import ConfigError
 from sapwood_common.interceptor import ServiceInterceptor
+from sapwood_common.metrics import MetricSet
+from sapwood_common.rpc_telemetry import RpcTelemetry
+from sapwood_common.tracing import NoTracing
 
 logger = logging.getLogger(__name__)
+
+LIVENESS = "liveness"
+"""The health service that says SERVING as long as this process answers at all, also while it loads or drains."""
 
 
 class ServiceServer:
@@ -28,14 +34,21 @@ class ServiceServer:
         port: Port to listen on; 0 takes a free one.
         service_names: Full names of the services added, for health and reflection.
         uncounted: Full method names of long-lived calls that must not hold up :meth:`drain`.
+        telemetry: Measures the calls; unless given, they are measured for nobody.
     """
 
     def __init__(
-        self, host: str, port: int, service_names: Sequence[str], *, uncounted: frozenset[str] = frozenset()
+        self,
+        host: str,
+        port: int,
+        service_names: Sequence[str],
+        *,
+        uncounted: frozenset[str] = frozenset(),
+        telemetry: RpcTelemetry | None = None,
     ) -> None:
         self._address = f"{host}:{port}"
         self._names = tuple(service_names)
-        self._interceptor = ServiceInterceptor(uncounted)
+        self._interceptor = ServiceInterceptor(telemetry or RpcTelemetry(MetricSet(), NoTracing()), uncounted)
         self._health = health.aio.HealthServicer()
         self.draining = asyncio.Event()
         """Set when draining begins: long-lived calls end on it."""
@@ -72,6 +85,7 @@ class ServiceServer:
         state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *self._names):
             await self._health.set(name, state)
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self, timeout: float) -> bool:
         """Turns unhealthy, refuses new calls, and waits for running ones.

@@ -11,20 +11,28 @@ from typing import Any
 
 from sapwood.v1 import router_pb2_grpc
 from sapwood_common.channel import open_channel
+from sapwood_common.metrics import MetricSet, MetricsServer
+from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce
+from sapwood_common.tracing import start_tracing
+from sapwood_router.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
 from sapwood_router.config import RouterConfig
 from sapwood_router.detokenize_session import DetokenizeSession
-from sapwood_router.health import HealthMonitor
-from sapwood_router.load_monitor import LoadMonitor
+from sapwood_router.observer import RequestObserver
 from sapwood_router.openai.app import OpenAIFront
 from sapwood_router.openai.http_server import HttpServer
 from sapwood_router.pipeline.pipeline import Pipeline
 from sapwood_router.policies.factory import make_policy
 from sapwood_router.registry import Registry
-from sapwood_router.service import SERVICE_NAME, RouterService
+from sapwood_router.resume import Failover
+from sapwood_router.retry import RetryPolicy, RetrySettings
+from sapwood_router.router_metrics import RouterMetrics
+from sapwood_router.served_model import ServedModel
+from sapwood_router.service import GENERATE, SERVICE_NAME, RouterService
 from sapwood_router.tokenizer_client import TokenizerClient
-from sapwood_router.worker import ServedModel, Worker
+from sapwood_router.worker import Worker
+from sapwood_router.worker_connection import WorkerConnection
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +48,34 @@ class RouterApplication:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
+        self._metrics = MetricSet()
+        self._tracing = start_tracing("sapwood-router", config.trace_endpoint, config.trace_ratio)
+        router_metrics = self._router_metrics = RouterMetrics(self._metrics)
         self._tokenizer_channel = open_channel(config.tokenizer)
         self._tokenizer = TokenizerClient(self._tokenizer_channel, config.tokenizer_grace)
-        self._session = DetokenizeSession(self._tokenizer_channel, config.tokenizer_grace)
+        self._session = DetokenizeSession(self._tokenizer_channel, config.tokenizer_grace, self._tokenizer.forget)
         self._policy = make_policy(config, random.Random())
-        workers = [Worker(address, open_channel(address), time.monotonic) for address in dict.fromkeys(config.workers)]
+        workers = [self._make_worker(address) for address in dict.fromkeys(config.workers)]
         self.registry = Registry(workers, self._readiness_changed, self._worker_reset)
-        self._monitors = {
-            worker.address: HealthMonitor(worker, self.registry, config.health_interval) for worker in workers
-        }
-        pipeline = Pipeline(self._tokenizer, self._session, self.registry, self._policy, self._worker_lost)
-        self._server = ServiceServer(config.host, config.port, [SERVICE_NAME])
+        router_metrics.watch(self.registry)
+        observer = RequestObserver(router_metrics, self._tracing)
+        retry = RetryPolicy(
+            RetrySettings(attempts=config.retry_attempts, ratio=config.retry_budget),
+            asyncio.get_running_loop().time,
+            random.Random(),
+        )
+        pipeline = Pipeline(
+            self._tokenizer,
+            self._session,
+            self.registry,
+            self._policy,
+            retry,
+            lambda: Failover(retry, config.most_resumptions),
+            config.resume_grace,
+            observer,
+        )
+        calls = RpcTelemetry(self._metrics, self._tracing, roots=frozenset({GENERATE}))
+        self._server = ServiceServer(config.host, config.port, [SERVICE_NAME], telemetry=calls)
         router_pb2_grpc.add_RouterServicer_to_server(RouterService(pipeline, config.request_timeout), self._server.grpc)
         self._front = OpenAIFront(
             pipeline,
@@ -58,11 +83,14 @@ class RouterApplication:
             self._server.draining,
             request_timeout=config.request_timeout,
             max_body_bytes=config.max_body_bytes,
+            registry=self._metrics.registry if config.metrics_port is None else None,
+            tracing=self._tracing,
         )
         self._http = HttpServer(self._front.app, config.http_host or config.host, config.http_port)
         self._tasks: list[asyncio.Task[None]] = []
         self.grpc_port = 0
         self.http_port = 0
+        self._metrics_server: MetricsServer | None = None
 
     def problem(self) -> str | None:
         """Why requests cannot be served now; None if they can."""
@@ -86,12 +114,21 @@ class RouterApplication:
         announce(logger, "gRPC listening on %s:%d", self._config.host, self.grpc_port)
         self.http_port = await self._http.start()
         announce(logger, "HTTP listening on %s:%d", self._http.host, self.http_port)
+        if self._config.metrics_port is not None:
+            self._metrics_server = MetricsServer(self._metrics.registry, self._config.host, self._config.metrics_port)
+            announce(logger, "metrics at http://%s:%d/metrics", self._config.host, self._metrics_server.port)
         self._spawn(self._session.run(), "detokenize session")
         self._spawn(self._tokenizer.monitor(self._config.health_interval, self._readiness_changed), "tokenizer health")
         for worker in self.registry.all():
-            monitor = self._monitors[worker.address]
-            self._spawn(monitor.run(), f"health of {worker.address}")
-            self._spawn(LoadMonitor(worker, monitor, self._config.load_interval_ms).run(), f"load of {worker.address}")
+            connection = WorkerConnection(
+                worker,
+                self.registry,
+                self._config.heartbeat_ms,
+                self._config.worker_silence,
+                self._worker_lost,
+                time.monotonic,
+            )
+            self._spawn(connection.run(), f"connection to {worker.address}")
 
     async def serve(self) -> None:
         """Serves until SIGTERM or SIGINT, drains, and stops."""
@@ -106,9 +143,10 @@ class RouterApplication:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for worker in self.registry.all():
-            await worker.close()
         await self._tokenizer_channel.close()
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.close)
+        await asyncio.to_thread(self._tracing.close)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -126,8 +164,21 @@ class RouterApplication:
     def _worker_reset(self, address: str, model: ServedModel) -> None:
         self._policy.reset(address, model.num_pages)
 
-    def _worker_lost(self, worker: Worker, problem: str) -> None:
-        self._monitors[worker.address].lost(problem)
+    def _worker_lost(self, worker: Worker) -> None:
+        self._router_metrics.losses.at(worker=worker.address).inc()
+
+    def _make_worker(self, address: str) -> Worker:
+        config = self._config
+        settings = BreakerSettings(
+            consecutive=config.breaker_failures,
+            failure_rate=config.breaker_failure_rate,
+            open_seconds=config.breaker_open_seconds,
+        )
+
+        def on_change(state: BreakerState) -> None:
+            logger.warning("worker %s: circuit breaker %s", address, state.value)
+
+        return Worker(address, CircuitBreaker(settings, time.monotonic, on_change), time.monotonic)
 
 
 def _report_crash(task: asyncio.Task[None]) -> None:

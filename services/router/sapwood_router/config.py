@@ -20,14 +20,33 @@ class RouterConfig(ServiceConfig):
     port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
     http_host: str | None = Field(None, description="Address the HTTP front listens on; as --host if not given.")
     http_port: int = Field(8000, ge=0, le=65535, description="HTTP port (OpenAI API); 0 takes a free one.")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="Port of /metrics; 0 takes a free one; none: it is on the HTTP port."
+    )
     tokenizer: str = Field("127.0.0.1:50052", description="Address of the tokenizer service.")
     workers: tuple[str, ...] = Field(("127.0.0.1:50061",), min_length=1, description="Addresses of the workers.")
     policy: PolicyName = Field("cache_aware", description="How a worker is chosen for a request.")
     cache_index_bytes: int = Field(
         64 * 1024 * 1024, ge=0, description="Memory for the cache_aware policy's index of prefixes, in bytes."
     )
-    health_interval: float = Field(1.0, gt=0, description="Seconds between health checks of a healthy service.")
-    load_interval_ms: int = Field(100, ge=10, description="Workers report their load at most this often.")
+    health_interval: float = Field(1.0, gt=0, description="Seconds between health checks of the tokenizer.")
+    heartbeat_ms: int = Field(200, ge=10, description="Workers say something at least this often.")
+    worker_silence: float = Field(1.0, gt=0, description="Seconds without a word from a worker after which it is lost.")
+    most_resumptions: int = Field(
+        3, ge=0, description="Workers that may be lost under a request, which goes on elsewhere, before it fails."
+    )
+    resume_grace: float = Field(
+        10.0, ge=0, description="Seconds that a request whose worker was lost waits for another if there is none."
+    )
+    retry_attempts: int = Field(4, ge=1, description="Most workers asked for a request that workers refuse.")
+    retry_budget: float = Field(0.2, ge=0, description="Most retries of refused requests, as a share of all requests.")
+    breaker_failures: int = Field(5, ge=1, description="Failures in a row after which a worker is left alone.")
+    breaker_failure_rate: float = Field(
+        0.5, gt=0, le=1, description="Share of the last 10 s' requests (at least 10) whose failure does the same."
+    )
+    breaker_open_seconds: float = Field(
+        1.0, gt=0, description="How long it is left alone at first; each failed probe doubles that, up to 30 s."
+    )
     request_timeout: float = Field(
         600.0, gt=0, description="Seconds that a request may take; a client's own deadline counts if it is earlier."
     )

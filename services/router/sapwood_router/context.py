@@ -7,14 +7,28 @@ import time
 from dataclasses import dataclass, field
 
 from sapwood_common.errors import SapwoodError
+from sapwood_router.output import Output, OutputOptions
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the assistant made; ``arguments`` is a JSON object as text."""
+
+    id: str
+    name: str
+    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a conversation."""
+    """One turn of a conversation. Fields as in ``ChatMessage`` of ``common.proto``."""
 
     role: str
-    content: str
+    content: str | None
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +40,15 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation the tokenizer has to render and encode."""
+    """A conversation the tokenizer has to render and encode.
+
+    Attributes:
+        turns: What was said.
+        tools: The tools on offer, a JSON array in the form of OpenAI's API; "" for none.
+    """
 
     turns: tuple[Turn, ...]
+    tools: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +83,15 @@ class FieldNames:
         prompt: The prompt as a whole, for example ``text`` or ``messages.messages``.
         sampling: Prefix of the sampling fields: ``sampling.`` or empty.
         max_tokens: The full name of the limit on new tokens.
+        call: Prefix of a tool call's name and arguments within the call: ``function.`` or empty.
+        reasoning: The name of a message's reasoning within the message.
     """
 
     prompt: str
     sampling: str = "sampling."
     max_tokens: str = "sampling.max_tokens"
+    call: str = ""
+    reasoning: str = "reasoning"
 
 
 class FinishReason(enum.Enum):
@@ -97,9 +121,9 @@ class Finish:
 
 @dataclass(slots=True)
 class Delta:
-    """New text and the tokens it accounts for; ``finish`` is set on the last one only."""
+    """New output and the tokens read for it; ``finish`` is set on the last one only."""
 
-    text: str
+    output: Output
     token_ids: list[int]
     finish: Finish | None = None
 
@@ -110,14 +134,18 @@ class RequestContext:
 
     Attributes:
         request_id: The client's id, or one made for it: for logs, metadata and answers.
-        prompt, model, sampling, stop, skip_special_tokens: What the client asked for.
+        prompt, model, sampling: What the client asked for.
+        output: How tokens become output: what the client asked for, then what the model needs (prepare).
+        parallel_tool_calls: Whether calls after the first are told.
         fields: How the client spells them.
         deadline: On the event loop's clock.
         worker_request_id: Unique among all requests, also where clients reuse an id.
         token_ids: The prompt's tokens (prepare).
         worker, reason: Address of the worker that answers, and why it was chosen (select).
         output_ids: Tokens the worker generated so far (execute).
-        worker_finish, cached_tokens: What the worker said at its end (execute).
+        worker_finish, cached_tokens: What the worker said (execute); what was cached is what the first worker found.
+        attempts: Workers the request was given to (build).
+        resumptions: How often the stream went on, on another worker, after tokens had come.
         started, first_token: On ``time.perf_counter``'s clock.
         usage, error: How it ended (respond, or the pipeline); neither is set while it runs or if the client left.
     """
@@ -126,17 +154,19 @@ class RequestContext:
     worker_request_id: str
     prompt: Prompt
     sampling: Sampling
-    stop: tuple[str, ...]
+    output: OutputOptions
     fields: FieldNames
     deadline: float
     model: str | None = None
-    skip_special_tokens: bool = True
+    parallel_tool_calls: bool = True
     token_ids: list[int] = field(default_factory=list)
     worker: str = "-"
     reason: str = "-"
     output_ids: list[int] = field(default_factory=list)
     worker_finish: FinishReason | None = None
     cached_tokens: int = 0
+    attempts: int = 0
+    resumptions: int = 0
     started: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     usage: Usage | None = None

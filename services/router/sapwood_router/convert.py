@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from sapwood.v1 import common_pb2, router_pb2, tokenizer_pb2, worker_pb2
-from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_common.status import from_parts
 from sapwood_router.context import (
     ChatPrompt,
     Delta,
@@ -13,10 +14,14 @@ from sapwood_router.context import (
     Sampling,
     TextPrompt,
     TokenPrompt,
+    ToolCall,
     Turn,
     Usage,
 )
 from sapwood_router.load import Load
+from sapwood_router.output import Output, OutputOptions, ToolCallDelta
+from sapwood_router.served_model import ServedModel
+from sapwood_router.worker_output import WorkerOutput
 
 _TO_PROTO = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -29,18 +34,31 @@ def prompt_of(request: router_pb2.RouterGenerateRequest) -> tuple[Prompt, FieldN
     """The prompt of a request, and how to name it in errors.
 
     Raises:
-        InvalidArgumentError: No prompt is set.
+        InvalidArgumentError: No prompt is set, or tools go with one that is not messages.
     """
+    if request.tools and request.WhichOneof("prompt") != "messages":
+        raise InvalidArgumentError("tools go with messages only", field="tools")
     match request.WhichOneof("prompt"):
         case "text":
             return TextPrompt(request.text), FieldNames(prompt="text")
         case "messages":
-            turns = tuple(Turn(message.role, message.content) for message in request.messages.messages)
-            return ChatPrompt(turns), FieldNames(prompt="messages.messages")
+            turns = tuple(map(_turn_of, request.messages.messages))
+            return ChatPrompt(turns, request.tools), FieldNames(prompt="messages.messages")
         case "tokens":
             return TokenPrompt(list(request.tokens.ids)), FieldNames(prompt="tokens.ids")
         case _:
             raise InvalidArgumentError("no prompt: set text, messages or tokens", field="prompt")
+
+
+def _turn_of(message: common_pb2.ChatMessage) -> Turn:
+    return Turn(
+        role=message.role,
+        content=message.content if message.HasField("content") else None,
+        name=message.name if message.HasField("name") else None,
+        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls),
+        tool_call_id=message.tool_call_id if message.HasField("tool_call_id") else None,
+        reasoning=message.reasoning if message.HasField("reasoning") else None,
+    )
 
 
 def sampling_of(message: common_pb2.SamplingParams) -> Sampling:
@@ -75,27 +93,66 @@ def to_worker_request(request_id: str, token_ids: list[int], sampling: Sampling)
     )
 
 
-def finish_reason_of(value: common_pb2.FinishReason) -> FinishReason | None:
-    """The reason a worker gave; None while it gave none."""
-    return _FROM_PROTO.get(value)
+def worker_output_of(message: worker_pb2.WorkerGenerateResponse) -> WorkerOutput:
+    """A worker's message as plain values."""
+    return WorkerOutput(
+        token_ids=message.token_ids,
+        finish=_FROM_PROTO.get(message.finish_reason),
+        cached_tokens=message.usage.cached_tokens if message.HasField("usage") else None,
+    )
+
+
+def generation_error(message: worker_pb2.GenerationError) -> SapwoodError:
+    """The error of one stream of a session."""
+    error = from_parts(message.code, message.message, message.field)
+    if message.HasField("retry_after_ms"):
+        error.retry_after = message.retry_after_ms / 1000
+    return error
+
+
+def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
+    """What a worker says that it serves."""
+    return ServedModel(
+        model=message.model,
+        context_length=message.context_length,
+        vocab_size=message.vocab_size,
+        page_size=max(1, message.page_size),
+        num_pages=message.num_pages,
+        epoch=message.epoch,
+    )
 
 
 def to_turns(turns: tuple[Turn, ...]) -> list[common_pb2.ChatMessage]:
     """A conversation as messages."""
-    return [common_pb2.ChatMessage(role=turn.role, content=turn.content) for turn in turns]
+    return [
+        common_pb2.ChatMessage(
+            role=turn.role,
+            content=turn.content,
+            name=turn.name,
+            tool_calls=[
+                common_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in turn.tool_calls
+            ],
+            tool_call_id=turn.tool_call_id,
+            reasoning=turn.reasoning,
+        )
+        for turn in turns
+    ]
 
 
 def to_response(delta: Delta) -> router_pb2.RouterGenerateResponse:
     """What a client is sent for a delta."""
-    if delta.finish is None:
-        return router_pb2.RouterGenerateResponse(text=delta.text, token_ids=delta.token_ids)
-    return router_pb2.RouterGenerateResponse(
-        text=delta.text,
-        token_ids=delta.token_ids,
-        finish_reason=_TO_PROTO[delta.finish.reason],
-        usage=to_usage(delta.finish.usage),
-        stop_match=delta.finish.stop_match,
+    output = delta.output
+    response = router_pb2.RouterGenerateResponse(
+        text=output.text, token_ids=delta.token_ids, reasoning=output.reasoning
     )
+    for call in output.tool_calls:
+        response.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+    if delta.finish is not None:
+        response.finish_reason = _TO_PROTO[delta.finish.reason]
+        response.usage.CopyFrom(to_usage(delta.finish.usage))
+        if delta.finish.stop_match is not None:
+            response.stop_match = delta.finish.stop_match
+    return response
 
 
 def to_usage(usage: Usage) -> common_pb2.Usage:
@@ -135,6 +192,24 @@ def to_load(load: Load) -> worker_pb2.LoadReport:
     )
 
 
-def to_options(stop: tuple[str, ...], skip_special_tokens: bool) -> tokenizer_pb2.DetokenizeOptions:
+def to_options(options: OutputOptions) -> tokenizer_pb2.DetokenizeOptions:
     """The options that open a detokenizer stream."""
-    return tokenizer_pb2.DetokenizeOptions(stop=stop, skip_special_tokens=skip_special_tokens)
+    return tokenizer_pb2.DetokenizeOptions(
+        stop=options.stop,
+        skip_special_tokens=options.skip_special_tokens,
+        tool_parser=options.tool_parser,
+        reasoning_parser=options.reasoning_parser,
+        reasoning_open=options.reasoning_open,
+        tools=options.tools,
+        tool_call_id_seed=options.call_id_seed,
+    )
+
+
+def output_of(message: tokenizer_pb2.DetokenizeOutput) -> Output:
+    """What a detokenizer stream gave."""
+    output = Output(message.text, message.reasoning)
+    if message.tool_calls:
+        output.tool_calls = [
+            ToolCallDelta(call.index, call.id, call.name, call.arguments) for call in message.tool_calls
+        ]
+    return output

@@ -2,7 +2,7 @@
 
 One call, not one a request, because messages are what costs CPU: whatever the requests have ready while the last message is
 being written goes out together in the next. A lost call is opened again, and each stream open at the time is replayed on it
-from its tokens; the text that its client has already is dropped as it comes again. A restart of the tokenizer is a pause.
+from its tokens; the output that its client has already is dropped as it comes again. A restart of the tokenizer is a pause.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Callable
 
 import grpc
 
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import UnavailableError
 from sapwood_common.status import from_parts
-from sapwood_router.convert import to_options
+from sapwood_router.convert import output_of, to_options
 from sapwood_router.detokenize_stream import DetokenizeStream
 from sapwood_router.field_names import detokenizer_error
+from sapwood_router.output import OutputOptions
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +37,14 @@ class DetokenizeSession:
     Args:
         channel: To the tokenizer service; closed by whoever opened it.
         grace: Seconds that streams wait for a service that is gone before they fail UNAVAILABLE.
+        on_lost: Called when a call is lost: the service that answers next may be another.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, grace: float) -> None:
+    def __init__(self, channel: grpc.aio.Channel, grace: float, on_lost: Callable[[], None]) -> None:
         self._channel = channel
         self._stub = tokenizer_pb2_grpc.TokenizerStub(channel)
         self._grace = grace
+        self._on_lost = on_lost
         self._ids = itertools.count(1)
         self._streams: dict[int, DetokenizeStream] = {}
         self._dirty: dict[int, DetokenizeStream] = {}
@@ -48,9 +52,9 @@ class DetokenizeSession:
         self._wake = asyncio.Event()
         self._lost_since: float | None = None
 
-    def open(self, stop: tuple[str, ...], skip_special_tokens: bool) -> DetokenizeStream:
+    def open(self, options: OutputOptions) -> DetokenizeStream:
         """A new stream. The caller reads it to its end or closes it."""
-        stream = DetokenizeStream(next(self._ids), stop, skip_special_tokens, self._on_dirty, self._on_close)
+        stream = DetokenizeStream(next(self._ids), options, self._on_dirty, self._on_close)
         self._streams[stream.stream_id] = stream
         return stream
 
@@ -59,6 +63,7 @@ class DetokenizeSession:
         loop = asyncio.get_running_loop()
         while True:
             problem = await self._carry_one_call()
+            self._on_lost()
             now = loop.time()
             if self._lost_since is None:
                 self._lost_since = now
@@ -131,7 +136,7 @@ class DetokenizeSession:
         )
         if not stream.opened:
             stream.opened = True
-            item.options.CopyFrom(to_options(stream.stop, stream.skip_special_tokens))
+            item.options.CopyFrom(to_options(stream.options))
         stream.end_written = stream.end_written or end
         stream.wrote(upto)
         if not complete:
@@ -144,13 +149,14 @@ class DetokenizeSession:
             return  # closed here while this was on its way
         if output.HasField("error"):
             stream.opened = False
-            stream.fail(detokenizer_error(from_parts(output.error.code, output.error.message, output.error.field)))
+            error = from_parts(output.error.code, output.error.message, output.error.field)
+            stream.fail(detokenizer_error(error))
             return
         if output.ended:
             self._streams.pop(output.stream_id)
             self._dirty.pop(output.stream_id, None)
         stream.deliver(
-            output.text,
+            output_of(output),
             output.tokens_consumed,
             ended=output.ended,
             stop_match=output.stop_match if output.HasField("stop_match") else None,

@@ -1,4 +1,4 @@
-"""One request's tokens on their way to text, as one stream of the shared detokenizer call."""
+"""One request's tokens on their way to output, as one stream of the shared detokenizer call."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sapwood_common.errors import SapwoodError
+from sapwood_router.output import Output, OutputBuffer, OutputOptions
 
 WINDOW = 256
 """Tokens that may wait on either side of the tokenizer before the worker's stream is read no further."""
 
 
 @dataclass(slots=True)
-class TextChunk:
-    """Text that became certain.
+class OutputChunk:
+    """Output that became certain.
 
     Attributes:
-        text: New text.
-        tokens: How many of the stream's tokens all text so far accounts for.
+        output: What is new.
+        tokens: How many of the stream's tokens were read for all output so far.
         ended: Nothing follows.
         stop_match: The stop string that ended the stream.
     """
 
-    text: str
+    output: Output
     tokens: int
     ended: bool
     stop_match: str | None = None
 
 
 class DetokenizeStream:
-    """Tokens in, text out. One task pushes, one reads; the session writes and delivers. All on one event loop.
+    """Tokens in, output out. One task pushes, one reads; the session writes and delivers. All on one event loop.
 
-    What is read later is merged, so the stream holds at most the text of its own unread tokens; with :meth:`room` the
+    What is read later is merged, so the stream holds at most the output of its own unread tokens; with :meth:`room` the
     pusher keeps those within a window.
 
     Args:
         stream_id: Unique within the session.
-        stop: Text ends before the first of these.
-        skip_special_tokens: Leave special tokens out of the text.
+        options: How its tokens become output.
         on_dirty: Called when there is something to write.
         on_close: Called once when the stream is closed before it ended.
     """
@@ -47,14 +47,12 @@ class DetokenizeStream:
     def __init__(
         self,
         stream_id: int,
-        stop: tuple[str, ...],
-        skip_special_tokens: bool,
+        options: OutputOptions,
         on_dirty: Callable[[DetokenizeStream], None],
         on_close: Callable[[DetokenizeStream], None],
     ) -> None:
         self.stream_id = stream_id
-        self.stop = stop
-        self.skip_special_tokens = skip_special_tokens
+        self.options = options
         self.token_ids = array("I")
         """Everything pushed: what a lost session is replayed from."""
         self.end_pushed = False
@@ -64,11 +62,9 @@ class DetokenizeStream:
         self.end_written = False
         self._on_dirty = on_dirty
         self._on_close = on_close
-        self._text: list[str] = []
+        self._output = OutputBuffer()
         self._tokens = 0
         self._tokens_read = 0
-        self._characters = 0
-        self._skip = 0
         self._fresh = False
         self._ended = False
         self._closed = False
@@ -90,15 +86,20 @@ class DetokenizeStream:
         self.end_pushed = end
         self._on_dirty(self)
 
+    @property
+    def full(self) -> bool:
+        """Whether WINDOW tokens or more wait to be written, or to be read."""
+        return not self.over and (
+            len(self.token_ids) - self.written >= WINDOW or self._tokens - self._tokens_read >= WINDOW
+        )
+
     async def room(self) -> None:
         """Returns once fewer than WINDOW tokens wait to be written and fewer than WINDOW to be read."""
-        while not self.over and (
-            len(self.token_ids) - self.written >= WINDOW or self._tokens - self._tokens_read >= WINDOW
-        ):
+        while self.full:
             self._pusher = asyncio.get_running_loop().create_future()
             await self._pusher
 
-    async def read(self) -> TextChunk:
+    async def read(self) -> OutputChunk:
         """All that became certain since the last call; waits for something.
 
         Raises:
@@ -109,8 +110,7 @@ class DetokenizeStream:
                 raise self._error
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        chunk = TextChunk("".join(self._text), self._tokens, self._ended, self._stop_match)
-        self._text.clear()
+        chunk = OutputChunk(self._output.take(), self._tokens, self._ended, self._stop_match)
         self._fresh = False
         self._tokens_read = self._tokens
         self._wake_pusher()
@@ -131,18 +131,11 @@ class DetokenizeStream:
         self._closed = True
         self._wake_pusher()
 
-    def deliver(self, text: str, tokens: int, *, ended: bool, stop_match: str | None) -> None:
-        """Takes text from the session; text that was delivered before a replay is dropped."""
+    def deliver(self, output: Output, tokens: int, *, ended: bool, stop_match: str | None) -> None:
+        """Takes output from the session; what was delivered before a replay is dropped."""
         if self.over:
             return
-        if self._skip:
-            dropped = min(self._skip, len(text))
-            self._skip -= dropped
-            text = text[dropped:]
-        if text:
-            self._text.append(text)
-            self._characters += len(text)
-        elif tokens <= self._tokens and not ended:
+        if not self._output.add(output) and tokens <= self._tokens and not ended:
             return
         self._tokens = max(self._tokens, tokens)
         self._ended = ended
@@ -158,11 +151,11 @@ class DetokenizeStream:
         self._wake_pusher()
 
     def rewind(self) -> None:
-        """The call was lost: everything is to be written again, and the text delivered so far comes again."""
+        """The call was lost: everything is to be written again, and the output delivered so far comes again."""
         self.opened = False
         self.end_written = False
         self.written = 0
-        self._skip = self._characters
+        self._output.rewind()
 
     def _wake_reader(self) -> None:
         if self._reader is not None and not self._reader.done():

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from sapwood_common.errors import InternalError, InvalidArgumentError, SapwoodError
 from sapwood_router.context import FieldNames
 
 _SAMPLING = "sampling."
+_OPTIONS = "options."
+_PART_OF_CALL = re.compile(r"(?<=\.tool_calls\[)(\d+\]\.)(?=name$|arguments$)")
+_REASONING = re.compile(r"(?<=\.)reasoning$")
 
 
 def to_client_field(error: SapwoodError, fields: FieldNames) -> SapwoodError:
@@ -24,9 +29,10 @@ def to_client_field(error: SapwoodError, fields: FieldNames) -> SapwoodError:
 
 
 def detokenizer_error(error: SapwoodError) -> SapwoodError:
-    """The error of a detokenizer stream as the client is told it: of what the stream is given, only stop is the client's."""
-    if error.field is not None and "stop" in error.field:
-        return type(error)(error.message, field="stop")
+    """The error of a detokenizer stream as the client is told it: of what it is given, stop and tools are the client's."""
+    name = (error.field or "").removeprefix(_OPTIONS)
+    if name.startswith(("stop", "tools")):
+        return type(error)(error.message, field=name)
     return InternalError(f"the tokenizer failed: {error.message}")
 
 
@@ -41,8 +47,9 @@ def _translate(field: str, fields: FieldNames) -> str | None:
         case "texts":  # texts[0] is the prompt: the router sends one
             return fields.prompt
         case "messages":
-            return fields.prompt + bracket + rest
-        case "stop":
-            return "stop" + bracket + rest
+            name = _PART_OF_CALL.sub(rf"\1{fields.call}", bracket + rest)
+            return fields.prompt + _REASONING.sub(fields.reasoning, name)
+        case "stop" | "tools":
+            return field
         case _:
             return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 
 from sapwood_common.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from sapwood_router.load import Load
-from sapwood_router.worker import ServedModel, Worker
+from sapwood_router.served_model import ServedModel
+from sapwood_router.worker import Worker
 
 RETRY_AFTER = 1.0
 """Seconds a client is told to wait when nobody can take its request: about when a restarted worker is found again."""
@@ -32,6 +34,7 @@ class Registry:
         self._available: dict[str, tuple[Worker, ...]] = {}
         self._on_change = on_change
         self._on_reset = on_reset
+        self._changed = asyncio.Event()
 
     def all(self) -> tuple[Worker, ...]:
         """Every worker, available or not."""
@@ -74,6 +77,11 @@ class Registry:
         """Whether some worker can take a request."""
         return bool(self._available)
 
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change of availability; there is a new one after each."""
+        return self._changed
+
     def mark_up(self, worker: Worker, model: ServedModel) -> None:
         """The worker answered its checks and serves ``model``."""
         if worker.available and worker.model == model:
@@ -84,6 +92,7 @@ class Registry:
         worker.available = True
         if restarted:
             worker.report(Load())
+            worker.breaker.reset()
             self._on_reset(worker.address, model)
         self._refresh()
 
@@ -100,4 +109,6 @@ class Registry:
             if worker.available and worker.model is not None:
                 grouped.setdefault(worker.model.model, []).append(worker)
         self._available = {model: tuple(workers) for model, workers in grouped.items()}
+        self._changed.set()
+        self._changed = asyncio.Event()
         self._on_change()

@@ -12,10 +12,16 @@ from sapwood.v1 import router_pb2, router_pb2_grpc
 from sapwood_common.telemetry import REQUEST_ID_KEY, request_id_var
 from sapwood_router.context import RequestContext
 from sapwood_router.convert import prompt_of, sampling_of, to_load, to_response
+from sapwood_router.output import OutputOptions
 from sapwood_router.pipeline.pipeline import Pipeline
 from sapwood_router.request_ids import accept_request_id, unique_id
 
 SERVICE_NAME = "sapwood.v1.Router"
+GENERATE = f"/{SERVICE_NAME}/Generate"
+WORKER_KEY = "x-sapwood-worker"
+"""Trailing metadata: the address of the worker that finished the request."""
+RESUMPTIONS_KEY = "x-sapwood-resumptions"
+"""Trailing metadata: how often the stream went on, on another worker, because one was lost."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -41,25 +47,29 @@ class RouterService(router_pb2_grpc.RouterServicer):
         await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
         prompt, fields = prompt_of(request)
         left = context.time_remaining()
-        run = self._pipeline.open(
-            RequestContext(
-                request_id=request_id,
-                worker_request_id=unique_id(request_id),
-                prompt=prompt,
-                sampling=sampling_of(request.sampling),
+        request_context = RequestContext(
+            request_id=request_id,
+            worker_request_id=unique_id(request_id),
+            prompt=prompt,
+            sampling=sampling_of(request.sampling),
+            output=OutputOptions(
                 stop=tuple(request.stop),
-                fields=fields,
-                deadline=asyncio.get_running_loop().time()
-                + (self._request_timeout if left is None else min(left, self._request_timeout)),
-                model=request.model if request.HasField("model") else None,
                 skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
-            )
+            ),
+            fields=fields,
+            deadline=asyncio.get_running_loop().time()
+            + (self._request_timeout if left is None else min(left, self._request_timeout)),
+            model=request.model if request.HasField("model") else None,
         )
+        run = self._pipeline.open(request_context)
         # A client that leaves while a response is being written ends the call without this generator's knowledge.
         context.add_done_callback(cast(Any, lambda _: run.close()))
         try:
             while (delta := await run.next()) is not None:
                 yield to_response(delta)
+            context.set_trailing_metadata(
+                ((WORKER_KEY, request_context.worker), (RESUMPTIONS_KEY, str(request_context.resumptions)))
+            )
         finally:
             run.close()
 

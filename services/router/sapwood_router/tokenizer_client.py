@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
@@ -14,7 +15,7 @@ from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.channel import request_metadata
 from sapwood_common.errors import DeadlineExceededError, UnavailableError
 from sapwood_common.status import from_rpc_error
-from sapwood_router.context import Turn
+from sapwood_router.context import ChatPrompt
 from sapwood_router.convert import to_turns
 from sapwood_router.health import check
 
@@ -26,8 +27,24 @@ _PAUSE = 0.1
 _DOWN_INTERVAL = 0.25
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """A conversation as tokens; ``reasoning_open`` says whether the output begins inside reasoning, None if unknown."""
+
+    token_ids: list[int]
+    reasoning_open: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """The tokenizer's names of the parsers that fit the model; "" where none does."""
+
+    tool_parser: str
+    reasoning_parser: str
+
+
 class TokenizerClient:
-    """Encodes prompts over one channel.
+    """Encodes prompts over one channel, and knows which parsers the model's output needs.
 
     Args:
         channel: To the tokenizer service; closed by whoever opened it.
@@ -42,6 +59,7 @@ class TokenizerClient:
         self._grace = grace
         self.problem: str | None = "not checked yet"
         """Why the service cannot be used; None while it is well."""
+        self._parsers: Parsers | None = None
 
     async def encode_text(self, text: str, request_id: str, deadline: float) -> list[int]:
         """The tokens of a text, special tokens added.
@@ -56,20 +74,41 @@ class TokenizerClient:
         )
         return list(answer.sequences[0].ids)
 
-    async def encode_chat(self, turns: tuple[Turn, ...], request_id: str, deadline: float) -> list[int]:
+    async def encode_chat(self, prompt: ChatPrompt, request_id: str, deadline: float) -> EncodedChat:
         """The tokens of a conversation, rendered with the model's template and opened for the assistant's turn.
 
         Raises:
             SapwoodError: As :meth:`encode_text`.
         """
-        request = tokenizer_pb2.ApplyChatTemplateRequest(messages=to_turns(turns))
+        request = tokenizer_pb2.ApplyChatTemplateRequest(messages=to_turns(prompt.turns), tools=prompt.tools)
         answer = await self._patiently(
             lambda timeout: self._stub.ApplyChatTemplate(
                 request, timeout=timeout, metadata=request_metadata(request_id)
             ),
             deadline,
         )
-        return list(answer.tokens.ids)
+        reasoning_open = answer.reasoning_open if answer.HasField("reasoning_open") else None
+        return EncodedChat(list(answer.tokens.ids), reasoning_open)
+
+    async def parsers(self, request_id: str, deadline: float) -> Parsers:
+        """The parsers that fit the model. The service is asked once, and again after :meth:`forget`.
+
+        Raises:
+            SapwoodError: As :meth:`encode_text`.
+        """
+        if self._parsers is not None:
+            return self._parsers
+        request = tokenizer_pb2.GetInfoRequest()
+        answer = await self._patiently(
+            lambda timeout: self._stub.GetInfo(request, timeout=timeout, metadata=request_metadata(request_id)),
+            deadline,
+        )
+        self._parsers = Parsers(answer.tool_parser, answer.reasoning_parser)
+        return self._parsers
+
+    def forget(self) -> None:
+        """The service may have been replaced: what it said of itself holds no longer."""
+        self._parsers = None
 
     async def monitor(self, interval: float, on_change: Callable[[], None]) -> None:
         """Keeps ``problem`` true for ever; cancel it to stop. ``on_change`` is called when the service comes or goes."""

@@ -6,28 +6,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import grpc
-from grpc_health.v1 import health_pb2_grpc
-
-from sapwood.v1 import worker_pb2_grpc
+from sapwood_router.circuit_breaker import CircuitBreaker
 from sapwood_router.load import Load
+from sapwood_router.served_model import ServedModel
+from sapwood_router.worker_session import WorkerSession
 
 _HALF_LIFE = 60.0
 """Seconds after which work handed out counts half in ``recent_work``."""
 _REQUEST_WORK = 256
 """What a request adds to ``recent_work`` beside its prefill: about what its answer will take."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What a worker serves; ``epoch`` differs after a restart."""
-
-    model: str
-    context_length: int
-    vocab_size: int
-    page_size: int
-    num_pages: int
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,27 +62,26 @@ class Lease:
 
 
 class Worker:
-    """A worker, its channel and this router's account of its load.
+    """A worker, its session and this router's account of its load.
 
-    Mutable; written by its monitors (model, availability, load) and by leases, all on the one event loop.
+    Mutable; written by its connection (session, model, availability, load) and by leases, all on the one event loop.
 
     Args:
         address: ``host:port`` or any gRPC target.
-        channel: Its channel; closed by :meth:`close`.
+        breaker: Its circuit breaker.
         clock: Seconds, monotonic.
     """
 
-    def __init__(self, address: str, channel: grpc.aio.Channel, clock: Callable[[], float]) -> None:
+    def __init__(self, address: str, breaker: CircuitBreaker, clock: Callable[[], float]) -> None:
         self.address = address
-        self.stub = worker_pb2_grpc.WorkerStub(channel)
-        self.health_stub = health_pb2_grpc.HealthStub(channel)
+        self.breaker = breaker
+        self.session: WorkerSession | None = None
         self.model: ServedModel | None = None
         self.available = False
-        self.problem: str | None = "not checked yet"
+        self.problem: str | None = "not reached yet"
         self.in_flight = 0
         self.pending_tokens = 0
         self.load = Load()
-        self._channel = channel
         self._clock = clock
         self._foreign_requests = 0
         self._foreign_tokens = 0
@@ -127,10 +113,6 @@ class Worker:
             used_share=used,
             recent_work=self._decayed(),
         )
-
-    async def close(self) -> None:
-        """Closes the channel; calls on it are cancelled."""
-        await self._channel.close()
 
     def _decayed(self) -> float:
         return self._recent * math.exp2((self._recent_at - self._clock()) / _HALF_LIFE)

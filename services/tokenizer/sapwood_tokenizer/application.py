@@ -9,13 +9,12 @@ import time
 
 from sapwood.v1 import tokenizer_pb2_grpc
 from sapwood_common.errors import ConfigError
-from sapwood_common.model_files import model_name, resolve_model
 from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.encoder import Encoder, EncoderOptions
 from sapwood_tokenizer.grammar import build_grammars
-from sapwood_tokenizer.loader import LoadedTokenizer, load_tokenizer
+from sapwood_tokenizer.loader import LoadedTokenizer, load_tokenizer, resolve_tokenizer, tokenizer_name
 from sapwood_tokenizer.parser_defaults import parser_defaults
 from sapwood_tokenizer.service import DETOKENIZE, SERVICE, Limits, TokenizerService
 
@@ -53,11 +52,11 @@ async def serve(config: TokenizerConfig) -> int:
     """
     started = time.monotonic()
     try:
-        name = config.served_model_name or model_name(config.model)
-        path = resolve_model(config.model)
+        name = config.served_model_name or tokenizer_name(config.model)
+        path = resolve_tokenizer(config.model)
         loaded = await asyncio.to_thread(load_tokenizer, path, config.chat_template)
         parsers = parser_defaults(config.tool_parser, config.reasoning_parser, loaded.chat_template)
-        grammars = await asyncio.to_thread(build_grammars, path, config)
+        grammars = await asyncio.to_thread(build_grammars, path, loaded.tokenizer, config)
         server = ServiceServer(config.host, config.port, [SERVICE], uncounted=frozenset({DETOKENIZE}))
         limits = Limits(config.max_text_bytes, config.max_open_streams, config.template_timeout)
         encoder = build_encoder(loaded, config)

@@ -17,7 +17,11 @@ class TokenizerConfig(ServiceConfig):
         env_prefix="SAPWOOD_TOKENIZER_", extra="forbid", frozen=True, protected_namespaces=()
     )
 
-    model: str = Field("demo", description="'demo', a .gguf file or a Hugging Face model directory.")
+    model: str = Field(
+        "demo",
+        description="'demo', a .gguf file, a Hugging Face directory or a vocabulary file "
+        "(tokenizer.json, SentencePiece .model, tiktoken, tekken.json).",
+    )
     served_model_name: str | None = Field(
         None, description="Name clients use for the model; the file's or folder's own name unless given."
     )

@@ -16,13 +16,17 @@ from sapwood_common.telemetry import announce
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.engine import Engine
 from sapwood_worker.grammar.front import RequestGrammars
+from sapwood_worker.kv_event_publisher import KvEventPublisher
 from sapwood_worker.launch import MODEL_RUNNER, SchedulerProcess
-from sapwood_worker.service import SERVICE, WATCH_LOAD, ServedModel, WorkerService
+from sapwood_worker.model_info import ModelInfo
+from sapwood_worker.service import SERVICE, UNCOUNTED, ServedModel, WorkerService
 
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_SECONDS = 1.0
 """What running calls get to say UNAVAILABLE when the scheduler is gone."""
+_LAST_MESSAGE_SECONDS = 0.1
+"""What sessions get to hand over their last outputs."""
 
 
 async def serve(config: WorkerConfig, runner: str = MODEL_RUNNER) -> int:
@@ -53,12 +57,14 @@ async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -
     started = time.monotonic()
     await scheduler.start()
     engine = Engine(scheduler.send)
-    server = ServiceServer(config.host, config.port, [SERVICE], uncounted=frozenset({WATCH_LOAD}))
+    server = ServiceServer(config.host, config.port, [SERVICE], uncounted=UNCOUNTED)
     service = WorkerService(engine, server.draining)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
     port = await server.start()
     starting = asyncio.ensure_future(scheduler.ready())
-    serving = asyncio.ensure_future(serve_until_stopped(server, drain_timeout=config.drain_timeout))
+    serving = asyncio.ensure_future(
+        serve_until_stopped(server, drain_timeout=config.drain_timeout, drained=service.wait_idle)
+    )
     ends: set[asyncio.Future[Any]] = {starting, serving}
     grammars: RequestGrammars | None = None
     try:
@@ -72,10 +78,17 @@ async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -
             *(name, info.architecture, info.dtype, time.monotonic() - started, info.num_pages, info.page_size),
         )
         grammars = RequestGrammars(info, CompilerLimits(timeout=config.grammar_timeout))
-        service.model = ServedModel(name, info, time.time_ns(), grammars)
-        await server.set_serving(True)
-        announce(logger, "listening on %s:%d", config.host, port)
-        return await _until_the_end(scheduler, engine, server, serving)
+        publisher = _publisher(config, engine, info)
+        try:
+            epoch = time.time_ns()
+            engine.kv_events.begin(epoch)
+            service.model = ServedModel(name, info, epoch, grammars)
+            await server.set_serving(True)
+            announce(logger, "listening on %s:%d", config.host, port)
+            return await _until_the_end(scheduler, engine, server, serving, publisher)
+        finally:
+            if publisher is not None:
+                publisher.close()
     finally:
         starting.cancel()
         serving.cancel()
@@ -84,9 +97,31 @@ async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -
             await grammars.close()
 
 
+def _publisher(config: WorkerConfig, engine: Engine, info: ModelInfo) -> KvEventPublisher | None:
+    """The ZeroMQ publisher of KV events, if one is asked for, subscribed to the engine's."""
+    if config.kv_events_port is None:
+        return None
+    publisher = KvEventPublisher(
+        config.host,
+        config.kv_events_port,
+        config.kv_events_replay_port,
+        topic=config.kv_events_topic,
+        keep=config.kv_events_keep,
+        block_size=info.page_size,
+    )
+    engine.kv_events.listen(publisher.publish)
+    announce(logger, "KV events on %s, replay on %s", publisher.address, publisher.replay_address or "no port")
+    return publisher
+
+
 async def _until_the_end(
-    scheduler: SchedulerProcess, engine: Engine, server: ServiceServer, serving: asyncio.Future[None]
+    scheduler: SchedulerProcess,
+    engine: Engine,
+    server: ServiceServer,
+    serving: asyncio.Future[None],
+    publisher: KvEventPublisher | None,
 ) -> int:
+    replays = asyncio.ensure_future(publisher.serve_replays()) if publisher is not None else None
     lost = asyncio.ensure_future(scheduler.run(engine.receive))
     ends: set[asyncio.Future[Any]] = {lost, serving}
     try:
@@ -98,6 +133,9 @@ async def _until_the_end(
         logger.error("the scheduler process stopped: %s", reason)
         engine.scheduler_lost(reason)
         await server.drain(_LAST_WORDS_SECONDS)
+        await asyncio.sleep(_LAST_MESSAGE_SECONDS)
         return 1
     finally:
         lost.cancel()
+        if replays is not None:
+            replays.cancel()

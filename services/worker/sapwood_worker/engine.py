@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterable
 
 from sapwood_common import errors
+from sapwood_worker.kv_event_stream import KvEventStream
 from sapwood_worker.messages import Abort, Flush, Flushed, FromScheduler, Refused, Step, Submit, ToScheduler
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
@@ -19,7 +20,8 @@ _REFUSALS: dict[str, type[errors.SapwoodError]] = {
 
 
 class Generation:
-    """One request. Whoever has it reads it to its end (``async for``) or closes it; one reader only.
+    """One request. Whoever has it reads it to its end (``async for``, or :meth:`listen` and :meth:`take`) or closes it; one
+    reader only.
 
     Outputs that the reader has not taken yet are merged into one: a slow reader loses nothing, and what is kept for it is
     at most its request's own tokens.
@@ -37,6 +39,7 @@ class Generation:
         self._error: errors.SapwoodError | None = None
         self._closed = False
         self._wake: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
 
     def __aiter__(self) -> Generation:
         return self
@@ -48,15 +51,29 @@ class Generation:
             RequestCancelledError: It was aborted.
             SapwoodError: The scheduler refused or failed it, or is gone.
         """
-        while True:
-            if self._last is not None and (self._tokens or self._last.finish_reason is not None):
-                break
-            if self._error is not None:
-                raise self._error
+        while (output := self.take()) is None:
             if self._closed:
                 raise StopAsyncIteration
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
+        return output
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Calls ``listener`` from now on whenever :meth:`take` may have something; at once if it has already."""
+        self._listener = listener
+        if self._last is not None or self._closed:
+            listener()
+
+    def take(self) -> RequestOutput | None:
+        """The outputs since the last call, as one; None if there are none. Never waits.
+
+        Raises:
+            SapwoodError: As reading does.
+        """
+        if self._last is None or not (self._tokens or self._last.finish_reason is not None):
+            if self._error is not None:
+                raise self._error
+            return None
         last, tokens = self._last, self._tokens
         self._last, self._tokens = None, []
         return RequestOutput(
@@ -104,6 +121,8 @@ class Generation:
     def _notify(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
+        if self._listener is not None:
+            self._listener()
 
 
 class Engine:
@@ -121,10 +140,12 @@ class Engine:
         self._flushes: dict[int, asyncio.Future[int]] = {}
         self._lost: str | None = None
         self._load_changed = asyncio.Event()
+        self.kv_events = KvEventStream()
+        """What is cached."""
         self.load = Load()
         """The load after the last step."""
         self.load_version = 0
-        """Goes up with each change of the load."""
+        """Goes up with each change of the load or of what is cached."""
 
     def submit(
         self,
@@ -197,12 +218,13 @@ class Engine:
     def receive(self, message: FromScheduler) -> None:
         """Takes a message of the scheduler process."""
         match message:
-            case Step(outputs, load):
+            case Step(outputs, load, kv_events):
                 for output in outputs:
                     # One that was closed meanwhile is not there; its last tokens concern nobody.
                     if (generation := self._running.get(output.serial)) is not None:
                         generation.put(output)
-                if load != self.load:
+                self.kv_events.apply(kv_events)
+                if kv_events or load != self.load:
                     self.load = load
                     self.load_version += 1
                     self._load_changed.set()

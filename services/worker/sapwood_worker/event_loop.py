@@ -143,6 +143,7 @@ class EventLoop:
 
     def _report(self, outputs: list[RequestOutput]) -> None:
         load = self._scheduler.load()
-        if outputs or load != self._reported:
+        events = self._scheduler.take_kv_events()
+        if outputs or events or load != self._reported:
             self._reported = load
-            self._mailbox.send(Step(outputs, load))
+            self._mailbox.send(Step(outputs, load, events))

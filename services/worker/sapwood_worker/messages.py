@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sapwood_worker.cache.kv_events import KvEvent
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
@@ -74,10 +75,11 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """All outputs of one scheduler step, and the load after it."""
+    """All outputs of one scheduler step, the load after it, and what the prefix cache stored and removed since the last."""
 
     outputs: list[RequestOutput]
     load: Load
+    kv_events: list[KvEvent] = []
 
 
 class Flushed(msgspec.Struct, frozen=True, tag="flushed"):

@@ -118,6 +118,7 @@ def build_scheduler(config: WorkerConfig, info: ModelInfo) -> Scheduler:
             policy=config.policy,
             prefix_cache=config.prefix_cache,
             eviction=config.eviction,
+            kv_events=True,
             conservativeness=config.conservativeness,
         )
     )

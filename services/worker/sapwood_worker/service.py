@@ -10,13 +10,16 @@ import grpc
 
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
-from sapwood_worker.convert import check_prompt, to_load_report, to_response, to_sampling
-from sapwood_worker.engine import Engine
+from sapwood_worker.convert import check_prompt, to_kv_events, to_load_report, to_response, to_sampling
+from sapwood_worker.engine import Engine, Generation
 from sapwood_worker.grammar.front import RequestGrammars
+from sapwood_worker.kv_event_stream import KvEventBatch
 from sapwood_worker.model_info import ModelInfo
+from sapwood_worker.session import Session
 
 SERVICE = "sapwood.v1.Worker"
-WATCH_LOAD = f"/{SERVICE}/WatchLoad"
+UNCOUNTED = frozenset(f"/{SERVICE}/{method}" for method in ("WatchLoad", "Session", "SubscribeKvEvents"))
+"""Calls that last as long as the worker: a drain does not wait for them, they end by themselves."""
 
 DEFAULT_INTERVAL_MS, LEAST_INTERVAL_MS = 100, 10
 
@@ -47,18 +50,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._engine = engine
         self._draining = draining
         self.model: ServedModel | None = None
+        self._sessions: set[Session] = set()
+        self._idle = asyncio.Event()
 
     async def Generate(
         self, request: worker_pb2.WorkerGenerateRequest, context: Context
     ) -> AsyncIterator[worker_pb2.WorkerGenerateResponse]:
         """Streams tokens. However the call ends, cancelled, past its deadline or broken, its request ends with it."""
-        _, info, _, grammars = self._loaded()
-        check_prompt(request, info)
-        sampling = to_sampling(request, info)
-        grammar = await grammars.compiled(request, context.time_remaining())
-        generation = self._engine.submit(
-            request.request_id, request.token_ids, sampling, grammar, request.grammar_tokens
-        )
+        generation = await self._start(request, context.time_remaining())
         # A call that ends while its last message is being sent does not come back here.
         context.add_done_callback(cast(Any, lambda _: generation.close()))
         try:
@@ -77,6 +76,41 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.GetModelInfoRequest, context: Context
     ) -> worker_pb2.GetModelInfoResponse:
         """Describes the model."""
+        return self._info()
+
+    async def Session(
+        self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        """Many generations over one call."""
+        session = Session(self._start, self._engine, self._info(), self._draining, self._session_idle)
+        # A call that ends while a message is being sent does not come back here.
+        context.add_done_callback(cast(Any, lambda _: session.close()))
+        self._sessions.add(session)
+        try:
+            async for response in session.responses(request_iterator):
+                yield response
+        finally:
+            session.close()
+            self._sessions.discard(session)
+            self._session_idle()
+
+    async def wait_idle(self) -> None:
+        """Returns once no session has a generation running."""
+        while not all(session.idle for session in self._sessions):
+            self._idle.clear()
+            await self._idle.wait()
+
+    def _session_idle(self) -> None:
+        self._idle.set()
+
+    async def _start(self, request: worker_pb2.WorkerGenerateRequest, seconds: float | None) -> Generation:
+        _, info, _, grammars = self._loaded()
+        check_prompt(request, info)
+        sampling = to_sampling(request, info)
+        grammar = await grammars.compiled(request, seconds)
+        return self._engine.submit(request.request_id, request.token_ids, sampling, grammar, request.grammar_tokens)
+
+    def _info(self) -> worker_pb2.GetModelInfoResponse:
         name, info, epoch, _ = self._loaded()
         return worker_pb2.GetModelInfoResponse(
             model=name,
@@ -106,7 +140,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             while not draining.done():
                 version = engine.load_version
-                yield worker_pb2.WatchLoadResponse(load=to_load_report(engine.load))
+                yield worker_pb2.WatchLoadResponse(load=to_load_report(engine.load, engine.kv_events))
                 await asyncio.wait({draining}, timeout=interval / 1000)
                 change = asyncio.ensure_future(engine.load_after(version))
                 await asyncio.wait({change, draining}, return_when=asyncio.FIRST_COMPLETED)
@@ -122,6 +156,30 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Empties the prefix cache."""
         self._loaded()
         return worker_pb2.FlushCacheResponse(freed_pages=await self._engine.flush_cache())
+
+    async def SubscribeKvEvents(
+        self, request: worker_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.SubscribeKvEventsResponse]:
+        """Pushes what is cached until the client goes or the worker drains."""
+        block_size = self._loaded().info.page_size
+        token_ids = request.token_ids if request.HasField("token_ids") else True
+        batches = self._engine.kv_events.subscribe()
+        draining = asyncio.ensure_future(self._draining.wait())
+        upcoming: asyncio.Future[KvEventBatch] | None = None
+        try:
+            while True:
+                upcoming = asyncio.ensure_future(anext(batches))
+                await asyncio.wait({upcoming, draining}, return_when=asyncio.FIRST_COMPLETED)
+                if draining.done():
+                    break
+                yield to_kv_events(upcoming.result(), block_size, token_ids=token_ids)
+        finally:
+            draining.cancel()
+            if upcoming is not None and not upcoming.done():
+                upcoming.cancel()
+                await asyncio.wait({upcoming})
+            await batches.aclose()
+        raise UnavailableError("this worker is shutting down", retry_after=1.0)
 
     def _loaded(self) -> ServedModel:
         if self.model is None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sapwood_router.context import Delta, Finish, Usage
+from sapwood_router.context import Delta, Finish, FinishReason, Usage
 from sapwood_router.openai.exchange import Exchange
 from sapwood_router.openai.sse import CompletionChunks
 from sapwood_router.openai.types import PromptTokensDetails, UsageObject
+from sapwood_router.output import Output, OutputBuffer
 from sapwood_router.pipeline.pipeline import Run
 
 
@@ -20,8 +21,13 @@ from sapwood_router.pipeline.pipeline import Run
 class Answer:
     """A complete generation."""
 
-    text: str
+    output: Output
     finish: Finish
+
+
+def finish_reason(finish: Finish, called: bool) -> str:
+    """OpenAI's word for why a generation ended; ``called`` says whether it has tool calls."""
+    return "tool_calls" if called and finish.reason is FinishReason.STOP else finish.reason.value
 
 
 def usage_object(usages: Sequence[Usage]) -> UsageObject:
@@ -40,14 +46,14 @@ async def send_whole(
     Raises:
         SapwoodError: One of the requests failed; the others are ended.
     """
-    texts: list[list[str]] = [[] for _ in runs]
+    outputs = [OutputBuffer() for _ in runs]
     finishes: list[Finish | None] = [None] * len(runs)
     async with aclosing(_merged(runs)) as deltas:
         async for index, delta in deltas:
-            texts[index].append(delta.text)
+            outputs[index].add(delta.output)
             finishes[index] = delta.finish
     answers = [
-        Answer("".join(text), finish) for text, finish in zip(texts, finishes, strict=True) if finish is not None
+        Answer(output.take(), finish) for output, finish in zip(outputs, finishes, strict=True) if finish is not None
     ]
     assert len(answers) == len(runs), "each run ends with a finish or an error"
     body = make_body(answers, usage_object([answer.finish.usage for answer in answers]))
@@ -62,6 +68,7 @@ async def send_stream(exchange: Exchange, runs: Sequence[Run], make_chunks: Call
     """
     chunks: CompletionChunks | None = None
     opened: set[int] = set()
+    called: set[int] = set()
     usages: list[Usage] = []
     async with aclosing(_merged(runs)) as deltas:
         async for index, delta in deltas:
@@ -70,11 +77,13 @@ async def send_stream(exchange: Exchange, runs: Sequence[Run], make_chunks: Call
             if index not in opened:
                 opened.add(index)
                 events = chunks.opening(index)
+            if delta.output.tool_calls:
+                called.add(index)
             if delta.finish is None:
-                events += chunks.text(index, delta.text)
+                events += chunks.output(index, delta.output)
             else:
                 usages.append(delta.finish.usage)
-                events += chunks.finish(index, delta.text, delta.finish.reason.value)
+                events += chunks.finish(index, delta.output, finish_reason(delta.finish, index in called))
             last = len(usages) == len(runs)
             if last:
                 events += chunks.closing(usage_object(usages))

@@ -8,6 +8,8 @@ import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -22,7 +24,16 @@ from sapwood_common.errors import (
     SapwoodError,
     UnavailableError,
 )
-from sapwood_common.telemetry import REQUEST_ID_KEY, is_valid_request_id, new_request_id, request_id_var
+from sapwood_common.telemetry import (
+    REQUEST_ID_KEY,
+    TRACEPARENT_KEY,
+    is_valid_request_id,
+    is_valid_traceparent,
+    new_request_id,
+    request_id_var,
+    traceparent_var,
+)
+from sapwood_common.tracing import Tracing, child_span
 from sapwood_router.openai.body import read_body
 from sapwood_router.openai.chat import chat
 from sapwood_router.openai.completions import complete
@@ -77,6 +88,8 @@ class OpenAIFront:
         draining: Set when new requests are to be refused.
         request_timeout: Seconds a request may take.
         max_body_bytes: Largest request body.
+        registry: The metrics that /metrics shows; None: they are shown elsewhere.
+        tracing: Where spans go.
     """
 
     def __init__(
@@ -87,12 +100,15 @@ class OpenAIFront:
         *,
         request_timeout: float,
         max_body_bytes: int,
+        registry: CollectorRegistry | None,
+        tracing: Tracing,
     ) -> None:
         self._pipeline = pipeline
         self._problem = problem
         self._draining = draining
         self._request_timeout = request_timeout
         self._max_body_bytes = max_body_bytes
+        self._tracing = tracing
         self._created = int(time.time())
         self._running = 0
         self._idle = asyncio.Event()
@@ -104,6 +120,7 @@ class OpenAIFront:
                 self._route("/v1/models", self._list_models, "GET"),
                 self._route("/v1/models/{id:path}", self._get_model, "GET"),
                 self._route("/health", self._health, "GET"),
+                *([] if registry is None else [Route("/metrics", _show(registry), methods=["GET"])]),
             ],
             exception_handlers={HTTPException: _refuse},
         )
@@ -136,7 +153,10 @@ class OpenAIFront:
                     body = await read_body(exchange.receive, exchange.headers, self._max_body_bytes)
             except TimeoutError as error:
                 raise DeadlineExceededError("the body took too long to come") from error
-            await generate(exchange, body, self._pipeline, deadline)
+            given = exchange.headers.get(TRACEPARENT_KEY.encode(), b"").decode("latin-1")
+            traceparent_var.set(given if is_valid_traceparent(given) else None)
+            with child_span(self._tracing, exchange.path, kind="server"):
+                await generate(exchange, body, self._pipeline, deadline)
 
         return handle
 
@@ -153,6 +173,14 @@ class OpenAIFront:
         else:
             body = msgspec.json.encode({"status": "unavailable", "reason": problem})
             await exchange.send_body(503, body, [(b"retry-after", b"1")])
+
+
+def _show(registry: CollectorRegistry) -> Callable[[Request], Response]:
+    def show(request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"content-type": content_type})
+
+    return show
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

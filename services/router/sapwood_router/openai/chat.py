@@ -5,26 +5,29 @@ from __future__ import annotations
 import time
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_router.context import ChatPrompt, FieldNames, RequestContext, Turn
-from sapwood_router.openai.answer import Answer, send_stream, send_whole
+from sapwood_router.context import ChatPrompt, FieldNames, RequestContext, ToolCall, Turn
+from sapwood_router.openai.answer import Answer, finish_reason, send_stream, send_whole
 from sapwood_router.openai.body import convert, decode_object
 from sapwood_router.openai.exchange import Exchange
-from sapwood_router.openai.parameters import sampling_of, stop_of, wants_stream
+from sapwood_router.openai.parameters import output_of, sampling_of, wants_stream
 from sapwood_router.openai.sse import ChatChunks
+from sapwood_router.openai.tools import tools_of
 from sapwood_router.openai.types import (
     CHAT_NEUTRAL,
     IGNORED,
     AnswerMessage,
+    CalledFunction,
     ChatChoice,
     ChatRequest,
     ChatResponse,
     Message,
+    ToolCallObject,
     UsageObject,
 )
 from sapwood_router.pipeline.pipeline import Pipeline
 from sapwood_router.request_ids import unique_id
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles that are taken; OpenAI renamed system to developer for its newer models."""
 
 
@@ -34,18 +37,16 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     Raises:
         SapwoodError: It is wrong, or it failed.
     """
-    request = convert(decode_object(body), ChatRequest, CHAT_NEUTRAL, IGNORED)
+    given = decode_object(body)
+    request = convert(given, ChatRequest, CHAT_NEUTRAL, IGNORED)
     stream, include_usage = wants_stream(request)
-    context = _context(request, exchange.request_id, deadline)
+    context = _context(request, tools_of(request, given.get("tools")), exchange.request_id, deadline)
     run = pipeline.open(context)
     exchange.on_disconnect(run.close)
     answer_id, created = f"chatcmpl-{exchange.request_id}", int(time.time())
 
     def make_body(answers: list[Answer], usage: UsageObject) -> ChatResponse:
-        choices = [
-            ChatChoice(index, AnswerMessage(answer.text), answer.finish.reason.value)
-            for index, answer in enumerate(answers)
-        ]
+        choices = [_choice(index, answer) for index, answer in enumerate(answers)]
         return ChatResponse(id=answer_id, created=created, model=context.model or "", choices=choices, usage=usage)
 
     try:
@@ -59,7 +60,20 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
         run.close()
 
 
-def _context(request: ChatRequest, request_id: str, deadline: float) -> RequestContext:
+def _choice(index: int, answer: Answer) -> ChatChoice:
+    output = answer.output
+    message = AnswerMessage(output.text)
+    if output.reasoning:
+        message.reasoning_content = output.reasoning
+    if output.tool_calls:
+        message.content = output.text or None
+        message.tool_calls = [
+            ToolCallObject(call.id, CalledFunction(call.name, call.arguments)) for call in output.tool_calls
+        ]
+    return ChatChoice(index, message, finish_reason(answer.finish, bool(output.tool_calls)))
+
+
+def _context(request: ChatRequest, tools: str, request_id: str, deadline: float) -> RequestContext:
     if request.max_tokens is not None and request.max_completion_tokens is not None:
         raise InvalidArgumentError("set max_completion_tokens or max_tokens, not both", field="max_tokens")
     newer = request.max_completion_tokens is not None
@@ -67,15 +81,19 @@ def _context(request: ChatRequest, request_id: str, deadline: float) -> RequestC
     return RequestContext(
         request_id=request_id,
         worker_request_id=unique_id(request_id),
-        prompt=ChatPrompt(tuple(_turn(message, f"messages[{i}]") for i, message in enumerate(request.messages))),
+        prompt=ChatPrompt(tuple(_turn(message, f"messages[{i}]") for i, message in enumerate(request.messages)), tools),
         sampling=sampling_of(request, max_tokens),
-        stop=stop_of(request),
+        output=output_of(request),
         fields=FieldNames(
-            prompt="messages", sampling="", max_tokens="max_completion_tokens" if newer else "max_tokens"
+            prompt="messages",
+            sampling="",
+            max_tokens="max_completion_tokens" if newer else "max_tokens",
+            call="function.",
+            reasoning="reasoning_content",
         ),
         deadline=deadline,
         model=request.model,
-        skip_special_tokens=request.skip_special_tokens is not False,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
     )
 
 
@@ -83,20 +101,43 @@ def _turn(message: Message, path: str) -> Turn:
     role = _ROLES.get(message.role)
     if role is None:
         raise InvalidArgumentError(f"role {message.role!r} is not supported", field=f"{path}.role")
-    for name, given in (
-        ("name", message.name),
-        ("tool_calls", message.tool_calls),
-        ("function_call", message.function_call),
-        ("audio", message.audio),
-        ("tool_call_id", message.tool_call_id),
-        ("refusal", message.refusal),
+    for name, given, belongs in (
+        ("tool_calls", message.tool_calls, role == "assistant"),
+        ("reasoning_content", message.reasoning_content, role == "assistant"),
+        ("tool_call_id", message.tool_call_id, role == "tool"),
+        ("function_call", message.function_call, False),
+        ("audio", message.audio, False),
+        ("refusal", message.refusal, False),
     ):
-        if given:
-            raise InvalidArgumentError(f"{name} is not supported", field=f"{path}.{name}")
+        if given and not belongs:
+            raise InvalidArgumentError(
+                f"{name} is not supported in a message of role {message.role!r}", field=f"{path}.{name}"
+            )
+    if role == "tool" and not message.tool_call_id:
+        raise InvalidArgumentError("tool_call_id is required: the call that this answers", field=f"{path}.tool_call_id")
+    return Turn(
+        role=role,
+        content=_content(message, path),
+        name=message.name,
+        tool_calls=tuple(_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())),
+        tool_call_id=message.tool_call_id or None,
+        reasoning=message.reasoning_content or None,
+    )
+
+
+def _call(call: ToolCallObject, path: str) -> ToolCall:
+    if call.type != "function":
+        raise InvalidArgumentError(f"calls of type {call.type!r} are not supported", field=f"{path}.type")
+    return ToolCall(call.id, call.function.name, call.function.arguments)
+
+
+def _content(message: Message, path: str) -> str | None:
     if message.content is None:
+        if message.tool_calls:
+            return None
         raise InvalidArgumentError("content is required", field=f"{path}.content")
     if isinstance(message.content, str):
-        return Turn(role, message.content)
+        return message.content
     texts = []
     for index, part in enumerate(message.content):
         if part.type != "text":
@@ -106,4 +147,4 @@ def _turn(message: Message, path: str) -> Turn:
         if part.text is None:
             raise InvalidArgumentError("text is required", field=f"{path}.content[{index}].text")
         texts.append(part.text)
-    return Turn(role, "".join(texts))
+    return "".join(texts)

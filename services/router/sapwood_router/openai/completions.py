@@ -10,7 +10,7 @@ from sapwood_router.context import FieldNames, Prompt, RequestContext, TextPromp
 from sapwood_router.openai.answer import Answer, send_stream, send_whole
 from sapwood_router.openai.body import convert, decode_object
 from sapwood_router.openai.exchange import Exchange
-from sapwood_router.openai.parameters import sampling_of, stop_of, wants_stream
+from sapwood_router.openai.parameters import output_of, sampling_of, wants_stream
 from sapwood_router.openai.sse import CompletionChunks
 from sapwood_router.openai.types import (
     COMPLETION_NEUTRAL,
@@ -42,7 +42,8 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
 
     def make_body(answers: list[Answer], usage: UsageObject) -> CompletionResponse:
         choices = [
-            CompletionChoice(index, answer.text, answer.finish.reason.value) for index, answer in enumerate(answers)
+            CompletionChoice(index, answer.output.text, answer.finish.reason.value)
+            for index, answer in enumerate(answers)
         ]
         return CompletionResponse(
             id=answer_id, created=created, model=contexts[0].model or "", choices=choices, usage=usage
@@ -61,18 +62,17 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
 
 def _contexts(request: CompletionRequest, request_id: str, deadline: float) -> list[RequestContext]:
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    sampling, stop = sampling_of(request, max_tokens), stop_of(request)
+    sampling, output = sampling_of(request, max_tokens), output_of(request)
     return [
         RequestContext(
             request_id=request_id,
             worker_request_id=unique_id(request_id),
             prompt=prompt,
             sampling=sampling,
-            stop=stop,
+            output=output,
             fields=FieldNames(prompt=name, sampling="", max_tokens="max_tokens"),
             deadline=deadline,
             model=request.model,
-            skip_special_tokens=request.skip_special_tokens is not False,
         )
         for name, prompt in _prompts(request.prompt)
     ]

@@ -32,6 +32,7 @@ class Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.path: str = scope["path"]
         self.path_params: dict[str, str] = scope.get("path_params", {})
         self.receive = receive
         self.request_id = new_request_id()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.context import Sampling
 from sapwood_router.openai.types import SamplingRequest
+from sapwood_router.output import OutputOptions
 
 _UINT64 = 2**64
 
@@ -29,11 +30,10 @@ def sampling_of(request: SamplingRequest, max_tokens: int | None) -> Sampling:
     )
 
 
-def stop_of(request: SamplingRequest) -> tuple[str, ...]:
-    """The stop strings."""
-    if request.stop is None:
-        return ()
-    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+def output_of(request: SamplingRequest) -> OutputOptions:
+    """How tokens become output."""
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or ()
+    return OutputOptions(stop=tuple(stop), skip_special_tokens=request.skip_special_tokens is not False)
 
 
 def wants_stream(request: SamplingRequest) -> tuple[bool, bool]:

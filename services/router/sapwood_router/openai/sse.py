@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sapwood_router.openai.types import UsageObject
+from sapwood_router.output import Output, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
 
@@ -35,13 +36,13 @@ class CompletionChunks:
         """What precedes a choice's first text."""
         return b""
 
-    def text(self, index: int, text: str) -> bytes:
-        """New text of a choice; nothing if it is empty."""
-        return self._chunk(index, text, b"null") if text else b""
+    def output(self, index: int, output: Output) -> bytes:
+        """New output of a choice; nothing if it is empty."""
+        return self._chunk(index, output.text, b"null") if output.text else b""
 
-    def finish(self, index: int, text: str, reason: str) -> bytes:
-        """The last text of a choice and why it ended."""
-        return self._chunk(index, text, _encode(reason))
+    def finish(self, index: int, output: Output, reason: str) -> bytes:
+        """The last output of a choice and why it ended."""
+        return self._chunk(index, output.text, _encode(reason))
 
     def closing(self, usage: UsageObject) -> bytes:
         """The end of the stream, with the usage if it was asked for."""
@@ -73,25 +74,47 @@ class ChatChunks(CompletionChunks):
 
     def opening(self, index: int) -> bytes:
         """The first chunk says who speaks."""
+        return self._delta(index, b'{"role":"assistant","content":""}', b"null")
+
+    def output(self, index: int, output: Output) -> bytes:
+        """A chunk for each kind of what is new: reasoning, text, then calls."""
+        events = b""
+        if output.reasoning:
+            events = self._delta(index, b'{"reasoning_content":' + _encode(output.reasoning) + b"}", b"null")
+        events += super().output(index, output)
+        for call in output.tool_calls:
+            events += self._call(index, call)
+        return events
+
+    def finish(self, index: int, output: Output, reason: str) -> bytes:
+        """The last output, then a chunk with an empty delta and the reason, as OpenAI sends them."""
+        return self.output(index, output) + self._delta(index, b"{}", _encode(reason))
+
+    def _call(self, index: int, call: ToolCallDelta) -> bytes:
+        """One call a chunk; its id and name come alone, as OpenAI sends them."""
+        events = b""
+        if call.name:
+            function = {"name": call.name, "arguments": ""}
+            events = self._part_of_call(
+                index, {"index": call.index, "id": call.id, "type": "function", "function": function}
+            )
+        if call.arguments:
+            events += self._part_of_call(index, {"index": call.index, "function": {"arguments": call.arguments}})
+        return events
+
+    def _part_of_call(self, index: int, part: dict[str, object]) -> bytes:
+        return self._delta(index, _encode({"tool_calls": [part]}), b"null")
+
+    def _delta(self, index: int, delta: bytes, reason: bytes) -> bytes:
         return b"".join(
             (
                 self._head,
                 b'{"index":',
                 str(index).encode(),
-                b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null',
-                self._tail,
-            )
-        )
-
-    def finish(self, index: int, text: str, reason: str) -> bytes:
-        """The last text, then a chunk with an empty delta and the reason, as OpenAI sends them."""
-        return self.text(index, text) + b"".join(
-            (
-                self._head,
-                b'{"index":',
-                str(index).encode(),
-                b',"delta":{},"logprobs":null,"finish_reason":',
-                _encode(reason),
+                b',"delta":',
+                delta,
+                b',"logprobs":null,"finish_reason":',
+                reason,
                 self._tail,
             )
         )

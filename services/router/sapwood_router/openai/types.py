@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+Name = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,18 +47,49 @@ class ContentPart(msgspec.Struct):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct):
+    """What a call calls; ``arguments`` is JSON as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallObject(msgspec.Struct):
+    """A call in an assistant's message, as a client sends it and as it is answered; only functions are understood."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class FunctionDefinition(msgspec.Struct):
+    """A function on offer. What else the client says of it goes to the model's template as it came."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct):
+    """A tool on offer; only functions are understood."""
+
+    type: str
+    function: FunctionDefinition | None = None
+
+
 class Message(msgspec.Struct):
-    """A message of a conversation."""
+    """A message of a conversation; ``reasoning_content`` is an extension, named as in DeepSeek's API, vLLM and SGLang."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    tool_calls: list[ToolCallObject] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
     # A client may send an answer back as it came, with these empty.
     refusal: str | None = None
-    tool_calls: list[Any] | None = None
     function_call: Any = None
     audio: Any = None
-    tool_call_id: str | None = None
 
 
 class ChatRequest(SamplingRequest, kw_only=True):
@@ -64,6 +97,9 @@ class ChatRequest(SamplingRequest, kw_only=True):
 
     messages: list[Message]
     max_completion_tokens: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None  # a string or an object: told apart in tools.py
+    parallel_tool_calls: bool | None = None
 
 
 IGNORED = {
@@ -72,7 +108,6 @@ IGNORED = {
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "parallel_tool_calls",
 }
 """Parameters that never change an answer here."""
 
@@ -95,8 +130,6 @@ COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = _NEUTRAL | {
 CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = _NEUTRAL | {
     "logprobs": (None, False),
     "top_logprobs": (None, 0),
-    "tools": (None, []),
-    "tool_choice": (None, "none"),
     "functions": (None, []),
     "function_call": (None, "none"),
     "response_format": (None, {"type": "text"}),
@@ -148,11 +181,13 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct):
-    """The assistant's turn."""
+    """The assistant's turn; ``content`` is None where there are calls and no text."""
 
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallObject] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):

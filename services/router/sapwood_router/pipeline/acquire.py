@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from sapwood_router.circuit_breaker import Permit
 from sapwood_router.policies.base import Choice, Policy, PromptPages
 from sapwood_router.worker import Lease, Worker
 
 
-def acquire(worker: Worker, choice: Choice, prompt: PromptPages, policy: Policy) -> Lease:
-    """Counts the request on the worker and tells the policy of the placement. The caller releases the lease."""
+def acquire(worker: Worker, choice: Choice, prompt: PromptPages, policy: Policy) -> tuple[Lease, Permit]:
+    """Counts the request on the worker and tells the policy of the placement. The caller releases the lease, and ends
+    the permit of the worker's breaker.
+    """
     assert worker.model is not None
+    permit = worker.breaker.begin()
     policy.placed(worker.address, worker.model.page_size, prompt)
-    return worker.lease(max(1, len(prompt.token_ids) - choice.cached_tokens))
+    return worker.lease(max(1, len(prompt.token_ids) - choice.cached_tokens)), permit

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import secrets
+from dataclasses import replace
+
 from sapwood.v1 import worker_pb2
+from sapwood_common.telemetry import traceparent_var
 from sapwood_router.context import RequestContext
 from sapwood_router.convert import to_worker_request
+from sapwood_router.request_ids import unique_id
+
+
+def fix_seed(context: RequestContext) -> None:
+    """Draws the seed here, if the client gave none: whatever worker goes on with the request then samples the same."""
+    if context.sampling.seed is None:
+        context.sampling = replace(context.sampling, seed=secrets.randbits(64))
 
 
 def build(context: RequestContext) -> worker_pb2.WorkerGenerateRequest:
-    """The request as any worker takes it: the same for each that is tried."""
-    return to_worker_request(context.worker_request_id, context.token_ids, context.sampling)
+    """The request as the next worker takes it: the prompt and what was generated already, with what is left to generate.
+
+    Each try has an id of its own: the worker of the last one may not have learned yet that it is over.
+    """
+    sampling, done = context.sampling, len(context.output_ids)
+    if done and sampling.max_tokens is not None:
+        sampling = replace(sampling, max_tokens=sampling.max_tokens - done)
+    token_ids = context.token_ids + context.output_ids if done else context.token_ids
+    context.attempts += 1
+    request_id = context.worker_request_id if context.attempts == 1 else unique_id(context.request_id)
+    request = to_worker_request(request_id, token_ids, sampling)
+    request.traceparent = traceparent_var.get() or ""
+    return request

@@ -2,66 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
 
-import grpc
-
-from sapwood.v1 import worker_pb2
-from sapwood_common.errors import UnavailableError
-from sapwood_common.status import from_rpc_error
+from sapwood_common.errors import SapwoodError
+from sapwood_router.circuit_breaker import Permit
 from sapwood_router.context import FinishReason, RequestContext
-from sapwood_router.convert import finish_reason_of
 from sapwood_router.detokenize_stream import DetokenizeStream
-from sapwood_router.field_names import to_client_field
-from sapwood_router.pipeline.dispatch import Dispatched
+from sapwood_router.outcome import Outcome, outcome_of
 from sapwood_router.worker import Lease
+from sapwood_router.worker_output import WorkerOutput
+from sapwood_router.worker_session import WorkerStream
 
 
-async def execute(
-    context: RequestContext,
-    dispatched: Dispatched,
-    stream: DetokenizeStream,
-    lease: Lease,
-    lost: Callable[[str], None],
-) -> None:
-    """Runs as the request's second task until the worker is done. Its errors become the stream's.
+class Execution:
+    """One worker's try at a request: takes its outputs as they come, without a task of its own.
 
     Args:
         context: ``output_ids``, ``worker_finish`` and ``cached_tokens`` are filled.
-        dispatched: The worker's call and its first message.
         stream: Takes the tokens.
-        lease: Told when the prompt is prefilled.
-        lost: Told what happened if the worker went away.
+        lease: The request's share of the worker's load; released when the try is over.
+        permit: From the worker's breaker; ended with the first token, or with the failure.
     """
-    message: object = dispatched.first
-    try:
-        while isinstance(message, worker_pb2.WorkerGenerateResponse):
-            if message.token_ids:
-                lease.prefilled()
-            last = _take(context, message, stream)
-            if not last:
-                await stream.room()
-            message = await dispatched.call.read()
-            if last:  # that was the call's end; cancelling it a moment before would look like a lost client
-                return
-        stream.fail(UnavailableError("the worker ended the call before the generation was over", retry_after=1.0))
-    except grpc.aio.AioRpcError as error:
-        if error.code() == grpc.StatusCode.UNAVAILABLE:
-            lost(error.details() or "connection lost")
-        stream.fail(to_client_field(from_rpc_error(error), context.fields))  # no effect if the generation was complete
 
+    def __init__(self, context: RequestContext, stream: DetokenizeStream, lease: Lease, permit: Permit) -> None:
+        self._context = context
+        self._stream = stream
+        self._lease = lease
+        self._permit = permit
+        self._worker_stream: WorkerStream | None = None
+        self._resuming: asyncio.Task[None] | None = None
+        self._ended = False
+        self._over: asyncio.Future[SapwoodError | None] = asyncio.get_running_loop().create_future()
 
-def _take(context: RequestContext, message: worker_pb2.WorkerGenerateResponse, stream: DetokenizeStream) -> bool:
-    """Hands a message's tokens on; returns whether it was the last."""
-    token_ids = message.token_ids
-    context.output_ids.extend(token_ids)
-    reason = finish_reason_of(message.finish_reason)
-    if message.HasField("usage"):
-        context.cached_tokens = message.usage.cached_tokens
-    if reason is None:
-        stream.push(token_ids)
-        return False
-    context.worker_finish = reason
-    # A worker knows no stop strings: it stops at an end token, which is part of the tokens but not of the text.
-    stream.push(token_ids[:-1] if reason is FinishReason.STOP else token_ids, end=True)
-    return True
+    def begin(self, worker_stream: WorkerStream) -> None:
+        """The request was sent."""
+        self._worker_stream = worker_stream
+
+    async def wait(self) -> SapwoodError | None:
+        """How the try ended: None if the worker finished the generation."""
+        return await self._over
+
+    def output(self, output: WorkerOutput) -> None:
+        """See :class:`~sapwood_router.worker_session.StreamSink`."""
+        context, token_ids = self._context, output.token_ids
+        if token_ids:
+            self._lease.prefilled()
+            self._permit.end(Outcome.SUCCESS)
+        if output.cached_tokens is not None and not context.resumptions:
+            context.cached_tokens = output.cached_tokens
+        context.output_ids.extend(token_ids)
+        if output.finish is None:
+            self._stream.push(token_ids)
+            if self._stream.full and self._resuming is None and self._worker_stream is not None:
+                self._worker_stream.pause()
+                self._resuming = asyncio.ensure_future(self._resume(self._worker_stream))
+            return
+        context.worker_finish = output.finish
+        # A worker knows no stop strings: it stops at an end token, which is part of the tokens but not of the text.
+        self._stream.push(token_ids[:-1] if output.finish is FinishReason.STOP else token_ids, end=True)
+        self._end(Outcome.SUCCESS, None)
+
+    def failed(self, error: SapwoodError) -> None:
+        """See :class:`~sapwood_router.worker_session.StreamSink`."""
+        self._end(outcome_of(error), error)
+
+    def close(self) -> None:
+        """Gives the try up. May be called again, and after its end."""
+        self._end(Outcome.NEUTRAL, None)
+
+    def _end(self, outcome: Outcome, error: SapwoodError | None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._permit.end(outcome)
+        self._lease.release()
+        if self._resuming is not None:
+            self._resuming.cancel()
+        if self._worker_stream is not None:
+            self._worker_stream.close()
+        if not self._over.done():  # whoever waited for it may have been cancelled
+            self._over.set_result(error)
+
+    async def _resume(self, worker_stream: WorkerStream) -> None:
+        await self._stream.room()
+        self._resuming = None
+        worker_stream.resume()

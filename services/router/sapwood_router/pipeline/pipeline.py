@@ -1,4 +1,4 @@
-"""The seven stages in order, with retries before the first token and one clean-up for every way a request can end."""
+"""The seven stages in order, and one clean-up for every way a request can end."""
 
 from __future__ import annotations
 
@@ -9,34 +9,23 @@ from collections.abc import Callable
 
 import grpc
 
-from sapwood_common.errors import (
-    DeadlineExceededError,
-    InternalError,
-    RequestCancelledError,
-    ResourceExhaustedError,
-    SapwoodError,
-    UnavailableError,
-)
+from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
 from sapwood_common.status import row_of
 from sapwood_router.context import Delta, RequestContext
 from sapwood_router.detokenize_session import DetokenizeSession
 from sapwood_router.detokenize_stream import DetokenizeStream
-from sapwood_router.pipeline.acquire import acquire
-from sapwood_router.pipeline.build import build
-from sapwood_router.pipeline.dispatch import Dispatched, dispatch
-from sapwood_router.pipeline.execute import execute
+from sapwood_router.observer import RequestObserver
+from sapwood_router.pipeline.attempts import Attempts
+from sapwood_router.pipeline.build import fix_seed
 from sapwood_router.pipeline.prepare import prepare
 from sapwood_router.pipeline.respond import respond
-from sapwood_router.pipeline.select import select
-from sapwood_router.policies.base import Policy, PromptPages
+from sapwood_router.policies.base import Policy
 from sapwood_router.registry import Registry
+from sapwood_router.resume import Failover
+from sapwood_router.retry import RetryPolicy
 from sapwood_router.tokenizer_client import TokenizerClient
-from sapwood_router.worker import Lease, Worker
 
 logger = logging.getLogger(__name__)
-
-_RETRIED = (UnavailableError, ResourceExhaustedError)
-"""Errors of one worker that another may not have."""
 
 
 class Pipeline:
@@ -47,7 +36,10 @@ class Pipeline:
         session: Decodes tokens.
         registry: Knows the workers.
         policy: Chooses one.
-        lost: Told of a worker that went away, and how it showed.
+        failover: Makes each request's account of failures.
+        retry: Grants retries, and counts requests for its budget.
+        resume_grace: Seconds that a request whose worker was lost waits for another to come up.
+        observer: Measures and traces the requests.
     """
 
     def __init__(
@@ -56,16 +48,23 @@ class Pipeline:
         session: DetokenizeSession,
         registry: Registry,
         policy: Policy,
-        lost: Callable[[Worker, str], None],
+        retry: RetryPolicy,
+        failover: Callable[[], Failover],
+        resume_grace: float,
+        observer: RequestObserver,
     ) -> None:
         self.tokenizer = tokenizer
         self.session = session
         self.registry = registry
         self.policy = policy
-        self.lost = lost
+        self.retry = retry
+        self.failover = failover
+        self.resume_grace = resume_grace
+        self.observer = observer
 
     def open(self, context: RequestContext) -> Run:
         """A request's run; the caller reads it with ``next`` and closes it."""
+        self.retry.budget.request()
         return Run(self, context)
 
 
@@ -75,12 +74,10 @@ class Run:
     def __init__(self, pipeline: Pipeline, context: RequestContext) -> None:
         self._pipeline = pipeline
         self._context = context
-        self._lease: Lease | None = None
-        self._worker: Worker | None = None
-        self._prompt: PromptPages | None = None
-        self._dispatched: Dispatched | None = None
+        self._watch = pipeline.observer.watch(context)
         self._stream: DetokenizeStream | None = None
-        self._pump: asyncio.Task[None] | None = None
+        self._attempts: Attempts | None = None
+        self._driver: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._sent_tokens = 0
         self._closed = False
@@ -107,6 +104,7 @@ class Run:
             self.close()
             raise
         self._sent_tokens += len(delta.token_ids)
+        self._watch.delta(len(delta.token_ids))
         if delta.finish is not None:
             self._finished()
             self.close()
@@ -119,67 +117,38 @@ class Run:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._pump is not None and self._context.worker_finish is None:
-            self._pump.cancel()
-        if self._dispatched is not None and self._context.worker_finish is None:
-            self._dispatched.call.cancel()
+        if self._driver is not None:
+            self._driver.cancel()
+        if self._attempts is not None:
+            self._attempts.close()
         if self._stream is not None:
             self._stream.close()
-        if self._lease is not None:
-            self._lease.release()
+        self._watch.close()
         self._log()
 
     async def _start(self) -> DetokenizeStream:
         context, pipeline = self._context, self._pipeline
-        await prepare(context, pipeline.tokenizer)
-        self._prompt = PromptPages(context.token_ids)
-        worker, lease, dispatched = await self._reach_worker(self._prompt)
-        if self._closed:  # the client left while the worker answered
-            dispatched.call.cancel()
+        with self._watch.stage("prepare"):
+            await prepare(context, pipeline.tokenizer)
+        if self._closed:
             raise RequestCancelledError("the client left")
-        self._dispatched = dispatched
-        stream = pipeline.session.open(context.stop, context.skip_special_tokens)
-        self._pump = asyncio.ensure_future(
-            execute(context, dispatched, stream, lease, lambda problem: pipeline.lost(worker, problem))
-        )
-        self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire)
+        fix_seed(context)
+        stream = pipeline.session.open(context.output)
+        self._attempts = Attempts(pipeline, context, stream, self._watch)
+        self._driver = asyncio.ensure_future(self._attempts.run())
+        self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire, stream)
         return stream
 
-    async def _reach_worker(self, prompt: PromptPages) -> tuple[Worker, Lease, Dispatched]:
-        context, pipeline = self._context, self._pipeline
-        request = build(context)
-        tried: dict[str, SapwoodError] = {}
-        while True:
-            try:
-                worker, choice = select(context, prompt, pipeline.registry, pipeline.policy, tried)
-            except UnavailableError as error:
-                # What a worker said tells the client more than that none is left.
-                raise next(reversed(tried.values()), error) from error
-            lease = self._lease = acquire(worker, choice, prompt, pipeline.policy)
-            self._worker = worker
-            try:
-                return worker, lease, await dispatch(context, worker, request)
-            except BaseException as error:
-                lease.release()
-                if not isinstance(error, _RETRIED):
-                    raise
-                tried[worker.address] = error
-                if isinstance(error, UnavailableError):
-                    pipeline.lost(worker, error.message)
-                    error.retry_after = error.retry_after or 1.0
-                logger.info("worker %s: %s; trying another", worker.address, error.message)
-
-    def _expire(self) -> None:
-        if self._stream is not None:
-            self._stream.fail(DeadlineExceededError("the deadline passed"))
-        if self._pump is not None:
-            self._pump.cancel()
+    def _expire(self, stream: DetokenizeStream) -> None:
+        stream.fail(DeadlineExceededError("the deadline passed"))
+        if self._driver is not None:
+            self._driver.cancel()
+        if self._attempts is not None:
+            self._attempts.close()
 
     def _finished(self) -> None:
-        worker, prompt = self._worker, self._prompt
-        assert worker is not None and prompt is not None
-        if worker.model is not None:
-            self._pipeline.policy.finished(worker.address, worker.model.page_size, prompt, self._context.output_ids)
+        assert self._attempts is not None
+        self._attempts.finished()
 
     def _log(self) -> None:
         context = self._context
@@ -190,7 +159,7 @@ class Run:
             status = grpc.StatusCode.CANCELLED if context.usage is None else grpc.StatusCode.OK
         ttft = "-" if context.first_token is None else f"{(context.first_token - context.started) * 1000:.1f}ms"
         logger.info(
-            "request=%s model=%s worker=%s reason=%s prompt=%d cached=%d completion=%d status=%s duration=%.1fms ttft=%s%s",
+            "request=%s model=%s worker=%s reason=%s prompt=%d cached=%d completion=%d status=%s duration=%.1fms ttft=%s%s%s",
             context.request_id,
             context.model or "-",
             context.worker,
@@ -201,5 +170,6 @@ class Run:
             status.name,
             (now - context.started) * 1000,
             ttft,
+            f" resumptions={context.resumptions}" if context.resumptions else "",
             "" if context.error is None else f" error={context.error.message!r}",
         )

@@ -1,4 +1,4 @@
-"""Stage 7: what became text is what the client gets, with the tokens it stands for, and at the end the account."""
+"""Stage 7: what became output is what the client gets, with the tokens it stands for, and at the end the account."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import time
 
 from sapwood_common.errors import InternalError
 from sapwood_router.context import Delta, Finish, FinishReason, RequestContext, Usage
-from sapwood_router.detokenize_stream import TextChunk
+from sapwood_router.detokenize_stream import OutputChunk
 
 
-def respond(context: RequestContext, chunk: TextChunk, sent_tokens: int) -> Delta:
+def respond(context: RequestContext, chunk: OutputChunk, sent_tokens: int) -> Delta:
     """The client's next delta.
 
     Args:
         context: ``first_token`` and ``usage`` are filled when it is time.
-        chunk: New text.
+        chunk: New output.
         sent_tokens: How many of the request's tokens earlier deltas carried.
     """
     if context.first_token is None:
         context.first_token = time.perf_counter()
+    if not context.parallel_tool_calls:
+        chunk.output.tool_calls = [call for call in chunk.output.tool_calls if call.index == 0]
     if not chunk.ended:
-        return Delta(chunk.text, context.output_ids[sent_tokens : chunk.tokens])
+        return Delta(chunk.output, context.output_ids[sent_tokens : chunk.tokens])
     if chunk.stop_match is not None:
         reason, tokens = FinishReason.STOP, chunk.tokens
     elif context.worker_finish is not None:
@@ -28,4 +30,4 @@ def respond(context: RequestContext, chunk: TextChunk, sent_tokens: int) -> Delt
     else:
         raise InternalError("the tokenizer ended a stream that was not over")
     context.usage = Usage(len(context.token_ids), tokens, context.cached_tokens)
-    return Delta(chunk.text, context.output_ids[sent_tokens:tokens], Finish(reason, context.usage, chunk.stop_match))
+    return Delta(chunk.output, context.output_ids[sent_tokens:tokens], Finish(reason, context.usage, chunk.stop_match))

@@ -22,7 +22,9 @@ def select(
     """
     model = registry.resolve(context.model)
     context.model = model
-    workers = [worker for worker in registry.available(model) if worker.address not in tried]
+    workers = [
+        worker for worker in registry.available(model) if worker.address not in tried and worker.breaker.admits()
+    ]
     if not workers:
         raise UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER)
     length = len(prompt.token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from sapwood.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.server import ServiceServer
 from sapwood_common.telemetry import request_id_var
+from sapwood_router.testing.fake_parser import REASONING_PARSER, TOOL_PARSER, FakeParser
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -29,6 +31,7 @@ def encode(text: str) -> list[int]:
 @dataclass(slots=True)
 class _Stream:
     stop: tuple[str, ...]
+    parser: FakeParser
     decoder: codecs.IncrementalDecoder = field(default_factory=codecs.getincrementaldecoder("utf-8"))
     held: str = ""
     tokens: int = 0
@@ -38,11 +41,19 @@ class _Stream:
 
 
 class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
-    """The service. Detokenize holds back what may begin a stop string, as the real one does."""
+    """The service. Detokenize holds back what may begin a stop string or a marker of its parsers, as the real one does."""
 
     def __init__(self) -> None:
         self.port = 0
         self.request_ids: list[str] = []
+        self.tool_parser = TOOL_PARSER
+        self.reasoning_parser = REASONING_PARSER
+        """What GetInfo says fits the model."""
+        self.reasoning_open: bool | None = None
+        """What ApplyChatTemplate says of each prompt."""
+        self.chats: list[tokenizer_pb2.ApplyChatTemplateRequest] = []
+        self.options: list[tokenizer_pb2.DetokenizeOptions] = []
+        """What each stream was opened with."""
         self.open_streams: set[int] = set()
         self.messages = 0
         self.hold = False
@@ -77,20 +88,40 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def ApplyChatTemplate(  # noqa: N802
         self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: Context
     ) -> tokenizer_pb2.ApplyChatTemplateResponse:
-        """``<role>content`` for each turn, and ``<assistant>``; a turn of the system's must come first."""
+        """``<role>content`` for each turn, and ``<assistant>``; a turn of the system's must come first.
+
+        Tools must be a JSON array, and the arguments of calls JSON objects; the text does not show them.
+        """
         self.request_ids.append(request_id_var.get())
+        self.chats.append(request)
+        if request.tools and not isinstance(_from_json(request.tools), list):
+            raise InvalidArgumentError("tools is a JSON array of objects", field="tools")
         for index, message in enumerate(request.messages):
             if message.role == "system" and index > 0:
                 raise InvalidArgumentError("system comes first", field=f"messages[{index}].role")
+            for number, call in enumerate(message.tool_calls):
+                if not isinstance(_from_json(call.arguments), dict):
+                    field_name = f"messages[{index}].tool_calls[{number}].arguments"
+                    raise InvalidArgumentError("the arguments of a call are a JSON object", field=field_name)
         text = "".join(f"<{message.role}>{message.content}" for message in request.messages) + "<assistant>"
-        return tokenizer_pb2.ApplyChatTemplateResponse(text=text, tokens=common_pb2.TokenIds(ids=encode(text)))
+        return tokenizer_pb2.ApplyChatTemplateResponse(
+            text=text, tokens=common_pb2.TokenIds(ids=encode(text)), reasoning_open=self.reasoning_open
+        )
 
     async def GetInfo(  # noqa: N802
         self, request: tokenizer_pb2.GetInfoRequest, context: Context
     ) -> tokenizer_pb2.GetInfoResponse:
         """Describes itself."""
         return tokenizer_pb2.GetInfoResponse(
-            model="fake", vocab_size=256 + _OFFSET, bos_token_id=BOS, eos_token_ids=[EOS], has_chat_template=True
+            model="fake",
+            vocab_size=256 + _OFFSET,
+            bos_token_id=BOS,
+            eos_token_ids=[EOS],
+            has_chat_template=True,
+            tool_parsers=[TOOL_PARSER],
+            reasoning_parsers=[REASONING_PARSER],
+            tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
         )
 
     async def Detokenize(  # noqa: N802
@@ -105,6 +136,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
                 continue
             response = tokenizer_pb2.DetokenizeResponse()
             for item in request.inputs:
+                if item.HasField("options"):
+                    self.options.append(item.options)
                 output = _feed(streams, item)
                 if output is not None:
                     response.outputs.append(output)
@@ -118,7 +151,7 @@ def _feed(streams: dict[int, _Stream], item: tokenizer_pb2.DetokenizeInput) -> t
         streams.pop(item.stream_id, None)
         return None
     if item.HasField("options"):
-        streams[item.stream_id] = _Stream(tuple(item.options.stop))
+        streams[item.stream_id] = _Stream(tuple(item.options.stop), FakeParser(item.options))
     stream = streams.get(item.stream_id)
     if stream is None:  # it met a stop string while this was on its way
         return None
@@ -153,7 +186,15 @@ def _feed(streams: dict[int, _Stream], item: tokenizer_pb2.DetokenizeInput) -> t
     while stream.marks and stream.marks[0][0] <= stream.sent:
         stream.consumed = max(stream.consumed, stream.marks.pop(0)[1])
     output.tokens_consumed = stream.consumed
+    stream.parser.feed(output)
     return output
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _held_back(text: str, stops: tuple[str, ...]) -> int:

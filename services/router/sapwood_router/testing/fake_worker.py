@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import grpc
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from sapwood_common.errors import InvalidArgumentError, NotFoundError, SapwoodError
+from sapwood_common.errors import InvalidArgumentError, NotFoundError, SapwoodError, UnavailableError
 from sapwood_common.page_hash import hash_pages
 from sapwood_common.server import ServiceServer
+from sapwood_common.status import code_number
 from sapwood_common.telemetry import request_id_var
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _NAME = "sapwood.v1.Worker"
+_LONG_LIVED = frozenset({f"/{_NAME}/WatchLoad", f"/{_NAME}/Session"})
 _epochs = itertools.count(1)
 
 
@@ -64,6 +67,63 @@ class SeenCall:
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+class _Session:
+    """The streams of one Session call."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._paused: set[int] = set()
+        self._ready: dict[int, worker_pb2.SessionOutput] = {}
+        self._taken = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._heartbeat = 0.2
+
+    async def read(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
+        async for request in requests:
+            if request.HasField("heartbeat_ms"):
+                self._heartbeat = request.heartbeat_ms / 1000
+            for submit in request.submits:
+                self._submit(submit)
+            for stream_id in request.aborts:
+                if stream_id in self._tasks:
+                    self._tasks.pop(stream_id).cancel()
+                self._ready.pop(stream_id, None)
+            self._paused |= set(request.pauses)
+            self._paused -= set(request.resumes)
+            self._wake.set()
+
+    async def next_response(self) -> worker_pb2.SessionResponse:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), self._heartbeat)
+        self._wake.clear()
+        response = worker_pb2.SessionResponse(load=self._worker.load, draining=self._worker.draining)
+        for stream_id in [stream_id for stream_id in self._ready if stream_id not in self._paused]:
+            response.outputs.append(self._ready.pop(stream_id))
+        self._taken.set()
+        self._taken = asyncio.Event()
+        return response
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _submit(self, submit: worker_pb2.SessionSubmit) -> None:
+        stream_id = submit.stream_id
+        client_id = submit.request.request_id.rpartition(".")[0]
+        call = SeenCall(submit.request, client_id, submit.timeout_ms / 1000 if submit.HasField("timeout_ms") else None)
+
+        async def put(output: worker_pb2.SessionOutput) -> None:
+            output.stream_id = stream_id
+            while stream_id in self._ready:
+                await self._taken.wait()
+            self._ready[stream_id] = output
+            self._wake.set()
+
+        task = self._tasks[stream_id] = asyncio.ensure_future(self._worker.run(call, put))
+        task.add_done_callback(lambda _: self._tasks.pop(stream_id, None))
+
+
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """The service. Script tokens are followed by the end token where they end with STOP; pages seen before count as cached.
 
@@ -87,6 +147,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._load_changed = asyncio.Event()
         self._server: ServiceServer | None = None
         self.port = 0
+        self.draining = False
+        self.silent = False
+        """While set, sessions read but say nothing, as if the process hung."""
 
     @property
     def address(self) -> str:
@@ -95,7 +158,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def start(self) -> None:
         """Listens, on the port it had before if it was started before; serves at once."""
-        self._server = ServiceServer("127.0.0.1", self.port, [_NAME], uncounted=frozenset({f"/{_NAME}/WatchLoad"}))
+        self._server = ServiceServer("127.0.0.1", self.port, [_NAME], uncounted=_LONG_LIVED)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server.grpc)
         self.port = await self._server.start()
         await self._server.set_serving(True)
@@ -112,6 +175,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         """Sets the health it reports."""
         assert self._server is not None
         await self._server.set_serving(serving)
+        self.draining = not serving
 
     def report(self, load: worker_pb2.LoadReport) -> None:
         """Pushes a load report to whoever watches."""
@@ -124,13 +188,50 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.WorkerGenerateResponse]:
         """Answers as the script says."""
         call = SeenCall(request, request_id_var.get(), context.time_remaining())
-        self.calls.append(call)
         context.add_done_callback(cast(Any, lambda _: self._over(call)))
-        if len(request.token_ids) > self._context_length:
-            call.outcome = "failed"
-            raise InvalidArgumentError("the prompt is longer than the context", field="token_ids")
+        async for response in self._answer(call):
+            yield response
+
+    async def Session(  # noqa: N802
+        self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        """Answers each submit as the script says; one unread message a stream at most."""
+        session = _Session(self)
+        context.add_done_callback(cast(Any, lambda _: session.close()))
+        info = await self.GetModelInfo(worker_pb2.GetModelInfoRequest(), context)
+        reader = asyncio.ensure_future(session.read(request_iterator))
         try:
-            async for response in self._responses(request):
+            yield worker_pb2.SessionResponse(info=info, load=self.load, draining=self.draining)
+            while not reader.done():
+                response = await session.next_response()
+                if not self.silent:
+                    yield response
+        finally:
+            reader.cancel()
+            session.close()
+
+    async def run(self, call: SeenCall, put: Callable[[worker_pb2.SessionOutput], Awaitable[None]]) -> None:
+        """One stream of a session, from its submit to its end."""
+        try:
+            async for response in self._answer(call):
+                await put(worker_pb2.SessionOutput(response=response))
+            if call.sent_tokens == 0 or not response.finish_reason:
+                raise UnavailableError("the script ended without a finish")
+        except SapwoodError as error:
+            wait = None if error.retry_after is None else round(error.retry_after * 1000)
+            failure = worker_pb2.GenerationError(
+                code=code_number(error), message=error.message, field=error.field or "", retry_after_ms=wait
+            )
+            await put(worker_pb2.SessionOutput(error=failure))
+        finally:
+            self._over(call)
+
+    async def _answer(self, call: SeenCall) -> AsyncIterator[worker_pb2.WorkerGenerateResponse]:
+        self.calls.append(call)
+        try:
+            if len(call.request.token_ids) > self._context_length:
+                raise InvalidArgumentError("the prompt is longer than the context", field="token_ids")
+            async for response in self._responses(call.request):
                 yield response
                 call.sent_tokens += len(response.token_ids)
             call.outcome = "finished"

@@ -120,22 +120,22 @@ class Attention(Layer):
                 eps=0.0 if norm is None else norm.norm.eps,
             )
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
-        """[T, hidden_size] -> [T, hidden_size]; writes this step's keys and values to the cache."""
-        result: Tensor = self.output(self._context(x, angles, plan))
+    def forward(self, hidden: Tensor, norm: RMSNorm, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
+        """[T, hidden_size], still to be normed -> [T, hidden_size]; writes this step's keys and values to the cache."""
+        result: Tensor = self.output(self._context(hidden, norm, angles, plan))
         return result
 
-    def add_to(self, residual: Tensor, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> None:
-        """Adds the output for ``x`` to ``residual`` in place."""
-        self.output.add_to(residual, self._context(x, angles, plan))
+    def add_to(self, hidden: Tensor, norm: RMSNorm, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> None:
+        """Adds the output for ``hidden`` to it in place."""
+        self.output.add_to(hidden, self._context(hidden, norm, angles, plan))
 
-    def _context(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
+    def _context(self, hidden: Tensor, norm: RMSNorm, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         if self._fused is not None:
             keys, values, slots = plan.destination(self._constants)
             cos, sin = angles
-            query = self._fused(self.qkv(x), cos[:, 0], sin[:, 0], keys, values, slots)
+            query = self._fused(self.qkv.normed(hidden, norm), cos[:, 0], sin[:, 0], keys, values, slots)
             return plan.attend_cached(self._constants, query)
-        heads = self.qkv(x).view(self._shape)
+        heads = self.qkv.normed(hidden, norm).view(self._shape)
         query_key, value = heads[:, : self._rotated], heads[:, self._rotated :]
         if self.qk_norm is not None:
             query_key = self.qk_norm(query_key)

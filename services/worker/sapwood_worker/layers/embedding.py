@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sapwood_kernels import cpu
 from sapwood_worker.layers.layer import Layer
+from sapwood_worker.layers.norm import RMSNorm
 from sapwood_worker.layers.weight_slot import WeightSlot, WeightSlots
 
 
@@ -55,6 +58,7 @@ class LMHead(Layer):
         self._tied = tied
         self._softcap = softcap
         self._packed: cpu.PackedLinear | None = None
+        self._one_row: Callable[..., Tensor] | None = None
 
     def weights(self, prefix: str) -> WeightSlots:
         """The slots of its tensors under ``prefix``."""
@@ -64,11 +68,19 @@ class LMHead(Layer):
         """Called once when weights are loaded."""
         if cpu.can_pack(self.weight):
             self._packed = cpu.PackedLinear(self.weight, None)
+        elif self.weight.device.type == "cuda":
+            from sapwood_kernels.triton_gemv import gemv  # triton is there only with CUDA builds of torch
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[R, hidden_size] -> float32 [R, vocab_size]."""
-        logits = self._packed(hidden) if self._packed is not None else F.linear(hidden, self.weight)
-        logits = logits.float()
+            self._one_row = gemv
+
+    def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        """[R, hidden_size], still to be normed -> float32 [R, vocab_size]."""
+        if self._one_row is not None and hidden.shape[0] == 1:
+            logits = self._one_row(hidden, self.weight, norm=(norm.weight, norm.eps), dtype=torch.float32)
+        elif self._packed is not None:
+            logits = self._packed(norm(hidden))
+        else:
+            logits = F.linear(norm(hidden), self.weight).float()
         if self._softcap is not None:
             logits = logits.div_(self._softcap).tanh_().mul_(self._softcap)
         return logits

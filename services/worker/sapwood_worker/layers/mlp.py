@@ -9,7 +9,8 @@ from torch import Tensor
 
 from sapwood_kernels import cpu, reference
 from sapwood_worker.layers.layer import Layer
-from sapwood_worker.layers.linear import Linear
+from sapwood_worker.layers.linear import Gate, Linear
+from sapwood_worker.layers.norm import RMSNorm
 from sapwood_worker.layers.weight_slot import WeightSlots
 
 
@@ -39,6 +40,7 @@ class GatedMLP(Layer):
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up = Linear(hidden_size, parts, bias, dtype, device)
         self.down = Linear(intermediate_size, {"down_proj": hidden_size}, bias, dtype, device)
+        self._gate: Gate = "gelu_tanh" if gelu else "silu"
         self._activate = _activation(device, gelu=gelu)
 
     def weights(self, prefix: str) -> WeightSlots:
@@ -50,14 +52,14 @@ class GatedMLP(Layer):
         self.gate_up.prepare()
         self.down.prepare()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden_size] -> [T, hidden_size]."""
-        result: Tensor = self.down(self._activate(self.gate_up(x)))
+    def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        """[T, hidden_size], still to be normed -> [T, hidden_size]."""
+        result: Tensor = self.down(self.gate_up.gated(hidden, norm, self._gate, self._activate))
         return result
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """Adds the output for ``x`` to ``residual`` in place."""
-        self.down.add_to(residual, self._activate(self.gate_up(x)))
+    def add_to(self, hidden: Tensor, norm: RMSNorm) -> None:
+        """Adds the output for ``hidden`` to it in place."""
+        self.down.add_to(hidden, self.gate_up.gated(hidden, norm, self._gate, self._activate))
 
 
 def _activation(device: torch.device, *, gelu: bool) -> Callable[[Tensor], Tensor]:

@@ -157,5 +157,5 @@ class DecoderModel(Layer):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] as :meth:`forward` returns -> float32 [R, vocab_size]."""
-        result: Tensor = self.head(self.norm(hidden))
+        result: Tensor = self.head(hidden, self.norm)
         return result

@@ -36,6 +36,6 @@ class Gemma3DecoderLayer(DecoderLayer):
 
     def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
         """See :class:`DecoderLayer`."""
-        hidden += self.after_attention(self.attention(self.before_attention(hidden), angles, plan))
-        hidden += self.after_mlp(self.mlp(self.before_mlp(hidden)))
+        hidden += self.after_attention(self.attention(hidden, self.before_attention, angles, plan))
+        hidden += self.after_mlp(self.mlp(hidden, self.before_mlp))
         return hidden

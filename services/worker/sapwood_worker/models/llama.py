@@ -32,6 +32,6 @@ class LlamaDecoderLayer(DecoderLayer):
 
     def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
         """See :class:`DecoderLayer`."""
-        self.attention.add_to(hidden, self.before_attention(hidden), angles, plan)
-        self.mlp.add_to(hidden, self.before_mlp(hidden))
+        self.attention.add_to(hidden, self.before_attention, angles, plan)
+        self.mlp.add_to(hidden, self.before_mlp)
         return hidden

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_worker.cache.eviction import EvictionName
 from sapwood_worker.cache.hierarchical import HierarchicalCache
+from sapwood_worker.cache.kv_events import KvEvent, KvEventLog
 from sapwood_worker.cache.page_allocator import PageAllocator
 from sapwood_worker.cache.page_table import PageTable
 from sapwood_worker.cache.prefix_cache import PrefixCache
@@ -46,6 +47,8 @@ class SchedulerConfig:
         policy: Order of admission.
         prefix_cache: Whether finished work is kept for requests to come.
         eviction: Which cached prefix goes first when room is needed.
+        kv_events: Whether to note what the prefix cache stores and removes; :meth:`Scheduler.take_kv_events` must then be
+            called after each step.
         conservativeness: How much of the pages that running requests are expected to need is kept for them at admission.
     """
 
@@ -59,6 +62,7 @@ class SchedulerConfig:
     policy: PolicyName = "fcfs"
     prefix_cache: bool = True
     eviction: EvictionName = "lru"
+    kv_events: bool = False
     conservativeness: float = 1.0
 
 
@@ -76,6 +80,7 @@ class Scheduler:
         self._limit = min(config.context_length, config.num_pages * config.page_size)
         self._allocator = PageAllocator(config.num_pages)
         table = PageTable(config.max_running, -(-self._limit // config.page_size))
+        self._kv_events = KvEventLog() if config.kv_events else None
         self._cache = PrefixCache(
             self._allocator,
             table,
@@ -83,6 +88,7 @@ class Scheduler:
             enabled=config.prefix_cache,
             eviction=config.eviction,
             below=tiers,
+            events=self._kv_events,
         )
         self._waiting = WaitingQueue(config.max_waiting)
         self._running = RunningBatch(table, self._cache, config.page_size)
@@ -197,6 +203,10 @@ class Scheduler:
     def flush_cache(self) -> int:
         """Empties the prefix cache of what no running request holds; returns the number of pages freed."""
         return self._cache.flush()
+
+    def take_kv_events(self) -> list[KvEvent]:
+        """Removes and returns what the prefix cache stored and removed since the last call, in order."""
+        return [] if self._kv_events is None else self._kv_events.take()
 
     def load(self) -> Load:
         """The load now. O(running)."""

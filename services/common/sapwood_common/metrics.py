@@ -1,0 +1,206 @@
+"""Prometheus metrics: made in an injected registry, with labels whose values are bounded, and served over HTTP.
+
+A label takes only values that it knows; anything else is counted under ``other``, so that no client can make series.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from sapwood_common.errors import ConfigError
+
+OTHER = "other"
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+"""Buckets from a decode step to a long generation."""
+
+MetricT = TypeVar("MetricT", bound=Counter | Gauge | Histogram)
+
+
+class Label(Protocol):
+    """The values that a label may take."""
+
+    def bound(self, value: str) -> str:
+        """``value`` if it is one of them, else ``other``."""
+        ...
+
+    def describe(self) -> str:
+        """For the documentation."""
+        ...
+
+
+class OneOf:
+    """A label with known values."""
+
+    def __init__(self, *values: str) -> None:
+        self._values = frozenset(values)
+        self._shown = ", ".join(values)
+
+    def bound(self, value: str) -> str:
+        """See Label."""
+        return value if value in self._values else OTHER
+
+    def describe(self) -> str:
+        """See Label."""
+        return self._shown
+
+
+class AtMost:
+    """A label whose values are not known beforehand, such as addresses: the first ``limit`` different ones are kept."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._seen: set[str] = set()
+
+    def bound(self, value: str) -> str:
+        """See Label. Remembers the value while there is room."""
+        if value in self._seen:
+            return value
+        if len(self._seen) >= self._limit:
+            return OTHER
+        self._seen.add(value)
+        return value
+
+    def describe(self) -> str:
+        """See Label."""
+        return f"at most {self._limit}"
+
+
+Labels = Mapping[str, Label]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """A metric as it is documented."""
+
+    name: str
+    kind: str
+    help: str
+    labels: Labels
+
+
+class Family(Generic[MetricT]):
+    """One metric with all its label values."""
+
+    def __init__(self, metric: MetricT, labels: Labels) -> None:
+        self._metric: MetricT = metric
+        self._labels = labels
+
+    def at(self, **values: str) -> MetricT:
+        """The series of these label values; what a label does not know is ``other``."""
+        if not self._labels:
+            return self._metric
+        bounded = [label.bound(values[name]) for name, label in self._labels.items()]
+        return cast(MetricT, self._metric.labels(*bounded))
+
+
+Reading = tuple[Sequence[str], float]
+"""Label values in order, and the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Polled:
+    spec: MetricSpec
+    read: Callable[[], Iterable[Reading]]
+
+
+@dataclass(slots=True, eq=False)
+class _PolledCollector(Collector):
+    polled: list[_Polled] = field(default_factory=list)
+
+    def collect(self) -> Iterable[Any]:
+        for item in self.polled:
+            spec = item.spec
+            make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+            family = make(spec.name, spec.help, labels=list(spec.labels))
+            totals: dict[tuple[str, ...], float] = {}
+            for values, value in item.read():
+                key = tuple(label.bound(text) for label, text in zip(spec.labels.values(), values, strict=True))
+                totals[key] = totals.get(key, 0.0) + value
+            for key, value in totals.items():
+                family.add_metric(list(key), value)
+            yield family
+
+
+class MetricSet:
+    """Makes the metrics of one service.
+
+    Args:
+        registry: Where they are; a fresh one unless given.
+
+    Attributes:
+        specs: What was made, in order, for the documentation.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry if registry is not None else CollectorRegistry()
+        self.specs: list[MetricSpec] = []
+        self._polled = _PolledCollector()
+        self.registry.register(self._polled)
+        ProcessCollector(registry=self.registry)
+
+    def counter(self, name: str, text: str, **labels: Label) -> Family[Counter]:
+        """A counter; its name ends in ``_total``."""
+        self._note(name, "counter", text, labels)
+        return Family(Counter(name, text, tuple(labels), registry=self.registry), labels)
+
+    def gauge(self, name: str, text: str, **labels: Label) -> Family[Gauge]:
+        """A gauge."""
+        self._note(name, "gauge", text, labels)
+        return Family(Gauge(name, text, tuple(labels), registry=self.registry), labels)
+
+    def histogram(
+        self, name: str, text: str, *, buckets: Sequence[float] = SECONDS, **labels: Label
+    ) -> Family[Histogram]:
+        """A histogram, in seconds unless ``buckets`` says otherwise."""
+        self._note(name, "histogram", text, labels)
+        return Family(Histogram(name, text, tuple(labels), registry=self.registry, buckets=buckets), labels)
+
+    def polled(self, kind: str, name: str, text: str, read: Callable[[], Iterable[Reading]], **labels: Label) -> None:
+        """A gauge or counter whose values are read when they are asked for, possibly in another thread.
+
+        Args:
+            kind: ``gauge`` or ``counter``.
+            name: Its name.
+            text: What it says.
+            read: Gives label values and value of each series.
+            labels: Its labels.
+        """
+        self._note(name, kind, text, labels)
+        self._polled.polled.append(_Polled(self.specs[-1], read))
+
+    def _note(self, name: str, kind: str, text: str, labels: Labels) -> None:
+        assert (kind == "counter") == name.endswith("_total"), name
+        self.specs.append(MetricSpec(name, kind, text, labels))
+
+
+class MetricsServer:
+    """Serves a registry under ``/metrics`` on a port of its own, in a thread.
+
+    Args:
+        registry: What is served.
+        host: Address to listen on.
+        port: 0 takes a free one.
+
+    Raises:
+        ConfigError: The port cannot be listened on.
+    """
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port} for metrics: {error.strerror or error}") from error
+        self.port = int(self._server.server_port)
+
+    def close(self) -> None:
+        """Stops serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,157 @@
+"""What is measured and traced of a request on its way through the pipeline.
+
+The pipeline calls a :class:`RequestWatch`; nothing here changes what it does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from sapwood_common.metrics import MetricSet
+from sapwood_common.status import row_of
+from sapwood_common.telemetry import traceparent_var
+from sapwood_common.tracing import Attribute, NoTracing, Span, Tracing, child_span
+from sapwood_router.router_metrics import RouterMetrics
+
+if TYPE_CHECKING:
+    from sapwood_common.errors import SapwoodError
+    from sapwood_router.context import RequestContext
+
+
+class RequestObserver:
+    """Metrics and spans of requests.
+
+    Args:
+        metrics: The router's.
+        tracing: Where spans go.
+    """
+
+    def __init__(self, metrics: RouterMetrics, tracing: Tracing) -> None:
+        self.metrics = metrics
+        self.tracing = tracing
+
+    def watch(self, context: RequestContext) -> RequestWatch:
+        """A request came; to be called in the task that serves it."""
+        return RequestWatch(self, context)
+
+
+def quiet_observer() -> RequestObserver:
+    """One whose measurements nobody sees."""
+    return RequestObserver(RouterMetrics(MetricSet()), NoTracing())
+
+
+class RequestWatch:
+    """One request under observation.
+
+    Attributes:
+        traceparent: Of the request's span: what its stages, in whichever task they run, have as their parent.
+    """
+
+    def __init__(self, observer: RequestObserver, context: RequestContext) -> None:
+        self._metrics = observer.metrics
+        self._tracing = observer.tracing
+        self._context = context
+        self._last = context.started
+        self._closed = False
+        self._metrics.running.at().inc()
+        self._span: Span = self._tracing.start(
+            "generate", parent=traceparent_var.get(), attributes=_asked(context) if self._tracing.on else None
+        )
+        self.traceparent = self._span.traceparent
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """A stage of the pipeline, around the body: what the body calls is traced as the stage's child."""
+        started = time.perf_counter()
+        token = traceparent_var.set(self.traceparent)
+        try:
+            with child_span(self._tracing, name):
+                yield
+        finally:
+            traceparent_var.reset(token)
+            self._metrics.stage.at(stage=name).observe(time.perf_counter() - started)
+
+    def selected(self, reason: str) -> None:
+        """A worker was chosen."""
+        self._metrics.selections.at(reason=reason).inc()
+
+    def retried(self, error: SapwoodError) -> None:
+        """A worker failed the request, and another is tried."""
+        self._metrics.retries.at(code=row_of(error).grpc.name).inc()
+
+    def resumed(self) -> None:
+        """The stream goes on, on another worker, after tokens had come."""
+        self._metrics.resumptions.at().inc()
+
+    def delta(self, tokens: int) -> None:
+        """The client gets a delta with so many tokens."""
+        now = time.perf_counter()
+        context = self._context
+        model = context.model or "-"
+        if self._last == context.started:
+            self._metrics.first_token.at(model=model).observe(now - context.started)
+        elif tokens:
+            self._metrics.inter_token.at(model=model).observe((now - self._last) / tokens)
+        self._last = now
+
+    def close(self) -> None:
+        """The request ended; ``usage`` and ``error`` of its context say how. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self._metrics.running.at().dec()
+        context, metrics = self._context, self._metrics
+        code = "CANCELLED" if context.usage is None else "OK"
+        if context.error is not None:
+            code = row_of(context.error).grpc.name
+        if context.worker != "-":  # a model that a worker serves: what clients made up is no label
+            model = context.model or "-"
+            generated = len(context.output_ids) if context.usage is None else context.usage.completion_tokens
+            metrics.prompt_tokens.at(model=model).inc(len(context.token_ids))
+            metrics.cached_tokens.at(model=model).inc(context.cached_tokens)
+            metrics.completion_tokens.at(model=model).inc(generated)
+        else:
+            model = "-"
+        metrics.requests.at(model=model, code=code).inc()
+        metrics.seconds.at(model=model, code=code).observe(time.perf_counter() - context.started)
+        if self._tracing.on:
+            for name, value in _answered(context, code).items():
+                self._span.set(name, value)
+        self._span.end(error=None if code == "OK" else code if context.error is None else context.error.message)
+
+
+# OpenTelemetry's semantic conventions for generative AI.
+def _asked(context: RequestContext) -> dict[str, Attribute]:
+    sampling = context.sampling
+    given: dict[str, Attribute | None] = {
+        "gen_ai.operation.name": "text_completion" if context.fields.prompt in ("text", "prompt") else "chat",
+        "gen_ai.provider.name": "sapwood",
+        "gen_ai.request.model": context.model,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.seed": sampling.seed,
+        "gen_ai.request.stop_sequences": list(context.output.stop) or None,
+        "sapwood.request_id": context.request_id,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _answered(context: RequestContext, code: str) -> dict[str, Attribute]:
+    attributes: dict[str, Attribute] = {
+        "gen_ai.response.model": context.model or "-",
+        "gen_ai.usage.input_tokens": len(context.token_ids),
+        "gen_ai.usage.output_tokens": len(context.output_ids),
+        "gen_ai.usage.cache_read.input_tokens": context.cached_tokens,
+        "sapwood.worker": context.worker,
+        "sapwood.selection_reason": context.reason,
+        "sapwood.status": code,
+        "sapwood.resumptions": context.resumptions,
+    }
+    if context.worker_finish is not None:
+        attributes["gen_ai.response.finish_reasons"] = [context.worker_finish.value]
+    return attributes

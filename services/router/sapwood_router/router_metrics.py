@@ -1,0 +1,101 @@
+"""The router's metrics; docs/metrics.md lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sapwood_common.metrics import AtMost, MetricSet, OneOf, Reading
+from sapwood_common.rpc_telemetry import CODES
+from sapwood_router.circuit_breaker import BreakerState
+from sapwood_router.registry import Registry
+from sapwood_router.worker import Worker
+
+STAGES = ("prepare", "select", "dispatch", "execute")
+_MOST_MODELS = 32
+_MOST_REASONS = 32
+_MOST_WORKERS = 256
+
+
+class RouterMetrics:
+    """Makes them.
+
+    Args:
+        metrics: Where they are made.
+    """
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._metrics = metrics
+        model = AtMost(_MOST_MODELS)  # of models that workers serve: an unknown name gets no metric
+        self.requests = metrics.counter(
+            "sapwood_router_requests_total", "Generations that ended, by gRPC status.", model=model, code=CODES
+        )
+        self.running = metrics.gauge("sapwood_router_running_requests", "Generations under way.")
+        self.first_token = metrics.histogram(
+            "sapwood_router_time_to_first_token_seconds", "From the request to its first text.", model=model
+        )
+        self.inter_token = metrics.histogram(
+            "sapwood_router_inter_token_seconds",
+            "Between one delta and the next, divided by the tokens it carries.",
+            model=model,
+        )
+        self.seconds = metrics.histogram(
+            "sapwood_router_request_seconds", "From the request to its end.", model=model, code=CODES
+        )
+        self.stage = metrics.histogram(
+            "sapwood_router_stage_seconds", "Time in the stages of the pipeline that take any.", stage=OneOf(*STAGES)
+        )
+        self.prompt_tokens = metrics.counter(
+            "sapwood_router_prompt_tokens_total", "Prompt tokens of generations that ended.", model=model
+        )
+        self.cached_tokens = metrics.counter(
+            "sapwood_router_cached_tokens_total", "Of these, tokens that the worker had cached.", model=model
+        )
+        self.completion_tokens = metrics.counter(
+            "sapwood_router_completion_tokens_total", "Tokens generated.", model=model
+        )
+        self.selections = metrics.counter(
+            "sapwood_router_selections_total", "Workers chosen, by the policy's reason.", reason=AtMost(_MOST_REASONS)
+        )
+        self.retries = metrics.counter(
+            "sapwood_router_retries_total", "Further workers tried, by the status of the failed try.", code=CODES
+        )
+        self.resumptions = metrics.counter(
+            "sapwood_router_resumptions_total", "Streams that went on, on another worker, after theirs failed them."
+        )
+        self.losses = metrics.counter(
+            "sapwood_router_worker_losses_total",
+            "Sessions with a worker that broke or fell silent.",
+            worker=AtMost(_MOST_WORKERS),
+        )
+
+    def watch(self, registry: Registry) -> None:
+        """Adds what is read from the registry when it is asked for."""
+
+        def polled(name: str, text: str, read: str) -> None:
+            self._metrics.polled("gauge", name, text, lambda: _of_each(registry, read), worker=AtMost(_MOST_WORKERS))
+
+        polled("sapwood_router_worker_available", "1 if the worker can take requests.", "available")
+        polled("sapwood_router_worker_breaker_closed", "1 unless its circuit breaker keeps requests off.", "breaker")
+        polled("sapwood_router_worker_in_flight_requests", "This router's requests on the worker.", "in_flight")
+        polled("sapwood_router_worker_pending_tokens", "Prompt tokens sent and not prefilled yet.", "pending_tokens")
+        polled("sapwood_router_worker_used_page_share", "Share of its pages that running requests hold.", "used_share")
+
+
+def _of_each(registry: Registry, what: str) -> Iterable[Reading]:
+    for worker in registry.all():
+        yield (worker.address,), _reading(worker, what)
+
+
+def _reading(worker: Worker, what: str) -> float:
+    load = worker.load
+    match what:
+        case "available":
+            return float(worker.available)
+        case "breaker":
+            return float(worker.breaker.state is BreakerState.CLOSED)
+        case "in_flight":
+            return worker.in_flight
+        case "pending_tokens":
+            return worker.pending_tokens
+        case _:
+            return (load.used_pages - load.evictable_pages) / load.num_pages if load.num_pages else 0.0

@@ -1,0 +1,105 @@
+"""Keeps a session with one worker open: that, and its heartbeat, is what the worker's health means here.
+
+A worker whose session stands can take requests. One whose connection breaks or falls silent is down at once, and its session
+is opened anew, on a connection of its own (one that is stuck in TCP's retransmissions would keep a worker away for long after
+it is back), until that works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc
+
+from sapwood.v1 import worker_pb2, worker_pb2_grpc
+from sapwood_common.channel import open_channel
+from sapwood_router.convert import load_of, served_model_of
+from sapwood_router.registry import Registry
+from sapwood_router.worker import Worker
+from sapwood_router.worker_session import WorkerSession
+
+logger = logging.getLogger(__name__)
+
+_RETRY_INTERVAL = 0.1
+_OPEN_TIMEOUT = 2.0
+_DRAINING = "it is draining"
+
+
+class WorkerConnection:
+    """Keeps one worker's entry in the registry true.
+
+    Args:
+        worker: The worker; its ``session`` is set while there is one.
+        registry: Where it is marked up and down.
+        heartbeat_ms: Asked for as the most time between messages.
+        silence: Seconds without a message that are a loss.
+        on_loss: Called when a session was lost that the worker had not announced to end.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        registry: Registry,
+        heartbeat_ms: int,
+        silence: float,
+        on_loss: Callable[[Worker], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._worker = worker
+        self._registry = registry
+        self._heartbeat_ms = heartbeat_ms
+        self._silence = silence
+        self._on_loss = on_loss
+        self._clock = clock
+
+    async def run(self) -> None:
+        """Connects, again after each loss, for ever; cancel it to stop."""
+        while True:
+            problem = await self._carry_one_session()
+            if self._worker.available:
+                logger.warning("worker %s is down: %s", self._worker.address, problem)
+            self._registry.mark_down(self._worker, problem)
+            await asyncio.sleep(_RETRY_INTERVAL)
+
+    async def _carry_one_session(self) -> str:
+        worker = self._worker
+        async with open_channel(worker.address, own_connection=True) as channel:
+            call = worker_pb2_grpc.WorkerStub(channel).Session()
+            try:
+                async with asyncio.timeout(max(_OPEN_TIMEOUT, self._silence)):
+                    await call.write(worker_pb2.SessionRequest(heartbeat_ms=self._heartbeat_ms))
+                    first = await call.read()
+            except grpc.aio.AioRpcError as error:
+                return f"{error.code().name}: {error.details()}"
+            except TimeoutError:
+                return "it does not answer"
+            if not isinstance(first, worker_pb2.SessionResponse):
+                return "it ended the session at once"
+            session = WorkerSession(worker.address, call, self._heard, self._silence, self._clock)
+            worker.session = session
+            served = served_model_of(first.info)
+            if not worker.available or worker.model != served:
+                logger.info("worker %s is up: model %s, epoch %d", worker.address, served.model, served.epoch)
+            self._registry.mark_up(worker, served)
+            self._heard(first)
+            try:
+                problem = await session.carry()
+            finally:
+                worker.session = None
+            if worker.problem != _DRAINING:
+                worker.breaker.fault()
+                self._on_loss(worker)
+            return problem
+
+    def _heard(self, response: worker_pb2.SessionResponse) -> None:
+        worker = self._worker
+        if response.HasField("load"):
+            worker.report(load_of(response.load))
+        if response.draining and worker.available:
+            logger.info("worker %s is draining", worker.address)
+            self._registry.mark_down(worker, _DRAINING)
+        elif not response.draining and worker.problem == _DRAINING and worker.model is not None:
+            self._registry.mark_up(worker, worker.model)

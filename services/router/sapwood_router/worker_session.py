@@ -1,0 +1,222 @@
+"""The router's end of one ``Session`` call to a worker: requests go out together, a step's outputs come in together.
+
+A message costs much more than what is in it, so whatever is to be sent while the last message is being written goes out in
+the next one, and a response's outputs are handed to their requests without a task switch each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+
+from sapwood.v1 import worker_pb2
+from sapwood_common.errors import SapwoodError
+from sapwood_router.convert import generation_error, worker_output_of
+from sapwood_router.outcome import WorkerLostError
+from sapwood_router.silence import SilenceDetector
+from sapwood_router.worker_output import WorkerOutput
+
+SessionCall = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
+
+_TOKENS_A_MESSAGE = 256 * 1024
+_CHECK_INTERVAL = 0.1
+
+
+class StreamSink(Protocol):
+    """Takes what comes of a request. Called from the session's reader: it must not wait, and not raise."""
+
+    def output(self, output: WorkerOutput) -> None:
+        """New tokens; nothing follows the one with a finish."""
+        ...
+
+    def failed(self, error: SapwoodError) -> None:
+        """Nothing follows. WorkerLostError: nobody knows how far the worker got."""
+        ...
+
+
+class WorkerStream:
+    """One request on a session. Whoever opened it closes it; after its end that does nothing."""
+
+    __slots__ = ("_session", "stream_id")
+
+    def __init__(self, session: WorkerSession, stream_id: int) -> None:
+        self._session = session
+        self.stream_id = stream_id
+
+    def close(self) -> None:
+        """Ends the request on the worker; its sink hears no more."""
+        self._session.abort(self.stream_id)
+
+    def pause(self) -> None:
+        """No more output until :meth:`resume`; the worker keeps it."""
+        self._session.pause(self.stream_id)
+
+    def resume(self) -> None:
+        """Output may come again."""
+        self._session.resume(self.stream_id)
+
+
+class WorkerSession:
+    """Life cycle: construct with an open call whose first response was read, :meth:`carry` until it is lost.
+
+    Args:
+        address: The worker's, for messages.
+        call: The call.
+        on_response: Gets each message before its outputs are handed on.
+        silence: Seconds without a message that are a loss.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        call: SessionCall,
+        on_response: Callable[[worker_pb2.SessionResponse], None],
+        silence: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._address = address
+        self._call = call
+        self._on_response = on_response
+        self._detector = SilenceDetector(silence, _CHECK_INTERVAL, clock)
+        self._silence = silence
+        self._ids = itertools.count(1)
+        self._sinks: dict[int, StreamSink] = {}
+        self._submits: dict[int, worker_pb2.SessionSubmit] = {}
+        self._aborts: list[int] = []
+        self._pauses: dict[int, bool] = {}
+        self._wake = asyncio.Event()
+        self._problem: str | None = None
+
+    def open(self, request: worker_pb2.WorkerGenerateRequest, timeout: float, sink: StreamSink) -> WorkerStream:
+        """Sends a request.
+
+        Args:
+            request: The request.
+            timeout: Seconds until the worker gives it up.
+            sink: Takes the answer, never before this returns.
+        """
+        stream_id = next(self._ids)
+        self._sinks[stream_id] = sink
+        if self._problem is not None:
+            asyncio.get_running_loop().call_soon(self._fail, stream_id, self._lost())
+        else:
+            milliseconds = max(1, min(int(timeout * 1000), 2**32 - 1))
+            self._submits[stream_id] = worker_pb2.SessionSubmit(
+                stream_id=stream_id, request=request, timeout_ms=milliseconds
+            )
+            self._wake.set()
+        return WorkerStream(self, stream_id)
+
+    def abort(self, stream_id: int) -> None:
+        """See :meth:`WorkerStream.close`."""
+        if self._sinks.pop(stream_id, None) is None:
+            return
+        self._pauses.pop(stream_id, None)
+        if self._submits.pop(stream_id, None) is None:
+            self._aborts.append(stream_id)
+            self._wake.set()
+
+    def pause(self, stream_id: int) -> None:
+        """See :meth:`WorkerStream.pause`."""
+        self._set_paused(stream_id, True)
+
+    def resume(self, stream_id: int) -> None:
+        """See :meth:`WorkerStream.resume`."""
+        self._set_paused(stream_id, False)
+
+    async def carry(self) -> str:
+        """Runs the call until it is lost; returns how. Every stream then open fails."""
+        writer = asyncio.ensure_future(self._write())
+        watcher = asyncio.ensure_future(self._watch())
+        try:
+            self._problem = await self._read()
+        finally:
+            self._problem = self._problem or "the router closed it"
+            writer.cancel()
+            watcher.cancel()
+            self._call.cancel()
+            for stream_id in tuple(self._sinks):
+                self._fail(stream_id, self._lost())
+        return self._problem
+
+    async def _read(self) -> str:
+        try:
+            while True:
+                response = await self._call.read()
+                if not isinstance(response, worker_pb2.SessionResponse):
+                    return "the worker ended it"
+                self._detector.heard()
+                self._on_response(response)
+                for output in response.outputs:
+                    self._deliver(output)
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        except asyncio.CancelledError:
+            if self._problem is None:  # this task was cancelled, not the call by the watcher
+                raise
+            return self._problem
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_CHECK_INTERVAL)
+            if self._detector.check():
+                break
+        self._problem = f"nothing heard for {self._silence:g} s"
+        self._call.cancel()
+
+    def _deliver(self, output: worker_pb2.SessionOutput) -> None:
+        sink = self._sinks.get(output.stream_id)
+        if sink is None:
+            return  # closed here while this was on its way
+        if output.HasField("error"):
+            self._fail(output.stream_id, generation_error(output.error))
+            return
+        parsed = worker_output_of(output.response)
+        if parsed.finish is not None:
+            del self._sinks[output.stream_id]
+        sink.output(parsed)
+
+    def _fail(self, stream_id: int, error: SapwoodError) -> None:
+        sink = self._sinks.pop(stream_id, None)
+        if sink is not None:
+            sink.failed(error)
+
+    def _lost(self) -> WorkerLostError:
+        return WorkerLostError(f"worker {self._address} was lost: {self._problem}", retry_after=1.0)
+
+    def _set_paused(self, stream_id: int, paused: bool) -> None:
+        if stream_id in self._sinks and self._problem is None:
+            self._pauses[stream_id] = paused
+            self._wake.set()
+
+    async def _write(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._submits or self._aborts or self._pauses:
+                try:
+                    await self._call.write(self._next_request())
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    return  # the reader of the call sees the same end and says why
+
+    def _next_request(self) -> worker_pb2.SessionRequest:
+        request = worker_pb2.SessionRequest(
+            aborts=self._aborts,
+            pauses=[stream_id for stream_id, paused in self._pauses.items() if paused],
+            resumes=[stream_id for stream_id, paused in self._pauses.items() if not paused],
+        )
+        self._aborts = []
+        self._pauses = {}
+        budget = _TOKENS_A_MESSAGE
+        for stream_id in tuple(self._submits):
+            submit = self._submits.pop(stream_id)
+            request.submits.append(submit)
+            budget -= len(submit.request.token_ids)
+            if budget <= 0:
+                break
+        return request

@@ -1,0 +1,242 @@
+"""One ``Session`` call: many generations over it, all outputs of a scheduler step in one message, and a heartbeat.
+
+A message costs about as much CPU as a token's whole way through the worker's front, so outputs are collected: the engine
+hands over a step's outputs in one go, each marks its stream, and the next message carries all that are marked. While a
+message is being written more are marked, and their tokens merge; what is kept for a slow reader is at most its requests'
+own tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from sapwood.v1 import worker_pb2
+from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError, SapwoodError, UnavailableError
+from sapwood_common.status import code_number
+from sapwood_worker.convert import to_load_report, to_response
+from sapwood_worker.engine import Engine, Generation
+
+DEFAULT_HEARTBEAT_MS, LEAST_HEARTBEAT_MS = 200, 10
+_LOAD_INTERVAL = 0.05
+
+Start = Callable[[worker_pb2.WorkerGenerateRequest, float | None], Awaitable[Generation]]
+"""Checks a request and submits it; gets the seconds it has left, if they are limited."""
+
+
+class _Stream:
+    """A generation of this session; ``generation`` is None while the request is being checked."""
+
+    __slots__ = ("error", "generation", "paused", "starting", "timer")
+
+    def __init__(self) -> None:
+        self.generation: Generation | None = None
+        self.starting: asyncio.Task[None] | None = None
+        self.error: SapwoodError | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.paused = False
+
+
+class Session:
+    """Runs one call. Owned by the call's handler: it awaits :meth:`responses` and calls :meth:`close` in the end.
+
+    Args:
+        start: Starts a generation.
+        engine: Its load is reported.
+        info: Goes with the first response.
+        draining: Set when the worker is about to stop.
+        on_idle: Called whenever the last open stream ends.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        engine: Engine,
+        info: worker_pb2.GetModelInfoResponse,
+        draining: asyncio.Event,
+        on_idle: Callable[[], None],
+    ) -> None:
+        self._start = start
+        self._engine = engine
+        self._info = info
+        self._draining = draining
+        self._on_idle = on_idle
+        self._streams: dict[int, _Stream] = {}
+        self._dirty: dict[int, None] = {}
+        self._wake = asyncio.Event()
+        self._problem: Exception | None = None
+        self._over = False
+        self._load_version = -1
+        self._load_sent = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """Whether no stream is open."""
+        return not self._streams
+
+    async def responses(
+        self, requests: AsyncIterator[worker_pb2.SessionRequest]
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        """The messages to send, until the client ends the call or the worker has drained.
+
+        Raises:
+            InvalidArgumentError: A message makes no sense.
+        """
+        loop = asyncio.get_running_loop()
+        first = await anext(aiter(requests), None)
+        if first is None:
+            return
+        heartbeat = _heartbeat(first)
+        reader = asyncio.ensure_future(self._read(first, requests))
+        drain = asyncio.ensure_future(self._until_draining())
+        try:
+            response = worker_pb2.SessionResponse(info=self._info)
+            while True:
+                self._fill(response)
+                yield response
+                if self._problem is not None:
+                    raise self._problem
+                if self._over or (self._draining.is_set() and not self._streams):
+                    return
+                timer = loop.call_later(heartbeat, self._wake.set)
+                await self._wake.wait()
+                timer.cancel()
+                self._wake.clear()
+                response = worker_pb2.SessionResponse()
+        finally:
+            reader.cancel()
+            drain.cancel()
+            self.close()
+
+    def close(self) -> None:
+        """Ends every stream. May be called again."""
+        for stream_id in tuple(self._streams):
+            self._drop(stream_id)
+
+    async def _read(self, first: worker_pb2.SessionRequest, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
+        try:
+            self._take(first)
+            async for request in requests:
+                self._take(request)
+        except SapwoodError as error:
+            self._problem = error
+        self._over = True
+        self._wake.set()
+
+    async def _until_draining(self) -> None:
+        await self._draining.wait()
+        self._wake.set()
+
+    def _take(self, request: worker_pb2.SessionRequest) -> None:
+        for submit in request.submits:
+            self._submit(submit)
+        for stream_id in request.aborts:
+            if stream_id in self._streams:
+                self._drop(stream_id)
+        for stream_id in request.pauses:
+            if (stream := self._streams.get(stream_id)) is not None:
+                stream.paused = True
+        for stream_id in request.resumes:
+            if (stream := self._streams.get(stream_id)) is not None:
+                stream.paused = False
+                self._mark(stream_id)
+
+    def _submit(self, submit: worker_pb2.SessionSubmit) -> None:
+        stream_id = submit.stream_id
+        if stream_id in self._streams:
+            raise InvalidArgumentError(f"stream {stream_id} is open already", field="submits.stream_id")
+        stream = self._streams[stream_id] = _Stream()
+        if self._draining.is_set():
+            self._fail(stream_id, UnavailableError("this worker is shutting down", retry_after=1.0))
+            return
+        seconds = submit.timeout_ms / 1000 if submit.HasField("timeout_ms") else None
+        if seconds is not None:
+            late = DeadlineExceededError("the deadline passed")
+            stream.timer = asyncio.get_running_loop().call_later(seconds, self._fail, stream_id, late)
+        stream.starting = asyncio.ensure_future(self._begin(stream_id, stream, submit.request, seconds))
+
+    async def _begin(
+        self, stream_id: int, stream: _Stream, request: worker_pb2.WorkerGenerateRequest, seconds: float | None
+    ) -> None:
+        try:
+            generation = await self._start(request, seconds)
+        except SapwoodError as error:
+            self._fail(stream_id, error)
+            return
+        if self._streams.get(stream_id) is not stream or stream.error is not None:
+            generation.close()
+            return
+        stream.generation = generation
+        generation.listen(lambda: self._mark(stream_id))
+
+    def _fail(self, stream_id: int, error: SapwoodError) -> None:
+        stream = self._streams.get(stream_id)
+        if stream is not None:
+            stream.error = error
+            stream.paused = False
+            self._mark(stream_id)
+
+    def _mark(self, stream_id: int) -> None:
+        self._dirty[stream_id] = None
+        self._wake.set()
+
+    def _fill(self, response: worker_pb2.SessionResponse) -> None:
+        dirty, self._dirty = self._dirty, {}
+        for stream_id in dirty:
+            if (stream := self._streams.get(stream_id)) is not None and not stream.paused:
+                self._add_output(response, stream_id, stream)
+        now = asyncio.get_running_loop().time()
+        if self._engine.load_version != self._load_version and now - self._load_sent >= _LOAD_INTERVAL:
+            self._load_version = self._engine.load_version
+            self._load_sent = now
+            response.load.CopyFrom(to_load_report(self._engine.load, self._engine.kv_events))
+        response.draining = self._draining.is_set()
+
+    def _add_output(self, response: worker_pb2.SessionResponse, stream_id: int, stream: _Stream) -> None:
+        error = stream.error
+        if error is None and stream.generation is not None:
+            try:
+                output = stream.generation.take()
+            except SapwoodError as failure:
+                error = failure
+            else:
+                if output is None:
+                    return
+                response.outputs.add(stream_id=stream_id, response=to_response(output))
+                if output.finish_reason is not None:
+                    self._drop(stream_id)
+                return
+        if error is not None:
+            response.outputs.add(stream_id=stream_id, error=_to_error(error))
+            self._drop(stream_id)
+
+    def _drop(self, stream_id: int) -> None:
+        stream = self._streams.pop(stream_id)
+        if stream.timer is not None:
+            stream.timer.cancel()
+        if stream.generation is not None:
+            stream.generation.close()
+        elif stream.starting is not None and stream.error is None:
+            stream.starting.cancel()
+        if not self._streams:
+            self._on_idle()
+            if self._draining.is_set():
+                self._wake.set()
+
+
+def _heartbeat(first: worker_pb2.SessionRequest) -> float:
+    milliseconds = first.heartbeat_ms if first.HasField("heartbeat_ms") else DEFAULT_HEARTBEAT_MS
+    if milliseconds < LEAST_HEARTBEAT_MS:
+        raise InvalidArgumentError(
+            f"heartbeat_ms is {milliseconds}; it must be at least {LEAST_HEARTBEAT_MS}", field="heartbeat_ms"
+        )
+    return milliseconds / 1000
+
+
+def _to_error(error: SapwoodError) -> worker_pb2.GenerationError:
+    return worker_pb2.GenerationError(
+        code=code_number(error),
+        message=error.message,
+        field=error.field or "",
+        retry_after_ms=None if error.retry_after is None else round(error.retry_after * 1000),
+    )

@@ -1,0 +1,224 @@
+"""Streams whose worker is lost go on, on another one, as if nothing had happened. Fakes in this process."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from sapwood.v1 import router_pb2
+from sapwood_common import errors
+
+# A fake's answer to a prompt is a countdown of its last token: what follows depends on where the tokens before it end.
+START = 90
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+
+
+def countdown(prompt) -> list[int]:
+    return list(range(prompt[-1] - 1, 40, -1))
+
+
+WHOLE = [*countdown([START]), 1]
+
+
+@pytest.fixture
+async def cluster(make_cluster):
+    async with make_cluster(3) as running:
+        for worker in running.workers:
+            worker.script.tokens = countdown
+            worker.script.delay = 0.005
+        yield running
+
+
+def start(cluster, *, stop=(), **sampling):
+    request = router_pb2.RouterGenerateRequest(stop=list(stop))
+    request.tokens.ids.extend([2, 7, START])
+    for name, value in sampling.items():
+        setattr(request.sampling, name, value)
+    return cluster.stub.Generate(request, timeout=20)
+
+
+async def finish(call, responses) -> list:
+    while (response := await call.read()) is not grpc.aio.EOF:
+        responses.append(response)
+    return responses
+
+
+def tokens_of(responses) -> list[int]:
+    return [token for response in responses for token in response.token_ids]
+
+
+def text_of(responses) -> str:
+    return "".join(response.text for response in responses)
+
+
+def busy(cluster):
+    return next(w for w in cluster.workers if any(call.outcome == "running" for call in w.calls))
+
+
+async def metadata_of(call) -> dict:
+    return dict(await call.trailing_metadata())
+
+
+async def kill(worker) -> None:
+    await worker.kill()
+
+
+async def hang(worker) -> None:
+    worker.silent = True
+
+
+async def fail(worker) -> None:
+    worker.script.error, worker.script.fail_after = errors.UnavailableError("the scheduler stopped"), 15
+
+
+@pytest.mark.parametrize("lose", [kill, hang, fail])
+async def test_a_stream_goes_on_where_it_was_with_the_right_usage(cluster, lose) -> None:
+    undisturbed = await finish(start(cluster), [])
+    call = start(cluster)
+    responses = [await call.read()]
+    if lose is fail:
+        for worker in cluster.workers:
+            if worker is busy(cluster):
+                await lose(worker)
+    else:
+        await lose(busy(cluster))
+    await finish(call, responses)
+    assert tokens_of(responses) == tokens_of(undisturbed) == WHOLE
+    assert text_of(responses) == text_of(undisturbed)
+    usage = responses[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (3, len(WHOLE))
+    assert usage.cached_tokens <= 3
+    metadata = await metadata_of(call)
+    assert metadata["x-sapwood-resumptions"] == "1"
+    assert metadata["x-sapwood-worker"] in {worker.address for worker in cluster.workers}
+    await cluster.idle_workers()
+
+
+async def test_the_next_worker_gets_prompt_tokens_so_far_the_rest_of_max_tokens_and_the_same_seed(cluster) -> None:
+    call = start(cluster, max_tokens=30, temperature=1.0)
+    responses = [await call.read()]
+    first = busy(cluster)
+    await first.kill()
+    await finish(call, responses)
+    (before,) = first.calls
+    (after,) = [seen for worker in cluster.workers if worker is not first for seen in worker.calls]
+    sent = list(after.request.token_ids)[3:]
+    assert sent
+    assert list(after.request.token_ids) == [2, 7, START, *WHOLE[: len(sent)]]
+    assert after.request.sampling.max_tokens == 30 - len(sent)
+    assert after.request.sampling.seed == before.request.sampling.seed
+    assert before.request.sampling.HasField("seed")
+    assert after.request.request_id != before.request.request_id
+    assert tokens_of(responses) == WHOLE[:30]
+    assert responses[-1].usage.completion_tokens == 30
+
+
+async def test_a_stop_string_across_the_loss_is_found(cluster) -> None:
+    text = text_of(await finish(start(cluster), []))
+    stop = text[20:34]
+    call = start(cluster, stop=[stop])
+    responses = [await call.read()]
+    while len(tokens_of(responses)) < 12:
+        responses.append(await call.read())
+    await busy(cluster).kill()
+    await finish(call, responses)
+    assert text_of(responses) == text[:20]
+    assert responses[-1].stop_match == stop
+
+
+async def test_over_http_it_is_the_same_stream(cluster) -> None:
+    body = {"prompt": [2, 7, START], "stream": True, "max_tokens": 100, "stream_options": {"include_usage": True}}
+    texts = []
+    for disturbed in (False, True):
+        async with cluster.http.stream("POST", "/v1/completions", json=body) as response:
+            lines = []
+            async for line in response.aiter_lines():
+                lines.append(line)
+                if disturbed and len(lines) == 5:
+                    await busy(cluster).kill()
+        assert lines[-2] == "data: [DONE]"
+        import json
+
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        texts.append("".join(c["text"] for event in events for c in event["choices"]))
+        assert events[-1]["usage"]["completion_tokens"] == len(WHOLE)
+        assert not any("error" in event for event in events)
+    assert texts[0] == texts[1]
+
+
+async def test_three_losses_are_survived_and_a_fourth_ends_the_request(make_cluster, expect_error) -> None:
+    for losses in (3, 4):
+        async with make_cluster(5) as cluster:
+            for worker in cluster.workers:
+                worker.script.tokens, worker.script.delay = countdown, 0.02
+            call = start(cluster)
+            responses = []
+            for _ in range(losses):
+                responses.append(await call.read())
+                await busy(cluster).kill()
+                while responses[-1] is not grpc.aio.EOF and not any(
+                    c.outcome == "running" for w in cluster.workers for c in w.calls
+                ):
+                    await asyncio.sleep(0.005)
+                    if call.done():
+                        break
+            if losses == 3:
+                assert tokens_of(await finish(call, responses)) == WHOLE
+                assert (await metadata_of(call))["x-sapwood-resumptions"] == "3"
+            else:
+                await expect_error(finish(call, responses), UNAVAILABLE)
+            await cluster.idle_workers()
+
+
+async def test_with_no_other_worker_the_stream_waits_for_one(make_cluster) -> None:
+    async with make_cluster(1, resume_grace=10) as cluster:
+        (worker,) = cluster.workers
+        worker.script.tokens, worker.script.delay = countdown, 0.01
+        call = start(cluster)
+        responses = [await call.read()]
+        await worker.kill()
+        await asyncio.sleep(0.3)
+        await worker.start()
+        assert tokens_of(await finish(call, responses)) == WHOLE
+
+
+async def test_a_draining_worker_takes_nothing_new_and_its_streams_finish(cluster, wait_until) -> None:
+    call = start(cluster)
+    responses = [await call.read()]
+    worker = busy(cluster)
+    await worker.set_serving(False)
+    await wait_until(lambda: len(cluster.router.registry.available("fake")) == 2)
+    assert tokens_of(await finish(call, responses)) == WHOLE
+    assert (await metadata_of(call))["x-sapwood-resumptions"] == "0"
+    await worker.set_serving(True)
+    await wait_until(lambda: len(cluster.router.registry.available("fake")) == 3)
+
+
+async def test_a_request_that_breaks_two_workers_ends(cluster, expect_error) -> None:
+    for worker in cluster.workers:
+        worker.script.error, worker.script.fail_after = errors.InternalError("boom"), 2
+    await expect_error(finish(start(cluster), []), grpc.StatusCode.INTERNAL)
+    assert len(cluster.calls()) == 2
+
+
+async def test_a_client_error_and_a_deadline_in_mid_stream_are_not_resumed(cluster, expect_error) -> None:
+    for worker in cluster.workers:
+        worker.script.error, worker.script.fail_after = errors.InvalidArgumentError("no", field="token_ids"), 2
+    await expect_error(finish(start(cluster), []), grpc.StatusCode.INVALID_ARGUMENT)
+    assert len(cluster.calls()) == 1
+
+
+async def test_a_worker_that_fails_every_request_is_left_alone_and_taken_back(make_cluster, wait_until) -> None:
+    async with make_cluster(2, breaker_open_seconds=0.3, policy="round_robin") as cluster:
+        bad = cluster.workers[0]
+        bad.script.error, bad.script.fail_after = errors.InternalError("boom"), 0
+        for _ in range(20):
+            assert text_of(await cluster.generate("abc")) == "abc"
+        assert 5 <= len(bad.calls) <= 7
+        bad.script.error = None
+        worker = next(w for w in cluster.router.registry.all() if w.address == bad.address)
+        await wait_until(worker.breaker.admits)
+        before = len(bad.calls)
+        for _ in range(10):
+            await cluster.generate("abc")
+        assert len(bad.calls) >= before + 4

@@ -1,0 +1,244 @@
+"""``Worker.Session`` on a real worker, front and scheduler in their processes, around the runner that needs no model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import grpc
+import pytest
+
+from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.fake_runner import continuation
+
+SEED = 11
+
+
+class Client:
+    """One session, its outputs sorted by stream."""
+
+    def __init__(self, address: str, heartbeat_ms: int = 50) -> None:
+        self.address = address
+        self.channel = grpc.aio.insecure_channel(address)
+        self.stub = worker_pb2_grpc.WorkerStub(self.channel)
+        self.call = self.stub.Session()
+        self.heartbeat_ms = heartbeat_ms
+        self.tokens: dict[int, list[int]] = {}
+        self.ends: dict[int, worker_pb2.WorkerGenerateResponse | worker_pb2.GenerationError] = {}
+        self.responses: list[worker_pb2.SessionResponse] = []
+
+    async def open(self) -> worker_pb2.SessionResponse:
+        await self.call.write(worker_pb2.SessionRequest(heartbeat_ms=self.heartbeat_ms))
+        return await self.read()
+
+    async def submit(self, stream_id: int, prompt: list[int], timeout_ms: int | None = None, **sampling) -> None:
+        request = worker_pb2.WorkerGenerateRequest(
+            request_id=f"r{stream_id}",
+            token_ids=prompt,
+            sampling=common_pb2.SamplingParams(**({"seed": SEED} | sampling)),
+        )
+        submit = worker_pb2.SessionSubmit(stream_id=stream_id, request=request, timeout_ms=timeout_ms)
+        await self.call.write(worker_pb2.SessionRequest(submits=[submit]))
+
+    async def read(self) -> worker_pb2.SessionResponse:
+        async with asyncio.timeout(20):
+            response = await self.call.read()
+        assert response is not grpc.aio.EOF
+        self.responses.append(response)
+        for output in response.outputs:
+            assert output.stream_id not in self.ends
+            if output.HasField("error"):
+                self.ends[output.stream_id] = output.error
+            else:
+                self.tokens.setdefault(output.stream_id, []).extend(output.response.token_ids)
+                if output.response.finish_reason:
+                    self.ends[output.stream_id] = output.response
+        return response
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self.read()
+
+    async def load_where(self, condition: Callable[[worker_pb2.LoadReport], bool]) -> None:
+        while True:
+            response = await self.read()
+            if response.HasField("load") and condition(response.load):
+                return
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen]]:
+    running: list[subprocess.Popen] = []
+
+    def start_one(*flags: str) -> tuple[subprocess.Popen, str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sapwood_worker.testing.fake_worker", "--port", "0", *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        assert process.stderr is not None
+        for line in process.stderr:
+            if found := re.search(r"listening on (\S+)", line):
+                return process, found.group(1)
+        raise AssertionError("the worker did not start")
+
+    yield start_one
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+async def connect(start) -> AsyncIterator[Callable]:
+    clients: list[Client] = []
+
+    async def make(*flags: str, heartbeat_ms: int = 50) -> Client:
+        process, address = start(*flags)
+        clients.append(Client(address, heartbeat_ms))
+        clients[-1].process = process
+        await clients[-1].open()
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        await client.channel.close()
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    return list(islice(continuation(prompt, SamplingParams(seed=SEED), 1000), count))
+
+
+def scheduler_of(process: subprocess.Popen) -> int:
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+
+
+async def test_the_first_response_describes_the_worker(connect) -> None:
+    client = await connect()
+    info = await client.stub.GetModelInfo(worker_pb2.GetModelInfoRequest())
+    assert client.responses[0].info == info
+    assert not client.responses[0].draining
+
+
+async def test_each_stream_gets_its_own_tokens_and_a_step_is_one_message(connect) -> None:
+    client = await connect("--step-ms", "5")
+    prompts = {n: [7] * 20 + [n] for n in range(1, 41)}
+    for number, prompt in prompts.items():
+        await client.submit(number, prompt, max_tokens=30)
+    await client.until(lambda: len(client.ends) == 40)
+    for number, prompt in prompts.items():
+        assert client.tokens[number] == expected(prompt, 30)
+        end = client.ends[number]
+        assert end.finish_reason == common_pb2.FINISH_REASON_LENGTH
+        assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (21, 30)
+    outputs = sum(len(response.outputs) for response in client.responses)
+    assert outputs > 8 * len(client.responses)
+
+
+async def test_a_stream_that_is_refused_leaves_the_others_alone(connect) -> None:
+    client = await connect()
+    await client.submit(1, [5], max_tokens=20)
+    await client.submit(2, [])
+    await client.submit(3, [5], temperature=-1)
+    await client.until(lambda: len(client.ends) == 3)
+    assert client.tokens == {1: expected([5], 20)}
+    invalid = grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert (client.ends[2].code, client.ends[2].field) == (invalid, "token_ids")
+    assert (client.ends[3].code, client.ends[3].field) == (invalid, "sampling.temperature")
+
+
+async def test_a_stream_id_that_is_open_ends_the_call(connect) -> None:
+    client = await connect("--step-ms", "20")
+    for _ in range(2):
+        await client.submit(1, [5])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while True:
+            await client.read()
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_an_abort_and_the_end_of_the_call_free_everything(connect) -> None:
+    client = await connect("--no-prefix-cache", "--step-ms", "2")
+    for number in range(1, 5):
+        await client.submit(number, [number] * 40)
+    await client.load_where(lambda load: load.running_requests == 4)
+    await client.call.write(worker_pb2.SessionRequest(aborts=[1, 2, 99]))
+    await client.load_where(lambda load: load.running_requests == 2)
+    client.call.cancel()
+    other = Client(client.address)
+    await other.open()
+    if other.responses[0].load.running_requests:
+        await other.load_where(lambda load: not load.running_requests and not load.used_pages)
+    await other.channel.close()
+
+
+async def test_heartbeats_come_while_idle_and_through_a_long_step(connect) -> None:
+    client = await connect("--step-ms", "800")
+    for _ in range(3):
+        assert not (await client.read()).outputs
+    await client.submit(1, [5], max_tokens=1)
+    await client.until(lambda: bool(client.ends))
+    empty = [response for response in client.responses if not response.outputs]
+    assert len(empty) >= 4 + 5
+
+
+async def test_a_stream_past_its_time_ends(connect) -> None:
+    client = await connect("--step-ms", "20")
+    await client.submit(1, [5], timeout_ms=150)
+    await client.submit(2, [5], max_tokens=3, timeout_ms=20_000)
+    await client.until(lambda: len(client.ends) == 2)
+    assert client.ends[1].code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+    assert client.tokens[2] == expected([5], 3)
+    await client.load_where(lambda load: not load.running_requests)
+
+
+async def test_a_paused_stream_keeps_its_tokens_until_it_is_resumed(connect) -> None:
+    client = await connect()
+    await client.submit(1, [5], max_tokens=300)
+    await client.until(lambda: 1 in client.tokens)
+    await client.call.write(worker_pb2.SessionRequest(pauses=[1]))
+    await client.submit(2, [6], max_tokens=400)
+    await client.until(lambda: 2 in client.ends)
+    assert 1 not in client.ends
+    before = len(client.tokens[1])
+    for _ in range(3):
+        await client.read()
+    assert len(client.tokens[1]) == before
+    await client.call.write(worker_pb2.SessionRequest(resumes=[1]))
+    await client.until(lambda: 1 in client.ends)
+    assert client.tokens[1] == expected([5], 300)
+
+
+async def test_draining_finishes_what_runs_refuses_what_is_new_and_ends_the_call(connect) -> None:
+    client = await connect("--step-ms", "10")
+    await client.submit(1, [5], max_tokens=60)
+    await client.until(lambda: 1 in client.tokens)
+    client.process.send_signal(signal.SIGTERM)
+    while not (await client.read()).draining:
+        pass
+    await client.submit(2, [6])
+    await client.until(lambda: len(client.ends) == 2)
+    assert client.ends[2].code == grpc.StatusCode.UNAVAILABLE.value[0]
+    assert client.ends[2].retry_after_ms == 1000
+    assert client.tokens[1] == expected([5], 60)
+    assert await client.call.read() is grpc.aio.EOF
+    assert await asyncio.to_thread(client.process.wait, 20) == 0
+
+
+async def test_when_the_scheduler_dies_every_stream_is_told(connect) -> None:
+    client = await connect("--step-ms", "5")
+    for number in (1, 2):
+        await client.submit(number, [number])
+    await client.until(lambda: len(client.tokens) == 2)
+    os.kill(scheduler_of(client.process), signal.SIGKILL)
+    await client.until(lambda: len(client.ends) == 2)
+    assert {end.code for end in client.ends.values()} == {grpc.StatusCode.UNAVAILABLE.value[0]}

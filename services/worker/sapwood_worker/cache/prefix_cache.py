@@ -12,12 +12,8 @@ from typing import Protocol
 import numpy as np
 
 from sapwood_worker.cache.eviction import EvictionName
-<<<<<<< HEAD
-from sapwood_worker.cache.page_allocator import CACHE, TRANSFER, PageAllocator, PageIds
-=======
 from sapwood_worker.cache.kv_events import KvEventLog
-from sapwood_worker.cache.page_allocator import CACHE, PageAllocator
->>>>>>> main
+from sapwood_worker.cache.page_allocator import CACHE, TRANSFER, PageAllocator, PageIds
 from sapwood_worker.cache.page_table import PageTable
 from sapwood_worker.cache.radix_tree import Node, RadixTree
 
@@ -72,11 +68,8 @@ class PrefixCache:
         page_size: Tokens a page.
         enabled: See above.
         eviction: What goes first when room is needed.
-<<<<<<< HEAD
         below: The tiers below; None: there are none.
-=======
         events: Takes note of what comes and goes; None: nobody asks.
->>>>>>> main
     """
 
     def __init__(
@@ -87,11 +80,8 @@ class PrefixCache:
         *,
         enabled: bool = True,
         eviction: EvictionName = "lru",
-<<<<<<< HEAD
         below: LowerTiers | None = None,
-=======
         events: KvEventLog | None = None,
->>>>>>> main
     ) -> None:
         self._allocator = allocator
         self._table = page_table

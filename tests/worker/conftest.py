@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import ScheduledRequest, SchedulerOutput
 
 VOCAB = 97
+POISON = 999
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -268,3 +272,59 @@ def _demo_config() -> Any:
     )
     config._attn_implementation = "sdpa"
     return config
+
+
+class FakeWorkerProcess:
+    """A real worker, front and scheduler in their processes, around the runner that needs no model.
+
+    ``log`` is what it said until it listened. A prompt that begins with POISON makes its step fail.
+    """
+
+    def __init__(self, *flags: str, step_ms: float = 1) -> None:
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "sapwood_worker.testing.fake_worker"),
+                *("--port", "0", "--step-ms", str(step_ms), "--poison-token", str(POISON), *flags),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stderr is not None
+        self.log = ""
+        for line in self.process.stderr:
+            self.log += line
+            if found := re.search(r"listening on (\S+)", line):
+                self.address = found.group(1)
+                return
+        raise AssertionError("the worker did not start")
+
+    def scheduler_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        assert len(children) == 1
+        return int(children[0])
+
+    def wait(self) -> int:
+        self.process.communicate(timeout=20)
+        return self.process.returncode
+
+
+@pytest.fixture(scope="session")
+def fake_worker() -> Callable[..., FakeWorkerProcess]:
+    """Starts a worker that the caller stops."""
+    return FakeWorkerProcess
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., FakeWorkerProcess]]:
+    """Starts workers that are killed after the test."""
+    running: list[FakeWorkerProcess] = []
+
+    def start_one(*flags: str, step_ms: float = 1) -> FakeWorkerProcess:
+        running.append(FakeWorkerProcess(*flags, step_ms=step_ms))
+        return running[-1]
+
+    yield start_one
+    for worker in running:
+        if worker.process.poll() is None:
+            worker.process.kill()
+            worker.process.communicate()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -25,48 +24,6 @@ from sapwood_worker.scheduler.fake_runner import continuation
 VOCAB = 1000
 POISON = 999  # a prompt that begins with it makes its step fail
 SEED = 11
-
-
-class FakeWorkerProcess:
-    def __init__(self, *flags: str, step_ms: float = 1) -> None:
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "sapwood_worker.testing.fake_worker"),
-                *("--port", "0", "--step-ms", str(step_ms), "--poison-token", str(POISON), *flags),
-            ],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            if found := re.search(r"listening on (\S+)", line):
-                self.address = found.group(1)
-                return
-        raise AssertionError("the worker did not start")
-
-    def scheduler_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        assert len(children) == 1
-        return int(children[0])
-
-    def wait(self) -> int:
-        self.process.communicate(timeout=20)
-        return self.process.returncode
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., FakeWorkerProcess]]:
-    running: list[FakeWorkerProcess] = []
-
-    def start_one(*flags: str, step_ms: float = 1) -> FakeWorkerProcess:
-        running.append(FakeWorkerProcess(*flags, step_ms=step_ms))
-        return running[-1]
-
-    yield start_one
-    for worker in running:
-        if worker.process.poll() is None:
-            worker.process.kill()
-            worker.process.communicate()
 
 
 def is_alive(pid: int) -> bool:
@@ -249,8 +206,8 @@ async def test_a_bad_field_is_named(shared: str, prompt: list[int], sampling: di
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[str]:
-    worker = FakeWorkerProcess()
+def shared(fake_worker) -> Iterator[str]:
+    worker = fake_worker()
     yield worker.address
     worker.process.send_signal(signal.SIGTERM)
     assert worker.wait() == 0

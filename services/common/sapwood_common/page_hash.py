@@ -12,6 +12,10 @@ from collections.abc import Sequence
 
 import xxhash
 
+HASH_BYTES = 16
+
+_U64 = (1 << 64) - 1
+
 
 def hash_page(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The 16-byte hash of a page of token ids below the page whose hash is ``parent`` (``b""`` or a salt at the root)."""
@@ -24,14 +28,48 @@ def hash_pages(tokens: Sequence[int], page_size: int, *, salt: bytes = b"") -> l
     Args:
         tokens: Token ids, each in 0..2**32-1.
         page_size: Tokens a page, at least 1.
-        salt: Separates namespaces: equal prompts under different salts share nothing.
+        salt: Separates namespaces: equal prompts under different salts share nothing. See :func:`cache_namespace`.
     """
     ids = array("I", tokens)
-    stride = page_size * ids.itemsize
-    raw = ids.tobytes()
+    return hash_run(salt, ids.tobytes(), page_size * ids.itemsize)
+
+
+def hash_run(parent: bytes, raw: bytes, stride: int) -> list[bytes]:
+    """The hashes of the whole pages of ``stride`` bytes in ``raw`` (token ids as native uint32) below ``parent``."""
     hashes: list[bytes] = []
-    parent = salt
     for start in range(0, len(raw) - stride + 1, stride):
         parent = xxhash.xxh3_128_digest(parent + raw[start : start + stride])
         hashes.append(parent)
     return hashes
+
+
+def cache_namespace(cache_salt: str, lora: str = "") -> bytes:
+    """The salt of the hash chain for requests under a tenant's cache salt and a LoRA; empty if both are.
+
+    Two requests share cached pages only if both are equal.
+    """
+    if not cache_salt and not lora:
+        return b""
+    name = lora.encode()
+    return len(name).to_bytes(4, "big") + name + cache_salt.encode()
+
+
+def lora_of(namespace: bytes) -> str:
+    """The LoRA that a namespace of :func:`cache_namespace` was made with."""
+    return namespace[4 : 4 + int.from_bytes(namespace[:4], "big")].decode()
+
+
+def digest_term(page_hash: bytes, medium: int = 0) -> int:
+    """What one cached page adds to the digest of a cache.
+
+    The digest is the exclusive or of the terms of all cached pages: it does not depend on the order in which they came, and
+    adding and removing a page are the same operation. Equal caches have equal digests.
+
+    Args:
+        page_hash: The page's hash.
+        medium: 0 for the device, 1 for the host's memory, 2 for a store.
+
+    Returns:
+        An unsigned 64-bit number.
+    """
+    return int.from_bytes(page_hash[:8], "big") * (2 * medium + 1) & _U64

@@ -87,6 +87,21 @@ def _to_call(call: common_pb2.ToolCall, field: str) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
+def to_variables(text: str) -> dict[str, Any]:
+    """Variables for a chat template, from a JSON object; "" is none.
+
+    Raises:
+        InvalidArgumentError: It is no JSON object. The field is "template_variables".
+    """
+    try:
+        variables = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"template_variables is not JSON: {error}", field="template_variables") from None
+    if not isinstance(variables, dict):
+        raise InvalidArgumentError("template_variables is a JSON object", field="template_variables")
+    return variables
+
+
 def to_encode_options(request: tokenizer_pb2.TokenizeRequest) -> EncodeOptions:
     """What is wanted of a request."""
     return EncodeOptions(

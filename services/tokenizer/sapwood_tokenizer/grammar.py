@@ -7,13 +7,16 @@ keep their latency.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+from tokenizers import Tokenizer
 
 from sapwood.v1 import tokenizer_pb2
 from sapwood_common.errors import InvalidArgumentError, UnimplementedError
 from sapwood_common.grammar.compiler import CompilerLimits, GrammarCompiler
 from sapwood_common.grammar.convert import to_grammar
-from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary
+from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary, vocabulary_of_json
 from sapwood_tokenizer.config import TokenizerConfig
 
 
@@ -21,7 +24,7 @@ class Grammars:
     """Answers ``CompileGrammar``. Lives on one event loop.
 
     Args:
-        vocabulary: The model's tokens; None where its files hold none.
+        vocabulary: The model's tokens; None where there are none to be had.
         limits: Bounds on compilation and on what is kept.
     """
 
@@ -61,8 +64,13 @@ class Grammars:
             await self._compiler.close()
 
 
-def build_grammars(path: Path, config: TokenizerConfig) -> Grammars:
+def build_grammars(path: Path, tokenizer: Tokenizer, config: TokenizerConfig) -> Grammars:
     """Reads the model's vocabulary; slow.
+
+    Args:
+        path: The model.
+        tokenizer: Its tokenizer, for files in which only the tokenizer can read.
+        config: Bounds.
 
     Raises:
         ConfigError: It cannot be read; the message names the file.
@@ -73,4 +81,7 @@ def build_grammars(path: Path, config: TokenizerConfig) -> Grammars:
         processes=config.grammar_processes,
         cache_bytes=int(config.grammar_cache_mb * (1 << 20)),
     )
-    return Grammars(load_vocabulary(path), limits)
+    vocabulary = load_vocabulary(path) if path.is_dir() or path.suffix == ".gguf" else None
+    if vocabulary is None:
+        vocabulary = vocabulary_of_json(json.loads(tokenizer.to_str()))
+    return Grammars(vocabulary, limits)

@@ -18,6 +18,12 @@ class WorkerConfig(ServiceConfig):
     model: str = Field("demo", description="'demo', a .gguf file or a Hugging Face model directory.")
     served_model_name: str | None = Field(None, description="Name that clients use; none takes the file's own.")
     port: int = Field(50061, ge=0, le=65535, description="Port to listen on; 0 takes a free one and logs it.")
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port of /metrics; 0 takes a free one; none is 9161, or a free one with --port 0.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the model runs; auto takes CUDA if it is there."
     )
@@ -52,6 +58,21 @@ class WorkerConfig(ServiceConfig):
         "used, the oldest (fifo), or lru with those used twice kept longest (slru).",
     )
     prefix_cache: bool = Field(True, description="Keep the KV of finished work for requests that share a prefix.")
+    kv_events_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port on which KV events go out over ZeroMQ PUB, in the format of vLLM and SGLang; 0 takes a free one "
+        "and logs it; none: they do not. (The gRPC stream of events is always there.)",
+    )
+    kv_events_replay_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port on which ZeroMQ subscribers ask for events they missed; none: they cannot.",
+    )
+    kv_events_topic: str = Field("kv-events", description="Topic of the ZeroMQ messages.")
+    kv_events_keep: int = Field(10_000, ge=1, description="Batches of KV events kept for replay.")
     structured_output: bool = Field(
         True,
         description="Serve requests with a grammar; costs memory and seconds at the start to index the vocabulary.",

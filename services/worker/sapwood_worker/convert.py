@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import secrets
+from array import array
 
 from sapwood.v1 import common_pb2, worker_pb2
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.telemetry import is_valid_request_id
+from sapwood_worker.cache.kv_events import BlockRemoved, BlockStored, KvEvent, Medium, split_hashes
+from sapwood_worker.kv_event_stream import KvEventBatch, KvEventStream
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
@@ -16,6 +19,13 @@ from sapwood_worker.scheduler.output import RequestOutput
 _FINISH = {
     "stop": common_pb2.FINISH_REASON_STOP,
     "length": common_pb2.FINISH_REASON_LENGTH,
+}
+
+
+_MEDIUM: dict[Medium, worker_pb2.KvMedium] = {
+    "GPU": worker_pb2.KV_MEDIUM_GPU,
+    "CPU_TIER1": worker_pb2.KV_MEDIUM_CPU_TIER1,
+    "CPU_TIER2": worker_pb2.KV_MEDIUM_CPU_TIER2,
 }
 
 
@@ -85,7 +95,7 @@ def to_response(output: RequestOutput) -> worker_pb2.WorkerGenerateResponse:
     return response
 
 
-def to_load_report(load: Load) -> worker_pb2.LoadReport:
+def to_load_report(load: Load, kv: KvEventStream) -> worker_pb2.LoadReport:
     """The load as a message."""
     return worker_pb2.LoadReport(
         running_requests=load.running_requests,
@@ -96,7 +106,41 @@ def to_load_report(load: Load) -> worker_pb2.LoadReport:
         num_pages=load.num_pages,
         prompt_tokens=load.prompt_tokens,
         cached_tokens=load.cached_tokens,
+        epoch=kv.epoch,
+        kv_seq=kv.seq,
+        kv_digest=kv.digest,
     )
+
+
+def to_kv_events(batch: KvEventBatch, block_size: int, *, token_ids: bool) -> worker_pb2.SubscribeKvEventsResponse:
+    """A batch of KV events as a message; ``token_ids``: whether stored blocks come with their tokens."""
+    return worker_pb2.SubscribeKvEventsResponse(
+        epoch=batch.epoch,
+        seq=batch.seq,
+        events=[_to_kv_event(event, block_size, token_ids) for event in batch.events],
+        snapshot=batch.snapshot,
+        more=batch.more,
+        digest=batch.digest,
+    )
+
+
+def _to_kv_event(event: KvEvent, block_size: int, token_ids: bool) -> worker_pb2.KvEvent:
+    match event:
+        case BlockStored():
+            stored = worker_pb2.BlockStored(
+                block_hashes=split_hashes(event.hashes),
+                parent_hash=event.parent,
+                token_ids=array("I", event.token_ids) if token_ids else (),
+                block_size=block_size,
+                medium=_MEDIUM[event.medium],
+                lora_name=event.lora,
+            )
+            return worker_pb2.KvEvent(block_stored=stored)
+        case BlockRemoved(hashes, medium):
+            removed = worker_pb2.BlockRemoved(block_hashes=split_hashes(hashes), medium=_MEDIUM[medium])
+            return worker_pb2.KvEvent(block_removed=removed)
+        case _:
+            return worker_pb2.KvEvent(all_blocks_cleared=worker_pb2.AllBlocksCleared())
 
 
 def _require(condition: bool, name: str, value: float, expected: str) -> None:

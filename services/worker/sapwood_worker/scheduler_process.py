@@ -118,6 +118,7 @@ def build_scheduler(config: WorkerConfig, info: ModelInfo) -> Scheduler:
             policy=config.policy,
             prefix_cache=config.prefix_cache,
             eviction=config.eviction,
+            kv_events=True,
             conservativeness=config.conservativeness,
         )
     )
@@ -155,7 +156,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     config_class: type[WorkerConfig] = _load(arguments.config_class)
     config = config_class.model_validate_json(arguments.config)
-    setup_logging("scheduler", config.log_level)
+    setup_logging("scheduler", config.log_level, config.log_format)
     mailbox = ZmqMailbox(arguments.folder, arguments.parent)
     try:
         factory: RunnerFactory = _load(arguments.runner)

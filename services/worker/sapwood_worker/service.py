@@ -10,15 +10,17 @@ import grpc
 
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
-from sapwood_worker.convert import check_prompt, to_load_report, to_response, to_sampling
+from sapwood_common.telemetry import is_valid_traceparent, traceparent_var
+from sapwood_worker.convert import check_prompt, to_kv_events, to_load_report, to_response, to_sampling
 from sapwood_worker.engine import Engine, Generation
 from sapwood_worker.grammar.front import RequestGrammars
+from sapwood_worker.kv_event_stream import KvEventBatch
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.session import Session
 
 SERVICE = "sapwood.v1.Worker"
-WATCH_LOAD = f"/{SERVICE}/WatchLoad"
-SESSION = f"/{SERVICE}/Session"
+UNCOUNTED = frozenset(f"/{SERVICE}/{method}" for method in ("WatchLoad", "Session", "SubscribeKvEvents"))
+"""Calls that last as long as the worker: a drain does not wait for them, they end by themselves."""
 
 DEFAULT_INTERVAL_MS, LEAST_INTERVAL_MS = 100, 10
 
@@ -107,7 +109,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         check_prompt(request, info)
         sampling = to_sampling(request, info)
         grammar = await grammars.compiled(request, seconds)
-        return self._engine.submit(request.request_id, request.token_ids, sampling, grammar, request.grammar_tokens)
+        return self._engine.submit(
+            request.request_id,
+            request.token_ids,
+            sampling,
+            grammar,
+            request.grammar_tokens,
+            request.traceparent if is_valid_traceparent(request.traceparent) else traceparent_var.get(),
+        )
 
     def _info(self) -> worker_pb2.GetModelInfoResponse:
         name, info, epoch, _ = self._loaded()
@@ -139,7 +148,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             while not draining.done():
                 version = engine.load_version
-                yield worker_pb2.WatchLoadResponse(load=to_load_report(engine.load))
+                yield worker_pb2.WatchLoadResponse(load=to_load_report(engine.load, engine.kv_events))
                 await asyncio.wait({draining}, timeout=interval / 1000)
                 change = asyncio.ensure_future(engine.load_after(version))
                 await asyncio.wait({change, draining}, return_when=asyncio.FIRST_COMPLETED)
@@ -155,6 +164,30 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Empties the prefix cache."""
         self._loaded()
         return worker_pb2.FlushCacheResponse(freed_pages=await self._engine.flush_cache())
+
+    async def SubscribeKvEvents(
+        self, request: worker_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.SubscribeKvEventsResponse]:
+        """Pushes what is cached until the client goes or the worker drains."""
+        block_size = self._loaded().info.page_size
+        token_ids = request.token_ids if request.HasField("token_ids") else True
+        batches = self._engine.kv_events.subscribe()
+        draining = asyncio.ensure_future(self._draining.wait())
+        upcoming: asyncio.Future[KvEventBatch] | None = None
+        try:
+            while True:
+                upcoming = asyncio.ensure_future(anext(batches))
+                await asyncio.wait({upcoming, draining}, return_when=asyncio.FIRST_COMPLETED)
+                if draining.done():
+                    break
+                yield to_kv_events(upcoming.result(), block_size, token_ids=token_ids)
+        finally:
+            draining.cancel()
+            if upcoming is not None and not upcoming.done():
+                upcoming.cancel()
+                await asyncio.wait({upcoming})
+            await batches.aclose()
+        raise UnavailableError("this worker is shutting down", retry_after=1.0)
 
     def _loaded(self) -> ServedModel:
         if self.model is None:

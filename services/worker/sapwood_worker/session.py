@@ -189,7 +189,7 @@ class Session:
         if self._engine.load_version != self._load_version and now - self._load_sent >= _LOAD_INTERVAL:
             self._load_version = self._engine.load_version
             self._load_sent = now
-            response.load.CopyFrom(to_load_report(self._engine.load))
+            response.load.CopyFrom(to_load_report(self._engine.load, self._engine.kv_events))
         response.draining = self._draining.is_set()
 
     def _add_output(self, response: worker_pb2.SessionResponse, stream_id: int, stream: _Stream) -> None:

@@ -9,6 +9,7 @@ from array import array
 from dataclasses import dataclass
 
 from sapwood_worker.cache.eviction import EvictionName
+from sapwood_worker.cache.kv_events import KvEventLog
 from sapwood_worker.cache.page_allocator import CACHE, PageAllocator
 from sapwood_worker.cache.page_table import PageTable
 from sapwood_worker.cache.radix_tree import Node, RadixTree
@@ -34,6 +35,7 @@ class PrefixCache:
         page_size: Tokens a page.
         enabled: See above.
         eviction: What goes first when room is needed.
+        events: Takes note of what comes and goes; None: nobody asks.
     """
 
     def __init__(
@@ -44,10 +46,11 @@ class PrefixCache:
         *,
         enabled: bool = True,
         eviction: EvictionName = "lru",
+        events: KvEventLog | None = None,
     ) -> None:
         self._allocator = allocator
         self._table = page_table
-        self._tree = RadixTree(page_size, eviction)
+        self._tree = RadixTree(page_size, eviction, events)
         self._page_size = page_size
         self.enabled = enabled
         self._rows: dict[int, _Row] = {}

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from sapwood_common.page_hash import HASH_BYTES, hash_run, lora_of
 from sapwood_worker.cache.eviction import POLICIES, EvictionName, EvictionQueue
+from sapwood_worker.cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventLog
 
 PageIds = npt.NDArray[np.int32]
 
@@ -35,6 +37,7 @@ class Node:
     Attributes:
         key: The token ids of its pages; of a root, its namespace.
         pages: int32, its page ids.
+        hashes: The chained hashes of its pages, 16 bytes each.
         parent: None for a root and for a node that has been evicted.
         children: By the bytes of their first page.
         locks: Locks on it and on everything below it.
@@ -46,6 +49,7 @@ class Node:
 
     key: bytes
     pages: PageIds
+    hashes: bytes
     parent: Node | None
     children: dict[bytes, Node] = field(default_factory=dict)
     locks: int = 0
@@ -69,9 +73,11 @@ class RadixTree:
     Args:
         page_size: Tokens a page.
         eviction: Which leaf goes first.
+        events: Takes note of what comes and goes; None: nobody asks.
     """
 
-    def __init__(self, page_size: int, eviction: EvictionName = "lru") -> None:
+    def __init__(self, page_size: int, eviction: EvictionName = "lru", events: KvEventLog | None = None) -> None:
+        self._events = events
         self._stride = page_size * TOKEN_BYTES
         self._roots: dict[bytes, Node] = {}
         self._tick = 0
@@ -132,8 +138,7 @@ class RadixTree:
         if count == len(pages):
             return known
         rest = key[count * self._stride :]
-        leaf = Node(rest, pages[count:].copy(), known.node, created=self._tick, used=self._tick)
-        known.node.children[rest[: self._stride]] = leaf
+        leaf = self._leaf(known.node, rest, pages[count:].copy())
         self._pages += len(leaf.pages)
         self._evictable += len(leaf.pages)
         self._queue.offer(leaf)
@@ -167,14 +172,17 @@ class RadixTree:
             The pages taken out, int32.
         """
         freed: list[PageIds] = []
+        removed: list[bytes] = []
         while count > 0 and (node := self._queue.pop()) is not None:
             keep = max(0, len(node.pages) - count)
             freed.append(node.pages[keep:])
+            removed.append(node.hashes[keep * HASH_BYTES :])
             count -= len(node.pages) - keep
             parent = node.parent
             assert parent is not None
             if keep:
                 node.pages, node.key = node.pages[:keep], node.key[: keep * self._stride]
+                node.hashes = node.hashes[: keep * HASH_BYTES]
                 self._queue.offer(node)
             else:
                 del parent.children[node.key[: self._stride]]
@@ -183,6 +191,8 @@ class RadixTree:
         pages = np.concatenate(freed) if freed else _NONE
         self._pages -= len(pages)
         self._evictable -= len(pages)
+        if self._events is not None and removed:
+            self._events.add(BlockRemoved(b"".join(removed)) if self._pages else AllBlocksCleared())
         return pages
 
     def nodes(self) -> Iterator[Node]:
@@ -199,6 +209,7 @@ class RadixTree:
         for node in self.nodes():
             assert node.parent is not None and node.parent.children[node.key[: self._stride]] is node
             assert len(node.key) == len(node.pages) * self._stride > 0
+            assert len(node.hashes) == len(node.pages) * HASH_BYTES
             assert node.locks >= sum(child.locks for child in node.children.values()), "a child is locked more often"
             assert node.queued or not _is_free_leaf(node), "an unlocked leaf that eviction cannot find"
             total += len(node.pages)
@@ -208,8 +219,18 @@ class RadixTree:
     def _root(self, namespace: bytes) -> Node:
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = Node(namespace, _NONE, None)
+            root = self._roots[namespace] = Node(namespace, _NONE, b"", None)
         return root
+
+    def _leaf(self, parent: Node, key: bytes, pages: PageIds) -> Node:
+        """A new leaf below ``parent``, announced."""
+        below = parent.hashes[-HASH_BYTES:]
+        hashes = b"".join(hash_run(below or parent.key, key, self._stride))
+        leaf = Node(key, pages, hashes, parent, created=self._tick, used=self._tick)
+        parent.children[key[: self._stride]] = leaf
+        if self._events is not None:
+            self._events.add(BlockStored(hashes, below, key, lora=lora_of(_root_of(parent).key)))
+        return leaf
 
     def _walk(self, node: Node, key: bytes, *, hit: bool) -> Match:
         """Follows ``key`` down from ``node``, splitting where it ends inside a run; the pages are those below ``node``."""
@@ -250,6 +271,7 @@ class RadixTree:
         upper = Node(
             node.key[:at],
             node.pages[:count],
+            node.hashes[: count * HASH_BYTES],
             node.parent,
             locks=node.locks,
             created=node.created,
@@ -257,7 +279,8 @@ class RadixTree:
             hits=node.hits,
         )
         node.parent.children[upper.key[: self._stride]] = upper
-        node.key, node.pages, node.parent = node.key[at:], node.pages[count:], upper
+        node.key, node.pages, node.hashes = node.key[at:], node.pages[count:], node.hashes[count * HASH_BYTES :]
+        node.parent = upper
         upper.children[node.key[: self._stride]] = node
         return upper
 
@@ -271,3 +294,9 @@ class RadixTree:
 
 def _is_free_leaf(node: Node) -> bool:
     return node.parent is not None and not node.children and not node.locks
+
+
+def _root_of(node: Node) -> Node:
+    while node.parent is not None:
+        node = node.parent
+    return node

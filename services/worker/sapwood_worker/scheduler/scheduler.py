@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_worker.cache.eviction import EvictionName
+from sapwood_worker.cache.kv_events import KvEvent, KvEventLog
 from sapwood_worker.cache.page_allocator import PageAllocator
 from sapwood_worker.cache.page_table import PageTable
 from sapwood_worker.cache.prefix_cache import PrefixCache
@@ -45,6 +46,8 @@ class SchedulerConfig:
         policy: Order of admission.
         prefix_cache: Whether finished work is kept for requests to come.
         eviction: Which cached prefix goes first when room is needed.
+        kv_events: Whether to note what the prefix cache stores and removes; :meth:`Scheduler.take_kv_events` must then be
+            called after each step.
         conservativeness: How much of the pages that running requests are expected to need is kept for them at admission.
     """
 
@@ -58,6 +61,7 @@ class SchedulerConfig:
     policy: PolicyName = "fcfs"
     prefix_cache: bool = True
     eviction: EvictionName = "lru"
+    kv_events: bool = False
     conservativeness: float = 1.0
 
 
@@ -73,8 +77,14 @@ class Scheduler:
         self._limit = min(config.context_length, config.num_pages * config.page_size)
         self._allocator = PageAllocator(config.num_pages)
         table = PageTable(config.max_running, -(-self._limit // config.page_size))
+        self._kv_events = KvEventLog() if config.kv_events else None
         self._cache = PrefixCache(
-            self._allocator, table, config.page_size, enabled=config.prefix_cache, eviction=config.eviction
+            self._allocator,
+            table,
+            config.page_size,
+            enabled=config.prefix_cache,
+            eviction=config.eviction,
+            events=self._kv_events,
         )
         self._waiting = WaitingQueue(config.max_waiting)
         self._running = RunningBatch(table, self._cache, config.page_size)
@@ -181,6 +191,10 @@ class Scheduler:
     def flush_cache(self) -> int:
         """Empties the prefix cache of what no running request holds; returns the number of pages freed."""
         return self._cache.flush()
+
+    def take_kv_events(self) -> list[KvEvent]:
+        """Removes and returns what the prefix cache stored and removed since the last call, in order."""
+        return [] if self._kv_events is None else self._kv_events.take()
 
     def load(self) -> Load:
         """The load now. O(running)."""
@@ -319,4 +333,5 @@ def _scheduled(request: Request, count: int) -> ScheduledRequest:
         samples=end == len(request.token_ids),
         sampling=request.sampling,
         grammar=request.grammar,
+        serial=request.serial,
     )

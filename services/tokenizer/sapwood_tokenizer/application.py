@@ -63,7 +63,7 @@ async def serve(config: TokenizerConfig) -> int:
         path = resolve_tokenizer(config.model)
         loaded = await asyncio.to_thread(load_tokenizer, path, config.chat_template)
         parsers = parser_defaults(config.tool_parser, config.reasoning_parser, loaded.chat_template)
-        grammars = await asyncio.to_thread(build_grammars, path, loaded.tokenizer, config)
+        grammars = await asyncio.to_thread(build_grammars, path, loaded, config)
         metrics = MetricSet()
         tracing = start_tracing("sapwood-tokenizer", config.trace_endpoint, config.trace_ratio)
         server = ServiceServer(

@@ -18,6 +18,8 @@ from sapwood_router.request_ids import accept_request_id, unique_id
 
 SERVICE_NAME = "sapwood.v1.Router"
 GENERATE = f"/{SERVICE_NAME}/Generate"
+PUBLIC_METHODS = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed", "ListModels"))
+"""What clients call; everything else is for operators."""
 WORKER_KEY = "x-sapwood-worker"
 """Trailing metadata: the address of the worker that finished the request."""
 RESUMPTIONS_KEY = "x-sapwood-resumptions"

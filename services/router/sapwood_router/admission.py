@@ -105,7 +105,8 @@ class Admission:
         wait = self._expected_wait(ticket.priority)
         if wait > settings.most_wait or now + wait > ticket.deadline:
             raise ResourceExhaustedError(
-                f"all workers are busy: {self.waiting} requests wait, for about {wait:.1f} s", retry_after=max(1.0, wait)
+                f"all workers are busy: {self.waiting} requests wait, for about {wait:.1f} s",
+                retry_after=max(1.0, wait),
             )
         if self.waiting >= settings.most_waiting:
             self._make_room(ticket.priority)

@@ -20,7 +20,7 @@ class Caller:
     """Attributes of a request beside what it asks for.
 
     Attributes:
-        tenant: Whom its share of a busy cluster is counted to. Not authenticated: a proxy in front has to set it.
+        tenant: Whom its share of a busy cluster is counted to: the name of its API key; without keys, what it says itself.
         priority: -100 to 100; larger goes first where requests wait.
         session: What consistent_hash keeps on one worker; empty for nothing.
     """
@@ -33,16 +33,18 @@ class Caller:
 NOBODY = Caller()
 
 
-def caller_of(get: Callable[[str], str | None]) -> Caller:
+def caller_of(get: Callable[[str], str | None], key_name: str | None) -> Caller:
     """The caller that metadata or headers name.
 
     Args:
         get: The value of a key, None if it is not there.
+        key_name: The name of its API key, if keys are asked for.
 
     Raises:
         InvalidArgumentError: A value makes no sense.
     """
-    tenant, priority, session = get(TENANT_KEY), get(PRIORITY_KEY), get(SESSION_KEY)
+    tenant = key_name or get(TENANT_KEY)
+    priority, session = get(PRIORITY_KEY), get(SESSION_KEY)
     if not tenant and not priority and not session:
         return NOBODY
     for key, value in ((TENANT_KEY, tenant), (SESSION_KEY, session)):

@@ -14,7 +14,7 @@ import grpc
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import ConfigError, InvalidArgumentError, UnimplementedError
 from sapwood_tokenizer.chat_template import MOST_CHARACTERS, ChatTemplate
-from sapwood_tokenizer.convert import add_offsets, to_cache_stats, to_encode_options, to_messages
+from sapwood_tokenizer.convert import add_offsets, to_cache_stats, to_encode_options, to_messages, to_variables
 from sapwood_tokenizer.detokenize_call import DetokenizeCall
 from sapwood_tokenizer.detokenizer import Detokenizer
 from sapwood_tokenizer.encoder import EncodeOptions, Encoder
@@ -98,6 +98,11 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self._skipped: dict[frozenset[str], frozenset[int]] = {}
         self._open_streams = OpenStreams(limits.max_open_streams, _MOST_OPTION_BYTES)
 
+    @property
+    def open_streams(self) -> int:
+        """How many Detokenize streams are open."""
+        return self._open_streams.count
+
     async def drained(self) -> None:
         """Returns once no Detokenize stream is open."""
         await self._open_streams.wait_until_none()
@@ -150,6 +155,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
                 add_generation_prompt=prompted,
                 tools=load_tools(request.tools),
                 continue_final_message=continued,
+                variables=to_variables(request.template_variables),
                 budget=budget,
             )
 

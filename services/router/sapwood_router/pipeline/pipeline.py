@@ -13,7 +13,7 @@ from sapwood_common.errors import DeadlineExceededError, InternalError, RequestC
 from sapwood_common.status import row_of
 from sapwood_router.admission_control import AdmissionControl
 from sapwood_router.context import Delta, RequestContext
-from sapwood_router.detokenize_session import DetokenizeSession
+from sapwood_router.detokenize_pool import DetokenizePool
 from sapwood_router.detokenize_stream import DetokenizeStream
 from sapwood_router.observer import RequestObserver
 from sapwood_router.pipeline.attempts import Attempts
@@ -47,7 +47,7 @@ class Pipeline:
     def __init__(
         self,
         tokenizer: TokenizerClient,
-        session: DetokenizeSession,
+        session: DetokenizePool,
         registry: Registry,
         admission: AdmissionControl,
         policy: Policy,

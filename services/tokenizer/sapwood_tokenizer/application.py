@@ -13,6 +13,7 @@ from sapwood_common.metrics import MetricSet, MetricsServer, metrics_port
 from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce
+from sapwood_common.tls import server_tls
 from sapwood_common.tracing import start_tracing
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.encoder import Encoder, EncoderOptions
@@ -62,7 +63,7 @@ async def serve(config: TokenizerConfig) -> int:
         path = resolve_tokenizer(config.model)
         loaded = await asyncio.to_thread(load_tokenizer, path, config.chat_template)
         parsers = parser_defaults(config.tool_parser, config.reasoning_parser, loaded.chat_template)
-        grammars = await asyncio.to_thread(build_grammars, path, loaded.tokenizer, config)
+        grammars = await asyncio.to_thread(build_grammars, path, loaded, config)
         metrics = MetricSet()
         tracing = start_tracing("sapwood-tokenizer", config.trace_endpoint, config.trace_ratio)
         server = ServiceServer(
@@ -71,6 +72,7 @@ async def serve(config: TokenizerConfig) -> int:
             [SERVICE],
             uncounted=frozenset({DETOKENIZE}),
             telemetry=RpcTelemetry(metrics, tracing),
+            tls=server_tls(config.tls_cert, config.tls_key, config.tls_client_ca),
         )
         limits = Limits(config.max_text_bytes, config.max_open_streams, config.template_timeout)
         encoder = build_encoder(loaded, config)

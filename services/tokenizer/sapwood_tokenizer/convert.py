@@ -12,6 +12,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_tokenizer.encode_cache import CacheStats
 from sapwood_tokenizer.encoder import EncodeOptions
 from sapwood_tokenizer.incremental.events import Event, ReasoningDelta, TextDelta, ToolCallStart
+from sapwood_tokenizer.output_grammar.source import CallsWanted
 from sapwood_tokenizer.output_parser import ParserOptions
 from sapwood_tokenizer.output_stream import StreamOptions
 from sapwood_tokenizer.tool_parser.tools import Tools
@@ -109,6 +110,17 @@ def to_encode_options(request: tokenizer_pb2.TokenizeRequest) -> EncodeOptions:
         parse_special_tokens=request.parse_special_tokens if request.HasField("parse_special_tokens") else True,
         offsets=request.return_offsets,
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+    )
+
+
+def to_calls_wanted(message: tokenizer_pb2.ToolCallGrammar) -> CallsWanted:
+    """Which calls an output may hold."""
+    return CallsWanted(
+        tools=message.tools,
+        name=message.name,
+        required=message.required,
+        parallel=message.parallel,
+        tool_parser=message.tool_parser,
     )
 
 

@@ -16,10 +16,10 @@ SOURCES := pyproject.toml hatch_build.py $(wildcard protos/sapwood/v1/*.proto)
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-slow lint fmt proto docs bench-cpu node clean
+.PHONY: help up test test-slow audit lint fmt proto docs bench-cpu bench-tokenizer node clean
 
 help: ## Show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 up: $(BIN)/.installed ## Install, fetch the demo model, start tokenizer, 2 workers and router here; Ctrl-C stops them
 	@$(BIN)/sapwood model fetch demo
@@ -38,6 +38,12 @@ lint: $(BIN)/.installed-dev ## Check style, types, the dependency rule and the p
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
 
+audit: $(BIN)/.installed-dev ## Look the installed packages up in the advisory database
+	@$(BIN)/pip install -qq pip-audit
+	@status=0; out=$$($(BIN)/pip-audit --local --skip-editable --progress-spinner off 2>&1) || status=$$?; echo "$$out" | tail -40; \
+	  if [ $$status != 0 ] && echo "$$out" | grep -qE 'ConnectionError|ServiceError|Max retries|HTTPError|timed out'; then \
+	    echo "audit SKIPPED: the advisory database cannot be reached from here" >&2; exit 0; fi; exit $$status
+
 fmt: $(BIN)/.installed-dev ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -45,11 +51,15 @@ fmt: $(BIN)/.installed-dev ## Format the code
 proto: $(BIN)/.installed-dev ## Generate the Python stubs from protos/ again
 	$(BIN)/python hatch_build.py
 
-docs: $(BIN)/.installed-dev ## Write docs/configuration.md from the services' --help again
+docs: $(BIN)/.installed-dev ## Write docs/configuration.md and docs/metrics.md from the code again
 	$(BIN)/python docs/write_configuration.py
+	$(BIN)/python docs/write_metrics.py
 
 bench-cpu: $(BIN)/.installed-dev ## Measure beside transformers on this CPU: ARGS='--plot bench.png' draws
 	$(BIN)/python benchmarks/bench_cpu.py $(ARGS)
+
+bench-tokenizer: $(BIN)/.installed-dev ## Measure the tokenizer service beside the tokenizers library: ARGS='--model DIR'
+	$(BIN)/python benchmarks/bench_tokenizer.py $(ARGS)
 
 node: examples/node/node_modules/.installed # What examples/node needs
 

@@ -14,7 +14,7 @@ import grpc
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import ConfigError, InvalidArgumentError, UnimplementedError
 from sapwood_tokenizer.chat_template import MOST_CHARACTERS, ChatTemplate
-from sapwood_tokenizer.convert import add_offsets, to_cache_stats, to_encode_options, to_messages
+from sapwood_tokenizer.convert import add_offsets, to_cache_stats, to_encode_options, to_messages, to_variables
 from sapwood_tokenizer.detokenize_call import DetokenizeCall
 from sapwood_tokenizer.detokenizer import Detokenizer
 from sapwood_tokenizer.encoder import EncodeOptions, Encoder
@@ -39,7 +39,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 _MOST_TEXTS = 16384
 _MOST_OPTION_BYTES = 64 * 1024 * 1024
-_RESPONSE_BYTES = 1024 * 1024
 _RENDER_THREADS = 4
 
 
@@ -98,6 +97,11 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self._skipped: dict[frozenset[str], frozenset[int]] = {}
         self._open_streams = OpenStreams(limits.max_open_streams, _MOST_OPTION_BYTES)
 
+    @property
+    def open_streams(self) -> int:
+        """How many Detokenize streams are open."""
+        return self._open_streams.count
+
     async def drained(self) -> None:
         """Returns once no Detokenize stream is open."""
         await self._open_streams.wait_until_none()
@@ -150,6 +154,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
                 add_generation_prompt=prompted,
                 tools=load_tools(request.tools),
                 continue_final_message=continued,
+                variables=to_variables(request.template_variables),
                 budget=budget,
             )
 
@@ -173,7 +178,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     async def Detokenize(
         self, request_iterator: AsyncIterator[tokenizer_pb2.DetokenizeRequest], context: Context
     ) -> AsyncIterator[tokenizer_pb2.DetokenizeResponse]:
-        """Decodes the streams of one call; all outputs of one message go out as one, unless they are very long."""
+        """Decodes the streams of one call; all outputs of one message go out as one, unless they are many."""
         call = DetokenizeCall(self._open_stream, self._loaded.vocab_size, self._open_streams)
         requests = aiter(request_iterator)
         draining = asyncio.ensure_future(self._draining.wait())
@@ -190,17 +195,11 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
                 except StopAsyncIteration:
                     return
                 upcoming = None
-                outputs: list[tokenizer_pb2.DetokenizeOutput] = []
-                size = 0
-                for step in call.process(request):
-                    outputs += step
-                    size += sum(output.ByteSize() for output in step)
-                    if size >= _RESPONSE_BYTES:
-                        yield tokenizer_pb2.DetokenizeResponse(outputs=outputs)
-                        outputs, size = [], 0
-                    await asyncio.sleep(0)  # other calls' turn
-                if outputs:
-                    yield tokenizer_pb2.DetokenizeResponse(outputs=outputs)
+                for number, response in enumerate(call.process(request)):
+                    if number:
+                        await asyncio.sleep(0)  # other calls' turn
+                    if response.outputs:
+                        yield response
         finally:
             call.close()
             draining.cancel()

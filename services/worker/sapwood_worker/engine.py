@@ -14,6 +14,7 @@ from sapwood_common.child_seed import child_seed
 from sapwood_worker.generation import Generation
 from sapwood_worker.kv_event_stream import KvEventStream
 from sapwood_worker.messages import Abort, Flush, Flushed, FromScheduler, Refused, Step, Submit, ToScheduler
+from sapwood_worker.observer import EngineObserver
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
 
@@ -27,10 +28,12 @@ class Engine:
 
     Args:
         send: Hands a message to the scheduler process; never blocks.
+        observer: Told what happens.
     """
 
-    def __init__(self, send: Callable[[ToScheduler], None]) -> None:
+    def __init__(self, send: Callable[[ToScheduler], None], observer: EngineObserver) -> None:
         self._send = send
+        self._observer = observer
         self._serials = itertools.count()
         # By serial: the generation and which of its continuations.
         self._running: dict[int, tuple[Generation, int]] = {}
@@ -53,6 +56,7 @@ class Engine:
         grammar: bytes = b"",
         output_tokens: int = 0,
         count: int = 1,
+        traceparent: str | None = None,
     ) -> Generation:
         """Starts a request; the caller owns it and must read it to its end or close it.
 
@@ -65,6 +69,7 @@ class Engine:
             grammar: A compiled grammar that the output must match; empty for none.
             output_tokens: So many of ``token_ids``, at the end, are output of before.
             count: How many continuations, each with a seed of its own.
+            traceparent: The trace context it belongs to.
 
         Raises:
             AlreadyExistsError: A request of this id is running.
@@ -77,17 +82,19 @@ class Engine:
 
         def on_close(active: list[int]) -> None:
             del self._by_id[request_id]
-            for serial in serials:
+            for index, serial in enumerate(serials):
                 del self._running[serial]
-            if self._lost is None:
-                for index in active:
-                    self._send(Abort(serials[index]))
+                aborted = index in active and self._lost is None
+                self._observer.closed(serial, active=aborted)
+                if aborted:
+                    self._send(Abort(serial))
 
         generation = self._by_id[request_id] = Generation(request_id, count, on_close)
         prompt = array("I", token_ids).tobytes()
         for index, serial in enumerate(serials):
             self._running[serial] = generation, index
             own = sampling if index == 0 else _continued(sampling, index)
+            self._observer.submitted(serial, request_id, traceparent)
             self._send(Submit(serial, request_id, prompt, own, grammar, output_tokens))
         return generation
 
@@ -123,7 +130,9 @@ class Engine:
     def receive(self, message: FromScheduler) -> None:
         """Takes a message of the scheduler process."""
         match message:
-            case Step(outputs, load, kv_events):
+            case Step(outputs, load, kv_events, times):
+                self._observer.steps(times)
+                self._observer.outputs(outputs)
                 for output in outputs:
                     # One that was closed meanwhile is not there; its last tokens concern nobody.
                     if (found := self._running.get(output.serial)) is not None:

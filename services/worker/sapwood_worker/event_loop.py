@@ -15,6 +15,7 @@ from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.output import RequestOutput, Runner
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler
+from sapwood_worker.step_clock import StepClock
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class EventLoop:
         self._runner = runner
         self._mailbox = mailbox
         self._grammars: PendingGrammars[Submit] | None = None if grammars is None else PendingGrammars(grammars)
+        self._clock = StepClock()
         self._failures = 0
         self._reported: Load | None = None
 
@@ -73,13 +75,14 @@ class EventLoop:
         """
         self._report([])
         while True:
-            for message in self._mailbox.receive(wait=not self._scheduler.has_work and not self._grammars):
+            idle = not self._scheduler.has_work and not self._scheduler.has_copies and not self._grammars
+            for message in self._mailbox.receive(wait=idle):
                 if isinstance(message, Shutdown):
                     return
                 self._take(message)
             self._admit_built()
             worked = self._scheduler.has_work
-            self._report(self._step() if worked else [])
+            self._report(self._step() if worked or self._scheduler.has_copies else [])
             if worked and not self._scheduler.has_work:
                 self._scheduler.check_idle()
 
@@ -92,6 +95,7 @@ class EventLoop:
                 generated = array("I", message.token_ids)[-count:] if count else ()
                 self._grammars.start(serial, message, compiled, generated)
             case Abort(serial):
+                self._clock.aborted(serial)
                 if self._grammars is None or not self._grammars.abort(serial):
                     self._scheduler.abort(serial)
             case Flush(call):
@@ -123,6 +127,7 @@ class EventLoop:
         )
         try:
             self._scheduler.add(request)
+            self._clock.submitted(message.serial)
         except SapwoodError as error:
             if grammar is not None:
                 grammar.close()
@@ -133,8 +138,9 @@ class EventLoop:
 
     def _step(self) -> list[RequestOutput]:
         planned = self._scheduler.schedule()
-        if not planned.requests:  # all there was to do has been aborted
+        if not planned:  # all there was to do has been aborted
             return []
+        self._clock.planned(planned)
         try:
             result = self._runner.execute(planned)
         except Exception as error:
@@ -143,13 +149,16 @@ class EventLoop:
             self._failures += 1
             if self._failures >= MOST_FAILURES:
                 raise RuntimeError(f"{MOST_FAILURES} steps in a row failed") from error
+            self._clock.done()
             return self._scheduler.fail_step("the model failed to compute this step; the worker's log has the details")
         self._failures = 0
-        return self._scheduler.update(result)
+        outputs = self._scheduler.update(result)
+        self._clock.done()
+        return outputs
 
     def _report(self, outputs: list[RequestOutput]) -> None:
         load = self._scheduler.load()
         events = self._scheduler.take_kv_events()
         if outputs or events or load != self._reported:
             self._reported = load
-            self._mailbox.send(Step(outputs, load, events))
+            self._mailbox.send(Step(outputs, load, events, self._clock.take()))

@@ -22,6 +22,9 @@ import zmq
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_common.telemetry import setup_logging
+from sapwood_worker.cache.hierarchical import HierarchicalCache
+from sapwood_worker.cache.host_pages import HostPages
+from sapwood_worker.cache.host_pool import HostPool
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.event_loop import EventLoop
 from sapwood_worker.grammar.store import GrammarStore
@@ -42,10 +45,12 @@ class LoadedRunner(Runner, Protocol):
     Attributes:
         info: Facts about it.
         vocabulary: Its tokens, where its files hold them and structured output is wanted.
+        host_pool: The memory of the KV cache's second tier; None: there is none.
     """
 
     info: ModelInfo
     vocabulary: TokenVocabulary | None
+    host_pool: HostPool | None
 
 
 RunnerFactory = Callable[[WorkerConfig], LoadedRunner]
@@ -104,7 +109,15 @@ class ZmqMailbox:
         self._context.term()
 
 
-def build_scheduler(config: WorkerConfig, info: ModelInfo) -> Scheduler:
+def build_tiers(config: WorkerConfig, runner: LoadedRunner) -> HierarchicalCache | None:
+    """The KV cache's tiers below the device's pages; None: there are none."""
+    pool, info = runner.host_pool, runner.info
+    if pool is None or not config.prefix_cache:
+        return None
+    return HierarchicalCache(HostPages(pool.num_pages), info.num_pages, info.page_size, config.host_write_policy)
+
+
+def build_scheduler(config: WorkerConfig, info: ModelInfo, tiers: HierarchicalCache | None = None) -> Scheduler:
     """The scheduler for a loaded model."""
     return Scheduler(
         SchedulerConfig(
@@ -120,7 +133,8 @@ def build_scheduler(config: WorkerConfig, info: ModelInfo) -> Scheduler:
             eviction=config.eviction,
             kv_events=True,
             conservativeness=config.conservativeness,
-        )
+        ),
+        tiers,
     )
 
 
@@ -156,12 +170,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     config_class: type[WorkerConfig] = _load(arguments.config_class)
     config = config_class.model_validate_json(arguments.config)
-    setup_logging("scheduler", config.log_level)
+    setup_logging("scheduler", config.log_level, config.log_format)
     mailbox = ZmqMailbox(arguments.folder, arguments.parent)
     try:
         factory: RunnerFactory = _load(arguments.runner)
         runner = factory(config)
-        scheduler = build_scheduler(config, runner.info)
+        scheduler = build_scheduler(config, runner.info, build_tiers(config, runner))
         grammars = build_grammars(runner)
     except Exception as error:
         if not isinstance(error, ConfigError):

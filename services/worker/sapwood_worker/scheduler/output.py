@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sapwood_worker.cache.copies import NOTHING, Copies, CopyReport
 from sapwood_worker.grammar.state import GrammarState
 from sapwood_worker.sampling.params import SamplingParams
 
@@ -49,6 +50,7 @@ class ScheduledRequest:
         output_start: Where in ``history`` the output begins.
         prompt_length: Where in ``history`` the prompt ends that ``prompt_logprobs`` is about.
         prompt_logprobs: Whether log probabilities of the prompt's tokens are wanted, and how many alternatives.
+        serial: The request's.
     """
 
     request_id: str
@@ -63,6 +65,7 @@ class ScheduledRequest:
     output_start: int = 0
     prompt_length: int = 0
     prompt_logprobs: int | None = None
+    serial: int = -1
 
 
 @dataclass(slots=True)
@@ -75,11 +78,17 @@ class SchedulerOutput:
             positions ``i * page_size`` .. ``(i + 1) * page_size - 1``. It is the scheduler's own array: valid until the
             next ``schedule()``, never written by the runner. Entries beyond a request's last page are undefined.
         requests: The batch, prefill chunks and decodes mixed in any order; empty when there is nothing to do.
+        copies: Pages to copy before it is computed; None: none, and no report is expected. A step may have copies only.
     """
 
     step: int
     page_table: npt.NDArray[np.int32]
     requests: list[ScheduledRequest] = field(default_factory=list)
+    copies: Copies | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.requests) or self.copies is not None
 
 
 @dataclass(slots=True)
@@ -90,12 +99,14 @@ class ModelOutput:
         step: The step it answers.
         token_ids: One entry for each of ``SchedulerOutput.requests``, in order; -1 where nothing was sampled: because it was
             not asked for, or because the model's logits were not finite numbers.
+        copied: Stores that have ended since the last report, whatever step they went with.
         logprobs: Of the sampled tokens, by index into ``SchedulerOutput.requests``, where asked for.
         prompt_logprobs: Of the prompt tokens after each that the step computed, likewise.
     """
 
     step: int
     token_ids: list[int]
+    copied: CopyReport = NOTHING
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
@@ -139,8 +150,9 @@ class Runner(Protocol):
     """Runs the model on a step's batch."""
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
-        """Computes the KV of every scheduled token, writes it into the page pool in place, and samples.
+        """Starts the step's copies, computes the KV of every scheduled token, writes it into the page pool in place, and samples.
 
-        Mutates only the pages of the scheduled positions. The result is valid when it returns.
+        Mutates only the pages of the scheduled positions and those that the copies write. The result is valid when it returns;
+        a failure of the computation leaves the copies as they are.
         """
         ...

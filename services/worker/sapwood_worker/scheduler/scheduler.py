@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_worker.cache.eviction import EvictionName
+from sapwood_worker.cache.hierarchical import HierarchicalCache
 from sapwood_worker.cache.kv_events import KvEvent, KvEventLog
 from sapwood_worker.cache.page_allocator import PageAllocator
 from sapwood_worker.cache.page_table import PageTable
@@ -79,10 +80,12 @@ class Scheduler:
 
     Args:
         config: See :class:`SchedulerConfig`.
+        tiers: The KV cache's tiers below the device's pages; None: there are none.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, tiers: HierarchicalCache | None = None) -> None:
         self._config = config
+        self._tiers = tiers
         self._limit = min(config.context_length, config.num_pages * config.page_size)
         self._allocator = PageAllocator(config.num_pages)
         table = PageTable(config.max_running, -(-self._limit // config.page_size))
@@ -93,6 +96,7 @@ class Scheduler:
             config.page_size,
             enabled=config.prefix_cache,
             eviction=config.eviction,
+            below=tiers,
             events=self._kv_events,
         )
         self._waiting = WaitingQueue(config.max_waiting)
@@ -112,6 +116,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._requests)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a step is due even without requests, because pages wait to be copied or a copy's end to be reported."""
+        return self._tiers is not None and self._tiers.busy
 
     def add(self, request: Request) -> None:
         """Lets a request in; its first tokens are computed in one of the next steps.
@@ -151,9 +160,9 @@ class Scheduler:
         return True
 
     def schedule(self) -> SchedulerOutput:
-        """Plans the next step; ``requests`` is empty if there is nothing to do.
+        """Plans the next step; it is false if there is nothing to do.
 
-        ``update`` or ``fail_step`` must follow before the next call, unless it is empty.
+        ``update`` or ``fail_step`` must follow before the next call, unless it is false.
         """
         assert self._in_flight is None, "the last step was not updated"
         decodes, retracted = self._plan_decodes()
@@ -164,8 +173,9 @@ class Scheduler:
             self._ratio.step()
             self._admit(adder)
         step = decodes + adder.chunks
-        output = SchedulerOutput(self._steps, self._running.rows, [_scheduled(*item) for item in step])
-        if step:
+        copies = self._tiers.take() if self._tiers is not None else None
+        output = SchedulerOutput(self._steps, self._running.rows, [_scheduled(*item) for item in step], copies)
+        if output:
             self._in_flight = step
             self._steps += 1
         return output
@@ -174,6 +184,8 @@ class Scheduler:
         """Takes a step's tokens; returns what each request gets."""
         step, self._in_flight = self._in_flight, None
         assert step is not None and len(step) == len(output.token_ids) and output.step == self._steps - 1
+        if self._tiers is not None:
+            self._tiers.ended(output.copied)
         outputs: list[RequestOutput] = []
         for index, ((request, count), token) in enumerate(zip(step, output.token_ids, strict=True)):
             if index in output.prompt_logprobs:
@@ -238,6 +250,8 @@ class Scheduler:
             AssertionError: Something is wrong.
         """
         self._cache.check()
+        if self._tiers is not None:
+            self._tiers.check()
         waiting = [*self._waiting.retracted(), *self._waiting.new()]
         assert sum(request.remaining for request in waiting) == self._waiting.num_tokens
         assert all(request.state is RequestState.WAITING and request.slot < 0 for request in waiting)
@@ -363,4 +377,5 @@ def _scheduled(request: Request, count: int) -> ScheduledRequest:
         output_start=request.output_start,
         prompt_length=request.prompt_length,
         prompt_logprobs=request.wanted_prompt_logprobs,
+        serial=request.serial,
     )

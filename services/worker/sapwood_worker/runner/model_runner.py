@@ -159,13 +159,13 @@ class ModelRunner:
         decodes = graphs is not None and all(len(each.token_ids) == 1 and each.samples for each in requests)
         if graphs is not None and decodes and len(requests) <= graphs.largest:
             with self._masks.start(requests) as masks:
-                tokens = self._replay(graphs, output, masks)
-                return _answer(output, list(range(len(requests))), tokens, self._copied())
+                replayed = self._replay(graphs, output, masks)
+                return _answer(output, list(range(len(requests))), replayed, self._copied())
         batch = build_forward_batch(output, self._pool.page_size, self._device)
         sampled = [i for i, request in enumerate(requests) if request.samples]
         with self._masks.start([requests[i] for i in sampled]) as masks:
             hidden = self._forward(batch)
-            tokens = None
+            tokens: SampledTokens | None = None
             if sampled:
                 rows = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
                 tokens = self._sampler.sample(self._model.logits(rows), [requests[i] for i in sampled], masks)

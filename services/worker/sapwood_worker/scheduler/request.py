@@ -31,6 +31,7 @@ class Request:
         arrival: Order of arrival.
         queued_at: Step at which it was last put into the queue.
         retractions: How often it was sent back to the queue.
+        held: It waits for pages that are being fetched and is not to be admitted meanwhile.
         aborted: Its end was asked for while a step was computing it.
 
     Args:
@@ -49,6 +50,7 @@ class Request:
         "cached",
         "computed",
         "grammar",
+        "held",
         "max_length",
         "namespace",
         "prompt_length",
@@ -84,6 +86,7 @@ class Request:
         self.arrival = 0
         self.queued_at = 0
         self.retractions = 0
+        self.held = False
         self.aborted = False
         self._state = RequestState.WAITING
 

@@ -113,6 +113,11 @@ class Scheduler:
         """Whether a step is due even without requests, because pages wait to be copied or a copy's end to be reported."""
         return self._tiers is not None and self._tiers.busy
 
+    def wait_for_storage(self, seconds: float) -> None:
+        """Returns when the cache's third tier has something for the next step, or after so many seconds."""
+        if self._tiers is not None and self._tiers.storage is not None:
+            self._tiers.storage.wait(seconds)
+
     def add(self, request: Request) -> None:
         """Lets a request in; its first tokens are computed in one of the next steps.
 
@@ -134,6 +139,9 @@ class Scheduler:
         request.arrival = self._arrivals
         request.queued_at = self._steps
         self._arrivals += 1
+        if self._tiers is not None:
+            cached = self._cache.probe(request.token_ids, request.namespace)[0]
+            request.held = self._tiers.queued(request.serial, request.token_ids[:-1], request.namespace, cached)
 
     def abort(self, serial: int) -> bool:
         """Ends a request; its pages are free before the next step (after the step in flight, if it is part of one).
@@ -156,6 +164,8 @@ class Scheduler:
         ``update`` or ``fail_step`` must follow before the next call, unless it is false.
         """
         assert self._in_flight is None, "the last step was not updated"
+        for serial in self._tiers.poll() if self._tiers is not None else ():
+            self._requests[serial].held = False
         decodes, retracted = self._plan_decodes()
         budget = max(1, self._config.max_step_tokens - len(decodes))
         adder = PrefillAdder(self._running, budget, self._ratio)
@@ -241,7 +251,7 @@ class Scheduler:
         self._cache.check()
         if self._tiers is not None:
             self._tiers.check()
-        waiting = [*self._waiting.retracted(), *self._waiting.new()]
+        waiting = [*self._waiting.retracted(), *self._waiting.new(), *self._waiting.held()]
         assert sum(request.remaining for request in waiting) == self._waiting.num_tokens
         assert all(request.state is RequestState.WAITING and request.slot < 0 for request in waiting)
         assert all(request.state is RequestState.RUNNING for request in self._running.requests)
@@ -284,6 +294,8 @@ class Scheduler:
             if not adder.admit(request):
                 break
             self._waiting.remove(request, tokens)
+            if self._tiers is not None:
+                self._tiers.settle(request.serial)
             if request.cached is None:
                 request.cached = request.computed
                 self._prompt_tokens += request.prompt_length
@@ -326,6 +338,8 @@ class Scheduler:
         if request.state is RequestState.WAITING:
             self._waiting.remove(request, request.remaining)
             request.become(RequestState.FINISHED)
+            if self._tiers is not None:
+                self._tiers.settle(request.serial)
         else:
             self._running.stop(request, RequestState.FINISHED, keep=keep)
         if request.grammar is not None:

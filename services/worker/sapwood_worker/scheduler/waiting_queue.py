@@ -52,5 +52,9 @@ class WaitingQueue:
         return sorted(self._retracted.values(), key=lambda request: request.arrival)
 
     def new(self) -> Iterator[Request]:
-        """The others, by arrival; valid until the queue changes."""
-        return iter(self._new.values())
+        """The others that may be admitted, by arrival; valid until the queue changes."""
+        return (request for request in self._new.values() if not request.held)
+
+    def held(self) -> list[Request]:
+        """Those that may not be admitted yet."""
+        return [request for request in self._new.values() if request.held]

@@ -16,11 +16,12 @@ import pytest
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.fake_runner import FakeRunner, continuation
 from sapwood_worker.scheduler.output import RequestOutput
 from sapwood_worker.scheduler.policy import STARVED_AFTER
 from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler, SchedulerConfig
+from sapwood_worker.scheduler.scheduler import Scheduler
 
 VOCAB = 60
 END = 59

@@ -68,9 +68,9 @@ class ModelOutput:
     token_ids: list[int]
 
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error", "deadline"]
 """``stop``: an end token or the end of the grammar. ``length``: max_tokens or the context's end. ``error``: runner or grammar
-failed."""
+failed. ``deadline``: it did not end in time."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):

@@ -23,6 +23,9 @@ class Request:
         prompt_length: Tokens of the prompt.
         sampling: How to sample, and when to end.
         namespace: Requests of different namespaces share no cached pages.
+        priority: The higher goes first, where priorities count.
+        tenant: Who it is for; tenants get equal shares.
+        deadline: By the scheduler's clock: it ends then, wherever it stands; None: never.
         grammar: What the output must match; stays while the request waits or is retracted, closed when it ends.
         max_length: Tokens of prompt and output at which it ends at the latest; set when it is let in.
         computed: Leading tokens whose KV is in the request's pages.
@@ -30,6 +33,8 @@ class Request:
         slot: Row in the page table while running, else -1.
         arrival: Order of arrival.
         queued_at: Step at which it was last put into the queue.
+        waited: Steps that it waited in the queue before it ran last.
+        rank: Set when it is admitted; the lower it is the later it is retracted.
         retractions: How often it was sent back to the queue.
         aborted: Its end was asked for while a step was computing it.
 
@@ -40,6 +45,9 @@ class Request:
         sampling: See above.
         namespace: See above.
         grammar: See above.
+        priority: See above.
+        tenant: See above.
+        deadline: See above.
     """
 
     __slots__ = (
@@ -48,17 +56,22 @@ class Request:
         "arrival",
         "cached",
         "computed",
+        "deadline",
         "grammar",
         "max_length",
         "namespace",
+        "priority",
         "prompt_length",
         "queued_at",
+        "rank",
         "request_id",
         "retractions",
         "sampling",
         "serial",
         "slot",
+        "tenant",
         "token_ids",
+        "waited",
     )
 
     def __init__(
@@ -69,6 +82,10 @@ class Request:
         sampling: SamplingParams,
         namespace: bytes = b"",
         grammar: GrammarState | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        deadline: float | None = None,
     ) -> None:
         self.serial = serial
         self.request_id = request_id
@@ -83,6 +100,11 @@ class Request:
         self.slot = -1
         self.arrival = 0
         self.queued_at = 0
+        self.waited = 0
+        self.rank = (0, 0)
+        self.priority = priority
+        self.tenant = tenant
+        self.deadline = deadline
         self.retractions = 0
         self.aborted = False
         self._state = RequestState.WAITING

@@ -45,8 +45,9 @@ fmt: $(BIN)/.installed-dev ## Format the code
 proto: $(BIN)/.installed-dev ## Generate the Python stubs from protos/ again
 	$(BIN)/python hatch_build.py
 
-docs: $(BIN)/.installed-dev ## Write docs/configuration.md from the services' --help again
+docs: $(BIN)/.installed-dev ## Write docs/configuration.md and docs/metrics.md from the code again
 	$(BIN)/python docs/write_configuration.py
+	$(BIN)/python docs/write_metrics.py
 
 bench-cpu: $(BIN)/.installed-dev ## Measure beside transformers on this CPU: ARGS='--plot bench.png' draws
 	$(BIN)/python benchmarks/bench_cpu.py $(ARGS)

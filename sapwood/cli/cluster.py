@@ -15,6 +15,8 @@ from sapwood.cli.errors import CliError
 ResultT = TypeVar("ResultT")
 
 _POLL_SECONDS = 0.1
+_METRICS_OFFSET = 40_900
+"""From a service's port down to that of its /metrics: 50052 has 9152, 50061 has 9161."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,11 @@ class Cluster:
         options = self._options
         common = ["--log-level", options.log_level, "--drain-timeout", f"{options.drain_timeout:g}"]
         self._tokenizer = await self._child(
-            "tokenizer", ["--model", options.model, "--port", str(options.tokenizer_port), *common]
+            "tokenizer", ["--model", options.model, *_ports(options.tokenizer_port), *common]
         )
         for index in range(options.workers):
             port = options.worker_port + index if options.worker_port else 0
-            flags = ["--model", options.model, "--port", str(port), "--threads", str(options.threads), *common]
+            flags = ["--model", options.model, *_ports(port), "--threads", str(options.threads), *common]
             self._workers.append(await self._child("worker", flags, f"worker-{index}"))
         backends = [self._tokenizer, *self._workers]
         tokenizer, *workers = await asyncio.gather(*(self._address(child) for child in backends))
@@ -219,6 +221,12 @@ class Cluster:
             states = "  ".join(f"{name} {state}" for name, state in self._states.items()) or "starting"
             self._on_status(f"{states}  {time.monotonic() - start:.0f} s")
             await asyncio.sleep(_POLL_SECONDS)
+
+
+def _ports(port: int) -> tuple[str, ...]:
+    """The flags for a service's port and that of its metrics; where that is none for ordinary users, a free one."""
+    metrics = port - _METRICS_OFFSET
+    return ("--port", str(port), "--metrics-port", str(metrics if metrics >= 1024 else 0))
 
 
 def _reachable(address: str) -> str:

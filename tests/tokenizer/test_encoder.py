@@ -3,7 +3,7 @@ import random
 from array import array
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_tokenizer.encoder import EncodeOptions, Encoder, EncoderOptions
@@ -77,11 +77,24 @@ async def test_a_caller_that_gives_up_takes_nobody_with_it(encoder: Encoder, dem
             assert result[0].ids == array("I", demo.tokenizer.encode(f"text {n}").ids)
 
 
-async def test_a_text_that_the_library_cannot_take_fails_alone(byte_level: Tokenizer) -> None:
-    encoder = Encoder(byte_level, EncoderOptions(MIB))
-    with pytest.raises(RuntimeError, match="library failed"):
-        await encoder.encode(["half a pair: \ud800"])
-    assert list((await encoder.encode(["hello"]))[0].ids) == byte_level.encode("hello").ids
+async def test_a_text_that_the_library_gives_up_on_fails_alone_and_by_name(byte_level: Tokenizer) -> None:
+    library = Tokenizer.from_str(byte_level.to_str())
+    # Takes time exponential in the number of letters where no "b" follows; the library gives up after ten million steps.
+    words = pre_tokenizers.Split(Regex(r"(a+)+b|[\s\S]"), behavior="isolated")
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    encoder = Encoder(library, EncoderOptions(MIB, threads=1))
+    first = asyncio.create_task(encoder.encode(["goes at once, so that the others are one batch"]))
+    await asyncio.sleep(0)
+    others = [asyncio.create_task(encoder.encode([f"other {number}"])) for number in range(5)]
+    others.insert(3, asyncio.create_task(encoder.encode(["fine", "a" * 60])))
+    results = await asyncio.gather(*others, return_exceptions=True)
+    error = results.pop(3)
+    assert isinstance(error, InvalidArgumentError)
+    assert (error.field, "cannot encode" in error.message, "retry-limit" in error.message) == ("texts[1]", True, True)
+    assert [list(one.ids) for (one,) in results] == [library.encode(f"other {number}").ids for number in range(5)]
+    await first
     encoder.close()
 
 

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    start_http_server,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -38,9 +46,9 @@ class Label(Protocol):
 class OneOf:
     """A label with known values."""
 
-    def __init__(self, *values: str) -> None:
+    def __init__(self, *values: str, shown: str | None = None) -> None:
         self._values = frozenset(values)
-        self._shown = ", ".join(values)
+        self._shown = shown or ", ".join(values)
 
     def bound(self, value: str) -> str:
         """See Label."""
@@ -139,6 +147,7 @@ class MetricSet:
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # series of when each series began: nobody asks for them
         self.registry = registry if registry is not None else CollectorRegistry()
         self.specs: list[MetricSpec] = []
         self._polled = _PolledCollector()
@@ -178,6 +187,13 @@ class MetricSet:
     def _note(self, name: str, kind: str, text: str, labels: Labels) -> None:
         assert (kind == "counter") == name.endswith("_total"), name
         self.specs.append(MetricSpec(name, kind, text, labels))
+
+
+def metrics_port(given: int | None, usual: int, service_port: int) -> int:
+    """The port of a service's /metrics: as given, else the usual one, else a free one (0) where the service takes one, too."""
+    if given is not None:
+        return given
+    return usual if service_port else 0
 
 
 class MetricsServer:

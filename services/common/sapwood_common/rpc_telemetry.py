@@ -13,7 +13,7 @@ from sapwood_common.status import row_of
 from sapwood_common.telemetry import TRACEPARENT_KEY, is_valid_traceparent, traceparent_var
 from sapwood_common.tracing import Span, Tracing
 
-CODES = OneOf(*(code.name for code in grpc.StatusCode))
+CODES = OneOf(*(code.name for code in grpc.StatusCode), shown="the gRPC statuses")
 _MOST_METHODS = 64
 
 

@@ -15,7 +15,7 @@ from sapwood_tokenizer.config import TokenizerConfig
 def main() -> int:
     """Entry point."""
     config = parse_config(TokenizerConfig, "sapwood_tokenizer", "Turns text into token ids and token ids into text.")
-    setup_logging("tokenizer", config.log_level)
+    setup_logging("tokenizer", config.log_level, config.log_format)
     return uvloop.run(serve(config))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -16,6 +16,8 @@ MOST_CHARACTERS = 16 * 1024 * 1024
 """The longest text that a rendering makes."""
 _DEFAULT_SECONDS = 10.0
 _LONGEST_MESSAGE = 400
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", BUDGET)
+"""Variables that every template is given."""
 _CONTINUE_HERE = "\ue0a0continue here\ue0a0"
 """Marks the end of the message to continue; private-use characters, which nobody writes."""
 
@@ -54,6 +56,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tools: Sequence[dict[str, Any]] = (),
         continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
         budget: Budget | None = None,
     ) -> str:
         """The conversation as one text.
@@ -63,20 +66,27 @@ class ChatTemplate:
             add_generation_prompt: End with the opening of the assistant's turn.
             tools: On offer; in the form of OpenAI's API.
             continue_final_message: End where the last message's content does, so that the model goes on with it.
+            variables: Further ones for the template; they may replace special tokens' names, but nothing else it is given.
             budget: What it may take, not yet started; ten seconds unless given.
 
         Raises:
-            InvalidArgumentError: The template refuses the messages, or it takes more than its budget; or the last message
-                is to be continued and has no content, or the template does not show it.
+            InvalidArgumentError: A variable has the name of something else; the template refuses the messages, or it takes
+                more than its budget; or the last message is to be continued and has no content, or the template does not
+                show it.
         """
         budget = budget or Budget(_DEFAULT_SECONDS, MOST_CHARACTERS)
+        given = {**self._special_tokens, **(variables or {})}
+        taken = next((name for name in _GIVEN if name in given), None)
+        if taken is not None:
+            raise InvalidArgumentError(f"{taken} is no variable of the caller's", field="template_variables")
+        given |= {"tools": list(tools) or None, "documents": None, "add_generation_prompt": add_generation_prompt}
         if not continue_final_message:
-            return self._render(messages, tools, add_generation_prompt, budget)
+            return self._render({**given, "messages": messages}, budget)
         last = messages[-1]
         if not isinstance(last.get("content"), str):
             raise InvalidArgumentError("the last message has no content to go on with", field="continue_final_message")
         marked = {**last, "content": last["content"] + _CONTINUE_HERE + " "}
-        text = self._render([*messages[:-1], marked], tools, add_generation_prompt, budget)
+        text = self._render({**given, "messages": [*messages[:-1], marked]}, budget)
         before, mark, after = text.rpartition(_CONTINUE_HERE)
         if not mark:
             raise InvalidArgumentError(
@@ -85,21 +95,11 @@ class ChatTemplate:
         # A template that keeps the space after the mark keeps the content's own; one that trims it trims that, too.
         return before if after.startswith(" ") else before.rstrip()
 
-    def _render(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], prompted: bool, budget: Budget
-    ) -> str:
-        variables = {
-            **self._special_tokens,
-            "messages": messages,
-            "add_generation_prompt": prompted,
-            "tools": list(tools) or None,
-            "documents": None,
-            BUDGET: budget,
-        }
+    def _render(self, variables: Mapping[str, Any], budget: Budget) -> str:
         parts: list[str] = []
         budget.start()
         try:
-            for part in self._template.generate(variables):
+            for part in self._template.generate({**variables, BUDGET: budget}):
                 budget.add(len(part))
                 parts.append(part)
         except BudgetError as error:

@@ -17,11 +17,21 @@ class TokenizerConfig(ServiceConfig):
         env_prefix="SAPWOOD_TOKENIZER_", extra="forbid", frozen=True, protected_namespaces=()
     )
 
-    model: str = Field("demo", description="'demo', a .gguf file or a Hugging Face model directory.")
+    model: str = Field(
+        "demo",
+        description="'demo', a .gguf file, a Hugging Face directory or a vocabulary file "
+        "(tokenizer.json, SentencePiece .model, tiktoken, tekken.json).",
+    )
     served_model_name: str | None = Field(
         None, description="Name clients use for the model; the file's or folder's own name unless given."
     )
     port: int = Field(50052, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port of /metrics; 0 takes a free one; none is 9152, or a free one with --port 0.",
+    )
     chat_template: Path | None = Field(
         None, description="File with a Jinja chat template to use in place of the model's own."
     )

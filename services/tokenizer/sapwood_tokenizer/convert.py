@@ -12,6 +12,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_tokenizer.encode_cache import CacheStats
 from sapwood_tokenizer.encoder import EncodeOptions
 from sapwood_tokenizer.incremental.events import Event, ReasoningDelta, TextDelta, ToolCallStart
+from sapwood_tokenizer.output_grammar.source import CallsWanted
 from sapwood_tokenizer.output_parser import ParserOptions
 from sapwood_tokenizer.output_stream import StreamOptions
 from sapwood_tokenizer.tool_parser.tools import Tools
@@ -87,6 +88,21 @@ def _to_call(call: common_pb2.ToolCall, field: str) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
+def to_variables(text: str) -> dict[str, Any]:
+    """Variables for a chat template, from a JSON object; "" is none.
+
+    Raises:
+        InvalidArgumentError: It is no JSON object. The field is "template_variables".
+    """
+    try:
+        variables = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"template_variables is not JSON: {error}", field="template_variables") from None
+    if not isinstance(variables, dict):
+        raise InvalidArgumentError("template_variables is a JSON object", field="template_variables")
+    return variables
+
+
 def to_encode_options(request: tokenizer_pb2.TokenizeRequest) -> EncodeOptions:
     """What is wanted of a request."""
     return EncodeOptions(
@@ -94,6 +110,17 @@ def to_encode_options(request: tokenizer_pb2.TokenizeRequest) -> EncodeOptions:
         parse_special_tokens=request.parse_special_tokens if request.HasField("parse_special_tokens") else True,
         offsets=request.return_offsets,
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+    )
+
+
+def to_calls_wanted(message: tokenizer_pb2.ToolCallGrammar) -> CallsWanted:
+    """Which calls an output may hold."""
+    return CallsWanted(
+        tools=message.tools,
+        name=message.name,
+        required=message.required,
+        parallel=message.parallel,
+        tool_parser=message.tool_parser,
     )
 
 

@@ -14,6 +14,7 @@ than it gives for short texts, and a long text would take all of it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,8 @@ from tokenizers import Tokenizer
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_tokenizer.batch_encoder import BatchEncoder, Encoded
 from sapwood_tokenizer.encode_cache import CacheStats, EncodeCache
+
+logger = logging.getLogger(__name__)
 
 _SHORT_COST = 64 * 1024
 """The most of one caller's that goes into one batch, in characters. A text that costs more is a long one."""
@@ -73,12 +76,21 @@ class EncodeOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class _Failed:
+    reason: str
+    """What the library said."""
+
+
+_Result = Encoded | _Failed
+
+
+@dataclass(frozen=True, slots=True)
 class _Job:
     texts: Sequence[str]
     cost: int
     kind: tuple[bool, bool]
     """Whether special tokens are parsed, and whether offsets are wanted: one batch is of one kind."""
-    done: asyncio.Future[list[Encoded]]
+    done: asyncio.Future[list[_Result]]
 
 
 class Encoder:
@@ -123,10 +135,16 @@ class Encoder:
             field: How the caller spells the texts, for errors.
 
         Raises:
-            InvalidArgumentError: A text is too long, in bytes or in tokens; its index is named.
+            InvalidArgumentError: A text is too long, in bytes or in tokens, or holds half a surrogate pair, or the library
+                fails on it; its index is named.
         """
         for index, text in enumerate(texts):
-            size = len(text.encode()) if len(text) * 4 > self._options.max_text_bytes else 0
+            try:
+                size = len(text) if text.isascii() else len(text.encode())
+            except UnicodeEncodeError as error:
+                raise InvalidArgumentError(
+                    "the text holds half a surrogate pair, which is no text", field=_name(field, index)
+                ) from error
             if size > self._options.max_text_bytes:
                 raise InvalidArgumentError(
                     f"a text of {size} bytes is longer than the limit of {self._options.max_text_bytes}",
@@ -134,28 +152,34 @@ class Encoder:
                 )
         kind = (options.parse_special_tokens, options.offsets)
         results = await (self._run(texts, kind) if options.offsets else self._look_up_or_run(texts, kind))
+        for index, result in enumerate(results):
+            if isinstance(result, _Failed):
+                raise InvalidArgumentError(
+                    f"the tokenizer cannot encode the text: {result.reason}", field=_name(field, index)
+                )
+        encoded = [result for result in results if isinstance(result, Encoded)]
         if options.add_special_tokens:
-            results = [self._batches.with_tokens_around(result) for result in results]
+            encoded = [self._batches.with_tokens_around(one) for one in encoded]
         limits = [limit for limit in (options.max_tokens, self._options.max_text_tokens) if limit is not None]
         if limits:
-            for index, result in enumerate(results):
-                if len(result.ids) > min(limits):
+            for index, one in enumerate(encoded):
+                if len(one.ids) > min(limits):
                     raise InvalidArgumentError(
-                        f"a text of {len(result.ids)} tokens is longer than the limit of {min(limits)}",
+                        f"a text of {len(one.ids)} tokens is longer than the limit of {min(limits)}",
                         field=_name(field, index),
                     )
-        return results
+        return encoded
 
     def close(self) -> None:
         """Lets the threads go; what waits is cancelled, and nothing may be encoded any more."""
         self._short_threads.shutdown(wait=False, cancel_futures=True)
         self._long_threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _look_up_or_run(self, texts: Sequence[str], kind: tuple[bool, bool]) -> list[Encoded]:
+    async def _look_up_or_run(self, texts: Sequence[str], kind: tuple[bool, bool]) -> list[_Result]:
         if not self._exact.enabled:
             return await self._run(texts, kind)
         parse, _ = kind
-        results: list[Encoded | None] = []
+        results: list[_Result | None] = []
         for text in texts:
             ids = self._exact.get((parse, text)) if len(text) <= _LONGEST_LOOKED_UP else None
             results.append(None if ids is None else Encoded(ids))
@@ -163,13 +187,13 @@ class Encoder:
         encoded = await self._run([texts[index] for index in missing], kind)
         for index, result in zip(missing, encoded, strict=True):
             results[index] = result
-            if len(texts[index]) <= _LONGEST_LOOKED_UP:
+            if isinstance(result, Encoded) and len(texts[index]) <= _LONGEST_LOOKED_UP:
                 self._exact.put((parse, texts[index]), texts[index], result.ids)
         return [result for result in results if result is not None]
 
-    async def _run(self, texts: Sequence[str], kind: tuple[bool, bool]) -> list[Encoded]:
+    async def _run(self, texts: Sequence[str], kind: tuple[bool, bool]) -> list[_Result]:
         loop = asyncio.get_running_loop()
-        results: list[Encoded] = []
+        results: list[_Result] = []
         for part, cost in _parts(texts):
             if cost > _SHORT_COST:
                 results += await loop.run_in_executor(self._long_threads, self._encode, part, kind)
@@ -207,7 +231,7 @@ class Encoder:
         self._waiting.extendleft(reversed(others))
         return batch
 
-    def _end_batch(self, batch: Sequence[_Job], running: asyncio.Future[list[Encoded]]) -> None:
+    def _end_batch(self, batch: Sequence[_Job], running: asyncio.Future[list[_Result]]) -> None:
         self._free_threads += 1
         if not running.cancelled():
             self._start_batches()
@@ -221,12 +245,15 @@ class Encoder:
                     job.done.set_result(running.result()[at : at + len(job.texts)])
             at += len(job.texts)
 
-    def _encode(self, texts: Sequence[str], kind: tuple[bool, bool]) -> list[Encoded]:
+    def _encode(self, texts: Sequence[str], kind: tuple[bool, bool]) -> list[_Result]:
         parse_special_tokens, offsets = kind
         try:
-            return self._batches.encode(texts, parse_special_tokens=parse_special_tokens, offsets=offsets)
+            return [*self._batches.encode(texts, parse_special_tokens=parse_special_tokens, offsets=offsets)]
         except BaseException as error:  # a panic in the library is no Exception
-            raise RuntimeError("the tokenizer library failed") from error
+            if len(texts) > 1:  # which of them is it?
+                return [result for text in texts for result in self._encode([text], kind)]
+            logger.error("the tokenizer library failed on a text", exc_info=error)
+            return [_Failed(str(error))]
 
 
 def _name(field: str, index: int) -> str:

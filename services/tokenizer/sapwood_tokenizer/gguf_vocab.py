@@ -2,13 +2,10 @@
 
 Two kinds of vocabulary exist in generative models' files:
 
-- ``tokenizer.ggml.model`` = ``llama``: a SentencePiece BPE vocabulary (Gemma, Llama 2, Mistral). The file holds a score for
-  each token and no merges. SentencePiece merges, at each step, the neighbours whose joined token has the highest score, so
-  the merges are rebuilt as every split of every token into two tokens, ordered by the joined token's score, descending. Cost:
-  O(total characters of the vocabulary) dictionary look-ups plus one sort; Gemma's 262 144 tokens give 515 000 merges.
+- ``tokenizer.ggml.model`` = ``llama``: a SentencePiece BPE vocabulary (Gemma, Llama 2, Mistral): tokens with scores.
 - ``gpt2``: byte-level BPE (Llama 3, Qwen). The file holds the merges and the name of the pre-tokenizer.
 
-Sources: SentencePiece's ``bpe_model.cc`` (Kudo and Richardson 2018); the key names are those of the GGUF specification.
+The key names are those of the GGUF specification.
 """
 
 from __future__ import annotations
@@ -16,16 +13,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-_SPACE = "\u2581"  # SentencePiece writes a space as LOWER ONE EIGHTH BLOCK
+from sapwood_tokenizer.sentencepiece_vocab import (
+    NORMAL,
+    UNKNOWN,
+    SentencePieceVocabulary,
+    add_special_tokens,
+    build_sentencepiece,
+)
+from sapwood_tokenizer.split_patterns import PATTERNS, split_as_gpt2, split_at
 
-# What llama.cpp's converter calls the pre-tokenizer -> the expression of the model family's published tokenizer.
-_LLAMA3_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501
-_QWEN2_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-_LLAMA3_NAMES = frozenset({"llama-bpe", "llama3", "llama-v3"})
-_GPT2_NAMES = frozenset({"default", "gpt-2"})
+# What llama.cpp's converter calls the pre-tokenizer -> the family of expressions; None is GPT-2's own.
+_FAMILIES: dict[str, str | None] = {
+    **dict.fromkeys(("default", "gpt-2"), None),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "glm4", "chatglm-bpe"), "cl100k"),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
+    **dict.fromkeys(("gpt-4o", "llama4"), "o200k"),
+    "tekken": "tekken",
+    "kimi-k2": "kimi",
+    "deepseek-v3": "deepseek",
+}
+_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "gpt-4o", "llama4", "tekken", "kimi-k2"})
+"""Those that take a word that is a token whole, whatever the merges say."""
+_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "llama4", "tekken", "deepseek-v3"})
+"""Those that begin a text with BOS where the file does not say."""
 
 
 class VocabularyError(Exception):
@@ -43,7 +55,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _required(metadata, "tokenizer.ggml.tokens")
-    types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise VocabularyError("tokenizer.ggml.token_type and tokenizer.ggml.tokens differ in length")
     names = _distinct(tokens)
@@ -53,11 +65,10 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     elif kind == "gpt2":
         pre = metadata.get("tokenizer.ggml.pre", "default")
         tokenizer = _byte_level(metadata, names, pre)
-        adds_bos = pre in _LLAMA3_NAMES
+        adds_bos = pre in _BOS
     else:
         raise VocabularyError(f"tokenizer.ggml.model is {kind!r}; 'llama' and 'gpt2' are supported")
-    tokenizer.add_special_tokens(_added(names, types, _CONTROL, special=True))
-    tokenizer.add_tokens(_added(names, types, _USER_DEFINED, special=False))
+    add_special_tokens(tokenizer, names, types)
     before = ["bos"] if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else []
     after = ["eos"] if metadata.get("tokenizer.ggml.add_eos_token", False) else []
     _add_post_processor(tokenizer, metadata, names, before, after)
@@ -70,48 +81,22 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Se
         raise VocabularyError("tokenizer.ggml.scores and tokenizer.ggml.tokens differ in length")
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
     if unknown is None:
-        unknown = next((index for index, kind in enumerate(types) if kind == _UNKNOWN), None)
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={token: index for index, token in enumerate(tokens)},
-            merges=rebuild_merges(tokens, scores, types),
-            unk_token=None if unknown is None else tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
+        unknown = next((index for index, kind in enumerate(types) if kind == UNKNOWN), None)
+    return build_sentencepiece(
+        SentencePieceVocabulary(
+            tokens=tokens,
+            scores=scores,
+            types=types,
+            unknown_id=unknown,
+            adds_prefix=metadata.get("tokenizer.ggml.add_space_prefix", True),
         )
     )
-    to_blocks = normalizers.Replace(" ", _SPACE)
-    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), to_blocks]) if prefixed else to_blocks
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
-    return tokenizer
-
-
-def rebuild_merges(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
-    """The merges of a SentencePiece BPE vocabulary, first to be applied first.
-
-    Args:
-        tokens: The token of each id.
-        scores: Its score; the higher, the earlier it is merged. Ties go by id, splits of one token by their place.
-        types: Its type number; only normal tokens take part in merges.
-    """
-    mergeable = {token for token, kind in zip(tokens, types, strict=True) if kind in (_NORMAL, _UNUSED)}
-    merges: list[tuple[str, str]] = []
-    for index in sorted(range(len(tokens)), key=lambda index: -scores[index]):  # stable: ties by id
-        token = tokens[index]
-        if token not in mergeable:
-            continue
-        for split in range(1, len(token)):
-            left = token[:split]
-            if left in mergeable:
-                right = token[split:]
-                if right in mergeable:
-                    merges.append((left, right))
-    return merges
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], pre: str) -> Tokenizer:
+    if pre not in _FAMILIES:
+        raise VocabularyError(f"tokenizer.ggml.pre is {pre!r}; supported are: {', '.join(sorted(_FAMILIES))}")
+    family = _FAMILIES[pre]
     merges: list[tuple[str, str]] = []
     for merge in _required(metadata, "tokenizer.ggml.merges"):
         left, separator, right = merge.partition(" ")
@@ -122,32 +107,14 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], pre: str) ->
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
             merges=merges,
-            ignore_merges=pre in _LLAMA3_NAMES,  # Llama 3 takes a word that is a token whole
+            ignore_merges=pre in _WHOLE_WORDS,
         )
     )
-    if pre == "qwen2":
+    if family == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    tokenizer.pre_tokenizer = split_as_gpt2() if family is None else split_at(PATTERNS[family])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
-    if pre in _GPT2_NAMES:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if pre == "qwen2":
-        pattern = _QWEN2_PATTERN
-    elif pre in _LLAMA3_NAMES:
-        pattern = _LLAMA3_PATTERN
-    else:
-        names = ", ".join(sorted({"qwen2", *_GPT2_NAMES, *_LLAMA3_NAMES}))
-        raise VocabularyError(f"tokenizer.ggml.pre is {pre!r}; supported are: {names}")
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
 
 
 def _add_post_processor(
@@ -165,14 +132,6 @@ def _add_post_processor(
         pair=[*opening, "$A", *closing, *(f"{token}:1" for token in opening), "$B:1", *(f"{t}:1" for t in closing)],
         special_tokens=list(special.items()),
     )
-
-
-def _added(tokens: Sequence[str], types: Sequence[int], kind: int, *, special: bool) -> list[AddedToken]:
-    return [
-        AddedToken(token, special=special, normalized=False)
-        for token, of_kind in zip(tokens, types, strict=True)
-        if of_kind == kind and token
-    ]
 
 
 def _distinct(tokens: Sequence[str]) -> Sequence[str]:

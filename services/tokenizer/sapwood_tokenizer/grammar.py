@@ -7,25 +7,33 @@ keep their latency.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from sapwood.v1 import tokenizer_pb2
-from sapwood_common.errors import InvalidArgumentError, UnimplementedError
+from sapwood.v1 import common_pb2, tokenizer_pb2
+from sapwood_common.errors import InvalidArgumentError, SapwoodError, UnimplementedError
 from sapwood_common.grammar.compiler import CompilerLimits, GrammarCompiler
 from sapwood_common.grammar.convert import to_grammar
-from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary
+from sapwood_common.grammar.source import GrammarSource
+from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary, vocabulary_of_json
 from sapwood_tokenizer.config import TokenizerConfig
+from sapwood_tokenizer.convert import to_calls_wanted
+from sapwood_tokenizer.loader import LoadedTokenizer
+from sapwood_tokenizer.output_grammar.source import ModelFormat, output_source
 
 
 class Grammars:
     """Answers ``CompileGrammar``. Lives on one event loop.
 
     Args:
-        vocabulary: The model's tokens; None where its files hold none.
+        vocabulary: The model's tokens; None where there are none to be had.
         limits: Bounds on compilation and on what is kept.
+        template: The model's chat template, "" if it has none.
     """
 
-    def __init__(self, vocabulary: TokenVocabulary | None, limits: CompilerLimits) -> None:
+    def __init__(self, vocabulary: TokenVocabulary | None, limits: CompilerLimits, template: str = "") -> None:
+        names = frozenset[str]() if vocabulary is None else frozenset(vocabulary.special_names)
+        self._model = ModelFormat(template, names)
         self._fingerprint = b"" if vocabulary is None else vocabulary.fingerprint
         self._compiler = (
             None if vocabulary is None else GrammarCompiler(self._fingerprint, vocabulary.special_names, limits)
@@ -48,12 +56,20 @@ class Grammars:
         """
         if self._compiler is None:
             raise UnimplementedError("the model's files hold no vocabulary, so grammars cannot be compiled")
-        source = to_grammar(request.grammar)
-        if isinstance(source, bytes):
-            raise InvalidArgumentError("grammar.compiled is compiled already", field="grammar.compiled")
+        calls = to_calls_wanted(request.tool_calls) if request.HasField("tool_calls") else None
+        answer = _answer(request.grammar) if calls is None or request.HasField("grammar") else None
+        reasoning_open = request.reasoning_open if request.HasField("reasoning_open") else None
+        source, parser = output_source(answer, calls, request.reasoning_parser, reasoning_open, self._model)
         cached = self._compiler.find(source) is not None
-        compiled = await self._compiler.compile(source, time_remaining)
-        return tokenizer_pb2.CompileGrammarResponse(compiled=compiled, key=source.key(self._fingerprint), cached=cached)
+        try:
+            compiled = await self._compiler.compile(source, time_remaining)
+        except SapwoodError as error:
+            if error.field is not None and source is not answer:  # it names what was made here
+                error.field = "tool_calls.tools" if answer is None else f"grammar.{answer.kind}"
+            raise
+        return tokenizer_pb2.CompileGrammarResponse(
+            compiled=compiled, key=source.key(self._fingerprint), cached=cached, tool_parser=parser
+        )
 
     async def close(self) -> None:
         """Ends all compilations."""
@@ -61,8 +77,20 @@ class Grammars:
             await self._compiler.close()
 
 
-def build_grammars(path: Path, config: TokenizerConfig) -> Grammars:
+def _answer(message: common_pb2.Grammar) -> GrammarSource:
+    source = to_grammar(message)
+    if isinstance(source, bytes):
+        raise InvalidArgumentError("grammar.compiled is compiled already", field="grammar.compiled")
+    return source
+
+
+def build_grammars(path: Path, loaded: LoadedTokenizer, config: TokenizerConfig) -> Grammars:
     """Reads the model's vocabulary; slow.
+
+    Args:
+        path: The model.
+        loaded: Its tokenizer, for files in which only the tokenizer can read, and its chat template.
+        config: Bounds.
 
     Raises:
         ConfigError: It cannot be read; the message names the file.
@@ -73,4 +101,7 @@ def build_grammars(path: Path, config: TokenizerConfig) -> Grammars:
         processes=config.grammar_processes,
         cache_bytes=int(config.grammar_cache_mb * (1 << 20)),
     )
-    return Grammars(load_vocabulary(path), limits)
+    vocabulary = load_vocabulary(path) if path.is_dir() or path.suffix == ".gguf" else None
+    if vocabulary is None:
+        vocabulary = vocabulary_of_json(json.loads(loaded.tokenizer.to_str()))
+    return Grammars(vocabulary, limits, loaded.chat_template or "")

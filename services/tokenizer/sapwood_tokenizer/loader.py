@@ -1,4 +1,7 @@
-"""Loads a tokenizer: from a Hugging Face directory, or from the vocabulary inside a GGUF file."""
+"""Loads a tokenizer and what belongs to it: chat template, special tokens, ids that end a text.
+
+From a Hugging Face directory or a vocabulary file (``vocabulary_files``), or from the vocabulary inside a GGUF file.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,17 @@ from tokenizers import Tokenizer
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.gguf_file import GgufError, GgufFile
+from sapwood_common.model_files import model_name, resolve_model
 from sapwood_tokenizer.gguf_vocab import build_tokenizer
+from sapwood_tokenizer.vocabulary_files import load_vocabulary
 
 _TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>")
 """Tokens that end an assistant's turn, whatever the model calls its end of text."""
 
 _DEFAULT_TEMPLATES = {"gemma3": "gemma.jinja"}
 """Templates for GGUF files that hold none, by architecture."""
+
+_VOCABULARY_SUFFIXES = (".json", ".model", ".tiktoken")
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -50,11 +57,30 @@ class LoadedTokenizer:
     special_tokens: dict[str, str]
 
 
+def resolve_tokenizer(model: str) -> Path:
+    """The file or folder that ``--model`` names: as every service knows it, or a vocabulary file, or a folder with one.
+
+    Raises:
+        ConfigError: There is nothing there; the message says what to do.
+    """
+    path = Path(model).expanduser()
+    return path if path.is_dir() or (path.suffix in _VOCABULARY_SUFFIXES and path.is_file()) else resolve_model(model)
+
+
+def tokenizer_name(model: str) -> str:
+    """The name clients use for a model unless the configuration gives another: the file's own name, or its folder's."""
+    path = resolve_tokenizer(model)
+    if path.suffix in _VOCABULARY_SUFFIXES and path.is_file():
+        return path.resolve().parent.name if path.stem in ("tokenizer", "tekken", "tiktoken") else path.stem
+    return model_name(model) if path.is_file() else path.resolve().name
+
+
 def load_tokenizer(path: Path, chat_template: Path | None = None) -> LoadedTokenizer:
     """Loads the tokenizer of a model.
 
     Args:
-        path: A ``.gguf`` file or a Hugging Face model directory.
+        path: A ``.gguf`` file, a Hugging Face model directory or a vocabulary file; the files that Hugging Face directories
+            have are looked for beside it.
         chat_template: A file whose template replaces the model's own.
 
     Raises:
@@ -63,7 +89,7 @@ def load_tokenizer(path: Path, chat_template: Path | None = None) -> LoadedToken
     given = (
         None if chat_template is None else _Template(_read_text(chat_template, "--chat-template: "), str(chat_template))
     )
-    return _from_directory(path, given) if path.is_dir() else _from_gguf(path, given)
+    return _from_gguf(path, given) if path.suffix == ".gguf" and not path.is_dir() else _from_files(path, given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +130,17 @@ def _template_of_gguf(path: Path, metadata: dict[str, Any]) -> _Template | None:
     return _Template(resources.files("sapwood_tokenizer").joinpath("templates", name).read_text(encoding="utf-8"), name)
 
 
-def _from_directory(path: Path, template: _Template | None) -> LoadedTokenizer:
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        raise ConfigError(f"--model: {path} holds no tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"{file}: {error}") from error
-    settings = _read_json(path / "special_tokens_map.json") | _read_json(path / "tokenizer_config.json")
-    generation, model = _read_json(path / "generation_config.json"), _read_json(path / "config.json")
+def _from_files(path: Path, template: _Template | None) -> LoadedTokenizer:
+    directory = path if path.is_dir() else path.parent
+    settings = _read_json(directory / "special_tokens_map.json") | _read_json(directory / "tokenizer_config.json")
+    vocabulary = load_vocabulary(path, settings)
+    tokenizer = vocabulary.tokenizer
+    generation, model = _read_json(directory / "generation_config.json"), _read_json(directory / "config.json")
     if template is None:
-        template = _template_of_directory(path, settings)
-    texts = {name: text for name in _NAMED_TOKENS if (text := _token_text(settings.get(name))) is not None}
+        template = _template_of_directory(directory, settings)
+    texts = vocabulary.special_tokens | {
+        name: text for name in _NAMED_TOKENS if (text := _token_text(settings.get(name))) is not None
+    }
     ends = generation.get("eos_token_id", model.get("eos_token_id"))
     # The tokenizer's own end token first: it is the one that chat templates mean.
     eos = [_own_id(tokenizer, texts.get("eos_token")), *(ends if isinstance(ends, list) else [ends])]
@@ -131,7 +155,7 @@ def _from_directory(path: Path, template: _Template | None) -> LoadedTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     rows = model.get("vocab_size")
-    return _loaded(file, tokenizer, bos, eos, template, texts, rows if isinstance(rows, int) else 0)
+    return _loaded(vocabulary.file, tokenizer, bos, eos, template, texts, rows if isinstance(rows, int) else 0)
 
 
 def _loaded(

@@ -23,6 +23,11 @@ class OpenStreams:
         self._none = asyncio.Event()
         self._none.set()
 
+    @property
+    def count(self) -> int:
+        """How many are open."""
+        return self._count
+
     def opened(self, option_bytes: int) -> None:
         """One more is open.
 

@@ -85,17 +85,22 @@ def boundary_tokens(added: Sequence[AddedToken], *, normalizes: bool) -> list[st
     }
     beginnings = {text[:length] for text in contents for length in range(1, len(text))}
     ends = {text[length:] for text in contents for length in range(1, len(text))}
-    inner = {part for text in contents for part in _proper_parts(text) if part in contents}
-    outer = {text for text in candidates if any(part in contents for part in _proper_parts(text))}
+    firsts = {text[0] for text in contents}
+    within = {text: {part for part in _proper_parts(text, firsts) if part in contents} for text in contents}
+    inner = set().union(*within.values())
     return sorted(
         text
-        for text in candidates - inner - outer
-        if not any(text[:length] in ends or text[length:] in beginnings for length in range(1, len(text)))
+        for text in candidates - inner
+        if not within[text]
+        and not any(text[:length] in ends or text[length:] in beginnings for length in range(1, len(text)))
     )
 
 
-def _proper_parts(text: str) -> Iterator[str]:
-    for start in range(len(text)):
+def _proper_parts(text: str, firsts: set[str]) -> Iterator[str]:
+    """All parts but the whole that begin with one of ``firsts``."""
+    for start, first in enumerate(text):
+        if first not in firsts:
+            continue
         for end in range(start + 1, len(text) + 1):
             if end - start < len(text):
                 yield text[start:end]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from typing import Any
 import grpc
 
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.errors import ConfigError, InvalidArgumentError, UnimplementedError
 from sapwood_tokenizer.chat_template import MOST_CHARACTERS, ChatTemplate
-from sapwood_tokenizer.convert import add_offsets, to_cache_stats, to_encode_options, to_messages
+from sapwood_tokenizer.convert import add_offsets, to_cache_stats, to_encode_options, to_messages, to_variables
 from sapwood_tokenizer.detokenize_call import DetokenizeCall
 from sapwood_tokenizer.detokenizer import Detokenizer
 from sapwood_tokenizer.encoder import EncodeOptions, Encoder
@@ -28,6 +29,8 @@ from sapwood_tokenizer.template_sandbox import Budget
 from sapwood_tokenizer.token_bytes import TokenBytes
 from sapwood_tokenizer.tool_parser import registry as tool_parsers
 from sapwood_tokenizer.tool_parser.tools import load_tools
+
+logger = logging.getLogger(__name__)
 
 SERVICE = "sapwood.v1.Tokenizer"
 DETOKENIZE = f"/{SERVICE}/Detokenize"
@@ -86,7 +89,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self._limits = limits
         self._encoder = encoder
         self._render_threads = ThreadPoolExecutor(_RENDER_THREADS, thread_name_prefix="render")
-        self._table = TokenBytes(loaded.tokenizer, loaded.origin)
+        self._table = _table_of(loaded)
         self._template = (
             ChatTemplate(loaded.chat_template, loaded.special_tokens, loaded.template_origin)
             if loaded.chat_template is not None
@@ -94,6 +97,11 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         )
         self._skipped: dict[frozenset[str], frozenset[int]] = {}
         self._open_streams = OpenStreams(limits.max_open_streams, _MOST_OPTION_BYTES)
+
+    @property
+    def open_streams(self) -> int:
+        """How many Detokenize streams are open."""
+        return self._open_streams.count
 
     async def drained(self) -> None:
         """Returns once no Detokenize stream is open."""
@@ -147,6 +155,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
                 add_generation_prompt=prompted,
                 tools=load_tools(request.tools),
                 continue_final_message=continued,
+                variables=to_variables(request.template_variables),
                 budget=budget,
             )
 
@@ -228,6 +237,10 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         )
 
     def _open_stream(self, options: StreamOptions) -> OutputStream:
+        if self._table is None:
+            raise UnimplementedError(
+                "the tokens of this model cannot be decoded one by one; the service's log says why"
+            )
         parser = OutputParser(options.parsers)
         skipped = self._skipped_for(parser.special_tokens) if options.skip_special_tokens else frozenset[int]()
         return OutputStream(Detokenizer(self._table, options.stop, skipped), parser)
@@ -240,3 +253,12 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             found = self._loaded.special_ids.difference(index for index in ids if index is not None)
             self._skipped[needed] = found
         return found
+
+
+def _table_of(loaded: LoadedTokenizer) -> TokenBytes | None:
+    try:
+        return TokenBytes(loaded.tokenizer, loaded.origin)
+    except ConfigError as error:
+        # Encoders' tokenizers, such as WordPiece: nothing is ever decoded with them.
+        logger.warning("%s; Detokenize is refused", error)
+        return None

@@ -47,7 +47,7 @@ class TokenBytes:
             or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
             for step in steps
         )
-        self._from_characters = {character: byte for byte, character in _printable_bytes().items()}
+        self._from_characters = {character: byte for byte, character in printable_bytes().items()}
 
     def of(self, token_id: int) -> bytes:
         """The bytes of a token; empty for an id that no token has."""
@@ -89,7 +89,7 @@ def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     return list(state["decoders"]) if state["type"] == "Sequence" else [state]
 
 
-def _printable_bytes() -> dict[int, str]:
+def printable_bytes() -> dict[int, str]:
     """GPT-2's way to write each byte as one printable character: itself where it is one, else the next free from U+0100."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(0xAE, 0x100)]
     characters = {byte: chr(byte) for byte in printable}

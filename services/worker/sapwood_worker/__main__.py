@@ -15,7 +15,7 @@ from sapwood_worker.config import WorkerConfig
 def main() -> int:
     """Entry point; the exit code is 1 if the worker could not start or lost its scheduler, 2 for a wrong flag."""
     config = parse_config(WorkerConfig, "sapwood_worker", "Serves a model: scheduler, KV cache and runner behind gRPC.")
-    setup_logging("worker", config.log_level)
+    setup_logging("worker", config.log_level, config.log_format)
     return uvloop.run(serve(config))
 
 

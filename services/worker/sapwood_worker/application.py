@@ -10,18 +10,25 @@ from typing import Any
 from sapwood.v1 import worker_pb2_grpc
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.compiler import CompilerLimits
+from sapwood_common.metrics import MetricSet, MetricsServer, metrics_port
 from sapwood_common.model_files import model_name
+from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce
+from sapwood_common.tracing import start_tracing
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.engine import Engine
 from sapwood_worker.grammar.front import RequestGrammars
 from sapwood_worker.kv_event_publisher import KvEventPublisher
 from sapwood_worker.launch import MODEL_RUNNER, SchedulerProcess
 from sapwood_worker.model_info import ModelInfo
+from sapwood_worker.observer import EngineObserver
 from sapwood_worker.service import SERVICE, UNCOUNTED, ServedModel, WorkerService
+from sapwood_worker.worker_metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
+
+USUAL_METRICS_PORT = 9161
 
 _LAST_WORDS_SECONDS = 1.0
 """What running calls get to say UNAVAILABLE when the scheduler is gone."""
@@ -56,8 +63,22 @@ async def serve(config: WorkerConfig, runner: str = MODEL_RUNNER) -> int:
 async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -> int:
     started = time.monotonic()
     await scheduler.start()
-    engine = Engine(scheduler.send)
-    server = ServiceServer(config.host, config.port, [SERVICE], uncounted=UNCOUNTED)
+    metrics = MetricSet()
+    tracing = start_tracing("sapwood-worker", config.trace_endpoint, config.trace_ratio)
+    worker_metrics = WorkerMetrics(metrics)
+    engine = Engine(scheduler.send, EngineObserver(worker_metrics, tracing))
+    worker_metrics.watch(lambda: engine.load)
+    server = ServiceServer(
+        config.host,
+        config.port,
+        [SERVICE],
+        uncounted=UNCOUNTED,
+        telemetry=RpcTelemetry(metrics, tracing),
+    )
+    exposed = MetricsServer(
+        metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
+    )
+    logger.info("metrics at http://%s:%d/metrics", config.host, exposed.port)
     service = WorkerService(engine, server.draining)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
     port = await server.start()
@@ -95,6 +116,8 @@ async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -
         await server.stop()
         if grammars is not None:
             await grammars.close()
+        await asyncio.to_thread(tracing.close)
+        await asyncio.to_thread(exposed.close)
 
 
 def _publisher(config: WorkerConfig, engine: Engine, info: ModelInfo) -> KvEventPublisher | None:

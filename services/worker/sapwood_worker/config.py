@@ -18,6 +18,12 @@ class WorkerConfig(ServiceConfig):
     model: str = Field("demo", description="'demo', a .gguf file or a Hugging Face model directory.")
     served_model_name: str | None = Field(None, description="Name that clients use; none takes the file's own.")
     port: int = Field(50061, ge=0, le=65535, description="Port to listen on; 0 takes a free one and logs it.")
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port of /metrics; 0 takes a free one; none is 9161, or a free one with --port 0.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the model runs; auto takes CUDA if it is there."
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from sapwood_common import errors
 from sapwood_worker.kv_event_stream import KvEventStream
 from sapwood_worker.messages import Abort, Flush, Flushed, FromScheduler, Refused, Step, Submit, ToScheduler
+from sapwood_worker.observer import EngineObserver
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.output import RequestOutput
@@ -130,10 +131,12 @@ class Engine:
 
     Args:
         send: Hands a message to the scheduler process; never blocks.
+        observer: Told what happens.
     """
 
-    def __init__(self, send: Callable[[ToScheduler], None]) -> None:
+    def __init__(self, send: Callable[[ToScheduler], None], observer: EngineObserver) -> None:
         self._send = send
+        self._observer = observer
         self._serials = itertools.count()
         self._running: dict[int, Generation] = {}
         self._serial_of: dict[str, int] = {}
@@ -154,6 +157,7 @@ class Engine:
         sampling: SamplingParams,
         grammar: bytes = b"",
         grammar_tokens: int = 0,
+        traceparent: str | None = None,
     ) -> Generation:
         """Starts a request; the caller owns it and must read it to its end or close it.
 
@@ -163,6 +167,7 @@ class Engine:
             sampling: How to sample.
             grammar: A compiled grammar that the output must match; empty for none.
             grammar_tokens: So many of ``token_ids``, at the end, were generated under the grammar before.
+            traceparent: The trace context it belongs to.
 
         Raises:
             AlreadyExistsError: A request of this id is running.
@@ -176,6 +181,7 @@ class Engine:
         def on_close(active: bool) -> None:
             del self._running[serial]
             del self._serial_of[request_id]
+            self._observer.closed(serial, active=active)
             if active and self._lost is None:
                 self._send(Abort(serial))
 
@@ -183,6 +189,7 @@ class Engine:
         self._running[serial] = generation
         self._serial_of[request_id] = serial
         prompt = array("I", token_ids).tobytes()
+        self._observer.submitted(serial, request_id, traceparent)
         self._send(Submit(serial, request_id, prompt, sampling, grammar, grammar_tokens))
         return generation
 
@@ -218,7 +225,9 @@ class Engine:
     def receive(self, message: FromScheduler) -> None:
         """Takes a message of the scheduler process."""
         match message:
-            case Step(outputs, load, kv_events):
+            case Step(outputs, load, kv_events, times):
+                self._observer.steps(times)
+                self._observer.outputs(outputs)
                 for output in outputs:
                     # One that was closed meanwhile is not there; its last tokens concern nobody.
                     if (generation := self._running.get(output.serial)) is not None:

@@ -15,6 +15,7 @@ from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.output import RequestOutput, Runner
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler
+from sapwood_worker.step_clock import StepClock
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class EventLoop:
         self._runner = runner
         self._mailbox = mailbox
         self._grammars: PendingGrammars[Submit] | None = None if grammars is None else PendingGrammars(grammars)
+        self._clock = StepClock()
         self._failures = 0
         self._reported: Load | None = None
 
@@ -92,6 +94,7 @@ class EventLoop:
                 generated = array("I", message.token_ids)[-count:] if count else ()
                 self._grammars.start(serial, message, compiled, generated)
             case Abort(serial):
+                self._clock.aborted(serial)
                 if self._grammars is None or not self._grammars.abort(serial):
                     self._scheduler.abort(serial)
             case Flush(call):
@@ -116,6 +119,7 @@ class EventLoop:
         request = Request(message.serial, message.request_id, prompt, message.sampling, grammar=grammar)
         try:
             self._scheduler.add(request)
+            self._clock.submitted(message.serial)
         except SapwoodError as error:
             if grammar is not None:
                 grammar.close()
@@ -128,6 +132,7 @@ class EventLoop:
         planned = self._scheduler.schedule()
         if not planned.requests:  # all there was to do has been aborted
             return []
+        self._clock.planned(planned)
         try:
             result = self._runner.execute(planned)
         except Exception as error:
@@ -136,13 +141,16 @@ class EventLoop:
             self._failures += 1
             if self._failures >= MOST_FAILURES:
                 raise RuntimeError(f"{MOST_FAILURES} steps in a row failed") from error
+            self._clock.done()
             return self._scheduler.fail_step("the model failed to compute this step; the worker's log has the details")
         self._failures = 0
-        return self._scheduler.update(result)
+        outputs = self._scheduler.update(result)
+        self._clock.done()
+        return outputs
 
     def _report(self, outputs: list[RequestOutput]) -> None:
         load = self._scheduler.load()
         events = self._scheduler.take_kv_events()
         if outputs or events or load != self._reported:
             self._reported = load
-            self._mailbox.send(Step(outputs, load, events))
+            self._mailbox.send(Step(outputs, load, events, self._clock.take()))

@@ -13,6 +13,7 @@ from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.output import RequestOutput
+from sapwood_worker.step_clock import StepTime
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
@@ -75,11 +76,16 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """All outputs of one scheduler step, the load after it, and what the prefix cache stored and removed since the last."""
+    """What came of one scheduler step.
+
+    ``kv_events``: what the prefix cache stored and removed since the last; ``times``: how long this step, and those before it
+    that had nothing to say, took.
+    """
 
     outputs: list[RequestOutput]
     load: Load
     kv_events: list[KvEvent] = []
+    times: list[StepTime] = []
 
 
 class Flushed(msgspec.Struct, frozen=True, tag="flushed"):

@@ -157,7 +157,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     config_class: type[WorkerConfig] = _load(arguments.config_class)
     config = config_class.model_validate_json(arguments.config)
-    setup_logging("scheduler", config.log_level)
+    setup_logging("scheduler", config.log_level, config.log_format)
     mailbox = ZmqMailbox(arguments.folder, arguments.parent)
     try:
         factory: RunnerFactory = _load(arguments.runner)

@@ -10,6 +10,7 @@ import grpc
 
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
+from sapwood_common.telemetry import is_valid_traceparent, traceparent_var
 from sapwood_worker.convert import check_prompt, to_kv_events, to_load_report, to_response, to_sampling
 from sapwood_worker.engine import Engine, Generation
 from sapwood_worker.grammar.front import RequestGrammars
@@ -108,7 +109,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         check_prompt(request, info)
         sampling = to_sampling(request, info)
         grammar = await grammars.compiled(request, seconds)
-        return self._engine.submit(request.request_id, request.token_ids, sampling, grammar, request.grammar_tokens)
+        return self._engine.submit(
+            request.request_id,
+            request.token_ids,
+            sampling,
+            grammar,
+            request.grammar_tokens,
+            request.traceparent if is_valid_traceparent(request.traceparent) else traceparent_var.get(),
+        )
 
     def _info(self) -> worker_pb2.GetModelInfoResponse:
         name, info, epoch, _ = self._loaded()

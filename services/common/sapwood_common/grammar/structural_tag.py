@@ -4,7 +4,8 @@ Two spellings are read, both in use by callers of SGLang and vLLM:
 
 - ``{"triggers": [...], "structures": [{"begin", "schema", "end"}]}``: text is free until a trigger appears, then one of the
   structures that begin with it must follow; then text is free again.
-- ``{"format": ...}``, where a format is one of ``const_string`` (value), ``json_schema`` (json_schema), ``regex`` (pattern),
+- ``{"format": ...}``, where a format is one of ``const_string`` (value), ``json_schema`` (json_schema; lenient if other
+  than the whole grammar's), ``regex`` (pattern),
   ``grammar`` (grammar, EBNF), ``any_text``, ``sequence`` and ``or`` (elements), ``tag`` (begin, content, end),
   ``triggered_tags`` (triggers, tags, at_least_one, stop_after_first) and ``tags_with_separator`` (tags, separator,
   at_least_one, stop_after_first).
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from sapwood_common.grammar.json_schema import GrammarError, to_engine_schema
@@ -46,11 +48,16 @@ def lark_of_structural_tag(text: str, options: GrammarOptions, special_names: Se
     if not isinstance(tag, dict):
         raise GrammarError("a structural tag is a JSON object")
     writer = _Writer(options, special_names)
-    start = writer.format(_format_of(tag), "format", 0)
+    start = writer.format(format_of(tag), "format", 0)
     return "\n".join((f"start: {start}", *writer.rules))
 
 
-def _format_of(tag: dict[str, Any]) -> Any:
+def format_of(tag: dict[str, Any]) -> Any:
+    """The format that a structural tag means, in whichever spelling.
+
+    Raises:
+        GrammarError: It is in neither.
+    """
     if "format" in tag:
         return tag["format"]
     if "structures" not in tag or "triggers" not in tag:
@@ -86,7 +93,10 @@ class _Writer:
             case "const_string":
                 return self._literal(_string(node, "value", path))
             case "json_schema":
-                schema = to_engine_schema(json.dumps(node.get("json_schema", True)), self._options)
+                options = self._options
+                if "lenient" in node:
+                    options = replace(options, lenient=node["lenient"] is True)
+                schema = to_engine_schema(json.dumps(node.get("json_schema", True)), options)
                 return self._rule(f"%json {schema}")
             case "regex":
                 return regex(_string(node, "pattern", path))

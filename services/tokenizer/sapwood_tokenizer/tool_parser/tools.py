@@ -63,7 +63,7 @@ class Tools:
             properties = schema.get("properties") if isinstance(schema, dict) else None
             if not isinstance(properties, dict):
                 properties = {}
-            types = {key: _schema_types(value, _MAX_SCHEMA_DEPTH) for key, value in properties.items()}
+            types = {key: schema_types(value) for key, value in properties.items()}
             found[name] = {key: value for key, value in types.items() if value}
         return cls(found)
 
@@ -85,7 +85,7 @@ def load_tools(text: str) -> list[dict[str, Any]]:
     return tools
 
 
-def _schema_types(schema: Any, depth: int) -> frozenset[str]:
+def schema_types(schema: Any, depth: int = _MAX_SCHEMA_DEPTH) -> frozenset[str]:
     """The JSON types a schema allows; empty if it does not say."""
     if not isinstance(schema, dict) or depth == 0:
         return _NO_TYPES
@@ -100,7 +100,7 @@ def _schema_types(schema: Any, depth: int) -> frozenset[str]:
         return frozenset([json_type(schema["const"])])
     for union in ("anyOf", "oneOf"):
         if isinstance(schema.get(union), list):
-            parts = [_schema_types(part, depth - 1) for part in schema[union]]
+            parts = [schema_types(part, depth - 1) for part in schema[union]]
             return frozenset().union(*parts) if parts and all(parts) else _NO_TYPES
     return _NO_TYPES
 

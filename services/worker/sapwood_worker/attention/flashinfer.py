@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.flashinfer_attention import AttentionShape, DecodeAttention, PagedKeys, PrefillAttention, Variant
+from sapwood_kernels.split_decode_attention import MOST_SPLIT, SplitDecodeAttention
 from sapwood_worker.attention.backend import AttentionBatch, AttentionLayer
 from sapwood_worker.cache.device_pool import DevicePool
 
@@ -48,7 +49,10 @@ class FlashInferPlan:
     """
 
     def __init__(
-        self, pool: DevicePool, attentions: Mapping[Variant, PrefillAttention | DecodeAttention], cache_slots: Tensor
+        self,
+        pool: DevicePool,
+        attentions: Mapping[Variant, PrefillAttention | DecodeAttention | SplitDecodeAttention],
+        cache_slots: Tensor,
     ) -> None:
         self._pool = pool
         self._attentions = attentions
@@ -88,6 +92,12 @@ class FlashInferBackend:
         # Requests may share pages, so a step can name more pages than the pool has: room for that.
         self.indices = torch.zeros(4 * pool.num_pages, dtype=torch.int32, device=pool.device)
         self._prefill = {kind: PrefillAttention(shape, kind, pool.device) for kind in self.kinds}
+
+    def decode_attention(self, batch: int, workspace: Tensor, kind: Variant) -> DecodeAttention | SplitDecodeAttention:
+        """The attention of ``batch`` decodes at fixed addresses, by the faster of two kernels."""
+        if batch <= MOST_SPLIT:
+            return SplitDecodeAttention(batch, self.indices, self.shape, kind)
+        return DecodeAttention(batch, self.indices, workspace, self.shape, kind)
 
     def plan(self, batch: AttentionBatch) -> FlashInferPlan:
         """See :class:`AttentionBackend`."""

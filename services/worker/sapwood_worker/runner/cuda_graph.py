@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.flashinfer_attention import DecodeAttention, Variant
+from sapwood_kernels.split_decode_attention import SplitDecodeAttention
 from sapwood_worker.attention.backend import AttentionBatch
 from sapwood_worker.attention.flashinfer import FlashInferBackend, FlashInferPlan, paged_keys
 from sapwood_worker.cache.device_pool import DevicePool
@@ -48,7 +49,7 @@ class DecodeResult:
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    attentions: dict[Variant, DecodeAttention]
+    attentions: dict[Variant, DecodeAttention | SplitDecodeAttention]
     result: DecodeResult
 
 
@@ -120,7 +121,10 @@ class DecodeGraphs:
         return DecodeResult(result.logits[:count], result.largest[:count], result.greedy[:count])
 
     def _plan(
-        self, attentions: dict[Variant, DecodeAttention], lengths: npt.NDArray[np.int64], pages: npt.NDArray[np.int32]
+        self,
+        attentions: dict[Variant, DecodeAttention | SplitDecodeAttention],
+        lengths: npt.NDArray[np.int64],
+        pages: npt.NDArray[np.int32],
     ) -> None:
         starts = np.arange(len(lengths) + 1)
         batch = AttentionBatch(starts, lengths, pages, self._inputs[2])
@@ -130,9 +134,7 @@ class DecodeGraphs:
 
     def _capture(self, size: int, workspace: Tensor, memory: Any) -> _Captured:
         backend = self._backend
-        attentions = {
-            kind: DecodeAttention(size, backend.indices, workspace, backend.shape, kind) for kind in backend.kinds
-        }
+        attentions = {kind: backend.decode_attention(size, workspace, kind) for kind in backend.kinds}
         lengths, pages = np.ones(size, np.int64), np.full((size, 1), self._scratch_page, np.int32)
         self._inputs[2].fill_(self._scratch_page * self._pool.page_size)
         self._plan(attentions, lengths, pages)

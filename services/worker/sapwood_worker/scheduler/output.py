@@ -27,6 +27,7 @@ class ScheduledRequest:
         sampling: How to sample it. The sampled token's position, for seeding, is ``start + len(token_ids)``.
         grammar: What that token must match, if the request has a grammar. The runner only fills masks from it; the scheduler
             accepts the token.
+        serial: The request's.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class ScheduledRequest:
     samples: bool
     sampling: SamplingParams
     grammar: GrammarState | None = None
+    serial: int = -1
 
 
 @dataclass(slots=True)

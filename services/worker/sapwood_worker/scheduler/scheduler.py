@@ -405,4 +405,5 @@ def _scheduled(request: Request, count: int) -> ScheduledRequest:
         samples=end == len(request.token_ids),
         sampling=request.sampling,
         grammar=request.grammar,
+        serial=request.serial,
     )

@@ -19,7 +19,7 @@ from sapwood_worker.testing.fake_model import FakeWorkerConfig
 def main() -> int:
     """Entry point."""
     config = parse_config(FakeWorkerConfig, "fake_worker", "A worker without a model, for tests.")
-    setup_logging("fake-worker", config.log_level)
+    setup_logging("fake-worker", config.log_level, config.log_format)
     return uvloop.run(serve(config, "sapwood_worker.testing.fake_model:make_runner"))
 
 

@@ -1,0 +1,65 @@
+"""Writes docs/metrics.md from the metrics that the services make.
+
+make docs          writes it
+python docs/write_metrics.py --check    exits 1 if it is not up to date
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from sapwood_common.metrics import MetricSet, MetricSpec
+from sapwood_common.rpc_telemetry import RpcTelemetry
+from sapwood_common.tracing import NoTracing
+from sapwood_router.registry import Registry
+from sapwood_router.router_metrics import RouterMetrics
+from sapwood_tokenizer.tokenizer_metrics import add_metrics
+from sapwood_worker.scheduler.load import Load
+from sapwood_worker.worker_metrics import WorkerMetrics
+
+TARGET = Path(__file__).resolve().parent / "metrics.md"
+
+HEAD = """\
+# Metrics
+
+Written by `make docs` from the services' code; a test checks that it is fresh and that a running cluster shows just these.
+
+Prometheus reads `/metrics` on the router's HTTP port (8000, or `--metrics-port`), on the tokenizer's port 9152 and on the
+workers' ports 9161 and up. A label takes only the values named here; any other is counted as `other`. Process metrics
+(`process_*`) come with each.
+"""
+
+
+def main() -> None:
+    """Writes the page, or checks it."""
+    text = render()
+    if "--check" in sys.argv[1:]:
+        if not TARGET.is_file() or TARGET.read_text() != text:
+            sys.exit("docs/metrics.md is not up to date: make docs")
+        return
+    TARGET.write_text(text)
+
+
+def render() -> str:
+    """The whole page."""
+    every, router, tokenizer, worker = MetricSet(), MetricSet(), MetricSet(), MetricSet()
+    RpcTelemetry(every, NoTracing())
+    RouterMetrics(router).watch(Registry([]))
+    add_metrics(tokenizer, dict, lambda: 0)
+    WorkerMetrics(worker).watch(Load)
+    sections = [("Every service", every), ("Router", router), ("Tokenizer", tokenizer), ("Worker", worker)]
+    return "\n".join([HEAD, *(f"## {name}\n\n{table(metrics.specs)}" for name, metrics in sections)])
+
+
+def table(specs: list[MetricSpec]) -> str:
+    """Metrics as a Markdown table."""
+    rows = ["| metric | kind | labels | |", "|---|---|---|---|"]
+    for spec in specs:
+        labels = "; ".join(f"`{name}`: {label.describe()}" for name, label in spec.labels.items())
+        rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.help} |")
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    main()

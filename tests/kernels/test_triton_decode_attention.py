@@ -1,0 +1,82 @@
+"""Split-KV decode attention against the reference: on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sapwood_kernels import reference
+
+pytest.importorskip("triton", reason="Triton is not installed")
+kernel = pytest.importorskip("sapwood_kernels.triton_decode_attention")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check(
+    lengths: list[int], *, heads=4, kv_heads=2, dim=16, page_size=16, splits=4, window=None, softcap=None
+) -> None:
+    torch.manual_seed(sum(lengths))
+    batch = len(lengths)
+    counts = [-(-length // page_size) for length in lengths]
+    total = sum(counts) + 3
+    order = torch.randperm(total)
+    table = torch.zeros(batch, max(counts), dtype=torch.int64)
+    # What was never written must never be read.
+    keys = torch.full((total * page_size, kv_heads, dim), float("nan"))
+    values = keys.clone()
+    indptr, pages = [0], []
+    for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        mine = order[len(pages) : len(pages) + count]
+        table[i, :count] = mine
+        at = torch.arange(length)
+        slots = mine[at // page_size] * page_size + at % page_size
+        keys[slots], values[slots] = torch.randn(2, length, kv_heads, dim)
+        pages += mine.tolist()
+        indptr.append(len(pages))
+    query = torch.randn(batch, heads, dim)
+    expected = reference.paged_attention(
+        query, keys, values, table, torch.ones(batch, dtype=torch.int64), torch.tensor(lengths), page_size,
+        scale=0.7, window=window, softcap=softcap,
+    )  # fmt: skip
+    on = [each.to(DEVICE) for each in (query, keys, values)]
+    ints = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in (indptr, pages, lengths)]
+    result = kernel.decode_attention(*on, *ints, page_size, splits=splits, scale=0.7, window=window, softcap=softcap)
+    torch.testing.assert_close(result.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 16])
+@pytest.mark.parametrize("lengths", [[1], [300], [1, 17, 64, 65, 130]], ids=str)
+def test_equals_the_reference_however_the_keys_are_split(lengths: list[int], splits: int):
+    check(lengths, splits=splits)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (8, 1), (20, 1)])
+def test_groups_of_query_heads_of_any_size(heads: int, kv_heads: int):
+    check([70, 5], heads=heads, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("dim", [8, 24, 64])
+def test_heads_of_any_width(dim: int):
+    check([70, 5], dim=dim)
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 128])
+def test_pages_of_any_size(page_size: int):
+    check([70, 5], page_size=page_size)
+
+
+@pytest.mark.parametrize("window", [1, 20, 64, 500])
+def test_a_window_hides_what_lies_before_it(window: int):
+    check([1, 64, 150], window=window)
+
+
+def test_scores_are_capped():
+    check([90, 3], softcap=1.5)
+
+
+def test_few_requests_are_split_more_than_many():
+    counts = [kernel.num_splits(batch, 8, 132) for batch in (1, 4, 8, 64, 512)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] * 8 >= 132
+    assert counts[-1] == 1

@@ -1,0 +1,221 @@
+"""Real worker processes (around a runner without a model) killed and stopped under load: nobody notices but by a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import signal
+import sys
+from itertools import islice
+
+import grpc
+import pytest
+
+from sapwood.v1 import router_pb2, router_pb2_grpc
+from sapwood_common.channel import open_channel
+from sapwood_router.application import RouterApplication
+from sapwood_router.config import RouterConfig
+from sapwood_router.testing.fake_tokenizer import FakeTokenizer
+from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.fake_runner import continuation
+
+VOCAB = 131  # the fake tokenizer reads each as an ASCII character
+LENGTH = 60
+
+
+class WorkerProcess:
+    """One that can be killed and started again on its port."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.process: asyncio.subprocess.Process | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "sapwood_worker.testing.fake_worker", "--port", str(self.port)),
+            *("--vocab-size", str(VOCAB), "--step-ms", "10", "--context-length", "512"),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(60):
+            while line := (await self.process.stderr.readline()).decode():
+                if found := re.search(r"listening on \S+:(\d+)", line):
+                    self.port = int(found[1])
+                    self.drain = asyncio.ensure_future(self.process.stderr.read())
+                    return
+        raise AssertionError("the worker did not start")
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    async def kill(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+            await self.drain
+
+
+class Load:
+    """Streams requests without a pause and checks each answer."""
+
+    def __init__(self, stub: router_pb2_grpc.RouterStub, streams: int, seed: int) -> None:
+        self._stub = stub
+        self._rng = random.Random(seed)
+        self._tasks = [asyncio.ensure_future(self._run()) for _ in range(streams)]
+        self._stopping = False
+        self.done = self.resumed = 0
+
+    async def stop(self) -> None:
+        self._stopping = True
+        await asyncio.gather(*self._tasks)
+
+    def check(self) -> None:
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def _run(self) -> None:
+        while not self._stopping:
+            prompt = [self._rng.randrange(3, VOCAB) for _ in range(self._rng.randrange(1, 60))]
+            request = router_pb2.RouterGenerateRequest()
+            request.tokens.ids.extend(prompt)
+            request.sampling.seed, request.sampling.max_tokens = 7, LENGTH
+            call = self._stub.Generate(request, timeout=60)
+            tokens: list[int] = []
+            async for response in call:
+                tokens += response.token_ids
+            assert tokens == list(islice(continuation(prompt, SamplingParams(seed=7), VOCAB), LENGTH))
+            assert response.usage.completion_tokens == LENGTH
+            assert response.usage.prompt_tokens == len(prompt)
+            self.done += 1
+            self.resumed += int(dict(await call.trailing_metadata())["x-sapwood-resumptions"])
+
+
+@contextlib.asynccontextmanager
+async def cluster(workers: int, **settings):
+    tokenizer = FakeTokenizer()
+    await tokenizer.start()
+    processes = [WorkerProcess() for _ in range(workers)]
+    await asyncio.gather(*(process.start() for process in processes))
+    router = RouterApplication(
+        RouterConfig(
+            port=0,
+            http_port=0,
+            tokenizer=tokenizer.address,
+            workers=tuple(process.address for process in processes),
+            **settings,
+        )
+    )
+    await router.start()
+    channel = open_channel(f"127.0.0.1:{router.grpc_port}")
+    try:
+        await available(router, workers)
+        yield router, processes, router_pb2_grpc.RouterStub(channel)
+    finally:
+        await channel.close()
+        await router.stop()
+        for process in processes:
+            await process.kill()
+        await tokenizer.kill()
+
+
+async def available(router: RouterApplication, count: int) -> None:
+    async with asyncio.timeout(60):
+        while len(router.registry.available("fake")) != count:
+            await asyncio.sleep(0.01)
+
+
+async def progress(load: Load, requests: int) -> None:
+    goal = load.done + requests
+    async with asyncio.timeout(60):
+        while load.done < goal:
+            load.check()
+            await asyncio.sleep(0.01)
+
+
+async def kill_and_restart(router: RouterApplication, worker: WorkerProcess, workers: int, load: Load) -> None:
+    await worker.kill()
+    await available(router, workers - 1)
+    await progress(load, 4)
+    await worker.start()
+    await available(router, workers)
+
+
+async def stop_and_continue(router: RouterApplication, worker: WorkerProcess, workers: int, load: Load) -> None:
+    worker.send(signal.SIGSTOP)
+    await available(router, workers - 1)
+    await progress(load, 4)
+    worker.send(signal.SIGCONT)
+    await available(router, workers)
+
+
+@pytest.mark.parametrize(
+    ("lose", "rounds"),
+    [
+        (kill_and_restart, 2),
+        (stop_and_continue, 2),
+        pytest.param(kill_and_restart, 20, marks=pytest.mark.slow),
+        pytest.param(stop_and_continue, 20, marks=pytest.mark.slow),
+    ],
+)
+async def test_no_request_fails_and_every_stream_is_as_if_undisturbed(lose, rounds) -> None:
+    async with cluster(3) as (router, workers, stub):
+        load = Load(stub, streams=16, seed=rounds)
+        rng = random.Random(rounds)
+        for _ in range(rounds):
+            await progress(load, 8)
+            await lose(router, rng.choice(workers), len(workers), load)
+        await progress(load, 8)
+        await load.stop()
+        assert load.resumed >= rounds
+        assert all(worker.in_flight == 0 and worker.pending_tokens == 0 for worker in router.registry.all())
+
+
+async def test_restarting_all_workers_one_after_the_other_fails_no_request() -> None:
+    async with cluster(2) as (router, workers, stub):
+        load = Load(stub, streams=8, seed=1)
+        for worker in workers:
+            await progress(load, 4)
+            worker.send(signal.SIGTERM)
+            await available(router, 1)
+            await worker.process.wait()
+            assert worker.process.returncode == 0
+            await worker.start()
+            await available(router, 2)
+        await load.stop()
+        assert load.resumed == 0
+
+
+async def test_the_scheduler_of_a_worker_dies() -> None:
+    from pathlib import Path
+
+    async with cluster(2) as (router, workers, stub):
+        load = Load(stub, streams=8, seed=1)
+        await progress(load, 4)
+        pid = workers[0].process.pid
+        children = await asyncio.to_thread(Path(f"/proc/{pid}/task/{pid}/children").read_text)
+        import os
+
+        os.kill(int(children.split()[0]), signal.SIGKILL)
+        await available(router, 1)
+        await progress(load, 8)
+        await load.stop()
+
+
+async def test_a_deadline_holds_while_the_only_worker_hangs() -> None:
+    async with cluster(1) as (_, workers, stub):
+        request = router_pb2.RouterGenerateRequest()
+        request.tokens.ids.extend([5, 6])
+        request.sampling.max_tokens = 400
+        call = aiter(stub.Generate(request, timeout=2))
+        await anext(call)
+        workers[0].send(signal.SIGSTOP)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED

@@ -91,12 +91,15 @@ def test_dfs_weight_finishes_the_branch_with_the_most_requests_first() -> None:
     driver.add("left", [1] * 8)
     driver.add("right", [2] * 8 + [3] * 4)
     driver.run()
+    driver.add("fork", [2] * 8 + [4] * 4)
+    driver.run()
     driver.add("left 1", [1] * 8 + [9])
     driver.add("right 1", [2] * 8 + [9])
     driver.add("cold", [7])
     driver.add("left 2", [1] * 8 + [8])
     driver.add("right deep", [2] * 8 + [3] * 4 + [9])
     driver.add("left 3", [1] * 8 + [7])
+    assert driver.scheduler.load().waiting_requests == 6
     assert driver.step() == ["left 1", "left 2", "left 3", "right deep", "right 1", "cold"]
 
 

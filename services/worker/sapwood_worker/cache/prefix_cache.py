@@ -8,10 +8,12 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+import numpy as np
+
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_worker.cache.eviction import EvictionName
 from sapwood_worker.cache.kv_events import KvEventLog
-from sapwood_worker.cache.page_allocator import CACHE, PageAllocator
+from sapwood_worker.cache.page_allocator import CACHE, FREE, PageAllocator
 from sapwood_worker.cache.page_table import PageTable
 from sapwood_worker.cache.radix_tree import Node, RadixTree
 
@@ -202,30 +204,27 @@ class PrefixCache:
         Raises:
             AssertionError: They disagree.
         """
-        self._tree.check()
-        self._allocator.check()
-        nodes = list(self._tree.nodes())
-        held = sorted(int(page) for node in nodes for page in node.pages)
-        assert held == self._allocator.owned_by(CACHE).tolist(), "the tree's pages are not the ledger's"
-        locks: dict[Node, int] = {}
+        ends: dict[Node, int] = {}
+        owners = np.full(self._allocator.num_pages, FREE, dtype=np.int32)
+        held = 0
         for slot, row in self._rows.items():
-            prefix: list[int] = []
+            ends[row.node] = ends.get(row.node, 0) + 1
+            pages = self._table.pages(slot)
             at: Node | None = row.node
-            while at is not None:
-                locks[at] = locks.get(at, 0) + 1
-                prefix = [*at.pages.tolist(), *prefix]
-                at = at.parent
-            pages = self._table.pages(slot).tolist()
-            assert pages[: row.shared] == prefix, f"row {slot} does not begin with the prefix it locks"
-            own = self._allocator.owned_by(slot).tolist()
-            assert sorted(pages[row.shared :]) == own, f"row {slot} does not hold the pages it owns"
+            end = row.shared
+            while at is not None and at.parent is not None:
+                start = end - len(at.pages)
+                assert start >= 0 and (pages[start:end] == at.pages).all(), f"row {slot} does not begin with its prefix"
+                end, at = start, at.parent
+            assert end == 0, f"row {slot} does not begin with the prefix it locks"
+            owners[pages[row.shared :]] = slot
+            held += len(pages) - row.shared
         for pin in self._pins.values():
-            at = pin.node
-            while at is not None:
-                locks[at] = locks.get(at, 0) + 1
-                at = at.parent
-        for node in nodes:
-            assert node.locks == locks.get(node, 0), "locks are not balanced"
+            ends[pin.node] = ends.get(pin.node, 0) + 1
+        cached = self._tree.check(ends)
+        owners[cached] = CACHE
+        # That the numbers agree too says that no page stands in two places.
+        self._allocator.check_owners(owners, held + len(cached))
 
     def _usable(self, token_ids: array[int]) -> int:
         """Tokens that may come from the cache: the last one is computed again, for its logits."""

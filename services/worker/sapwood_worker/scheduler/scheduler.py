@@ -275,14 +275,20 @@ class Scheduler:
             AssertionError: Something is wrong.
         """
         self._cache.check()
-        waiting = [*self._waiting]
-        assert len(waiting) == len(self._waiting), "the queue is miscounted"
-        assert sum(request.remaining for request in waiting) == self._waiting.num_tokens
-        assert all(request.state is RequestState.WAITING and request.slot < 0 for request in waiting)
-        assert all(request.state is RequestState.RUNNING for request in self._running.requests)
-        assert {*waiting, *self._running.requests} == set(self._requests.values()), (
-            "a request is nowhere or in two places"
-        )
+        found: set[Request] = set()
+        tokens = 0
+        for request in self._waiting:
+            assert request.state is RequestState.WAITING and request.slot < 0
+            tokens += request.remaining
+            found.add(request)
+        assert tokens == self._waiting.num_tokens and len(found) == len(self._waiting), "the queue is miscounted"
+        ranks = [request.rank for request in self._running.requests]
+        assert ranks == sorted(ranks), "what runs is not in order"
+        for request in self._running.requests:
+            assert request.state is RequestState.RUNNING and request.slot >= 0
+            found.add(request)
+        assert len(found) == len(self._waiting) + len(self._running), "a request is in two places"
+        assert found == set(self._requests.values()), "a request is nowhere"
         if not self._requests:
             self.check_idle()
 

@@ -16,7 +16,7 @@ SOURCES := pyproject.toml hatch_build.py $(wildcard protos/sapwood/v1/*.proto)
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-slow lint fmt proto docs bench-cpu node clean
+.PHONY: help up test test-slow audit lint fmt proto docs bench-cpu node clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,12 @@ lint: $(BIN)/.installed-dev ## Check style, types, the dependency rule and the p
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
+
+audit: $(BIN)/.installed-dev ## Look the installed packages up in the advisory database
+	@$(BIN)/pip install -qq pip-audit
+	@status=0; out=$$($(BIN)/pip-audit --local --skip-editable --progress-spinner off 2>&1) || status=$$?; echo "$$out" | tail -40; \
+	  if [ $$status != 0 ] && echo "$$out" | grep -qE 'ConnectionError|ServiceError|Max retries|HTTPError|timed out'; then \
+	    echo "audit SKIPPED: the advisory database cannot be reached from here" >&2; exit 0; fi; exit $$status
 
 fmt: $(BIN)/.installed-dev ## Format the code
 	$(BIN)/ruff check --fix .

@@ -12,6 +12,7 @@ Any error is a :class:`~sapwood.errors.SapwoodError` with ``status``, ``message`
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
@@ -87,6 +88,21 @@ def _target(address: str | None) -> str:
     return address or os.environ.get("SAPWOOD_ROUTER") or DEFAULT_ADDRESS
 
 
+def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    key = api_key or os.environ.get("SAPWOOD_API_KEY")
+    return (("authorization", f"Bearer {key}"),) if key else ()
+
+
+def _with_trace(metadata: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Adds the current span's context, in a program that uses OpenTelemetry."""
+    propagate = sys.modules.get("opentelemetry.propagate")
+    if propagate is None:
+        return metadata
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier)
+    return metadata + tuple(carrier.items())
+
+
 def _request_id(metadata: Iterable[Any] | None) -> str | None:
     return next((str(value) for key, value in metadata or () if key == "x-request-id"), None)
 
@@ -141,12 +157,25 @@ class Client:
     Args:
         address: ``host:port``; else the variable ``SAPWOOD_ROUTER``, else :data:`DEFAULT_ADDRESS`. It connects on first use.
         timeout: Seconds each call may take in all; None for no limit.
+        api_key: Where the router asks for one; else the variable ``SAPWOOD_API_KEY``.
+        credentials: For TLS, such as ``grpc.ssl_channel_credentials(ca)``; None is plain text.
     """
 
-    def __init__(self, address: str | None = None, *, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        timeout: float | None = None,
+        api_key: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
         self.address = _target(address)
         self._timeout = timeout
-        self._channel = grpc.insecure_channel(self.address, options=_OPTIONS)
+        self._metadata = _metadata(api_key)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(self.address, options=_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(self.address, credentials, options=_OPTIONS)
         self._stub = router_pb2_grpc.RouterStub(self._channel)
 
     def generate(
@@ -170,19 +199,27 @@ class Client:
             TypeError: A value is of another type than its field.
         """
         request = build_request(text, messages, token_ids, options)
-        return Generation(self._stub.Generate(request, timeout=self._timeout))
+        return Generation(self._stub.Generate(request, timeout=self._timeout, metadata=_with_trace(self._metadata)))
 
     def list_models(self) -> list[Model]:
         """The models that can be asked for. Raises SapwoodError."""
         try:
-            return to_models(self._stub.ListModels(router_pb2.ListModelsRequest(), timeout=self._timeout))
+            return to_models(
+                self._stub.ListModels(
+                    router_pb2.ListModelsRequest(), timeout=self._timeout, metadata=_with_trace(self._metadata)
+                )
+            )
         except grpc.RpcError as error:
             raise from_rpc_error(cast(grpc.Call, error)) from None
 
     def list_workers(self) -> list[WorkerStatus]:
         """The workers and their load. Raises SapwoodError."""
         try:
-            return to_workers(self._stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=self._timeout))
+            return to_workers(
+                self._stub.ListWorkers(
+                    router_pb2.ListWorkersRequest(), timeout=self._timeout, metadata=_with_trace(self._metadata)
+                )
+            )
         except grpc.RpcError as error:
             raise from_rpc_error(cast(grpc.Call, error)) from None
 
@@ -241,12 +278,25 @@ class AsyncClient:
     Args:
         address: ``host:port``; else the variable ``SAPWOOD_ROUTER``, else :data:`DEFAULT_ADDRESS`. It connects on first use.
         timeout: Seconds each call may take in all; None for no limit.
+        api_key: Where the router asks for one; else the variable ``SAPWOOD_API_KEY``.
+        credentials: For TLS, such as ``grpc.ssl_channel_credentials(ca)``; None is plain text.
     """
 
-    def __init__(self, address: str | None = None, *, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        timeout: float | None = None,
+        api_key: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
         self.address = _target(address)
         self._timeout = timeout
-        self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
+        self._metadata = _metadata(api_key)
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(self.address, credentials, options=_OPTIONS)
         self._stub: router_pb2_grpc.RouterAsyncStub = router_pb2_grpc.RouterStub(self._channel)
 
     def generate(
@@ -259,19 +309,29 @@ class AsyncClient:
     ) -> AsyncGeneration:
         """Starts a generation; see :meth:`Client.generate`."""
         request = build_request(text, messages, token_ids, options)
-        return AsyncGeneration(self._stub.Generate(request, timeout=self._timeout))
+        return AsyncGeneration(
+            self._stub.Generate(request, timeout=self._timeout, metadata=_with_trace(self._metadata))
+        )
 
     async def list_models(self) -> list[Model]:
         """The models that can be asked for. Raises SapwoodError."""
         try:
-            return to_models(await self._stub.ListModels(router_pb2.ListModelsRequest(), timeout=self._timeout))
+            return to_models(
+                await self._stub.ListModels(
+                    router_pb2.ListModelsRequest(), timeout=self._timeout, metadata=_with_trace(self._metadata)
+                )
+            )
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
 
     async def list_workers(self) -> list[WorkerStatus]:
         """The workers and their load. Raises SapwoodError."""
         try:
-            return to_workers(await self._stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=self._timeout))
+            return to_workers(
+                await self._stub.ListWorkers(
+                    router_pb2.ListWorkersRequest(), timeout=self._timeout, metadata=_with_trace(self._metadata)
+                )
+            )
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
 

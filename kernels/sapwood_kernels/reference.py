@@ -144,3 +144,31 @@ def paged_attention(
             attention(chunk, key_slots[slots], value_slots[slots], scale=scale, window=window, softcap=softcap)
         )
     return torch.cat(outputs)
+
+
+def store_pages(
+    keys: Tensor, values: Tensor, host: Tensor, layer: int, device_pages: Tensor, host_pages: Tensor
+) -> None:
+    """Copies one layer's pages from the device pool to the host pool. Mutates ``host`` at ``host_pages``.
+
+    Args:
+        keys: [P, S, K, D]: a layer's key pages, S tokens each.
+        values: The same for values.
+        host: [Q, layers, 2, S, K, D]: host pages, each with all layers' keys and values; in the host's memory.
+        layer: Which of the host pages' layers it is.
+        device_pages: int64 [N].
+        host_pages: int64 [N], each once.
+    """
+    host.select(1, layer).select(1, 0)[host_pages.cpu()] = keys[device_pages].to(host.device)
+    host.select(1, layer).select(1, 1)[host_pages.cpu()] = values[device_pages].to(host.device)
+
+
+def load_pages(
+    keys: Tensor, values: Tensor, host: Tensor, layer: int, device_pages: Tensor, host_pages: Tensor
+) -> None:
+    """The other way: copies host pages into one layer of the device pool. Mutates ``keys`` and ``values``.
+
+    Arguments as for :func:`store_pages`, but each of ``device_pages`` once.
+    """
+    keys[device_pages] = host.select(1, layer).select(1, 0)[host_pages.cpu()].to(keys.device)
+    values[device_pages] = host.select(1, layer).select(1, 1)[host_pages.cpu()].to(values.device)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import grpc
 
 from sapwood_common.telemetry import REQUEST_ID_KEY, TRACEPARENT_KEY, traceparent_var
+from sapwood_common.tls import channel_credentials
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """The largest message a service sends or takes: a prompt of a few million tokens fits."""
@@ -24,7 +27,9 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def open_channel(address: str, *, own_connection: bool = False) -> grpc.aio.Channel:
+def open_channel(
+    address: str, *, own_connection: bool = False, credentials: grpc.ChannelCredentials | None = None
+) -> grpc.aio.Channel:
     """A channel to ``host:port`` (or any gRPC target, such as ``dns:///name:port``); it connects on first use.
 
     The caller closes it.
@@ -32,9 +37,33 @@ def open_channel(address: str, *, own_connection: bool = False) -> grpc.aio.Chan
     Args:
         address: The target.
         own_connection: Shares no TCP connection with other channels to the same target, as channels do otherwise.
+        credentials: For TLS; None is plain text.
     """
     own = (("grpc.use_local_subchannel_pool", 1),) if own_connection else ()
+    if credentials is not None:
+        return grpc.aio.secure_channel(address, credentials, options=_OPTIONS + own)
     return grpc.aio.insecure_channel(address, options=_OPTIONS + own)
+
+
+class Dialer:
+    """Opens channels to peers with the TLS files of the configuration, read anew for each.
+
+    Args:
+        ca: See :func:`sapwood_common.tls.channel_credentials`.
+        cert: See there.
+        key: See there.
+
+    Raises:
+        ConfigError: See there; each :meth:`open` raises it, too.
+    """
+
+    def __init__(self, ca: Path | None = None, cert: Path | None = None, key: Path | None = None) -> None:
+        self._files = (ca, cert, key)
+        channel_credentials(*self._files)
+
+    def open(self, address: str, *, own_connection: bool = False) -> grpc.aio.Channel:
+        """See :func:`open_channel`."""
+        return open_channel(address, own_connection=own_connection, credentials=channel_credentials(*self._files))
 
 
 def request_metadata(request_id: str) -> tuple[tuple[str, str], ...]:

@@ -39,6 +39,11 @@ class ServiceConfig(BaseSettings):
     trace_ratio: float = Field(
         1.0, ge=0, le=1, description="Share of traces kept of those that begin here; others follow their caller."
     )
+    tls_cert: Path | None = Field(None, description="PEM file with the server's certificate; none: plain text.")
+    tls_key: Path | None = Field(None, description="PEM file with its private key.")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file with the CAs that clients' certificates must come from (mTLS); none asks for none."
+    )
     drain_timeout: float = Field(
         30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM before they are cut off."
     )

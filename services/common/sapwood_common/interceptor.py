@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -15,6 +15,8 @@ from sapwood_common.rpc_telemetry import RpcTelemetry, RunningCall
 from sapwood_common.wire import find_invalid_utf8
 
 logger = logging.getLogger(__name__)
+
+Guard = Callable[[str, Iterable[tuple[str, str | bytes]]], None]
 
 _EXEMPT = ("/grpc.health.v1.", "/grpc.reflection.")
 
@@ -38,10 +40,14 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
         telemetry: Measures the calls.
+        guard: Asked before each call with its method and metadata; raises a SapwoodError to refuse it.
         uncounted: Full method names (``/sapwood.v1.Worker/WatchLoad``) that do not hold up draining.
     """
 
-    def __init__(self, telemetry: RpcTelemetry, uncounted: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, telemetry: RpcTelemetry, uncounted: frozenset[str] = frozenset(), guard: Guard | None = None
+    ) -> None:
+        self._guard = guard
         self._telemetry = telemetry
         self._uncounted = uncounted
         self._running = 0
@@ -86,7 +92,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             running = self._begin(method, context)
             ended: BaseException | None = None
             try:
-                self._check(request)
+                self._check(method, request, context)
                 return await behavior(request, context)
             except BaseException as error:
                 ended = error
@@ -103,7 +109,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             running = self._begin(method, context)
             ended: BaseException | None = None
             try:
-                self._check(request)
+                self._check(method, request, context)
                 async for response in behavior(request, context):
                     yield response
             except BaseException as error:
@@ -126,7 +132,9 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                 telemetry.request_id_var.set(value)
         return self._telemetry.begin(method, metadata)
 
-    def _check(self, request: Any) -> None:
+    def _check(self, method: str, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if self._guard is not None:
+            self._guard(method, context.invocation_metadata() or ())
         if self._draining:
             raise errors.UnavailableError("this service is shutting down", retry_after=1.0)
         if isinstance(request, _Malformed):

@@ -13,9 +13,10 @@ from grpc_reflection.v1alpha import reflection
 
 from sapwood_common.channel import MAX_MESSAGE_BYTES
 from sapwood_common.errors import ConfigError
-from sapwood_common.interceptor import ServiceInterceptor
+from sapwood_common.interceptor import Guard, ServiceInterceptor
 from sapwood_common.metrics import MetricSet
 from sapwood_common.rpc_telemetry import RpcTelemetry
+from sapwood_common.tls import ServerTls, grpc_server_credentials
 from sapwood_common.tracing import NoTracing
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,9 @@ class ServiceServer:
         service_names: Full names of the services added, for health and reflection.
         uncounted: Full method names of long-lived calls that must not hold up :meth:`drain`.
         telemetry: Measures the calls; unless given, they are measured for nobody.
+        tls: Certificate and key; None is plain text.
+        guard: Asked before each call but health and reflection; raises a SapwoodError to refuse it.
+        max_request_bytes: The largest message it takes.
     """
 
     def __init__(
@@ -45,10 +49,14 @@ class ServiceServer:
         *,
         uncounted: frozenset[str] = frozenset(),
         telemetry: RpcTelemetry | None = None,
+        tls: ServerTls | None = None,
+        guard: Guard | None = None,
+        max_request_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
+        self._tls = tls
         self._address = f"{host}:{port}"
         self._names = tuple(service_names)
-        self._interceptor = ServiceInterceptor(telemetry or RpcTelemetry(MetricSet(), NoTracing()), uncounted)
+        self._interceptor = ServiceInterceptor(telemetry or RpcTelemetry(MetricSet(), NoTracing()), uncounted, guard)
         self._health = health.aio.HealthServicer()
         self.draining = asyncio.Event()
         """Set when draining begins: long-lived calls end on it."""
@@ -56,7 +64,7 @@ class ServiceServer:
             interceptors=[self._interceptor],
             options=[
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_receive_message_length", max_request_bytes),
                 ("grpc.so_reuseport", 0),
                 # Clients may ping as often as channel.py does, also while idle.
                 ("grpc.keepalive_permit_without_calls", 1),
@@ -74,7 +82,10 @@ class ServiceServer:
         """
         await self.set_serving(False)
         try:
-            port = self.grpc.add_insecure_port(self._address)
+            if self._tls is None:
+                port = self.grpc.add_insecure_port(self._address)
+            else:
+                port = self.grpc.add_secure_port(self._address, grpc_server_credentials(self._tls))
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {self._address}: is the port in use?") from error
         await self.grpc.start()

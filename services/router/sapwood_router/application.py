@@ -10,15 +10,18 @@ from collections.abc import Coroutine
 from typing import Any
 
 from sapwood.v1 import router_pb2_grpc
-from sapwood_common.channel import open_channel
+from sapwood_common.api_keys import ApiKeys
+from sapwood_common.channel import Dialer
 from sapwood_common.metrics import MetricSet, MetricsServer
 from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce
+from sapwood_common.tls import server_tls
 from sapwood_common.tracing import start_tracing
 from sapwood_router.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
 from sapwood_router.config import RouterConfig
 from sapwood_router.detokenize_session import DetokenizeSession
+from sapwood_router.guard import Guard
 from sapwood_router.observer import RequestObserver
 from sapwood_router.openai.app import OpenAIFront
 from sapwood_router.openai.http_server import HttpServer
@@ -29,7 +32,7 @@ from sapwood_router.resume import Failover
 from sapwood_router.retry import RetryPolicy, RetrySettings
 from sapwood_router.router_metrics import RouterMetrics
 from sapwood_router.served_model import ServedModel
-from sapwood_router.service import GENERATE, SERVICE_NAME, RouterService
+from sapwood_router.service import GENERATE, PUBLIC_METHODS, SERVICE_NAME, RouterService
 from sapwood_router.tokenizer_client import TokenizerClient
 from sapwood_router.worker import Worker
 from sapwood_router.worker_connection import WorkerConnection
@@ -51,7 +54,8 @@ class RouterApplication:
         self._metrics = MetricSet()
         self._tracing = start_tracing("sapwood-router", config.trace_endpoint, config.trace_ratio)
         router_metrics = self._router_metrics = RouterMetrics(self._metrics)
-        self._tokenizer_channel = open_channel(config.tokenizer)
+        self._dialer = Dialer(config.peer_ca, config.peer_cert, config.peer_key)
+        self._tokenizer_channel = self._dialer.open(config.tokenizer)
         self._tokenizer = TokenizerClient(self._tokenizer_channel, config.tokenizer_grace)
         self._session = DetokenizeSession(self._tokenizer_channel, config.tokenizer_grace, self._tokenizer.forget)
         self._policy = make_policy(config, random.Random())
@@ -75,8 +79,26 @@ class RouterApplication:
             observer,
         )
         calls = RpcTelemetry(self._metrics, self._tracing, roots=frozenset({GENERATE}))
-        self._server = ServiceServer(config.host, config.port, [SERVICE_NAME], telemetry=calls)
-        router_pb2_grpc.add_RouterServicer_to_server(RouterService(pipeline, config.request_timeout), self._server.grpc)
+        tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
+        guard = Guard(
+            None if config.api_keys is None else ApiKeys(config.api_keys),
+            public=None if config.admin_port is None else PUBLIC_METHODS,
+        )
+        self._server = ServiceServer(
+            config.host,
+            config.port,
+            [SERVICE_NAME],
+            telemetry=calls,
+            tls=tls,
+            guard=guard.check_call,
+            max_request_bytes=config.max_body_bytes,
+        )
+        service = RouterService(pipeline, config.request_timeout)
+        router_pb2_grpc.add_RouterServicer_to_server(service, self._server.grpc)
+        self._admin: ServiceServer | None = None
+        if config.admin_port is not None:
+            self._admin = ServiceServer(config.admin_host, config.admin_port, [SERVICE_NAME], telemetry=calls, tls=tls)
+            router_pb2_grpc.add_RouterServicer_to_server(service, self._admin.grpc)
         self._front = OpenAIFront(
             pipeline,
             self.problem,
@@ -85,11 +107,13 @@ class RouterApplication:
             max_body_bytes=config.max_body_bytes,
             registry=self._metrics.registry if config.metrics_port is None else None,
             tracing=self._tracing,
+            guard=guard,
         )
-        self._http = HttpServer(self._front.app, config.http_host or config.host, config.http_port)
+        self._http = HttpServer(self._front.app, config.http_host or config.host, config.http_port, tls)
         self._tasks: list[asyncio.Task[None]] = []
         self.grpc_port = 0
         self.http_port = 0
+        self.admin_port = 0
         self._metrics_server: MetricsServer | None = None
 
     def problem(self) -> str | None:
@@ -112,6 +136,9 @@ class RouterApplication:
         """
         self.grpc_port = await self._server.start()
         announce(logger, "gRPC listening on %s:%d", self._config.host, self.grpc_port)
+        if self._admin is not None:
+            self.admin_port = await self._admin.start()
+            announce(logger, "admin listening on %s:%d", self._config.admin_host, self.admin_port)
         self.http_port = await self._http.start()
         announce(logger, "HTTP listening on %s:%d", self._http.host, self.http_port)
         if self._config.metrics_port is not None:
@@ -127,6 +154,7 @@ class RouterApplication:
                 self._config.worker_silence,
                 self._worker_lost,
                 time.monotonic,
+                self._dialer,
             )
             self._spawn(connection.run(), f"connection to {worker.address}")
 
@@ -140,6 +168,8 @@ class RouterApplication:
         self._server.draining.set()
         await self._http.stop()
         await self._server.stop()
+        if self._admin is not None:
+            await self._admin.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

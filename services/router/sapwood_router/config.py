@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -23,6 +24,23 @@ class RouterConfig(ServiceConfig):
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="Port of /metrics; 0 takes a free one; none: it is on the HTTP port."
     )
+    admin_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="gRPC port of the methods for operators, which then are refused on --port; 0 takes a free one; none: "
+        "they are on --port.",
+    )
+    admin_host: str = Field("127.0.0.1", description="Address that --admin-port listens on.")
+    api_keys: Path | None = Field(
+        None, description="File with the names and hashes of API keys (`sapwood key` makes them); none asks for no key."
+    )
+    peer_ca: Path | None = Field(
+        None,
+        description="PEM file with the CAs of the tokenizer's and the workers' certificates; turns TLS to them on.",
+    )
+    peer_cert: Path | None = Field(None, description="PEM file with the certificate shown to them (mTLS).")
+    peer_key: Path | None = Field(None, description="PEM file with its private key.")
     tokenizer: str = Field("127.0.0.1:50052", description="Address of the tokenizer service.")
     workers: tuple[str, ...] = Field(("127.0.0.1:50061",), min_length=1, description="Addresses of the workers.")
     policy: PolicyName = Field("cache_aware", description="How a worker is chosen for a request.")
@@ -53,4 +71,6 @@ class RouterConfig(ServiceConfig):
     tokenizer_grace: float = Field(
         5.0, ge=0, description="Seconds that requests wait for a tokenizer that is gone before they fail UNAVAILABLE."
     )
-    max_body_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="Largest HTTP request body, in bytes.")
+    max_body_bytes: int = Field(
+        16 * 1024 * 1024, ge=1024, description="Largest HTTP request body and gRPC request, in bytes."
+    )

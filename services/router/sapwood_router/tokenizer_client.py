@@ -18,6 +18,7 @@ from sapwood_common.status import from_rpc_error
 from sapwood_router.context import ChatPrompt
 from sapwood_router.convert import to_turns
 from sapwood_router.health import check
+from sapwood_router.structure import CompiledGrammar
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,20 @@ class TokenizerClient:
         )
         self._parsers = Parsers(answer.tool_parser, answer.reasoning_parser)
         return self._parsers
+
+    async def compile_grammar(
+        self, request: tokenizer_pb2.CompileGrammarRequest, request_id: str, deadline: float
+    ) -> CompiledGrammar:
+        """The grammar of an output, as workers take it. The service keeps what it compiled.
+
+        Raises:
+            SapwoodError: As :meth:`encode_text`.
+        """
+        answer = await self._patiently(
+            lambda timeout: self._stub.CompileGrammar(request, timeout=timeout, metadata=request_metadata(request_id)),
+            deadline,
+        )
+        return CompiledGrammar(answer.compiled, answer.tool_parser)
 
     def forget(self) -> None:
         """The service may have been replaced: what it said of itself holds no longer."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import grpc
 
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
-from sapwood_common.channel import open_channel
+from sapwood_common.channel import Dialer
 from sapwood_router.convert import load_of, served_model_of
 from sapwood_router.registry import Registry
 from sapwood_router.worker import Worker
@@ -37,6 +37,7 @@ class WorkerConnection:
         silence: Seconds without a message that are a loss.
         on_loss: Called when a session was lost that the worker had not announced to end.
         clock: Seconds, monotonic.
+        dialer: Opens channels.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class WorkerConnection:
         silence: float,
         on_loss: Callable[[Worker], None],
         clock: Callable[[], float],
+        dialer: Dialer,
     ) -> None:
+        self._dialer = dialer
         self._worker = worker
         self._registry = registry
         self._heartbeat_ms = heartbeat_ms
@@ -66,7 +69,7 @@ class WorkerConnection:
 
     async def _carry_one_session(self) -> str:
         worker = self._worker
-        async with open_channel(worker.address, own_connection=True) as channel:
+        async with self._dialer.open(worker.address, own_connection=True) as channel:
             call = worker_pb2_grpc.WorkerStub(channel).Session()
             try:
                 async with asyncio.timeout(max(_OPEN_TIMEOUT, self._silence)):

@@ -13,6 +13,7 @@ from sapwood_common.metrics import MetricSet, MetricsServer, metrics_port
 from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce
+from sapwood_common.tls import server_tls
 from sapwood_common.tracing import start_tracing
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.encoder import Encoder, EncoderOptions
@@ -71,6 +72,7 @@ async def serve(config: TokenizerConfig) -> int:
             [SERVICE],
             uncounted=frozenset({DETOKENIZE}),
             telemetry=RpcTelemetry(metrics, tracing),
+            tls=server_tls(config.tls_cert, config.tls_key, config.tls_client_ca),
         )
         limits = Limits(config.max_text_bytes, config.max_open_streams, config.template_timeout)
         encoder = build_encoder(loaded, config)

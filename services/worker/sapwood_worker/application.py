@@ -15,6 +15,7 @@ from sapwood_common.model_files import model_name
 from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce
+from sapwood_common.tls import server_tls
 from sapwood_common.tracing import start_tracing
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.engine import Engine
@@ -74,6 +75,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -
         [SERVICE],
         uncounted=UNCOUNTED,
         telemetry=RpcTelemetry(metrics, tracing),
+        tls=server_tls(config.tls_cert, config.tls_key, config.tls_client_ca),
     )
     exposed = MetricsServer(
         metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)

@@ -73,6 +73,21 @@ class WorkerConfig(ServiceConfig):
     )
     kv_events_topic: str = Field("kv-events", description="Topic of the ZeroMQ messages.")
     kv_events_keep: int = Field(10_000, ge=1, description="Batches of KV events kept for replay.")
+    host_cache_gb: float = Field(
+        0.0,
+        ge=0,
+        description="Memory in GiB for the KV cache's second tier, in the host's memory; 0 goes by the ratio.",
+    )
+    host_cache_ratio: float = Field(
+        0.0,
+        ge=0,
+        description="Pages of the second tier for each page of the first, unless its memory is given; both 0: none.",
+    )
+    host_write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
+        "write_through",
+        description="When pages are copied to the second tier: once they are computed (write_through), once they are "
+        "asked for again (write_through_selective), or when they are evicted from the first (write_back).",
+    )
     structured_output: bool = Field(
         True,
         description="Serve requests with a grammar; costs memory and seconds at the start to index the vocabulary.",

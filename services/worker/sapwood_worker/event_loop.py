@@ -75,13 +75,14 @@ class EventLoop:
         """
         self._report([])
         while True:
-            for message in self._mailbox.receive(wait=not self._scheduler.has_work and not self._grammars):
+            idle = not self._scheduler.has_work and not self._scheduler.has_copies and not self._grammars
+            for message in self._mailbox.receive(wait=idle):
                 if isinstance(message, Shutdown):
                     return
                 self._take(message)
             self._admit_built()
             worked = self._scheduler.has_work
-            self._report(self._step() if worked else [])
+            self._report(self._step() if worked or self._scheduler.has_copies else [])
             if worked and not self._scheduler.has_work:
                 self._scheduler.check_idle()
 
@@ -130,7 +131,7 @@ class EventLoop:
 
     def _step(self) -> list[RequestOutput]:
         planned = self._scheduler.schedule()
-        if not planned.requests:  # all there was to do has been aborted
+        if not planned:  # all there was to do has been aborted
             return []
         self._clock.planned(planned)
         try:

@@ -22,6 +22,9 @@ import zmq
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_common.telemetry import setup_logging
+from sapwood_worker.cache.hierarchical import HierarchicalCache
+from sapwood_worker.cache.host_pages import HostPages
+from sapwood_worker.cache.host_pool import HostPool
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.event_loop import EventLoop
 from sapwood_worker.grammar.store import GrammarStore
@@ -43,10 +46,12 @@ class LoadedRunner(Runner, Protocol):
     Attributes:
         info: Facts about it.
         vocabulary: Its tokens, where its files hold them and structured output is wanted.
+        host_pool: The memory of the KV cache's second tier; None: there is none.
     """
 
     info: ModelInfo
     vocabulary: TokenVocabulary | None
+    host_pool: HostPool | None
 
 
 RunnerFactory = Callable[[WorkerConfig], LoadedRunner]
@@ -105,7 +110,15 @@ class ZmqMailbox:
         self._context.term()
 
 
-def build_scheduler(config: WorkerConfig, info: ModelInfo) -> Scheduler:
+def build_tiers(config: WorkerConfig, runner: LoadedRunner) -> HierarchicalCache | None:
+    """The KV cache's tiers below the device's pages; None: there are none."""
+    pool, info = runner.host_pool, runner.info
+    if pool is None or not config.prefix_cache:
+        return None
+    return HierarchicalCache(HostPages(pool.num_pages), info.num_pages, info.page_size, config.host_write_policy)
+
+
+def build_scheduler(config: WorkerConfig, info: ModelInfo, tiers: HierarchicalCache | None = None) -> Scheduler:
     """The scheduler for a loaded model."""
     return Scheduler(
         SchedulerConfig(
@@ -121,7 +134,8 @@ def build_scheduler(config: WorkerConfig, info: ModelInfo) -> Scheduler:
             eviction=config.eviction,
             kv_events=True,
             conservativeness=config.conservativeness,
-        )
+        ),
+        tiers,
     )
 
 
@@ -162,7 +176,7 @@ def main() -> int:
     try:
         factory: RunnerFactory = _load(arguments.runner)
         runner = factory(config)
-        scheduler = build_scheduler(config, runner.info)
+        scheduler = build_scheduler(config, runner.info, build_tiers(config, runner))
         grammars = build_grammars(runner)
     except Exception as error:
         if not isinstance(error, ConfigError):

@@ -34,6 +34,7 @@ from sapwood_common.telemetry import (
     traceparent_var,
 )
 from sapwood_common.tracing import Tracing, child_span
+from sapwood_router.guard import Guard
 from sapwood_router.openai.body import read_body
 from sapwood_router.openai.chat import chat
 from sapwood_router.openai.completions import complete
@@ -51,8 +52,9 @@ Generate = Callable[[Exchange, bytes, Pipeline, float], Awaitable[None]]
 class Endpoint:
     """An ASGI application around a handler: errors, request ids, the client's leaving, the count of what runs."""
 
-    def __init__(self, front: OpenAIFront, handler: Handler) -> None:
+    def __init__(self, front: OpenAIFront, handler: Handler, guard: Guard | None) -> None:
         self._front = front
+        self._guard = guard
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,6 +64,8 @@ class Endpoint:
         try:
             exchange.accept_request_id()
             request_id_var.set(exchange.request_id)
+            if self._guard is not None:
+                self._guard.check_headers(exchange.headers)
             await self._handler(exchange)
         except RequestCancelledError as error:
             if not exchange.client_left:
@@ -90,6 +94,7 @@ class OpenAIFront:
         max_body_bytes: Largest request body.
         registry: The metrics that /metrics shows; None: they are shown elsewhere.
         tracing: Where spans go.
+        guard: Asks for API keys, but not for /health and /metrics.
     """
 
     def __init__(
@@ -102,7 +107,9 @@ class OpenAIFront:
         max_body_bytes: int,
         registry: CollectorRegistry | None,
         tracing: Tracing,
+        guard: Guard,
     ) -> None:
+        self._guard = guard
         self._pipeline = pipeline
         self._problem = problem
         self._draining = draining
@@ -141,7 +148,8 @@ class OpenAIFront:
         await self._idle.wait()
 
     def _route(self, path: str, handler: Handler, method: str) -> Route:
-        return Route(path, Endpoint(self, handler), methods=[method])
+        guard = self._guard if path.startswith("/v1/") else None
+        return Route(path, Endpoint(self, handler, guard), methods=[method])
 
     def _generates(self, generate: Generate) -> Handler:
         async def handle(exchange: Exchange) -> None:

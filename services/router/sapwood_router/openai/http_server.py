@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.tls import ServerTls
+
+logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_CERTIFICATE_INTERVAL = 1.0
 
 
 class _Server(uvicorn.Server):
@@ -31,25 +37,31 @@ class HttpServer:
         app: The application.
         host: Address to listen on.
         port: 0 takes a free one.
+        tls: Certificate and key, taken up anew when the files change; None is plain text.
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, tls: ServerTls | None = None) -> None:
         self.host = host
+        self._tls = tls
         self._port = port
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=1,
-            )
+        self._config = uvicorn.Config(
+            app,
+            ssl_certfile=None if tls is None else tls.cert,
+            ssl_keyfile=None if tls is None else tls.key,
+            ssl_ca_certs=None if tls is None or tls.client_ca is None else str(tls.client_ca),
+            ssl_cert_reqs=ssl.CERT_NONE if tls is None or tls.client_ca is None else ssl.CERT_REQUIRED,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
         )
+        self._server = _Server(self._config)
         self._task: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
         """Listens and serves. Returns the port.
@@ -60,10 +72,27 @@ class HttpServer:
         listener = _listen(self.host, self._port)
         port: int = listener.getsockname()[1]
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="HTTP server")
+        if self._tls is not None:
+            self._watcher = asyncio.create_task(self._follow(self._tls), name="HTTP certificate")
         return port
+
+    async def _follow(self, tls: ServerTls) -> None:
+        """Has new handshakes use new files."""
+        version = tls.version()
+        while True:
+            await asyncio.sleep(_CERTIFICATE_INTERVAL)
+            try:
+                found = tls.version()
+                if found != version and self._config.ssl is not None:
+                    self._config.ssl.load_cert_chain(tls.cert, tls.key)
+                    version = found
+            except (OSError, ssl.SSLError) as error:
+                logger.warning("new TLS files are not taken up: %s", error)
 
     async def stop(self) -> None:
         """Closes the listener and all connections; a request still running gets a second."""
+        if self._watcher is not None:
+            self._watcher.cancel()
         if self._task is not None:
             self._server.should_exit = True
             await self._task

@@ -60,6 +60,7 @@ class FlashInferPlan:
 
     def destination(self, layer: AttentionLayer) -> Destination:
         """See :class:`sapwood_worker.attention.backend.AttentionPlan`."""
+        self._pool.await_layer(layer.index)
         return self._pool.key_slots[layer.index], self._pool.value_slots[layer.index], self._cache_slots
 
     def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:

@@ -95,6 +95,7 @@ class TorchNativePlan:
 
     def destination(self, layer: AttentionLayer) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`sapwood_worker.attention.backend.AttentionPlan`."""
+        self._pool.await_layer(layer.index)
         return self._pool.key_slots[layer.index], self._pool.value_slots[layer.index], self._batch.cache_slots
 
     def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:

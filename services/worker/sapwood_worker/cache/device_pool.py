@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -47,6 +49,22 @@ class DevicePool:
         shape = (num_pages * page_size, num_kv_heads, head_dim)
         self.key_slots = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.value_slots = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self._arrivals: Sequence[torch.cuda.Event] = ()
+
+    def arriving(self, events: Sequence[torch.cuda.Event]) -> None:
+        """Pages are being filled on another stream; each layer is in place after its event. Replaces what was said before."""
+        self._arrivals = events
+
+    def await_layer(self, layer: int) -> None:
+        """Makes the current stream wait until a layer's arriving pages are in place; called before the layer is read."""
+        if self._arrivals:
+            torch.cuda.current_stream(self.device).wait_event(self._arrivals[layer])
+
+    def await_all(self) -> None:
+        """Makes the current stream wait until all arriving pages are in place."""
+        if self._arrivals:
+            self.await_layer(-1)
+            self._arrivals = ()
 
     def key_pages(self, layer: int) -> Tensor:
         """A layer's keys as [num_pages, page_size, num_kv_heads, head_dim]; a view."""

@@ -1,4 +1,4 @@
-"""The page ledger: every page of the pool has exactly one owner, free, the prefix cache or one request.
+"""The page ledger: every page of the pool has exactly one owner: nobody, the prefix cache, a transfer or one request.
 
 Algorithm: a stack of free page ids and, beside it, one owner and one epoch a page in numpy arrays. Taking and giving back n
 pages is O(n), vectorised; :meth:`check` is O(pages). It is always on: a page that is freed twice, or by who does not own it,
@@ -16,6 +16,8 @@ FREE = -1
 """Owner of a page that nobody uses."""
 CACHE = -2
 """Owner of a page that the prefix cache holds. Requests own pages under their slot, 0 and up."""
+TRANSFER = -3
+"""Owner of a page that a transfer is writing: what it holds is not there yet."""
 
 PageIds = npt.NDArray[np.int32]
 
@@ -38,7 +40,7 @@ class PageAllocator:
         self._owner = np.full(num_pages, FREE, dtype=np.int32)
         self._epoch = np.zeros(num_pages, dtype=np.int64)
         self._place = np.zeros(num_pages, dtype=np.int64)
-        self._names = {FREE: "nobody (it is free)", CACHE: "the prefix cache"}
+        self._names = {FREE: "nobody (it is free)", CACHE: "the prefix cache", TRANSFER: "a transfer"}
 
     @property
     def num_free(self) -> int:
@@ -47,7 +49,7 @@ class PageAllocator:
 
     @property
     def num_used(self) -> int:
-        """Pages that a request or the prefix cache owns."""
+        """Pages that somebody owns."""
         return self.num_pages - self._num_free
 
     def name(self, owner: int, name: str) -> None:

@@ -6,14 +6,15 @@ A row of the page table begins with pages that are the tree's, locked for the ro
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_worker.cache.eviction import EvictionName
 from sapwood_worker.cache.kv_events import KvEventLog
-from sapwood_worker.cache.page_allocator import CACHE, FREE, PageAllocator
+from sapwood_worker.cache.page_allocator import CACHE, FREE, TRANSFER, PageAllocator, PageIds
 from sapwood_worker.cache.page_table import PageTable
 from sapwood_worker.cache.radix_tree import Node, RadixTree
 
@@ -26,12 +27,42 @@ class _Pin:
     until: float | None
 
 
+class LowerTiers(Protocol):
+    """What the prefix cache tells the tiers below it, and asks of them. All but ``evicted`` concern one row."""
+
+    def open(self, slot: int, token_ids: array[int], namespace: bytes, pages: PageIds) -> None:
+        """A row begins with these cached pages; what the tiers have of ``token_ids`` beyond them is to be kept for it."""
+        ...
+
+    def load(self, slot: int, pages: PageIds) -> int:
+        """Has the row's next pages filled before the coming step computes, as many as :meth:`open` kept; returns how many."""
+        ...
+
+    def loaded(self, slot: int) -> None:
+        """The step that filled them is done."""
+        ...
+
+    def cached(self, slot: int, token_ids: array[int], start: int, pages: PageIds, new: PageIds) -> None:
+        """The row's pages from entry ``start`` on are cached now, as ``pages``; ``new`` of these were not before."""
+        ...
+
+    def close(self, slot: int) -> None:
+        """The row ends."""
+        ...
+
+    def evicted(self, pages: PageIds) -> None:
+        """These pages, with what is still in them, are about to be given to somebody else."""
+        ...
+
+
 @dataclass(slots=True)
 class _Row:
-    """Of an open row: the locked end of its shared prefix, and how many pages that prefix has."""
+    """Of an open row: the locked end of its shared prefix, how many pages that prefix has, and which pages after it are being
+    filled from the tiers below."""
 
     node: Node
     shared: int
+    loading: PageIds = field(default_factory=lambda: np.empty(0, np.int32))
 
 
 class PrefixCache:
@@ -46,6 +77,7 @@ class PrefixCache:
         page_size: Tokens a page.
         enabled: See above.
         eviction: What goes first when room is needed.
+        below: The tiers below; None: there are none.
         events: Takes note of what comes and goes; None: nobody asks.
     """
 
@@ -57,6 +89,7 @@ class PrefixCache:
         *,
         enabled: bool = True,
         eviction: EvictionName = "lru",
+        below: LowerTiers | None = None,
         events: KvEventLog | None = None,
     ) -> None:
         self._allocator = allocator
@@ -64,6 +97,7 @@ class PrefixCache:
         self._tree = RadixTree(page_size, eviction, events)
         self._page_size = page_size
         self.enabled = enabled
+        self._below = below if enabled else None
         self._rows: dict[int, _Row] = {}
         self._pins: dict[str, _Pin] = {}
 
@@ -102,6 +136,8 @@ class PrefixCache:
         self._allocator.name(slot, f"request {name}")
         self._table.append(slot, match.pages)
         self._rows[slot] = _Row(match.node, len(match.pages))
+        if self._below is not None:
+            self._below.open(slot, token_ids[: self._usable(token_ids)], namespace, match.pages)
         return len(match.pages) * self._page_size
 
     def allocate(self, slot: int, count: int) -> bool:
@@ -110,9 +146,26 @@ class PrefixCache:
         if missing > self._tree.num_evictable:
             return False
         if missing > 0:
-            self._allocator.free(self._tree.evict(missing), CACHE)
+            self._evict(missing)
         self._table.append(slot, self._allocator.allocate(count, slot))
         return True
+
+    def load(self, slot: int) -> int:
+        """Has the first pages of a row's own filled from the tiers below, before the coming step computes.
+
+        Called once, after :meth:`open` and :meth:`allocate`. Until the next commit, which follows the step, the transfer
+        owns the pages.
+
+        Returns:
+            The number of tokens that come so.
+        """
+        if self._below is None:
+            return 0
+        row = self._rows[slot]
+        own = self._table.pages(slot, row.shared)
+        row.loading = own[: self._below.load(slot, own)].copy()
+        self._allocator.move(row.loading, slot, TRANSFER)
+        return len(row.loading) * self._page_size
 
     def commit(self, slot: int, token_ids: array[int], computed: int) -> None:
         """Shares the full pages of a row's first ``computed`` tokens, whose KV must be in place.
@@ -120,6 +173,7 @@ class PrefixCache:
         Where the tree has a page already, the row takes the tree's and frees its own.
         """
         row = self._rows[slot]
+        self._arrived(slot, row)
         start, end = row.shared, computed // self._page_size
         if not self.enabled or end <= start:
             return
@@ -130,6 +184,8 @@ class PrefixCache:
         if not taken.all():
             self._table.replace(slot, start, cached.pages)
             self._allocator.free(own[~taken], slot)
+        if self._below is not None:
+            self._below.cached(slot, token_ids, start, cached.pages, own[taken])
         self._tree.lock(cached.node)
         self._tree.unlock(row.node)
         row.node, row.shared = cached.node, end
@@ -137,6 +193,9 @@ class PrefixCache:
     def close(self, slot: int) -> None:
         """Ends a row: unlocks its prefix and frees the pages that are its own."""
         row = self._rows.pop(slot)
+        self._arrived(slot, row)
+        if self._below is not None:
+            self._below.close(slot)
         self._tree.unlock(row.node)
         self._allocator.free(self._table.pages(slot, row.shared), slot)
 
@@ -182,9 +241,7 @@ class PrefixCache:
 
     def flush(self) -> int:
         """Forgets everything that no running request and no pin holds; returns the number of pages freed."""
-        pages = self._tree.evict(self._tree.num_evictable)
-        self._allocator.free(pages, CACHE)
-        return len(pages)
+        return self._evict(self._tree.num_evictable)
 
     def check_idle(self) -> None:
         """Checks that nothing is held while no row is open; vectorised, O(pages).
@@ -217,7 +274,10 @@ class PrefixCache:
                 assert start >= 0 and (pages[start:end] == at.pages).all(), f"row {slot} does not begin with its prefix"
                 end, at = start, at.parent
             assert end == 0, f"row {slot} does not begin with the prefix it locks"
-            owners[pages[row.shared :]] = slot
+            loaded = row.shared + len(row.loading)
+            assert (pages[row.shared : loaded] == row.loading).all(), f"row {slot} is not filled where it should be"
+            owners[row.loading] = TRANSFER
+            owners[pages[loaded:]] = slot
             held += len(pages) - row.shared
         for pin in self._pins.values():
             ends[pin.node] = ends.get(pin.node, 0) + 1
@@ -225,6 +285,19 @@ class PrefixCache:
         owners[cached] = CACHE
         # That the numbers agree too says that no page stands in two places.
         self._allocator.check_owners(owners, held + len(cached))
+
+    def _arrived(self, slot: int, row: _Row) -> None:
+        if len(row.loading) and self._below is not None:
+            self._allocator.move(row.loading, TRANSFER, slot)
+            row.loading = row.loading[:0]
+            self._below.loaded(slot)
+
+    def _evict(self, count: int) -> int:
+        pages = self._tree.evict(count)
+        if self._below is not None:
+            self._below.evicted(pages)
+        self._allocator.free(pages, CACHE)
+        return len(pages)
 
     def _usable(self, token_ids: array[int]) -> int:
         """Tokens that may come from the cache: the last one is computed again, for its logits."""

@@ -34,5 +34,7 @@ def make_runner(config: WorkerConfig) -> ModelRunner:
             max_running=config.max_running,
             threads=config.threads or None,
             structured_output=config.structured_output,
+            host_cache_gb=config.host_cache_gb if config.prefix_cache else 0.0,
+            host_cache_ratio=config.host_cache_ratio if config.prefix_cache else 0.0,
         )
     )

@@ -14,7 +14,11 @@ from sapwood_common.errors import ConfigError, InternalError
 from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary
 from sapwood_worker.attention.backend import AttentionBackend
 from sapwood_worker.attention.torch_native import TorchNativeBackend
+from sapwood_worker.cache.copies import NOTHING, CopyReport
 from sapwood_worker.cache.device_pool import DevicePool, page_bytes
+from sapwood_worker.cache.host_pool import HostPool, host_pool_pages
+from sapwood_worker.cache.torch_transfer import make_transfer
+from sapwood_worker.cache.transfer import Transfer
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.models.config import ModelConfig
 from sapwood_worker.models.loader import LoadFormat, load_model
@@ -50,6 +54,8 @@ class RunnerOptions:
         threads: CPU threads of torch and of loading; None: torch's own choice. Set for the whole process.
         seed: Of made-up weights.
         structured_output: Whether the vocabulary is read for requests with a grammar.
+        host_cache_gb: Memory of the KV cache's second tier in GiB; 0: go by the ratio.
+        host_cache_ratio: Its pages for each page of the pool; 0: go by the memory. Both 0: there is none.
     """
 
     model_path: Path
@@ -64,6 +70,8 @@ class RunnerOptions:
     threads: int | None = None
     seed: int = 0
     structured_output: bool = False
+    host_cache_gb: float = 0.0
+    host_cache_ratio: float = 0.0
 
 
 class ModelRunner:
@@ -75,6 +83,7 @@ class ModelRunner:
     Attributes:
         info: Facts about the model and its page pool.
         vocabulary: The model's tokens, where its files hold them and structured output is wanted.
+        host_pool: The memory of the KV cache's second tier; None: there is none.
 
     Raises:
         ConfigError: The model cannot be loaded or the pool is too small; names the file or option.
@@ -99,6 +108,8 @@ class ModelRunner:
         config = loaded.config
         self._model = loaded.model
         self._pool = _build_pool(options, config, dtype, self._device)
+        self.host_pool = _build_host_pool(options, self._pool)
+        self._transfer: Transfer | None = None if self.host_pool is None else make_transfer(self._pool, self.host_pool)
         self._backend: AttentionBackend = TorchNativeBackend(self._pool, dtype)
         self.vocabulary: TokenVocabulary | None = (
             load_vocabulary(options.model_path) if options.structured_output else None
@@ -140,13 +151,16 @@ class ModelRunner:
             InternalError: The model gave logits that are not numbers; names the requests. Nothing was sampled.
         """
         requests = output.requests
+        if output.copies is not None:
+            assert self._transfer is not None, "there is no second tier to copy to"
+            self._transfer.start(output.copies)
         if not requests:
-            return ModelOutput(output.step, [])
+            return ModelOutput(output.step, [], self._copied())
         graphs = self._graphs
         decodes = graphs is not None and all(len(each.token_ids) == 1 and each.samples for each in requests)
         if graphs is not None and decodes and len(requests) <= graphs.largest:
             with self._masks.start(requests) as masks:
-                return ModelOutput(output.step, self._replay(graphs, output, masks))
+                return ModelOutput(output.step, self._replay(graphs, output, masks), self._copied())
         batch = build_forward_batch(output, self._pool.page_size, self._device)
         token_ids = [-1] * len(requests)
         sampled = [i for i, request in enumerate(requests) if request.samples]
@@ -156,12 +170,15 @@ class ModelRunner:
                 tokens = self._sample(hidden, batch, [requests[i] for i in sampled], masks)
                 for i, token in zip(sampled, tokens, strict=True):
                     token_ids[i] = token
-        return ModelOutput(output.step, token_ids)
+        return ModelOutput(output.step, token_ids, self._copied())
 
     @torch.inference_mode()
     def logits(self, output: SchedulerOutput) -> Tensor:
         """Runs a step like :meth:`execute` but returns the logits after every token, float32 [T, vocab_size]."""
         return self._model.logits(self._forward(build_forward_batch(output, self._pool.page_size, self._device)))
+
+    def _copied(self) -> CopyReport:
+        return NOTHING if self._transfer is None else self._transfer.poll()
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         hidden: Tensor = self._model(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
@@ -174,6 +191,7 @@ class ModelRunner:
         positions = np.fromiter((request.start for request in requests), np.int64, count)
         slots = np.fromiter((request.slot for request in requests), np.int64, count)
         width = int(positions.max()) // self._pool.page_size + 1
+        self._pool.await_all()
         result = graphs.run(token_ids, positions, output.page_table[slots, :width])
         settings = build_sampling_batch(
             [request.sampling for request in requests], positions + 1, self.info.vocab_size, self._device
@@ -228,3 +246,15 @@ def _build_pool(options: RunnerOptions, config: ModelConfig, dtype: torch.dtype,
         dtype=dtype,
         device=device,
     )
+
+
+def _build_host_pool(options: RunnerOptions, pool: DevicePool) -> HostPool | None:
+    keys = pool.key_pages(0)[0]
+    size = 2 * len(pool.key_slots) * keys.numel() * keys.element_size()
+    pages = host_pool_pages(
+        page_bytes=size,
+        num_device_pages=pool.num_pages - _SCRATCH_PAGES,
+        gigabytes=options.host_cache_gb,
+        ratio=options.host_cache_ratio,
+    )
+    return HostPool(pages, size) if pages else None

@@ -5,12 +5,16 @@ It ships beside the protocol it imitates and is also what ``sapwood_worker.testi
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from sapwood_common.grammar.vocabulary import TokenVocabulary
+from sapwood_worker.cache.copies import NOTHING
+from sapwood_worker.cache.fake_transfer import FakeTransfer
+from sapwood_worker.cache.host_pool import HostPool
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import ModelOutput, ScheduledRequest, SchedulerOutput
@@ -52,6 +56,9 @@ class FakeRunner:
         step_seconds: How long a step takes.
         poison: A step that computes a prompt beginning with this token fails with RuntimeError and leaves wrong KV behind.
         vocabulary: What grammars are masked with; a row with a grammar takes one of the tokens that its mask allows.
+        host_pool: The second tier's memory, of pages of ``page_size * 8`` bytes.
+        chance: Makes copies to it late.
+        copy_failures: Share of these that fail.
     """
 
     def __init__(
@@ -60,12 +67,17 @@ class FakeRunner:
         step_seconds: float = 0.0,
         poison: int | None = None,
         vocabulary: TokenVocabulary | None = None,
+        host_pool: HostPool | None = None,
+        chance: random.Random | None = None,
+        copy_failures: float = 0.0,
     ) -> None:
         self.info = info
+        self.host_pool = host_pool
         self.vocabulary = vocabulary
         self._step_seconds = step_seconds
         self._poison = poison
         self._pool = np.full((info.num_pages, info.page_size), -1, dtype=np.int64)
+        self._transfer = None if host_pool is None else FakeTransfer(self._pool, host_pool, chance, copy_failures)
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
         """See :class:`~sapwood_worker.scheduler.output.Runner`.
@@ -75,6 +87,9 @@ class FakeRunner:
         """
         if self._step_seconds:
             time.sleep(self._step_seconds)
+        if output.copies is not None:
+            assert self._transfer is not None
+            self._transfer.start(output.copies)
         # All KV is written before any is read for sampling: two requests that write the same page show it.
         for request in output.requests:
             assert request.token_ids, f"nothing to compute for {request.request_id}"
@@ -87,7 +102,8 @@ class FakeRunner:
             for request in output.requests:
                 self._spoil(request, output.page_table[request.slot])
             raise RuntimeError(f"a prompt begins with token {self._poison}")
-        return ModelOutput(output.step, tokens)
+        copied = NOTHING if self._transfer is None else self._transfer.poll()
+        return ModelOutput(output.step, tokens, copied)
 
     def _write(self, request: ScheduledRequest, row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
         size = self.info.page_size

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sapwood_worker.cache.copies import NOTHING, Copies, CopyReport
 from sapwood_worker.grammar.state import GrammarState
 from sapwood_worker.sampling.params import SamplingParams
 
@@ -50,11 +51,17 @@ class SchedulerOutput:
             positions ``i * page_size`` .. ``(i + 1) * page_size - 1``. It is the scheduler's own array: valid until the
             next ``schedule()``, never written by the runner. Entries beyond a request's last page are undefined.
         requests: The batch, prefill chunks and decodes mixed in any order; empty when there is nothing to do.
+        copies: Pages to copy before it is computed; None: none, and no report is expected. A step may have copies only.
     """
 
     step: int
     page_table: npt.NDArray[np.int32]
     requests: list[ScheduledRequest] = field(default_factory=list)
+    copies: Copies | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.requests) or self.copies is not None
 
 
 @dataclass(slots=True)
@@ -64,10 +71,12 @@ class ModelOutput:
     Attributes:
         step: The step it answers.
         token_ids: One entry for each of ``SchedulerOutput.requests``, in order; -1 where nothing was sampled.
+        copied: Stores that have ended since the last report, whatever step they went with.
     """
 
     step: int
     token_ids: list[int]
+    copied: CopyReport = NOTHING
 
 
 FinishReason = Literal["stop", "length", "error", "deadline"]
@@ -103,8 +112,9 @@ class Runner(Protocol):
     """Runs the model on a step's batch."""
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
-        """Computes the KV of every scheduled token, writes it into the page pool in place, and samples.
+        """Starts the step's copies, computes the KV of every scheduled token, writes it into the page pool in place, and samples.
 
-        Mutates only the pages of the scheduled positions. The result is valid when it returns.
+        Mutates only the pages of the scheduled positions and those that the copies write. The result is valid when it returns;
+        a failure of the computation leaves the copies as they are.
         """
         ...

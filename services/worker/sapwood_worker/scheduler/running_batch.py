@@ -80,6 +80,7 @@ class RunningBatch:
         missing = self.pages_for(len(request.token_ids)) - self._table.length(request.slot)
         allocated = self._cache.allocate(request.slot, missing)
         assert allocated, f"request {request.request_id} was started without pages for it"
+        request.computed += self._cache.load(request.slot)
         insort(self.requests, request, key=lambda other: other.rank)
 
     def make_room(self, request: Request) -> bool:

@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_worker.cache.hierarchical import HierarchicalCache
 from sapwood_worker.cache.kv_events import KvEvent, KvEventLog
 from sapwood_worker.cache.page_allocator import PageAllocator
 from sapwood_worker.cache.page_table import PageTable
@@ -43,11 +44,18 @@ class Scheduler:
     Args:
         config: See :class:`SchedulerConfig`.
         clock: Seconds; what the deadlines of requests go by.
+        tiers: The KV cache's tiers below the device's pages; None: there are none.
     """
 
-    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        tiers: HierarchicalCache | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
         self._clock = clock
+        self._tiers = tiers
         self._limit = min(config.context_length, config.num_pages * config.page_size)
         self._allocator = PageAllocator(config.num_pages)
         table = PageTable(config.max_running, -(-self._limit // config.page_size))
@@ -58,6 +66,7 @@ class Scheduler:
             config.page_size,
             enabled=config.prefix_cache,
             eviction=config.eviction,
+            below=tiers,
             events=self._kv_events,
         )
         self._waiting = WaitingQueue(config.max_waiting)
@@ -92,6 +101,11 @@ class Scheduler:
     def paused(self) -> bool:
         """Whether nothing is scheduled until :meth:`resume`."""
         return self._paused
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a step is due even without requests, because pages wait to be copied or a copy's end to be reported."""
+        return self._tiers is not None and self._tiers.busy
 
     def add(self, request: Request) -> None:
         """Lets a request in; its first tokens are computed in one of the next steps.
@@ -163,9 +177,9 @@ class Scheduler:
         self._paused = False
 
     def schedule(self) -> SchedulerOutput:
-        """Plans the next step; ``requests`` is empty if there is nothing to do.
+        """Plans the next step; it is false if there is nothing to do.
 
-        ``update`` or ``fail_step`` must follow before the next call, unless it is empty.
+        ``update`` or ``fail_step`` must follow before the next call, unless it is false.
         """
         assert self._in_flight is None, "the last step was not updated"
         if self._paused:
@@ -180,8 +194,9 @@ class Scheduler:
             self._ratio.step()
             self._admit(adder)
         step = decodes + adder.chunks
-        output = SchedulerOutput(self._steps, self._running.rows, [_scheduled(*item) for item in step])
-        if step:
+        copies = self._tiers.take() if self._tiers is not None else None
+        output = SchedulerOutput(self._steps, self._running.rows, [_scheduled(*item) for item in step], copies)
+        if output:
             self._in_flight = step
             self._steps += 1
         return output
@@ -190,6 +205,8 @@ class Scheduler:
         """Takes a step's tokens; returns what each request gets."""
         step, self._in_flight = self._in_flight, None
         assert step is not None and len(step) == len(output.token_ids) and output.step == self._steps - 1
+        if self._tiers is not None:
+            self._tiers.ended(output.copied)
         outputs: list[RequestOutput] = []
         for (request, count), token in zip(step, output.token_ids, strict=True):
             request.computed += count
@@ -275,6 +292,8 @@ class Scheduler:
             AssertionError: Something is wrong.
         """
         self._cache.check()
+        if self._tiers is not None:
+            self._tiers.check()
         found: set[Request] = set()
         tokens = 0
         for request in self._waiting:

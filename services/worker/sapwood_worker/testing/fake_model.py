@@ -8,6 +8,7 @@ import time
 from pydantic import Field
 
 from sapwood_common.grammar.vocabulary import TokenVocabulary
+from sapwood_worker.cache.host_pool import HostPool, host_pool_pages
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.scheduler.fake_runner import FakeRunner
@@ -44,7 +45,14 @@ def make_runner(config: FakeWorkerConfig) -> FakeRunner:
         logger.info("loading for %g s", config.load_seconds)
         time.sleep(config.load_seconds)
     vocabulary = _vocabulary(config.vocab_size) if config.structured_output else None
-    return FakeRunner(info, config.step_ms / 1000, config.poison_token, vocabulary)
+    host_pages = host_pool_pages(
+        page_bytes=config.page_size * 8,
+        num_device_pages=num_pages,
+        gigabytes=config.host_cache_gb,
+        ratio=config.host_cache_ratio,
+    )
+    host_pool = HostPool(host_pages, config.page_size * 8) if host_pages else None
+    return FakeRunner(info, config.step_ms / 1000, config.poison_token, vocabulary, host_pool)
 
 
 def _vocabulary(size: int) -> TokenVocabulary:

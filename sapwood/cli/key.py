@@ -1,0 +1,52 @@
+"""`sapwood key`: makes an API key."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from sapwood.cli.errors import EXIT_CODES, REFUSED, CliError
+from sapwood.cli.options import whole_number
+
+
+def configure(verbs: Any) -> None:
+    """Adds the verb to the parser."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        "key",
+        help="make an API key",
+        description="Makes an API key, prints it once, and prints or adds to a file the line that the router's --api-keys "
+        "file needs: the key's name and hash.",
+        epilog=EXIT_CODES,
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", help="whose it is: letters, digits and ._-")
+    parser.add_argument("--file", type=Path, help="file to add the line to; without it the line goes to standard error")
+    parser.add_argument("--per-minute", type=whole_number(1), metavar="N", help="most requests a minute")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Makes the key; returns the exit code, raises CliError."""
+    from sapwood_common.api_keys import hash_key, make_key
+
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", arguments.name):
+        raise CliError("name: 1 to 64 letters, digits and ._-", REFUSED)
+    key = make_key()
+    rate = f" {arguments.per_minute}" if arguments.per_minute else ""
+    line = f"{arguments.name} {hash_key(key)}{rate}\n"
+    if arguments.file is None:
+        sys.stderr.write(line)
+    else:
+        try:
+            new = not arguments.file.exists()
+            with arguments.file.open("a") as file:
+                file.write(line)
+            if new:
+                arguments.file.chmod(0o600)
+        except OSError as error:
+            raise CliError(f"cannot write {arguments.file}: {error.strerror}") from None
+    print(key)
+    return 0

@@ -1,0 +1,47 @@
+"""Who may call what: API keys on the public port, and operators' methods on their own."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Iterable, Mapping
+
+from sapwood_common.api_keys import AUTHORIZATION_KEY, ApiKeys
+from sapwood_common.errors import UnimplementedError
+
+key_name_var: contextvars.ContextVar[str | None] = contextvars.ContextVar("key_name", default=None)
+"""The name of the API key that the current task's request came with; None where no keys are asked for."""
+
+
+class Guard:
+    """Of the public ports, gRPC and HTTP.
+
+    Args:
+        keys: The API keys; None asks for none.
+        public: Full names of the gRPC methods that are served here; None serves all.
+    """
+
+    def __init__(self, keys: ApiKeys | None, public: frozenset[str] | None = None) -> None:
+        self._keys = keys
+        self._public = public
+
+    def check_call(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        """Checks a gRPC call in its task.
+
+        Raises:
+            UnimplementedError: The method is for operators.
+            SapwoodError: As :meth:`ApiKeys.check`.
+        """
+        if self._public is not None and method not in self._public:
+            raise UnimplementedError(f"{method} is served on the admin port only")
+        self._check(next((value for key, value in metadata if key == AUTHORIZATION_KEY), ""))
+
+    def check_headers(self, headers: Mapping[bytes, bytes]) -> None:
+        """Checks an HTTP request in its task. Raises SapwoodError as :meth:`ApiKeys.check`."""
+        self._check(headers.get(AUTHORIZATION_KEY.encode(), b""))
+
+    def _check(self, authorization: str | bytes) -> None:
+        if self._keys is None:
+            return
+        if isinstance(authorization, bytes):
+            authorization = authorization.decode("latin-1")
+        key_name_var.set(self._keys.check(authorization))

@@ -1,0 +1,54 @@
+"""Copies of pages between device and host, as the scheduler asks for them and the runner reports them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+PageIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """One batch of pages.
+
+    Attributes:
+        number: What it is reported as.
+        device: int32 [n]: page ids of the device pool.
+        host: int32 [n]: page ids of the host pool; page ``host[i]`` is the copy of ``device[i]``.
+    """
+
+    number: int
+    device: PageIds
+    host: PageIds
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """What a step copies before it computes: first the stores, then the loads.
+
+    Stores may go on while the step computes, as long as ``fence`` is not set; a load must be in place where the step reads it.
+
+    Attributes:
+        store: Device to host; None: nothing.
+        load: Host to device; None: nothing.
+        fence: Neither load nor computation may begin before every store, this one and earlier ones, is done: pages that
+            are being stored are about to be overwritten.
+    """
+
+    store: PageCopy | None = None
+    load: PageCopy | None = None
+    fence: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """Numbers of stores that have ended since the last report. A failed one left its host pages undefined."""
+
+    done: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
+
+
+NOTHING = CopyReport()

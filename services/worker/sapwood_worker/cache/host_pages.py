@@ -1,0 +1,202 @@
+"""Which host page holds what: the ledger and the index of the second tier. Integers only; the memory is ``host_pool.py``.
+
+Algorithm: a dictionary from page hash to entry, and the same page ledger as the device's. An entry is *written* first (its page
+is owned by a transfer), then *ready* (owned by the cache) and only then found. Least recently used entries that nobody pins go
+first, and never one whose continuation is here too: what is left of a sequence is a prefix of it.
+
+Complexity: O(1) a page to find, reserve or drop, O(log entries) to evict. Bound: one entry a host page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from sapwood_worker.cache.eviction import EvictionQueue, least_recently_used
+from sapwood_worker.cache.page_allocator import CACHE, TRANSFER, PageAllocator
+from sapwood_worker.cache.page_key import PageKey
+
+
+@dataclass(slots=True, eq=False)
+class HostPage:
+    """An entry.
+
+    Attributes:
+        key: What it holds.
+        parent: The hash of the page before it.
+        page: Its page id.
+        ready: Whether its content is in place; until then it is being written.
+        pins: How many rely on its content: it is not evicted meanwhile.
+        created: See ``eviction.Candidate``, like the next three.
+    """
+
+    key: PageKey
+    parent: bytes
+    page: int
+    ready: bool = False
+    pins: int = 0
+    created: int = 0
+    used: int = 0
+    hits: int = 0
+    queued: bool = False
+
+
+class HostPages:
+    """The second tier's pages.
+
+    Args:
+        num_pages: Pages in the host pool.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._allocator = PageAllocator(num_pages)
+        self._entries: dict[bytes, HostPage] = {}
+        self._children: dict[bytes, int] = {}
+        self._queue: EvictionQueue[HostPage] = EvictionQueue(least_recently_used, self._is_evictable)
+        self._tick = 0
+        self.num_ready = 0
+        """Pages whose content can be used."""
+
+    @property
+    def num_free(self) -> int:
+        """Pages that hold nothing."""
+        return self._allocator.num_free
+
+    def has(self, key: PageKey) -> bool:
+        """Whether there is an entry of this hash, ready or not."""
+        return key.hash in self._entries
+
+    def find(self, key: PageKey) -> HostPage | None:
+        """The ready entry of exactly this key; None if there is none."""
+        entry = self._entries.get(key.hash)
+        return entry if entry is not None and entry.ready and entry.key.proof == key.proof else None
+
+    def match(self, keys: Sequence[PageKey]) -> list[HostPage]:
+        """The ready entries of the longest prefix of ``keys``; changes nothing."""
+        found: list[HostPage] = []
+        for key in keys:
+            entry = self.find(key)
+            if entry is None:
+                break
+            found.append(entry)
+        return found
+
+    def touch(self, entries: Sequence[HostPage]) -> None:
+        """Marks entries as used now."""
+        self._tick += 1
+        for entry in entries:
+            entry.used = self._tick
+            entry.hits += 1
+
+    def reserve(self, wanted: Sequence[tuple[PageKey, bytes]]) -> list[HostPage]:
+        """Entries to be written, their pages taken from the free ones or by eviction.
+
+        Args:
+            wanted: Keys, each with the hash of the page before it.
+
+        Returns:
+            One entry for each key that was not here yet, in order, or for as many of the first as there is room.
+        """
+        # Keyed by the hash: of two keys that collide the first is taken.
+        new = {key.hash: (key, parent) for key, parent in reversed(wanted) if key.hash not in self._entries}
+        self._evict(len(new) - self._allocator.num_free)
+        count = min(len(new), self._allocator.num_free)
+        pages = self._allocator.allocate(count, TRANSFER).tolist()
+        self._tick += 1
+        reserved: list[HostPage] = []
+        for (key, parent), page in zip(islice(reversed(new.values()), count), pages, strict=True):
+            entry = HostPage(key, parent, page, created=self._tick, used=self._tick)
+            reserved.append(entry)
+            self._entries[key.hash] = entry
+            self._children[parent] = self._children.get(parent, 0) + 1
+        return reserved
+
+    def written(self, entries: Sequence[HostPage]) -> None:
+        """The content of reserved entries is in place: from now on they are found."""
+        self._allocator.move([entry.page for entry in entries], TRANSFER, CACHE)
+        self.num_ready += len(entries)
+        for entry in entries:
+            assert not entry.ready
+            entry.ready = True
+            self._offer(entry)
+
+    def abandon(self, entries: Sequence[HostPage]) -> None:
+        """The content of reserved entries did not come; nobody writes to their pages any more."""
+        self._allocator.free([entry.page for entry in entries], TRANSFER)
+        for entry in entries:
+            assert not entry.ready
+            self._forget(entry)
+
+    def pin(self, entries: Sequence[HostPage]) -> None:
+        """Keeps ready entries from being evicted; pins count."""
+        for entry in entries:
+            assert entry.ready
+            entry.pins += 1
+
+    def unpin(self, entries: Sequence[HostPage]) -> None:
+        """Takes one pin back from each."""
+        for entry in entries:
+            assert entry.pins > 0, "unpinned more often than pinned"
+            entry.pins -= 1
+            self._offer(entry)
+
+    def clear(self) -> int:
+        """Drops every entry that nobody pins or writes, nor any page after it; returns how many."""
+        return self._evict(self.num_pages)
+
+    def entries(self) -> Iterator[HostPage]:
+        """All entries."""
+        return iter(self._entries.values())
+
+    def check(self) -> None:
+        """Compares index and ledger, page by page; for tests.
+
+        Raises:
+            AssertionError: They disagree.
+        """
+        self._allocator.check()
+        entries = list(self._entries.values())
+        ready = sorted(entry.page for entry in entries if entry.ready)
+        writing = sorted(entry.page for entry in entries if not entry.ready)
+        assert ready == self._allocator.owned_by(CACHE).tolist(), "the index's pages are not the ledger's"
+        assert writing == self._allocator.owned_by(TRANSFER).tolist(), "a host page is written by nobody"
+        assert self.num_ready == len(ready)
+        children: dict[bytes, int] = {}
+        for entry in entries:
+            children[entry.parent] = children.get(entry.parent, 0) + 1
+            assert entry.queued or not self._is_evictable(entry), "an entry that eviction cannot find"
+        assert children == self._children, "children were miscounted"
+
+    def _evict(self, count: int) -> int:
+        pages: list[int] = []
+        while len(pages) < count and (entry := self._queue.pop()) is not None:
+            pages.append(entry.page)
+            self._forget(entry)
+        self._allocator.free(pages, CACHE)
+        self.num_ready -= len(pages)
+        return len(pages)
+
+    def _forget(self, entry: HostPage) -> None:
+        del self._entries[entry.key.hash]
+        left = self._children[entry.parent] - 1
+        if left:
+            self._children[entry.parent] = left
+            return
+        del self._children[entry.parent]
+        parent = self._entries.get(entry.parent)
+        if parent is not None:
+            self._offer(parent)
+
+    def _offer(self, entry: HostPage) -> None:
+        if self._is_evictable(entry):
+            self._queue.offer(entry)
+
+    def _is_evictable(self, entry: HostPage) -> bool:
+        return (
+            entry.ready
+            and not entry.pins
+            and entry.key.hash not in self._children
+            and self._entries.get(entry.key.hash) is entry
+        )

@@ -1,0 +1,100 @@
+"""The memory of the second tier: host pages, each one contiguous record that also is the object a store keeps.
+
+Layout, page first: a record is ``HEADER_BYTES`` of header (filled in by the third tier alone), then the page's keys and values,
+[layers, 2, page_size, kv_heads, head_dim]. So a store reads and writes a page in one piece and without a copy, while a copy to
+or from the device moves pieces of page_size * kv_heads * head_dim elements.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood_common.errors import ConfigError
+
+HEADER_BYTES = 128
+_ALIGNMENT = 128
+_MOST_OF_FREE = 0.9
+
+
+class HostPool:
+    """Host memory for pages.
+
+    Attributes:
+        page_bytes: Bytes of a page's keys and values.
+        records: uint8 [num_pages, record_bytes]: header, content, padding.
+
+    Args:
+        num_pages: Pages.
+        page_bytes: See above.
+        memory: uint8 [num_pages * record_bytes(page_bytes)], for example pinned; None: ordinary memory, claimed as it is used.
+    """
+
+    def __init__(self, num_pages: int, page_bytes: int, memory: npt.NDArray[np.uint8] | None = None) -> None:
+        self.page_bytes = page_bytes
+        size = record_bytes(page_bytes)
+        if memory is None:
+            memory = np.empty(num_pages * size, np.uint8)
+        self.records = memory.reshape(num_pages, size)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages."""
+        return len(self.records)
+
+    @property
+    def content(self) -> npt.NDArray[np.uint8]:
+        """uint8 [num_pages, page_bytes]: a view."""
+        return self.records[:, HEADER_BYTES : HEADER_BYTES + self.page_bytes]
+
+    def record(self, page: int) -> memoryview:
+        """Header and content of a page, writable, in place."""
+        return memoryview(self.records[page])[: HEADER_BYTES + self.page_bytes]
+
+
+def record_bytes(page_bytes: int) -> int:
+    """Bytes from one record to the next."""
+    return -(-(HEADER_BYTES + page_bytes) // _ALIGNMENT) * _ALIGNMENT
+
+
+def host_pool_pages(*, page_bytes: int, num_device_pages: int, gigabytes: float, ratio: float) -> int:
+    """How many pages the second tier gets; 0: there is none.
+
+    Args:
+        page_bytes: See :class:`HostPool`.
+        num_device_pages: Pages of the first tier.
+        gigabytes: Memory in GiB; 0: go by the ratio.
+        ratio: Host pages for each device page; 0: go by the memory.
+
+    Raises:
+        ConfigError: The machine has not that much memory free.
+    """
+    pages = int(gigabytes * (1 << 30)) // record_bytes(page_bytes) if gigabytes else int(ratio * num_device_pages)
+    if not pages:
+        if gigabytes or ratio:
+            raise ConfigError(f"--host-cache-gb / --host-cache-ratio: not even one page of {page_bytes} bytes")
+        return 0
+    wanted, free = pages * record_bytes(page_bytes), available_memory()
+    if free is not None and wanted > _MOST_OF_FREE * free:
+        raise ConfigError(
+            f"--host-cache-gb / --host-cache-ratio: the host cache of {wanted / (1 << 30):.1f} GiB does not fit in the "
+            f"{free / (1 << 30):.1f} GiB of memory that are free"
+        )
+    return pages
+
+
+def available_memory(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Bytes that this process could still get, by the machine and by its control group; None where nobody says."""
+    limits: list[int] = []
+    if meminfo.is_file():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    try:
+        most, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        limits.append(most - used + int(stat.get("inactive_file", 0)))  # cached files make room
+    except (OSError, ValueError):  # no control groups of version 2, or no limit
+        pass
+    return min(limits, default=None)

@@ -1,0 +1,50 @@
+"""Names of pages outside the device: what a page holds, in a form that can be checked.
+
+Algorithm: two chained hashes a page, each over the page's tokens and the hash of the page before it. ``hash`` is the xxh3 chain
+that router and workers share (``sapwood_common.page_hash``): quick, and the name under which a page is found. ``proof`` is a
+SHA-256 chain that nobody can collide on purpose: whoever takes a page compares it, so a page is only ever used for exactly the
+tokens, in exactly the namespace, that it was computed for. O(tokens), once a page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from typing import NamedTuple
+
+import xxhash
+
+
+class PageKey(NamedTuple):
+    """A page's name: 16 bytes of ``hash``, 32 bytes of ``proof``; each covers all pages before it as well."""
+
+    hash: bytes
+    proof: bytes
+
+
+class PageChain:
+    """The keys of the full pages of one token sequence, first page first; grows with the sequence.
+
+    Args:
+        namespace: Sequences of different namespaces share no keys.
+        page_size: Tokens a page.
+        known: Keys of the first pages, where they are known already.
+    """
+
+    def __init__(self, namespace: bytes, page_size: int, known: list[PageKey] | None = None) -> None:
+        self._page_size = page_size
+        self._root = PageKey(namespace, hashlib.sha256(namespace).digest())
+        self.keys: list[PageKey] = [] if known is None else known
+
+    def extend(self, token_ids: array[int], end: int) -> None:
+        """Adds the keys of the full pages among the sequence's first ``end`` tokens that are still missing."""
+        size = self._page_size
+        parent = self.keys[-1] if self.keys else self._root
+        for start in range(len(self.keys) * size, end - size + 1, size):
+            page = token_ids[start : start + size].tobytes()
+            parent = PageKey(xxhash.xxh3_128_digest(parent.hash + page), hashlib.sha256(parent.proof + page).digest())
+            self.keys.append(parent)
+
+    def parent(self, index: int) -> bytes:
+        """The hash of the page before page ``index``; the namespace for the first."""
+        return self.keys[index - 1].hash if index else self._root.hash

@@ -1,0 +1,153 @@
+"""Copies of pages with torch: at once on a CPU, on streams of their own on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sapwood_kernels import reference
+from sapwood_worker.cache.copies import Copies, CopyReport, PageCopy, PageIds
+from sapwood_worker.cache.device_pool import DevicePool
+from sapwood_worker.cache.host_pool import HostPool
+from sapwood_worker.cache.transfer import Transfer
+
+Kernel = Callable[[Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
+"""See ``sapwood_kernels.reference.store_pages``."""
+
+
+def make_transfer(device: DevicePool, host: HostPool) -> Transfer:
+    """The transfer between two pools; pins the host's memory if the device is a GPU."""
+    if device.device.type != "cuda":
+        return CpuTransfer(device, host)
+    _pin(host)
+    from sapwood_kernels import triton_page_copy  # triton is there only with CUDA builds of torch
+
+    return CudaTransfer(device, host, triton_page_copy.store_pages, triton_page_copy.load_pages)
+
+
+def host_tensor(device: DevicePool, host: HostPool) -> Tensor:
+    """The host pages as [host pages, layers, 2, page_size, kv_heads, head_dim] of the device pool's dtype; a view."""
+    page = device.key_pages(0).shape[1:]
+    content = torch.from_numpy(host.content).view(device.key_slots[0].dtype)
+    return content.view(host.num_pages, len(device.key_slots), 2, *page)
+
+
+class CpuTransfer:
+    """Implements :class:`Transfer` in memory: every copy is done when :meth:`start` returns.
+
+    Args:
+        device: The device pool, on a CPU.
+        host: The host pool.
+    """
+
+    def __init__(self, device: DevicePool, host: HostPool) -> None:
+        self._device = device
+        self._host = host_tensor(device, host)
+        self._done: tuple[int, ...] = ()
+
+    @property
+    def busy(self) -> bool:
+        """See Transfer."""
+        return bool(self._done)
+
+    def start(self, copies: Copies) -> None:
+        """See Transfer."""
+        if copies.store is not None:
+            self._copy(copies.store, reference.store_pages)
+            self._done += (copies.store.number,)
+        if copies.load is not None:
+            self._copy(copies.load, reference.load_pages)
+
+    def poll(self) -> CopyReport:
+        """See Transfer."""
+        report, self._done = CopyReport(self._done), ()
+        return report
+
+    def _copy(self, copy: PageCopy, kernel: Kernel) -> None:
+        device, host = (torch.from_numpy(pages).long() for pages in (copy.device, copy.host))
+        for layer in range(len(self._device.key_slots)):
+            kernel(self._device.key_pages(layer), self._device.value_pages(layer), self._host, layer, device, host)
+
+
+class CudaTransfer:
+    """Implements :class:`Transfer` on two streams, one a direction, beside the stream that computes.
+
+    A store waits for what was launched before it, so that it reads finished KV; the computation waits for it only at a fence.
+    A load goes layer by layer and records an event after each: the computation of a layer waits for that layer's event alone
+    (``DevicePool.await_layer``).
+
+    Args:
+        device: The device pool.
+        host: The host pool, pinned.
+        store: Copies one layer's pages to the host.
+        load: Copies one layer's pages to the device.
+    """
+
+    def __init__(self, device: DevicePool, host: HostPool, store: Kernel, load: Kernel) -> None:
+        self._device = device
+        self._host = host_tensor(device, host)
+        self._store_kernel = store
+        self._load_kernel = load
+        self._stores = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
+        self._loads = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
+        self._running: list[tuple[int, torch.cuda.Event]] = []
+
+    @property
+    def busy(self) -> bool:
+        """See Transfer."""
+        return bool(self._running)
+
+    def start(self, copies: Copies) -> None:
+        """See Transfer."""
+        computing = torch.cuda.current_stream(self._device.device)
+        if copies.store is not None:
+            self._stores.wait_stream(computing)
+            with torch.cuda.stream(self._stores):
+                pages = self._pages(copies.store)
+                for layer in range(len(self._device.key_slots)):
+                    self._copy(layer, pages, self._store_kernel)
+                self._running.append((copies.store.number, self._stores.record_event()))
+        if copies.fence:
+            computing.wait_stream(self._stores)
+        if copies.load is not None:
+            self._loads.wait_stream(computing)  # steps before may still use the pages under their old names
+            with torch.cuda.stream(self._loads):
+                pages = self._pages(copies.load)
+                events = []
+                for layer in range(len(self._device.key_slots)):
+                    self._copy(layer, pages, self._load_kernel)
+                    events.append(self._loads.record_event())
+            self._device.arriving(events)
+
+    def poll(self) -> CopyReport:
+        """See Transfer."""
+        done = tuple(number for number, event in self._running if event.query())  # type: ignore[no-untyped-call]
+        self._running = [item for item in self._running if item[0] not in done]
+        return CopyReport(done)
+
+    def _copy(self, layer: int, pages: tuple[Tensor, Tensor], kernel: Kernel) -> None:
+        kernel(self._device.key_pages(layer), self._device.value_pages(layer), self._host, layer, *pages)
+
+    def _pages(self, copy: PageCopy) -> tuple[Tensor, Tensor]:
+        """The page ids on the device, int64; allocated on the current stream, which alone uses them."""
+
+        def move(pages: PageIds) -> Tensor:
+            return torch.from_numpy(pages).long().pin_memory().to(self._device.device, non_blocking=True)
+
+        return move(copy.device), move(copy.host)
+
+
+def _pin(host: HostPool) -> None:
+    """Registers the pool with CUDA, in place: torch's own pinned allocator would round its size up to a power of two.
+
+    Raises:
+        RuntimeError: CUDA does not take it.
+    """
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = runtime.cudaHostRegister(host.records.ctypes.data, host.records.nbytes, 0)
+    if int(error) != 0:
+        raise RuntimeError(
+            f"the host cache of {host.records.nbytes} bytes could not be pinned: CUDA error {int(error)}"
+        )

@@ -1,0 +1,118 @@
+"""TLS and mTLS between real services, and certificates that are replaced while they run."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+import trustme
+
+from sapwood.client import SapwoodError
+
+
+class Authority:
+    """A CA and the files of certificates it issued."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.ca = trustme.CA()
+        self.folder = folder
+        self.ca_file = folder / "ca.pem"
+        self.ca.cert_pem.write_to_path(self.ca_file)
+
+    def issue(self, name: str, target: Path | None = None) -> tuple[Path, Path]:
+        """Certificate and key for 127.0.0.1, each replaced in one step as Kubernetes and cert-manager do."""
+        folder = target or self.folder
+        issued = self.ca.issue_cert("127.0.0.1", "localhost", common_name=name)
+        cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+        for path, blob in (
+            (key, issued.private_key_pem.bytes()),
+            (cert, b"".join(c.bytes() for c in issued.cert_chain_pems)),
+        ):
+            fresh = path.with_suffix(path.suffix + ".new")
+            fresh.write_bytes(blob)
+            fresh.rename(path)
+        return cert, key
+
+    def credentials(self, *shown: Path) -> grpc.ChannelCredentials:
+        """A client's credentials; ``shown``: certificate and key."""
+        blobs = [path.read_bytes() for path in shown]
+        return grpc.ssl_channel_credentials(self.ca_file.read_bytes(), *reversed(blobs))
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "pki")
+
+
+@pytest.fixture
+def secured(start_services, authority: Authority):
+    """Router with TLS for all clients; behind it mutual TLS."""
+    files = {name: authority.issue(name) for name in ("router", "tokenizer", "worker")}
+
+    def serving(name: str, *more: str) -> tuple[str, ...]:
+        cert, key = files[name]
+        return ("--tls-cert", str(cert), "--tls-key", str(key), *more)
+
+    inside = ("--tls-client-ca", str(authority.ca_file))
+    cert, key = files["router"]
+    peers = ("--peer-ca", str(authority.ca_file), "--peer-cert", str(cert), "--peer-key", str(key))
+    cluster = start_services(
+        router=serving("router", *peers), tokenizer=serving("tokenizer", *inside), worker=serving("worker", *inside)
+    )
+    cluster.wait_ready()
+    return cluster
+
+
+def probe(address: str, *flags: object) -> int:
+    command = [sys.executable, "-m", "sapwood_common.probe", address, *map(str, flags)]
+    return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
+
+
+def test_a_request_crosses_mutual_tls_and_nobody_else_gets_in(secured, connect, authority: Authority) -> None:
+    client = connect(secured.grpc, credentials=authority.credentials())
+    assert client.generate("hello", max_tokens=3, ignore_eos=True).text() is not None
+    with pytest.raises(SapwoodError, match="UNAVAILABLE"):
+        connect(secured.grpc).list_models()  # plain text
+    stranger = Authority(authority.folder / "stranger")
+    own = stranger.issue("stranger")
+    cert, key = authority.issue("operator")
+    for address in (secured.tokenizer, secured.worker):
+        ca = ("--ca", authority.ca_file)
+        assert probe(address, *ca, "--cert", cert, "--key", key) == 0
+        assert probe(address, *ca) == 1, "without a certificate"
+        assert probe(address, *ca, "--cert", own[0], "--key", own[1]) == 1, "with a stranger's"
+        assert probe(address) == 1, "plain text"
+
+
+def test_new_certificates_are_taken_up_without_a_restart(secured, connect, authority: Authority) -> None:
+    def shown(address: str) -> str:
+        host, _, port = address.rpartition(":")
+        return ssl.get_server_certificate((host, int(port)))
+
+    before = {address: shown(address) for address in (secured.grpc, secured.http)}
+    pid = secured.processes["router"].process.pid
+    authority.issue("router")
+    for address, old in before.items():
+        deadline = time.monotonic() + 30
+        while shown(address) == old:
+            assert time.monotonic() < deadline, f"{address} still shows the old certificate"
+            time.sleep(0.1)
+    assert secured.processes["router"].process.pid == pid
+    os.kill(pid, 0)
+    client = connect(secured.grpc, credentials=authority.credentials())
+    assert client.generate("hello", max_tokens=3, ignore_eos=True).text() is not None
+
+
+def test_half_a_configuration_is_refused_by_name(authority: Authority) -> None:
+    cert, _ = authority.issue("router")
+    command = [sys.executable, "-m", "sapwood_router", "--port", "0", "--http-port", "0", "--tls-cert", str(cert)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "--tls-key" in done.stderr

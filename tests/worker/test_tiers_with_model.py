@@ -1,0 +1,104 @@
+"""Scheduler, real runner and tiers together: whatever tier a prefix comes from, the tokens are those of recomputation."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from typing import Any
+
+import pytest
+
+from sapwood_worker.cache.hierarchical import HierarchicalCache
+from sapwood_worker.cache.host_pages import HostPages
+from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.request import Request
+from sapwood_worker.scheduler.scheduler import Scheduler, SchedulerConfig
+
+TOKENS = 6
+
+
+def prompts() -> list[list[int]]:
+    """Three documents, each asked about twice, in turns: together far more than the first tier holds."""
+    chance = random.Random(5)
+    documents = [[chance.randrange(3, 97) for _ in range(70)] for _ in range(3)]
+    asked = []
+    for _ in range(2):
+        asked += [document + [chance.randrange(3, 97) for _ in range(3)] for document in documents for _ in range(2)]
+    return asked
+
+
+def answers(runner: Any, scheduler: Scheduler, batches: list[list[list[int]]]) -> list[list[int]]:
+    serial = 0
+    received: dict[int, list[int]] = {}
+    for batch in batches:
+        for prompt in batch:
+            sampling = SamplingParams(temperature=0.7, seed=serial, max_tokens=TOKENS, ignore_eos=True)
+            scheduler.add(Request(serial, f"r{serial}", array("I", prompt), sampling))
+            serial += 1
+        while scheduler.has_work or scheduler.has_copies:
+            planned = scheduler.schedule()
+            for output in scheduler.update(runner.execute(planned)):
+                received.setdefault(output.serial, []).extend(output.token_ids)
+            scheduler.check()
+    return [received[index] for index in range(serial)]
+
+
+def make_scheduler(runner: Any, page_size: int, num_pages: int, tiers: HierarchicalCache | None) -> Scheduler:
+    config = SchedulerConfig(
+        page_size=page_size,
+        num_pages=num_pages,
+        context_length=runner.info.context_length,
+        max_running=3,
+        max_step_tokens=24,
+        prefix_cache=tiers is not None,
+        conservativeness=0.0,
+    )
+    return Scheduler(config, tiers)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_tokens_from_the_second_tier_equal_recomputation(
+    tiny_model: Any, make_runner: Any, name: str, policy: Any, page_size: int
+) -> None:
+    path = tiny_model(name).path
+    num_pages = 112 // page_size
+    plain = make_runner(path, page_size=page_size, num_pages=num_pages, max_running=3)
+    batches = [[prompt] for prompt in prompts()]
+    expected = answers(plain, make_scheduler(plain, page_size, num_pages, None), batches)
+    runner = make_runner(path, page_size=page_size, num_pages=num_pages, max_running=3, host_cache_ratio=4.0)
+    tiers = HierarchicalCache(HostPages(runner.host_pool.num_pages), num_pages, page_size, policy)
+    scheduler = make_scheduler(runner, page_size, num_pages, tiers)
+    assert answers(runner, scheduler, batches) == expected
+    assert tiers.counters.host_hits >= 3 * (64 // page_size), "the second tier was hardly used"
+
+
+def test_the_hit_counts_are_what_each_request_found(tiny_model: Any, make_runner: Any) -> None:
+    runner = make_runner(tiny_model("llama").path, page_size=16, num_pages=8, max_running=3, host_cache_ratio=4.0)
+    tiers = HierarchicalCache(HostPages(runner.host_pool.num_pages), 8, 16)
+    scheduler = make_scheduler(runner, 16, 8, tiers)
+    first, other = list(range(3, 73)), list(range(20, 90))
+    cached = []
+    for serial, prompt in enumerate([first, first, other, other, first]):
+        scheduler.add(Request(serial, f"r{serial}", prompt, SamplingParams(max_tokens=1, seed=1)))
+        while scheduler.has_work:
+            cached += [output.cached_tokens for output in scheduler.update(runner.execute(scheduler.schedule()))]
+    # Eight pages hold one prompt of four and a half pages, not two: the last request's first pages come back from the host.
+    assert cached == [0, 64, 0, 64, 64]
+    assert tiers.counters.host_hits > 0
+    assert tiers.counters.device_hits + tiers.counters.host_hits == 12
+
+
+def test_tenants_share_nothing_in_the_second_tier(tiny_model: Any, make_runner: Any) -> None:
+    runner = make_runner(tiny_model("llama").path, page_size=16, num_pages=8, max_running=3, host_cache_ratio=8.0)
+    tiers = HierarchicalCache(HostPages(runner.host_pool.num_pages), 8, 16)
+    scheduler = make_scheduler(runner, 16, 8, tiers)
+    prompt = list(range(3, 73))
+    found = []
+    for serial, tenant in enumerate([b"a", b"b", b"a", b"b"]):
+        scheduler.add(Request(serial, f"r{serial}", prompt, SamplingParams(max_tokens=1, seed=1), tenant))
+        while scheduler.has_work:
+            found += [output.cached_tokens for output in scheduler.update(runner.execute(scheduler.schedule()))]
+        scheduler.flush_cache()  # what is found from now on is in the second tier
+    assert found == [0, 0, 64, 64]

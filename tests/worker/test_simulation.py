@@ -90,7 +90,7 @@ class Simulation:
         self.pin_rate = chance.choice([0.0, 0.05])
         self.pause_rate = chance.choice([0.0, 0.0, 0.01])
         self.lengths = chance.choice([[1, 2], [5, 20], [1, 20, 1000], [1000]])
-        self.poison_rate = chance.choice([0.0, 0.0, 0.0, 0.01])
+        self.poison_rate = chance.choice([0.0, 0.0, 0.02])
         self.priorities = chance.choice([[0], [0, 0, 0, 5], [-3, 0, 3]])
         self.tenants = chance.choice([[""], [""], ["a", "a", "a", "b"], ["a", "b", "c"]])
         self.documents = [self._tokens(chance.randint(1, 1 + self.limit // 3)) for _ in range(chance.randint(1, 6))]
@@ -298,7 +298,7 @@ def run_seeds(first: int, steps: int) -> dict[str, int]:
 def test_any_traffic_gives_each_request_its_own_tokens_in_time_and_leaks_nothing(part: int) -> None:
     totals = run_seeds(part * 1_000_000, steps=50_000)
     print(totals)
-    assert min(totals.values()) > 50, f"too little happened: the traffic is too tame: {totals}"
+    assert min(totals.values()) > 30, f"too little happened: the traffic is too tame: {totals}"
 
 
 @pytest.mark.slow

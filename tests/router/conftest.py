@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable
+import json
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 import grpc
 import httpx
 import openai
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from sapwood.v1 import router_pb2, router_pb2_grpc
 from sapwood_common.channel import open_channel
@@ -124,3 +130,61 @@ def expect_error() -> Callable:
         return error.message, error.field
 
     return run
+
+
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+"""Special tokens of ``byte_tokenizer``; the second has the id of the fake worker's end token."""
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Tokenizer:
+    """Byte-level, one token a byte, and two special tokens."""
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    made = Tokenizer(models.BPE(vocabulary, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return made
+
+
+class TokenizerProcess:
+    """A running ``python -m sapwood_tokenizer``."""
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "sapwood_tokenizer", "--port", str(port), "--model", str(folder)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stderr is not None
+        lines = []
+        for line in self.process.stderr:
+            lines.append(line)
+            if found := re.search(r"listening on (127\.0\.0\.1:\d+)", line):
+                self.address = found[1]
+                return
+        pytest.fail("".join(lines))
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="session")
+def start_tokenizer(byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Callable:
+    """Starts a tokenizer process for ``byte_tokenizer`` with a chat template; a context manager."""
+
+    @contextlib.contextmanager
+    def start(template: str = "{{ messages[0].content }}", port: int = 0) -> Iterator[TokenizerProcess]:
+        folder: Path = tmp_path_factory.mktemp("model")
+        byte_tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "config.json").write_text("{}")
+        settings = {"eos_token": SPECIAL[1], "chat_template": template}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        process = TokenizerProcess(folder, port)
+        try:
+            yield process
+        finally:
+            process.close()
+
+    return start

@@ -205,7 +205,6 @@ WRONG = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
     ),
-    (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
     (CHAT, {"messages": HI, "logprobs": True}, "logprobs"),
     (CHAT, {"messages": HI, "n": 2}, "n"),
 ]

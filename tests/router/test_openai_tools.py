@@ -186,8 +186,16 @@ WRONG = [
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
-    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": FORCED}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "custom", "function": {"name": "weather"}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "rain"}}}, "tool_choice.function.name"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [], "tool_choice": FORCED}, "tool_choice"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "bad"}}], "tool_choice": "required"},
+        "tools[0].function.parameters",
+    ),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     (assistant(), "messages[1].content"),
     (assistant(tool_calls=[]), "messages[1].content"),
@@ -239,3 +247,50 @@ async def test_a_tokenizer_that_comes_back_with_other_parsers_is_asked_again(clu
     await cluster.tokenizer.start()
     answer = await cluster.openai.chat.completions.create(model="fake", messages=HI)
     assert answer.choices[0].message.content == "<think>a</think>b"
+
+
+async def test_a_forced_call_has_a_grammar(cluster) -> None:
+    answer_with(cluster, "<call weather>{}</call>")
+    for choice, name, parallel in (("required", "", True), (FORCED, "weather", False)):
+        answer = await cluster.openai.chat.completions.create(
+            model="fake", messages=HI, tools=TOOLS, tool_choice=choice
+        )
+        assert answer.choices[0].finish_reason == "tool_calls"
+        asked = cluster.tokenizer.grammars[-1]
+        assert not asked.HasField("grammar")
+        assert json.loads(asked.tool_calls.tools) == TOOLS
+        assert (asked.tool_calls.name, asked.tool_calls.required, asked.tool_calls.parallel) == (name, True, parallel)
+        assert (asked.tool_calls.tool_parser, asked.reasoning_parser) == ("fake_calls", "fake_thoughts")
+        name = f"compiled {len(cluster.tokenizer.grammars)}".encode()
+        assert [call for call in cluster.calls() if call.request.grammar.compiled == name]
+    await cluster.openai.chat.completions.create(
+        model="fake", messages=HI, tools=TOOLS, tool_choice="required", parallel_tool_calls=False
+    )
+    assert not cluster.tokenizer.grammars[-1].tool_calls.parallel
+
+
+async def test_a_call_can_be_forced_where_the_model_has_no_format_of_its_own(cluster) -> None:
+    cluster.tokenizer.tool_parser = ""
+    answer_with(cluster, "<call weather>{}</call>")
+    answer = await cluster.openai.chat.completions.create(
+        model="fake", messages=HI, tools=TOOLS, tool_choice="required"
+    )
+    assert cluster.tokenizer.grammars[-1].tool_calls.tool_parser == ""
+    assert cluster.tokenizer.options[-1].tool_parser == "fake_calls"
+    assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["weather"]
+
+
+async def test_strict_tools_and_an_answers_format_are_enforced_together(cluster) -> None:
+    answer_with(cluster, "{}")
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    await cluster.openai.chat.completions.create(model="fake", messages=HI, tools=strict)
+    asked = cluster.tokenizer.grammars[-1]
+    assert (asked.tool_calls.required, asked.HasField("grammar")) == (False, False)
+    await cluster.openai.chat.completions.create(
+        model="fake", messages=HI, tools=TOOLS, response_format={"type": "json_object"}
+    )
+    asked = cluster.tokenizer.grammars[-1]
+    assert asked.HasField("tool_calls")
+    assert asked.grammar.json_schema == '{"type": "object"}'
+    await cluster.openai.chat.completions.create(model="fake", messages=HI, tools=strict, tool_choice="none")
+    assert len(cluster.tokenizer.grammars) == 2

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import grpc
 import openai
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from sapwood.v1 import common_pb2, router_pb2, router_pb2_grpc
 from sapwood_common.channel import open_channel
+from sapwood_common.grammar.artefact import GrammarArtefact
 from sapwood_router.application import RouterApplication
 from sapwood_router.config import RouterConfig
 from sapwood_router.testing.fake_worker import FakeWorker
 
-SPECIAL = ["<|im_start|>", "<|im_end|>"]  # the second has the id of the worker's end token
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 <tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
@@ -60,50 +56,19 @@ QUESTION = [{"role": "user", "content": "How is the weather in Köln?"}]
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    """Byte-level, one token a byte, and two special tokens."""
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    made = Tokenizer(models.BPE(vocabulary, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    return made
-
-
-@pytest.fixture(scope="module")
-def tokenizer_address(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def tokenizer_address(start_tokenizer) -> Iterator[str]:
     """Where ``python -m sapwood_tokenizer`` listens."""
-    folder: Path = tmp_path_factory.mktemp("model")
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text("{}")
-    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "sapwood_tokenizer", "--port", "0", "--model", str(folder)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stderr is not None
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"listening on (127\.0\.0\.1:\d+)", line):
-                yield found[1]
-                return
-        pytest.fail("".join(lines))
-    finally:
-        process.terminate()
-        process.communicate()
+    with start_tokenizer(TEMPLATE) as process:
+        yield process.address
 
 
 @pytest.fixture
-async def worker(tokenizer: Tokenizer) -> AsyncIterator[FakeWorker]:
+async def worker(byte_tokenizer: Tokenizer) -> AsyncIterator[FakeWorker]:
     """Calls the tool first, and answers once the prompt has a tool's response."""
 
     def script(prompt: list[int]) -> list[int]:
-        called = "<tool_response>" in tokenizer.decode(list(prompt), skip_special_tokens=False)
-        return tokenizer.encode(ANSWER if called else CALLING).ids
+        called = "<tool_response>" in byte_tokenizer.decode(list(prompt), skip_special_tokens=False)
+        return byte_tokenizer.encode(ANSWER if called else CALLING).ids
 
     fake = FakeWorker()
     fake.script.tokens = script
@@ -132,7 +97,7 @@ async def client(router: RouterApplication) -> AsyncIterator[openai.AsyncOpenAI]
         yield made
 
 
-async def test_a_call_is_made_answered_and_followed_up(client, worker, tokenizer) -> None:
+async def test_a_call_is_made_answered_and_followed_up(client, worker, byte_tokenizer) -> None:
     first = (await client.chat.completions.create(model="fake", messages=QUESTION, tools=TOOLS)).choices[0]
     assert first.finish_reason == "tool_calls"
     assert (first.message.reasoning_content, first.message.content) == (THOUGHTS, "Let me see.")
@@ -143,7 +108,7 @@ async def test_a_call_is_made_answered_and_followed_up(client, worker, tokenizer
     second = (await client.chat.completions.create(model="fake", messages=messages, tools=TOOLS)).choices[0]
     assert (second.finish_reason, second.message.tool_calls) == ("stop", None)
     assert (second.message.reasoning_content, second.message.content) == ("Sun, it says.", "It is sunny in Köln.")
-    prompt = tokenizer.decode(list(worker.calls[-1].request.token_ids), skip_special_tokens=False)
+    prompt = byte_tokenizer.decode(list(worker.calls[-1].request.token_ids), skip_special_tokens=False)
     assert f"<tools>{json.dumps(TOOLS[0])}</tools>" in prompt
     assert f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>' in prompt
     assert f"<think>{THOUGHTS}</think>Let me see." in prompt
@@ -191,3 +156,20 @@ async def test_the_same_over_grpc_and_faults_in_tools_are_named(router, expect_e
             request = router_pb2.RouterGenerateRequest(messages=messages, tools=tools)
             calls = stub.Generate(request)
             assert (await expect_error(calls.read(), grpc.StatusCode.INVALID_ARGUMENT))[1] == field
+
+
+async def test_a_forced_call_is_compiled_in_the_models_own_format(client, worker, byte_tokenizer) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+    worker.script.tokens = lambda prompt: byte_tokenizer.encode(f"{THOUGHTS}</think>\n\n{call}").ids
+    worker.script.ends_with_token = False
+    answer = await client.chat.completions.create(model="fake", messages=QUESTION, tools=TOOLS, tool_choice="required")
+    (found,) = answer.choices[0].message.tool_calls
+    assert (found.function.name, found.function.arguments) == ("weather", '{"city": "Bonn"}')
+    assert answer.choices[0].message.model_extra["reasoning_content"] == THOUGHTS
+    lark = GrammarArtefact.from_bytes(worker.calls[-1].request.grammar.compiled).lark
+    assert "<tool_call>" in lark
+    assert "think>" in lark
+    strict = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"minProperties": 3}}}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model="fake", messages=QUESTION, tools=strict)
+    assert caught.value.param == "tools[0].function.parameters"

@@ -20,7 +20,7 @@ from sapwood_common.tls import server_tls
 from sapwood_common.tracing import start_tracing
 from sapwood_router.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
 from sapwood_router.config import RouterConfig
-from sapwood_router.detokenize_session import DetokenizeSession
+from sapwood_router.detokenize_pool import DetokenizePool
 from sapwood_router.guard import Guard
 from sapwood_router.observer import RequestObserver
 from sapwood_router.openai.app import OpenAIFront
@@ -34,6 +34,7 @@ from sapwood_router.router_metrics import RouterMetrics
 from sapwood_router.served_model import ServedModel
 from sapwood_router.service import GENERATE, PUBLIC_METHODS, SERVICE_NAME, RouterService
 from sapwood_router.tokenizer_client import TokenizerClient
+from sapwood_router.tokenizer_replica import TokenizerReplica
 from sapwood_router.worker import Worker
 from sapwood_router.worker_connection import WorkerConnection
 
@@ -55,9 +56,9 @@ class RouterApplication:
         self._tracing = start_tracing("sapwood-router", config.trace_endpoint, config.trace_ratio)
         router_metrics = self._router_metrics = RouterMetrics(self._metrics)
         self._dialer = Dialer(config.peer_ca, config.peer_cert, config.peer_key)
-        self._tokenizer_channel = self._dialer.open(config.tokenizer)
-        self._tokenizer = TokenizerClient(self._tokenizer_channel, config.tokenizer_grace)
-        self._session = DetokenizeSession(self._tokenizer_channel, config.tokenizer_grace, self._tokenizer.forget)
+        self._replicas = [TokenizerReplica(address, self._dialer.open(address)) for address in config.tokenizers]
+        self._tokenizer = TokenizerClient(self._replicas, config.tokenizer_grace)
+        self._detokenizers = DetokenizePool(self._replicas, config.tokenizer_grace, self._tokenizer.forget)
         self._policy = make_policy(config, random.Random())
         workers = [self._make_worker(address) for address in dict.fromkeys(config.workers)]
         self.registry = Registry(workers, self._readiness_changed, self._worker_reset)
@@ -70,7 +71,7 @@ class RouterApplication:
         )
         pipeline = Pipeline(
             self._tokenizer,
-            self._session,
+            self._detokenizers,
             self.registry,
             self._policy,
             retry,
@@ -121,7 +122,7 @@ class RouterApplication:
         if self._server.draining.is_set():
             return "shutting down"
         if self._tokenizer.problem is not None:
-            return f"tokenizer {self._config.tokenizer}: {self._tokenizer.problem}"
+            return f"tokenizer {self._tokenizer.problem}"
         if not self.registry.any_available():
             return "no worker is available: " + "; ".join(
                 f"{worker.address}: {worker.problem}" for worker in self.registry.all()
@@ -144,8 +145,10 @@ class RouterApplication:
         if self._config.metrics_port is not None:
             self._metrics_server = MetricsServer(self._metrics.registry, self._config.host, self._config.metrics_port)
             announce(logger, "metrics at http://%s:%d/metrics", self._config.host, self._metrics_server.port)
-        self._spawn(self._session.run(), "detokenize session")
-        self._spawn(self._tokenizer.monitor(self._config.health_interval, self._readiness_changed), "tokenizer health")
+        self._spawn(self._detokenizers.run(), "detokenizer calls")
+        for replica in self._replicas:
+            monitor = replica.monitor(self._config.health_interval, self._replica_changed)
+            self._spawn(monitor, f"health of tokenizer {replica.address}")
         for worker in self.registry.all():
             connection = WorkerConnection(
                 worker,
@@ -173,7 +176,8 @@ class RouterApplication:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._tokenizer_channel.close()
+        for replica in self._replicas:
+            await replica.channel.close()
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
         await asyncio.to_thread(self._tracing.close)
@@ -190,6 +194,10 @@ class RouterApplication:
     def _spawn_once(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks = [task for task in self._tasks if not task.done()]
         self._spawn(work, "set health")
+
+    def _replica_changed(self, replica: TokenizerReplica) -> None:
+        self._detokenizers.replica_changed(replica)
+        self._readiness_changed()
 
     def _worker_reset(self, address: str, model: ServedModel) -> None:
         self._policy.reset(address, model.num_pages)

@@ -41,7 +41,11 @@ class RouterConfig(ServiceConfig):
     )
     peer_cert: Path | None = Field(None, description="PEM file with the certificate shown to them (mTLS).")
     peer_key: Path | None = Field(None, description="PEM file with its private key.")
-    tokenizer: str = Field("127.0.0.1:50052", description="Address of the tokenizer service.")
+    tokenizer: str = Field(
+        "127.0.0.1:50052",
+        min_length=1,
+        description="Address of the tokenizer service; of several replicas of it, with commas between them.",
+    )
     workers: tuple[str, ...] = Field(("127.0.0.1:50061",), min_length=1, description="Addresses of the workers.")
     policy: PolicyName = Field("cache_aware", description="How a worker is chosen for a request.")
     cache_index_bytes: int = Field(
@@ -74,3 +78,8 @@ class RouterConfig(ServiceConfig):
     max_body_bytes: int = Field(
         16 * 1024 * 1024, ge=1024, description="Largest HTTP request body and gRPC request, in bytes."
     )
+
+    @property
+    def tokenizers(self) -> tuple[str, ...]:
+        """The addresses of the tokenizer's replicas, each once."""
+        return tuple(dict.fromkeys(filter(None, (address.strip() for address in self.tokenizer.split(",")))))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from sapwood_common.errors import SapwoodError
 from sapwood_router.output import Output, OutputOptions
+from sapwood_router.structure import AnswerGrammar, ToolChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ class FieldNames:
         max_tokens: The full name of the limit on new tokens.
         call: Prefix of a tool call's name and arguments within the call: ``function.`` or empty.
         reasoning: The name of a message's reasoning within the message.
+        grammar: The full name of what the text must match; "" where it is named as in ``common.proto``.
+        tool_name: The full name of the tool that is to be called.
     """
 
     prompt: str
@@ -92,6 +95,8 @@ class FieldNames:
     max_tokens: str = "sampling.max_tokens"
     call: str = ""
     reasoning: str = "reasoning"
+    grammar: str = ""
+    tool_name: str = "tool_choice_function"
 
 
 class FinishReason(enum.Enum):
@@ -136,7 +141,10 @@ class RequestContext:
         request_id: The client's id, or one made for it: for logs, metadata and answers.
         prompt, model, sampling: What the client asked for.
         output: How tokens become output: what the client asked for, then what the model needs (prepare).
-        parallel_tool_calls: Whether calls after the first are told.
+        grammar: What the text must match.
+        tool_choice: Which calls there must be.
+        parallel_tool_calls: Whether there may be several calls.
+        compiled_grammar: The grammar of the output as workers take it; empty if it is free (prepare).
         fields: How the client spells them.
         deadline: On the event loop's clock.
         worker_request_id: Unique among all requests, also where clients reuse an id.
@@ -158,7 +166,10 @@ class RequestContext:
     fields: FieldNames
     deadline: float
     model: str | None = None
+    grammar: AnswerGrammar | None = None
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
+    compiled_grammar: bytes = b""
     token_ids: list[int] = field(default_factory=list)
     worker: str = "-"
     reason: str = "-"

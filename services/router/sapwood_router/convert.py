@@ -11,6 +11,7 @@ from sapwood_router.context import (
     FieldNames,
     FinishReason,
     Prompt,
+    RequestContext,
     Sampling,
     TextPrompt,
     TokenPrompt,
@@ -21,6 +22,7 @@ from sapwood_router.context import (
 from sapwood_router.load import Load
 from sapwood_router.output import Output, OutputOptions, ToolCallDelta
 from sapwood_router.served_model import ServedModel
+from sapwood_router.structure import AnswerGrammar, ToolChoice
 from sapwood_router.worker_output import WorkerOutput
 
 _TO_PROTO = {
@@ -36,6 +38,7 @@ def prompt_of(request: router_pb2.RouterGenerateRequest) -> tuple[Prompt, FieldN
     Raises:
         InvalidArgumentError: No prompt is set, or tools go with one that is not messages.
     """
+    tools = "" if request.tool_choice == router_pb2.TOOL_CHOICE_NONE else request.tools
     if request.tools and request.WhichOneof("prompt") != "messages":
         raise InvalidArgumentError("tools go with messages only", field="tools")
     match request.WhichOneof("prompt"):
@@ -43,11 +46,83 @@ def prompt_of(request: router_pb2.RouterGenerateRequest) -> tuple[Prompt, FieldN
             return TextPrompt(request.text), FieldNames(prompt="text")
         case "messages":
             turns = tuple(map(_turn_of, request.messages.messages))
-            return ChatPrompt(turns, request.tools), FieldNames(prompt="messages.messages")
+            return ChatPrompt(turns, tools), FieldNames(prompt="messages.messages")
         case "tokens":
             return TokenPrompt(list(request.tokens.ids)), FieldNames(prompt="tokens.ids")
         case _:
             raise InvalidArgumentError("no prompt: set text, messages or tokens", field="prompt")
+
+
+def tool_choice_of(request: router_pb2.RouterGenerateRequest) -> ToolChoice:
+    """Which calls a request wants.
+
+    Raises:
+        InvalidArgumentError: A tool is named, but no call wanted; or calls are required and no tools given.
+    """
+    free = request.tool_choice in (router_pb2.TOOL_CHOICE_AUTO, router_pb2.TOOL_CHOICE_NONE)
+    name = request.tool_choice_function
+    if name and free:
+        raise InvalidArgumentError("a tool is named, but none has to be called", field="tool_choice_function")
+    choice = ToolChoice(bool(name) or request.tool_choice == router_pb2.TOOL_CHOICE_REQUIRED, name)
+    if choice.required and not request.tools:
+        raise InvalidArgumentError("a call is required, but there are no tools", field="tools")
+    return choice
+
+
+def grammar_of(request: router_pb2.RouterGenerateRequest) -> AnswerGrammar | None:
+    """What the text must match.
+
+    Raises:
+        InvalidArgumentError: The grammar is empty, or compiled already.
+    """
+    if not request.HasField("grammar"):
+        return None
+    message = request.grammar
+    kind = message.WhichOneof("grammar")
+    if kind is None:
+        raise InvalidArgumentError("grammar is empty", field="grammar")
+    if kind == "compiled":
+        raise InvalidArgumentError("grammar.compiled is taken from services only", field="grammar.compiled")
+    text = {
+        "json_schema": message.json_schema,
+        "regex": message.regex,
+        "ebnf": message.ebnf,
+        "structural_tag": message.structural_tag,
+    }[kind]
+    options = message.options
+    whitespace = options.any_whitespace if options.HasField("any_whitespace") else True
+    return AnswerGrammar(kind, text, whitespace, options.lenient)
+
+
+def to_grammar(grammar: AnswerGrammar) -> common_pb2.Grammar:
+    """A grammar as a message."""
+    options = common_pb2.GrammarOptions(any_whitespace=grammar.any_whitespace, lenient=grammar.lenient)
+    match grammar.kind:
+        case "json_schema":
+            return common_pb2.Grammar(json_schema=grammar.text, options=options)
+        case "regex":
+            return common_pb2.Grammar(regex=grammar.text, options=options)
+        case "ebnf":
+            return common_pb2.Grammar(ebnf=grammar.text, options=options)
+        case "structural_tag":
+            return common_pb2.Grammar(structural_tag=grammar.text, options=options)
+
+
+def to_compile_request(context: RequestContext) -> tokenizer_pb2.CompileGrammarRequest:
+    """What the tokenizer service is asked to compile for a request whose prompt and parsers are known."""
+    prompt, choice, output = context.prompt, context.tool_choice, context.output
+    request = tokenizer_pb2.CompileGrammarRequest(reasoning_parser=output.reasoning_parser)
+    if output.reasoning_open is not None:
+        request.reasoning_open = output.reasoning_open
+    if context.grammar is not None:
+        request.grammar.CopyFrom(to_grammar(context.grammar))
+    if isinstance(prompt, ChatPrompt) and prompt.tools:
+        request.tool_calls.tools = prompt.tools
+        request.tool_calls.name = choice.name
+        request.tool_calls.required = choice.required
+        request.tool_calls.parallel = context.parallel_tool_calls and not choice.name
+        request.tool_calls.tool_parser = output.tool_parser
+    return request
 
 
 def _turn_of(message: common_pb2.ChatMessage) -> Turn:
@@ -119,6 +194,7 @@ def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
         page_size=max(1, message.page_size),
         num_pages=message.num_pages,
         epoch=message.epoch,
+        eos_token_ids=frozenset(message.eos_token_ids),
     )
 
 

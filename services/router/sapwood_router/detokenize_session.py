@@ -1,8 +1,9 @@
-"""The router's one Detokenize call, shared by all its requests.
+"""One Detokenize call to a replica of the tokenizer, shared by many requests.
 
 One call, not one a request, because messages are what costs CPU: whatever the requests have ready while the last message is
 being written goes out together in the next. A lost call is opened again, and each stream open at the time is replayed on it
 from its tokens; the output that its client has already is dropped as it comes again. A restart of the tokenizer is a pause.
+Where there are several replicas, another one's session takes the streams over; see ``detokenize_pool``.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from collections.abc import Callable
 
 import grpc
 
-from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from sapwood.v1 import tokenizer_pb2
 from sapwood_common.errors import UnavailableError
 from sapwood_common.status import from_parts
 from sapwood_router.convert import output_of, to_options
 from sapwood_router.detokenize_stream import DetokenizeStream
 from sapwood_router.field_names import detokenizer_error
 from sapwood_router.output import OutputOptions
+from sapwood_router.tokenizer_replica import TokenizerReplica
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +37,13 @@ class DetokenizeSession:
     """Opens streams, and carries them over one call while :meth:`run` runs.
 
     Args:
-        channel: To the tokenizer service; closed by whoever opened it.
-        grace: Seconds that streams wait for a service that is gone before they fail UNAVAILABLE.
-        on_lost: Called when a call is lost: the service that answers next may be another.
+        replica: Where the call goes.
+        grace: Seconds that streams wait for a replica that is gone before they fail UNAVAILABLE.
+        on_lost: Called with this session when its call is lost, and again for each attempt to open it anew that fails.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, grace: float, on_lost: Callable[[], None]) -> None:
-        self._channel = channel
-        self._stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+    def __init__(self, replica: TokenizerReplica, grace: float, on_lost: Callable[[DetokenizeSession], None]) -> None:
+        self._replica = replica
         self._grace = grace
         self._on_lost = on_lost
         self._ids = itertools.count(1)
@@ -51,6 +52,19 @@ class DetokenizeSession:
         self._cancelled: list[int] = []
         self._wake = asyncio.Event()
         self._lost_since: float | None = None
+        self._call: DetokenizeCall | None = None
+        self._stands = False
+        self._abandoned = ""
+
+    @property
+    def up(self) -> bool:
+        """Whether the call stands and the replica is well."""
+        return self._stands and self._replica.problem is None
+
+    @property
+    def load(self) -> int:
+        """Streams open."""
+        return len(self._streams)
 
     def open(self, options: OutputOptions) -> DetokenizeStream:
         """A new stream. The caller reads it to its end or closes it."""
@@ -58,16 +72,37 @@ class DetokenizeSession:
         self._streams[stream.stream_id] = stream
         return stream
 
+    def hand_over(self) -> list[DetokenizeStream]:
+        """All streams, which are no longer this session's."""
+        streams = list(self._streams.values())
+        self._streams.clear()
+        self._dirty.clear()
+        return streams
+
+    def adopt(self, stream: DetokenizeStream) -> None:
+        """Takes over a stream whose own session was lost: it is replayed here."""
+        stream.attach(next(self._ids), self._on_dirty, self._on_close)
+        stream.rewind()
+        self._streams[stream.stream_id] = stream
+        self._on_dirty(stream)
+
+    def abandon(self, problem: str) -> None:
+        """Gives the call up, if there is one: the replica does not answer."""
+        if self._call is not None and not self._call.done():
+            self._abandoned = problem
+            self._call.cancel()
+
     async def run(self) -> None:
         """Keeps the call open for ever; cancel it to stop."""
         loop = asyncio.get_running_loop()
         while True:
             problem = await self._carry_one_call()
-            self._on_lost()
+            self._stands = False
             now = loop.time()
             if self._lost_since is None:
                 self._lost_since = now
                 logger.info("the detokenizer call was lost with %d streams open: %s", len(self._streams), problem)
+            self._on_lost(self)
             if now - self._lost_since >= self._grace:
                 for stream in tuple(self._streams.values()):
                     stream.fail(UnavailableError("the tokenizer is not available", retry_after=1.0))
@@ -80,7 +115,8 @@ class DetokenizeSession:
         self._dirty = dict(self._streams)
         if self._dirty:
             self._wake.set()
-        call = self._stub.Detokenize()
+        call = self._call = self._replica.stub.Detokenize()
+        self._abandoned = ""
         writer = asyncio.ensure_future(self._write(call))
         settled = asyncio.get_running_loop().call_later(_SETTLED_AFTER, self._settle, call)
         try:
@@ -89,10 +125,15 @@ class DetokenizeSession:
                 if not isinstance(response, tokenizer_pb2.DetokenizeResponse):
                     return "the service ended it"
                 self._lost_since = None
+                self._stands = True
                 for output in response.outputs:
                     self._deliver(output)
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
+        except asyncio.CancelledError:
+            if not self._abandoned:  # this task was cancelled, not the call
+                raise
+            return self._abandoned
         finally:
             settled.cancel()
             writer.cancel()
@@ -100,8 +141,9 @@ class DetokenizeSession:
 
     def _settle(self, call: DetokenizeCall) -> None:
         # With nothing to detokenize no answer will say that the call stands.
-        if not call.done() and self._channel.get_state() == grpc.ChannelConnectivity.READY:
+        if not call.done() and self._replica.channel.get_state() == grpc.ChannelConnectivity.READY:
             self._lost_since = None
+            self._stands = True
 
     async def _write(self, call: DetokenizeCall) -> None:
         while True:

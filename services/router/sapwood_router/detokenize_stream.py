@@ -145,6 +145,17 @@ class DetokenizeStream:
         if ended:
             self._wake_pusher()
 
+    def attach(
+        self,
+        stream_id: int,
+        on_dirty: Callable[[DetokenizeStream], None],
+        on_close: Callable[[DetokenizeStream], None],
+    ) -> None:
+        """The stream goes on in another session."""
+        self.stream_id = stream_id
+        self._on_dirty = on_dirty
+        self._on_close = on_close
+
     def wrote(self, upto: int) -> None:
         """The session wrote the first ``upto`` tokens."""
         self.written = upto

@@ -9,6 +9,7 @@ from sapwood_router.context import FieldNames
 
 _SAMPLING = "sampling."
 _OPTIONS = "options."
+_TOOL_CALLS = "tool_calls."
 _PART_OF_CALL = re.compile(r"(?<=\.tool_calls\[)(\d+\]\.)(?=name$|arguments$)")
 _REASONING = re.compile(r"(?<=\.)reasoning$")
 
@@ -40,6 +41,11 @@ def _translate(field: str, fields: FieldNames) -> str | None:
     if field.startswith(_SAMPLING):
         name = field.removeprefix(_SAMPLING)
         return fields.max_tokens if name == "max_tokens" else fields.sampling + name
+    if field.startswith(_TOOL_CALLS):
+        name = field.removeprefix(_TOOL_CALLS)
+        return fields.tool_name if name == "name" else name
+    if field.startswith("grammar"):
+        return None if field == "grammar.compiled" else fields.grammar or field
     stem, bracket, rest = field.partition("[")
     match stem:
         case "token_ids":  # the worker's name of the whole prompt
@@ -51,5 +57,7 @@ def _translate(field: str, fields: FieldNames) -> str | None:
             return fields.prompt + _REASONING.sub(fields.reasoning, name)
         case "stop" | "tools":
             return field
+        case "reasoning_parser":
+            return fields.grammar or "grammar"
         case _:
             return None

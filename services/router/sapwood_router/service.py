@@ -11,7 +11,7 @@ import grpc
 from sapwood.v1 import router_pb2, router_pb2_grpc
 from sapwood_common.telemetry import REQUEST_ID_KEY, request_id_var
 from sapwood_router.context import RequestContext
-from sapwood_router.convert import prompt_of, sampling_of, to_load, to_response
+from sapwood_router.convert import grammar_of, prompt_of, sampling_of, to_load, to_response, tool_choice_of
 from sapwood_router.output import OutputOptions
 from sapwood_router.pipeline.pipeline import Pipeline
 from sapwood_router.request_ids import accept_request_id, unique_id
@@ -62,6 +62,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
             deadline=asyncio.get_running_loop().time()
             + (self._request_timeout if left is None else min(left, self._request_timeout)),
             model=request.model if request.HasField("model") else None,
+            grammar=grammar_of(request),
+            tool_choice=tool_choice_of(request),
+            parallel_tool_calls=request.parallel_tool_calls if request.HasField("parallel_tool_calls") else True,
         )
         run = self._pipeline.open(request_context)
         # A client that leaves while a response is being written ends the call without this generator's knowledge.

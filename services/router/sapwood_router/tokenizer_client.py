@@ -1,30 +1,26 @@
-"""The tokenizer service as the pipeline uses it: encode a prompt, and ride out a restart of the service."""
+"""The tokenizer service as the pipeline uses it: encode a prompt, on another replica if one is lost, or after a restart."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
 
-from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from sapwood.v1 import tokenizer_pb2
 from sapwood_common.channel import request_metadata
 from sapwood_common.errors import DeadlineExceededError, UnavailableError
-from sapwood_common.status import from_rpc_error
 from sapwood_router.context import ChatPrompt
 from sapwood_router.convert import to_turns
-from sapwood_router.health import check
+from sapwood_router.structure import CompiledGrammar
+from sapwood_router.tokenizer_replica import Stub, TokenizerReplica
 
-logger = logging.getLogger(__name__)
-
+RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 
 _PAUSE = 0.1
-_DOWN_INTERVAL = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +40,26 @@ class Parsers:
 
 
 class TokenizerClient:
-    """Encodes prompts over one channel, and knows which parsers the model's output needs.
+    """Encodes prompts on any of the tokenizer's replicas, and knows which parsers the model's output needs.
 
     Args:
-        channel: To the tokenizer service; closed by whoever opened it.
-        grace: Seconds that a call waits for a service that is gone.
+        replicas: The replicas, all with the same model.
+        grace: Seconds that a call waits while every replica is gone.
     """
 
-    SERVICE = "sapwood.v1.Tokenizer"
-
-    def __init__(self, channel: grpc.aio.Channel, grace: float) -> None:
-        self._stub = tokenizer_pb2_grpc.TokenizerStub(channel)
-        self._health = health_pb2_grpc.HealthStub(channel)
+    def __init__(self, replicas: Sequence[TokenizerReplica], grace: float) -> None:
+        self._replicas = tuple(replicas)
         self._grace = grace
-        self.problem: str | None = "not checked yet"
-        """Why the service cannot be used; None while it is well."""
+        self._turn = 0
         self._parsers: Parsers | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """Why the service cannot be used; None while one of its replicas is well."""
+        problems = [replica.problem for replica in self._replicas]
+        if None in problems:
+            return None
+        return "; ".join(f"{replica.address}: {replica.problem}" for replica in self._replicas)
 
     async def encode_text(self, text: str, request_id: str, deadline: float) -> list[int]:
         """The tokens of a text, special tokens added.
@@ -69,7 +69,7 @@ class TokenizerClient:
         """
         request = tokenizer_pb2.TokenizeRequest(texts=[text])
         answer = await self._patiently(
-            lambda timeout: self._stub.Tokenize(request, timeout=timeout, metadata=request_metadata(request_id)),
+            lambda stub, timeout: stub.Tokenize(request, timeout=timeout, metadata=request_metadata(request_id)),
             deadline,
         )
         return list(answer.sequences[0].ids)
@@ -82,7 +82,7 @@ class TokenizerClient:
         """
         request = tokenizer_pb2.ApplyChatTemplateRequest(messages=to_turns(prompt.turns), tools=prompt.tools)
         answer = await self._patiently(
-            lambda timeout: self._stub.ApplyChatTemplate(
+            lambda stub, timeout: stub.ApplyChatTemplate(
                 request, timeout=timeout, metadata=request_metadata(request_id)
             ),
             deadline,
@@ -100,42 +100,60 @@ class TokenizerClient:
             return self._parsers
         request = tokenizer_pb2.GetInfoRequest()
         answer = await self._patiently(
-            lambda timeout: self._stub.GetInfo(request, timeout=timeout, metadata=request_metadata(request_id)),
+            lambda stub, timeout: stub.GetInfo(request, timeout=timeout, metadata=request_metadata(request_id)),
             deadline,
         )
         self._parsers = Parsers(answer.tool_parser, answer.reasoning_parser)
         return self._parsers
 
+    async def compile_grammar(
+        self, request: tokenizer_pb2.CompileGrammarRequest, request_id: str, deadline: float
+    ) -> CompiledGrammar:
+        """The grammar of an output, as workers take it. The service keeps what it compiled.
+
+        Raises:
+            SapwoodError: As :meth:`encode_text`.
+        """
+        answer = await self._patiently(
+            lambda stub, timeout: stub.CompileGrammar(request, timeout=timeout, metadata=request_metadata(request_id)),
+            deadline,
+        )
+        return CompiledGrammar(answer.compiled, answer.tool_parser)
+
     def forget(self) -> None:
         """The service may have been replaced: what it said of itself holds no longer."""
         self._parsers = None
 
-    async def monitor(self, interval: float, on_change: Callable[[], None]) -> None:
-        """Keeps ``problem`` true for ever; cancel it to stop. ``on_change`` is called when the service comes or goes."""
-        while True:
-            try:
-                problem = await check(self._health, self.SERVICE)
-            except TimeoutError:
-                problem = "health checks time out"
-            changed = (problem is None) != (self.problem is None)
-            self.problem = problem
-            if changed:
-                logger.info("tokenizer is up" if problem is None else f"tokenizer is down: {problem}")
-                on_change()
-            await asyncio.sleep(interval if problem is None else min(interval, _DOWN_INTERVAL))
-
-    async def _patiently(self, call: Callable[[float], Awaitable[AnswerT]], deadline: float) -> AnswerT:
+    async def _patiently(
+        self,
+        call: Callable[[Stub, float], grpc.aio.UnaryUnaryCall[RequestT, AnswerT]],
+        deadline: float,
+    ) -> AnswerT:
         loop = asyncio.get_running_loop()
         give_up = min(loop.time() + self._grace, deadline)
+        tried: set[TokenizerReplica] = set()
         while True:
             timeout = deadline - loop.time()
             if timeout <= 0:
                 raise DeadlineExceededError("the deadline passed while the prompt was tokenized")
+            replica = self._choose(tried)
             try:
-                return await call(timeout)
-            except grpc.aio.AioRpcError as error:
-                if error.code() != grpc.StatusCode.UNAVAILABLE:
-                    raise from_rpc_error(error) from error
+                return await replica.call(lambda stub: call(stub, timeout))  # noqa: B023 - called before it returns
+            except UnavailableError as error:
+                tried.add(replica)
+                if len(tried) < len(self._replicas):
+                    continue
                 if loop.time() + _PAUSE >= give_up:
                     raise UnavailableError("the tokenizer is not available", retry_after=1.0) from error
+            tried.clear()
             await asyncio.sleep(_PAUSE)
+
+    def _choose(self, tried: set[TokenizerReplica]) -> TokenizerReplica:
+        """A replica that is well with the fewest calls, in turn; one that is not, if there is no other."""
+        self._turn += 1
+        count = len(self._replicas)
+        order = (self._replicas[(self._turn + index) % count] for index in range(count))
+        return min(
+            (replica for replica in order if replica not in tried),
+            key=lambda replica: (replica.problem is not None, replica.load),
+        )

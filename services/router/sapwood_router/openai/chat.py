@@ -10,8 +10,9 @@ from sapwood_router.openai.answer import Answer, finish_reason, send_stream, sen
 from sapwood_router.openai.body import convert, decode_object
 from sapwood_router.openai.exchange import Exchange
 from sapwood_router.openai.parameters import output_of, sampling_of, wants_stream
+from sapwood_router.openai.response_format import answer_grammar
 from sapwood_router.openai.sse import ChatChunks
-from sapwood_router.openai.tools import tools_of
+from sapwood_router.openai.tools import tool_choice_of, tools_of
 from sapwood_router.openai.types import (
     CHAT_NEUTRAL,
     IGNORED,
@@ -78,6 +79,7 @@ def _context(request: ChatRequest, tools: str, request_id: str, deadline: float)
         raise InvalidArgumentError("set max_completion_tokens or max_tokens, not both", field="max_tokens")
     newer = request.max_completion_tokens is not None
     max_tokens = request.max_completion_tokens if newer else request.max_tokens
+    grammar, grammar_field = answer_grammar(request)
     return RequestContext(
         request_id=request_id,
         worker_request_id=unique_id(request_id),
@@ -90,9 +92,13 @@ def _context(request: ChatRequest, tools: str, request_id: str, deadline: float)
             max_tokens="max_completion_tokens" if newer else "max_tokens",
             call="function.",
             reasoning="reasoning_content",
+            grammar=grammar_field,
+            tool_name="tool_choice.function.name",
         ),
         deadline=deadline,
         model=request.model,
+        grammar=grammar,
+        tool_choice=tool_choice_of(request),
         parallel_tool_calls=request.parallel_tool_calls is not False,
     )
 

@@ -11,6 +11,7 @@ from sapwood_router.openai.answer import Answer, send_stream, send_whole
 from sapwood_router.openai.body import convert, decode_object
 from sapwood_router.openai.exchange import Exchange
 from sapwood_router.openai.parameters import output_of, sampling_of, wants_stream
+from sapwood_router.openai.response_format import answer_grammar
 from sapwood_router.openai.sse import CompletionChunks
 from sapwood_router.openai.types import (
     COMPLETION_NEUTRAL,
@@ -62,6 +63,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
 
 def _contexts(request: CompletionRequest, request_id: str, deadline: float) -> list[RequestContext]:
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    grammar, grammar_field = answer_grammar(request)
     sampling, output = sampling_of(request, max_tokens), output_of(request)
     return [
         RequestContext(
@@ -70,9 +72,10 @@ def _contexts(request: CompletionRequest, request_id: str, deadline: float) -> l
             prompt=prompt,
             sampling=sampling,
             output=output,
-            fields=FieldNames(prompt=name, sampling="", max_tokens="max_tokens"),
+            fields=FieldNames(prompt=name, sampling="", max_tokens="max_tokens", grammar=grammar_field),
             deadline=deadline,
             model=request.model,
+            grammar=grammar,
         )
         for name, prompt in _prompts(request.prompt)
     ]

@@ -32,6 +32,9 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    response_format: Any = None  # told apart in response_format.py
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 class CompletionRequest(SamplingRequest, kw_only=True):
@@ -132,7 +135,6 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = _NEUTRAL | {
     "top_logprobs": (None, 0),
     "functions": (None, []),
     "function_call": (None, "none"),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),

@@ -107,7 +107,9 @@ class Attempts:
 
     async def _try(self, worker: Worker, choice: Choice) -> SapwoodError | None:
         lease, permit = acquire(worker, choice, self._prompt, self._shared.policy)
-        execution = self._execution = Execution(self._context, self._stream, lease, permit)
+        assert worker.model is not None, "it was chosen for its model"
+        end_tokens = worker.model.eos_token_ids | set(self._context.sampling.stop_token_ids)
+        execution = self._execution = Execution(self._context, self._stream, lease, permit, end_tokens)
         self._worker = worker
         self._watch.selected(choice.reason)
         try:

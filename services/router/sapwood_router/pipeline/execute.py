@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 from sapwood_common.errors import SapwoodError
 from sapwood_router.circuit_breaker import Permit
@@ -22,10 +23,19 @@ class Execution:
         stream: Takes the tokens.
         lease: The request's share of the worker's load; released when the try is over.
         permit: From the worker's breaker; ended with the first token, or with the failure.
+        end_tokens: Tokens that end a generation and stand for no text.
     """
 
-    def __init__(self, context: RequestContext, stream: DetokenizeStream, lease: Lease, permit: Permit) -> None:
+    def __init__(
+        self,
+        context: RequestContext,
+        stream: DetokenizeStream,
+        lease: Lease,
+        permit: Permit,
+        end_tokens: Collection[int],
+    ) -> None:
         self._context = context
+        self._end_tokens = end_tokens
         self._stream = stream
         self._lease = lease
         self._permit = permit
@@ -58,8 +68,10 @@ class Execution:
                 self._resuming = asyncio.ensure_future(self._resume(self._worker_stream))
             return
         context.worker_finish = output.finish
-        # A worker knows no stop strings: it stops at an end token, which is part of the tokens but not of the text.
-        self._stream.push(token_ids[:-1] if output.finish is FinishReason.STOP else token_ids, end=True)
+        # A worker knows no stop strings: it stops at an end token, which is part of the tokens but not of the text, or where
+        # the grammar allows no more.
+        stopped = output.finish is FinishReason.STOP and len(token_ids) > 0 and token_ids[-1] in self._end_tokens
+        self._stream.push(token_ids[:-1] if stopped else token_ids, end=True)
         self._end(Outcome.SUCCESS, None)
 
     def failed(self, error: SapwoodError) -> None:

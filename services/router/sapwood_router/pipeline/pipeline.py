@@ -12,7 +12,7 @@ import grpc
 from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
 from sapwood_common.status import row_of
 from sapwood_router.context import Delta, RequestContext
-from sapwood_router.detokenize_session import DetokenizeSession
+from sapwood_router.detokenize_pool import DetokenizePool
 from sapwood_router.detokenize_stream import DetokenizeStream
 from sapwood_router.observer import RequestObserver
 from sapwood_router.pipeline.attempts import Attempts
@@ -45,7 +45,7 @@ class Pipeline:
     def __init__(
         self,
         tokenizer: TokenizerClient,
-        session: DetokenizeSession,
+        session: DetokenizePool,
         registry: Registry,
         policy: Policy,
         retry: RetryPolicy,

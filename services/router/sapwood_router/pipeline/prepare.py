@@ -1,4 +1,4 @@
-"""Stage 1: the prompt becomes token ids, and it is settled how the output will be parsed."""
+"""Stage 1: the prompt becomes token ids, and it is settled what the output must match and how it will be parsed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from dataclasses import replace
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_router.context import ChatPrompt, RequestContext, TextPrompt
+from sapwood_router.convert import to_compile_request
 from sapwood_router.field_names import to_client_field
+from sapwood_router.structure import has_strict_tool
 from sapwood_router.tokenizer_client import TokenizerClient
 from sapwood_router.validation import check_prompt, check_sampling, check_stop
 
 
 async def prepare(context: RequestContext, tokenizer: TokenizerClient) -> None:
-    """Checks the request and fills ``token_ids`` and, for a conversation, the parsers in ``output``.
+    """Checks the request and fills ``token_ids``, ``compiled_grammar`` and, for a conversation, the parsers in ``output``.
 
     Raises:
         InvalidArgumentError: A field is malformed or out of range, or tools are given that the model cannot call.
@@ -29,15 +31,19 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient) -> None:
             await _prepare_chat(context, prompt, tokenizer)
         else:
             context.token_ids = prompt.token_ids
+        if context.grammar is not None and not isinstance(prompt, ChatPrompt):
+            await _compile(context, tokenizer)
     except SapwoodError as error:
         raise to_client_field(error, context.fields) from error
 
 
 async def _prepare_chat(context: RequestContext, prompt: ChatPrompt, tokenizer: TokenizerClient) -> None:
     parsers = await tokenizer.parsers(context.request_id, context.deadline)
-    if prompt.tools and not parsers.tool_parser:
+    choice = context.tool_choice
+    if prompt.tools and not parsers.tool_parser and not choice.required:
         raise InvalidArgumentError(
-            "tools are not supported with this model: the tokenizer service has no parser for its calls (see --tool-parser)",
+            "tools are not supported with this model unless a call is required: the tokenizer service has no parser for its"
+            " calls (see --tool-parser)",
             field="tools",
         )
     encoded = await tokenizer.encode_chat(prompt, context.request_id, context.deadline)
@@ -51,3 +57,14 @@ async def _prepare_chat(context: RequestContext, prompt: ChatPrompt, tokenizer: 
         # Clients may use a request id twice, even in one conversation, in which each call's id must be its own.
         call_id_seed=context.worker_request_id,
     )
+    constrained = bool(prompt.tools) and (choice.required or has_strict_tool(prompt.tools))
+    if constrained or context.grammar is not None:
+        await _compile(context, tokenizer)
+
+
+async def _compile(context: RequestContext, tokenizer: TokenizerClient) -> None:
+    request = to_compile_request(context)
+    grammar = await tokenizer.compile_grammar(request, context.request_id, context.deadline)
+    context.compiled_grammar = grammar.compiled
+    if grammar.tool_parser:
+        context.output = replace(context.output, tool_parser=grammar.tool_parser)

@@ -54,6 +54,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.chats: list[tokenizer_pb2.ApplyChatTemplateRequest] = []
         self.options: list[tokenizer_pb2.DetokenizeOptions] = []
         """What each stream was opened with."""
+        self.grammars: list[tokenizer_pb2.CompileGrammarRequest] = []
+        """What CompileGrammar was asked for."""
         self.open_streams: set[int] = set()
         self.messages = 0
         self.hold = False
@@ -106,6 +108,21 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         text = "".join(f"<{message.role}>{message.content}" for message in request.messages) + "<assistant>"
         return tokenizer_pb2.ApplyChatTemplateResponse(
             text=text, tokens=common_pb2.TokenIds(ids=encode(text)), reasoning_open=self.reasoning_open
+        )
+
+    async def CompileGrammar(  # noqa: N802
+        self, request: tokenizer_pb2.CompileGrammarRequest, context: Context
+    ) -> tokenizer_pb2.CompileGrammarResponse:
+        """A name for the grammar; the fake worker keeps to none. A grammar that says "bad" is at fault."""
+        self.grammars.append(request)
+        kind = request.grammar.WhichOneof("grammar")
+        if kind is not None and "bad" in str(request.grammar):
+            raise InvalidArgumentError("it is bad", field=f"grammar.{kind}")
+        if "bad" in request.tool_calls.tools:
+            raise InvalidArgumentError("it is bad", field="tool_calls.tools[0].function.parameters")
+        parser = (request.tool_calls.tool_parser or TOOL_PARSER) if request.HasField("tool_calls") else ""
+        return tokenizer_pb2.CompileGrammarResponse(
+            compiled=f"compiled {len(self.grammars)}".encode(), tool_parser=parser
         )
 
     async def GetInfo(  # noqa: N802

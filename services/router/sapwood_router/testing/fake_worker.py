@@ -37,6 +37,7 @@ class Script:
     Attributes:
         tokens: The tokens to generate for a prompt.
         reason: Why the generation ends; LENGTH too when max_tokens cuts it short.
+        ends_with_token: Whether an end token follows where the reason is STOP; else its grammar ends the generation.
         chunk: Tokens a message.
         delay: Seconds before each message.
         fail_after: Messages after which ``error`` is raised; None never.
@@ -47,6 +48,7 @@ class Script:
 
     tokens: Callable[[Sequence[int]], list[int]] = echo
     reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_STOP
+    ends_with_token: bool = True
     chunk: int = 1
     delay: float = 0.0
     fail_after: int | None = None
@@ -245,7 +247,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         script = self.script
         tokens = script.tokens(request.token_ids)
         reason = script.reason
-        if reason == common_pb2.FINISH_REASON_STOP and not request.sampling.ignore_eos:
+        if reason == common_pb2.FINISH_REASON_STOP and not request.sampling.ignore_eos and script.ends_with_token:
             tokens = [*tokens, self.END_TOKEN]
         if request.sampling.HasField("max_tokens") and len(tokens) > request.sampling.max_tokens:
             tokens, reason = tokens[: request.sampling.max_tokens], common_pb2.FINISH_REASON_LENGTH

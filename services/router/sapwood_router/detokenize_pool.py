@@ -1,0 +1,49 @@
+"""All replicas' Detokenize calls as one: a stream goes to the replica with the fewest, and on to another when its own is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from sapwood_router.detokenize_session import DetokenizeSession
+from sapwood_router.detokenize_stream import DetokenizeStream
+from sapwood_router.output import OutputOptions
+from sapwood_router.tokenizer_replica import TokenizerReplica
+
+
+class DetokenizePool:
+    """Opens streams while :meth:`run` runs.
+
+    Args:
+        replicas: The tokenizer's replicas.
+        grace: Seconds that streams wait while every replica is gone before they fail UNAVAILABLE.
+        on_lost: Called when a call is lost: the service that answers next may be another.
+    """
+
+    def __init__(self, replicas: Sequence[TokenizerReplica], grace: float, on_lost: Callable[[], None]) -> None:
+        self._on_lost = on_lost
+        self._sessions = {
+            replica.address: DetokenizeSession(replica, grace, self._session_lost) for replica in replicas
+        }
+
+    def open(self, options: OutputOptions) -> DetokenizeStream:
+        """A new stream. The caller reads it to its end or closes it."""
+        return min(self._sessions.values(), key=lambda session: (not session.up, session.load)).open(options)
+
+    async def run(self) -> None:
+        """Keeps a call to each replica open for ever; cancel it to stop."""
+        async with asyncio.TaskGroup() as group:
+            for session in self._sessions.values():
+                group.create_task(session.run())
+
+    def replica_changed(self, replica: TokenizerReplica) -> None:
+        """The replica came or went: one that does not answer its checks may still hold its call."""
+        if replica.problem is not None:
+            self._sessions[replica.address].abandon(replica.problem)
+
+    def _session_lost(self, lost: DetokenizeSession) -> None:
+        self._on_lost()
+        others = [session for session in self._sessions.values() if session is not lost and session.up]
+        if others:
+            for stream in lost.hand_over():
+                min(others, key=lambda session: session.load).adopt(stream)

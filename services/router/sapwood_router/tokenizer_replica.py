@@ -1,0 +1,96 @@
+"""One process of the tokenizer service: its channel, its health, and the calls it has running."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from sapwood.v1 import tokenizer_pb2_grpc
+from sapwood_common.errors import UnavailableError
+from sapwood_common.status import from_rpc_error
+from sapwood_router.health import check
+
+if TYPE_CHECKING:  # the generated stubs know this name, the generated code does not
+    from sapwood.v1.tokenizer_pb2_grpc import TokenizerAsyncStub
+
+Stub: TypeAlias = "TokenizerAsyncStub"
+
+logger = logging.getLogger(__name__)
+
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT")
+
+SERVICE = "sapwood.v1.Tokenizer"
+_DOWN_INTERVAL = 0.25
+
+
+class TokenizerReplica:
+    """A replica, as far as this router knows it. Lives on one event loop.
+
+    Args:
+        address: Where it is.
+        channel: To it; closed by whoever opened it.
+    """
+
+    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+        self.address = address
+        self.channel = channel
+        self.stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+        self.problem: str | None = "not checked yet"
+        """Why it cannot be used; None while it is well. Written by :meth:`monitor` only."""
+        self._health = health_pb2_grpc.HealthStub(channel)
+        self._running: set[grpc.aio.Call] = set()
+        self._dropped: set[grpc.aio.Call] = set()
+
+    @property
+    def load(self) -> int:
+        """Unary calls under way."""
+        return len(self._running)
+
+    async def call(self, start: Callable[[Stub], grpc.aio.UnaryUnaryCall[RequestT, AnswerT]]) -> AnswerT:
+        """Makes a call.
+
+        Raises:
+            SapwoodError: The replica's own error; UnavailableError if it is gone, or found not to answer while it has the call.
+        """
+        running = start(self.stub)
+        self._running.add(running)
+        try:
+            answer: AnswerT = await running
+            return answer
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        except asyncio.CancelledError:
+            if running in self._dropped:  # by the monitor: this task goes on
+                raise UnavailableError(f"tokenizer {self.address} does not answer", retry_after=1.0) from None
+            raise
+        finally:
+            self._running.discard(running)
+            self._dropped.discard(running)
+
+    async def monitor(self, interval: float, on_change: Callable[[TokenizerReplica], None]) -> None:
+        """Keeps ``problem`` true for ever; cancel it to stop. ``on_change`` is called when the replica comes or goes.
+
+        A replica that does not answer its checks loses its calls: they can be made elsewhere.
+        """
+        while True:
+            hangs = False
+            try:
+                problem = await check(self._health, SERVICE)
+            except TimeoutError:
+                problem, hangs = "health checks time out", True
+            changed = (problem is None) != (self.problem is None)
+            self.problem = problem
+            if hangs:
+                self._dropped |= self._running
+                for running in tuple(self._running):
+                    running.cancel()
+            if changed:
+                logger.info("tokenizer %s is %s", self.address, "up" if problem is None else f"down: {problem}")
+                on_change(self)
+            await asyncio.sleep(interval if problem is None else min(interval, _DOWN_INTERVAL))

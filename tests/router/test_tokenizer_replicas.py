@@ -1,0 +1,104 @@
+"""Several replicas of the tokenizer: one that dies or hangs under load costs no request, and nothing comes twice."""
+
+import asyncio
+import contextlib
+import signal
+
+import openai
+import pytest
+
+from sapwood_router.application import RouterApplication
+from sapwood_router.config import RouterConfig
+from sapwood_router.testing.fake_tokenizer import FakeTokenizer
+from sapwood_router.testing.fake_worker import FakeWorker
+
+TEXT = "Ünïcode " * 40
+REQUESTS = 24
+
+
+@contextlib.asynccontextmanager
+async def running_router(wait_until, tokenizers: str, worker: FakeWorker):
+    await worker.start()
+    config = RouterConfig(
+        port=0, http_port=0, tokenizer=tokenizers, workers=(worker.address,), health_interval=0.1, request_timeout=60
+    )
+    router = RouterApplication(config)
+    await router.start()
+    try:
+        await wait_until(lambda: router.problem() is None)
+        # Streams spread only over calls that are known to stand.
+        await wait_until(lambda: all(session.up for session in router._detokenizers._sessions.values()))
+        url = f"http://127.0.0.1:{router.http_port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            yield router, client
+    finally:
+        await router.stop()
+        await worker.kill()
+
+
+async def complete(client: openai.AsyncOpenAI) -> str:
+    stream = await client.completions.create(model="fake", prompt=TEXT, stream=True, max_tokens=1000)
+    return "".join([chunk.choices[0].text async for chunk in stream])
+
+
+async def test_streams_move_to_another_replica_and_new_requests_go_there(wait_until) -> None:
+    fakes, worker = [FakeTokenizer(), FakeTokenizer()], FakeWorker()
+    worker.script.delay = 0.003
+    for fake in fakes:
+        await fake.start()
+    addresses = ",".join(fake.address for fake in fakes)
+    async with running_router(wait_until, addresses, worker) as (router, client):
+        answers = [asyncio.ensure_future(complete(client)) for _ in range(REQUESTS)]
+        await wait_until(lambda: all(len(fake.open_streams) == REQUESTS / 2 for fake in fakes))
+        await fakes[0].kill()
+        assert await asyncio.gather(*answers) == [TEXT] * REQUESTS
+        assert router.problem() is None
+        assert await complete(client) == TEXT
+        await fakes[1].kill()
+        await wait_until(lambda: router.problem() is not None)
+        await fakes[0].start()
+        await wait_until(lambda: router.problem() is None)
+        assert await complete(client) == TEXT
+        await fakes[0].kill()
+
+
+async def test_a_stream_waits_for_a_replica_where_none_is_left(wait_until) -> None:
+    fakes, worker = [FakeTokenizer(), FakeTokenizer()], FakeWorker()
+    worker.script.delay = 0.003
+    for fake in fakes:
+        await fake.start()
+    addresses = ", ".join(fake.address for fake in fakes)
+    async with running_router(wait_until, addresses, worker) as (_, client):
+        answers = [asyncio.ensure_future(complete(client)) for _ in range(4)]
+        await wait_until(lambda: all(len(fake.open_streams) == 2 for fake in fakes))
+        for fake in fakes:
+            await fake.kill()
+        await asyncio.sleep(0.2)
+        await fakes[1].start()
+        assert await asyncio.gather(*answers) == [TEXT] * 4
+        await fakes[1].kill()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_real_replica_killed_or_stopped_under_load_fails_no_request(wait_until, start_tokenizer, how) -> None:
+    worker = FakeWorker()
+    worker.script.delay = 0.002
+    worker.script.tokens = list
+    with start_tokenizer() as first, start_tokenizer() as second:
+        addresses = f"{first.address},{second.address}"
+        async with running_router(wait_until, addresses, worker) as (_, client):
+            left = 60
+
+            async def user() -> list[str]:
+                nonlocal left
+                texts = []
+                while left > 0:
+                    left -= 1
+                    texts.append(await complete(client))
+                return texts
+
+            users = [asyncio.ensure_future(user()) for _ in range(12)]
+            await wait_until(lambda: left < 40, 30)
+            first.process.send_signal(how)
+            texts = [text for texts in await asyncio.gather(*users) for text in texts]
+            assert texts == [TEXT] * 60

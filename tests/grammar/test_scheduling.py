@@ -228,7 +228,7 @@ def test_the_loop_refuses_what_cannot_be_built_and_goes_on(loop, compile_grammar
     refused = {message.serial: message for message in mailbox.sent if isinstance(message, Refused)}
     assert refused[0].field == "grammar.compiled"
     assert refused[0].kind == InvalidArgumentError.__name__
-    assert refused[1].field == "grammar_tokens"
+    assert refused[1].field == "output_tokens"
     assert mailbox.outputs(2)[-1].finish_reason == "stop"
 
 

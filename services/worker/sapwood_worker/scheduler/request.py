@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from sapwood_worker.grammar.state import GrammarState
 from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.output import TokenLogprobs
 from sapwood_worker.scheduler.state import RequestState, check_transition
 
 
@@ -32,6 +33,9 @@ class Request:
         queued_at: Step at which it was last put into the queue.
         retractions: How often it was sent back to the queue.
         aborted: Its end was asked for while a step was computing it.
+        output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of before.
+        admission: Unique for each time it is given a row.
+        prompt_logprobs: Those that no output carried yet.
 
     Args:
         serial: See above.
@@ -40,18 +44,23 @@ class Request:
         sampling: See above.
         namespace: See above.
         grammar: See above.
+        output_tokens: So many of the prompt, at its end, are output of before.
     """
 
     __slots__ = (
+        "_scored",
         "_state",
         "aborted",
+        "admission",
         "arrival",
         "cached",
         "computed",
         "grammar",
         "max_length",
         "namespace",
+        "output_start",
         "prompt_length",
+        "prompt_logprobs",
         "queued_at",
         "request_id",
         "retractions",
@@ -69,6 +78,7 @@ class Request:
         sampling: SamplingParams,
         namespace: bytes = b"",
         grammar: GrammarState | None = None,
+        output_tokens: int = 0,
     ) -> None:
         self.serial = serial
         self.request_id = request_id
@@ -85,6 +95,10 @@ class Request:
         self.queued_at = 0
         self.retractions = 0
         self.aborted = False
+        self.output_start = len(prompt) - output_tokens
+        self.admission = -1
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self._scored = 0
         self._state = RequestState.WAITING
 
     @property
@@ -96,6 +110,22 @@ class Request:
     def remaining(self) -> int:
         """Tokens whose KV is still to be computed; 1 while it decodes."""
         return len(self.token_ids) - self.computed
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """The alternatives wanted for each prompt token, while there are prompt tokens without log probabilities."""
+        return self.sampling.prompt_logprobs if self._scored < self.prompt_length - 1 else None
+
+    @property
+    def reusable(self) -> array[int]:
+        """The tokens to look for in the prefix cache, and one more: log probabilities of the prompt need its computation."""
+        return self.token_ids if self.wanted_prompt_logprobs is None else self.token_ids[: self._scored + 1]
+
+    def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
+        """Adds those of the prompt tokens after ``start``; the first of them may be there already, from before a retraction."""
+        new = logprobs[self._scored - start :]
+        self._scored += len(new)
+        self.prompt_logprobs += new
 
     @property
     def generated(self) -> int:

@@ -22,7 +22,14 @@ from sapwood_worker.cache.page_allocator import PageAllocator
 from sapwood_worker.cache.page_table import PageTable
 from sapwood_worker.cache.prefix_cache import PrefixCache
 from sapwood_worker.scheduler.load import Load
-from sapwood_worker.scheduler.output import FinishReason, ModelOutput, RequestOutput, ScheduledRequest, SchedulerOutput
+from sapwood_worker.scheduler.output import (
+    FinishReason,
+    ModelOutput,
+    RequestOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+    TokenLogprobs,
+)
 from sapwood_worker.scheduler.policy import PolicyName, make_policy
 from sapwood_worker.scheduler.prefill_adder import PrefillAdder
 from sapwood_worker.scheduler.request import Request
@@ -30,6 +37,8 @@ from sapwood_worker.scheduler.retraction import NewTokenRatio, choose_victim
 from sapwood_worker.scheduler.running_batch import RunningBatch
 from sapwood_worker.scheduler.state import RequestState
 from sapwood_worker.scheduler.waiting_queue import WaitingQueue
+
+_NO_LOGPROBS: list[TokenLogprobs] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,14 +187,16 @@ class Scheduler:
         if self._tiers is not None:
             self._tiers.ended(output.copied)
         outputs: list[RequestOutput] = []
-        for (request, count), token in zip(step, output.token_ids, strict=True):
+        for index, ((request, count), token) in enumerate(zip(step, output.token_ids, strict=True)):
+            if index in output.prompt_logprobs:
+                request.add_prompt_logprobs(request.computed, output.prompt_logprobs[index])
             request.computed += count
             if request.aborted:
                 self._finish(request)
                 continue
             prefill = count > 1 or request.generated == 0
             if request.remaining == 0:
-                outputs.append(self._take_token(request, token))
+                outputs.append(self._take_token(request, token, output.logprobs.get(index)))
             if prefill and request.state is RequestState.RUNNING:
                 self._running.commit(request)  # who shares the prompt finds it from now on
         return outputs
@@ -289,14 +300,19 @@ class Scheduler:
                 self._prompt_tokens += request.prompt_length
                 self._cached_tokens += request.cached
 
-    def _take_token(self, request: Request, token: int) -> RequestOutput:
+    def _take_token(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
+        if token < 0:
+            output = self._output(request, [], "error", "the model's logits are not finite numbers")
+            self._finish(request, keep=False)
+            return output
         if request.grammar is not None and not request.grammar.accept(token):
             output = self._output(request, [], "error", f"grammar: {request.grammar.error}", "grammar")
             self._finish(request)
             return output
         request.token_ids.append(token)
         reason = self._finish_reason(request, token)
-        output = self._output(request, [token], reason)
+        output = self._output(request, [token], reason, logprobs=[] if logprobs is None else [logprobs])
+        request.prompt_logprobs = []
         if reason is not None:
             self._finish(request)
         return output
@@ -316,10 +332,19 @@ class Scheduler:
         reason: FinishReason | None,
         error: str = "",
         error_field: str = "",
+        logprobs: list[TokenLogprobs] = _NO_LOGPROBS,
     ) -> RequestOutput:
-        cached = request.cached or 0
         return RequestOutput(
-            request.serial, tokens, reason, request.prompt_length, request.generated, cached, error, error_field
+            request.serial,
+            tokens,
+            reason,
+            request.prompt_length,
+            request.generated,
+            request.cached or 0,
+            error,
+            error_field,
+            logprobs,
+            request.prompt_logprobs,
         )
 
     def _finish(self, request: Request, *, keep: bool = True) -> None:
@@ -333,7 +358,7 @@ class Scheduler:
         del self._requests[request.serial]
 
     def _match_length(self, request: Request) -> int:
-        return self._cache.probe(request.token_ids, request.namespace)[0]
+        return self._cache.probe(request.reusable, request.namespace)[0]
 
 
 def _scheduled(request: Request, count: int) -> ScheduledRequest:
@@ -347,5 +372,10 @@ def _scheduled(request: Request, count: int) -> ScheduledRequest:
         samples=end == len(request.token_ids),
         sampling=request.sampling,
         grammar=request.grammar,
+        admission=request.admission,
+        history=request.token_ids,
+        output_start=request.output_start,
+        prompt_length=request.prompt_length,
+        prompt_logprobs=request.wanted_prompt_logprobs,
         serial=request.serial,
     )

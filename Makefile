@@ -16,10 +16,10 @@ SOURCES := pyproject.toml hatch_build.py $(wildcard protos/sapwood/v1/*.proto)
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-slow audit lint fmt proto docs bench-cpu node clean
+.PHONY: help up test test-slow audit lint fmt proto docs bench-cpu bench-tokenizer node clean
 
 help: ## Show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 up: $(BIN)/.installed ## Install, fetch the demo model, start tokenizer, 2 workers and router here; Ctrl-C stops them
 	@$(BIN)/sapwood model fetch demo
@@ -57,6 +57,9 @@ docs: $(BIN)/.installed-dev ## Write docs/configuration.md and docs/metrics.md f
 
 bench-cpu: $(BIN)/.installed-dev ## Measure beside transformers on this CPU: ARGS='--plot bench.png' draws
 	$(BIN)/python benchmarks/bench_cpu.py $(ARGS)
+
+bench-tokenizer: $(BIN)/.installed-dev ## Measure the tokenizer service beside the tokenizers library: ARGS='--model DIR'
+	$(BIN)/python benchmarks/bench_tokenizer.py $(ARGS)
 
 node: examples/node/node_modules/.installed # What examples/node needs
 

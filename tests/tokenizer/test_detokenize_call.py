@@ -27,7 +27,7 @@ def request(*inputs: dict[str, object]) -> tokenizer_pb2.DetokenizeRequest:
 
 
 def answers(call: DetokenizeCall, *inputs: dict[str, object]) -> list[tokenizer_pb2.DetokenizeOutput]:
-    return [output for step in call.process(request(*inputs)) for output in step]
+    return [output for step in call.process(request(*inputs)) for output in step.outputs]
 
 
 OPEN = tokenizer_pb2.DetokenizeOptions()
@@ -38,7 +38,7 @@ def test_an_input_of_very_many_tokens_is_taken_in_steps(byte_level: Tokenizer) -
     call = make_call(byte_level)
     steps = list(call.process(request({"stream_id": 1, "options": OPEN, "token_ids": ids, "end": True})))
     assert len(steps) > 3
-    outputs = [output for step in steps for output in step]
+    outputs = [output for step in steps for output in step.outputs]
     assert "".join(o.text for o in outputs) == "word é " * 2000
     assert [o.ended for o in outputs] == [False] * (len(outputs) - 1) + [True]
     assert outputs[-1].tokens_consumed == len(ids)

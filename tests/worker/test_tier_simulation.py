@@ -23,9 +23,10 @@ from sapwood_worker.cache.storage.record import namespace_of
 from sapwood_worker.cache.storage.tier import PrefetchOptions, StorageTier
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.fake_runner import FakeRunner, continuation
 from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler, SchedulerConfig
+from sapwood_worker.scheduler.scheduler import Scheduler
 
 VOCAB = 60
 POISON = 58

@@ -16,8 +16,9 @@ from sapwood_worker.cache.storage.file import FileStorage
 from sapwood_worker.cache.storage.opener import StorageFacts, open_connection
 from sapwood_worker.cache.storage.tier import PrefetchOptions, StorageTier
 from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler, SchedulerConfig
+from sapwood_worker.scheduler.scheduler import Scheduler
 
 TOKENS = 6
 

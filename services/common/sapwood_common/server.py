@@ -39,6 +39,7 @@ class ServiceServer:
         tls: Certificate and key; None is plain text.
         guard: Asked before each call but health and reflection; raises a SapwoodError to refuse it.
         max_request_bytes: The largest message it takes.
+        reuse_port: Whether other processes listen on the same port; each takes some of the connections.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ServiceServer:
         tls: ServerTls | None = None,
         guard: Guard | None = None,
         max_request_bytes: int = MAX_MESSAGE_BYTES,
+        reuse_port: bool = False,
     ) -> None:
         self._tls = tls
         self._address = f"{host}:{port}"
@@ -65,7 +67,7 @@ class ServiceServer:
             options=[
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_receive_message_length", max_request_bytes),
-                ("grpc.so_reuseport", 0),
+                ("grpc.so_reuseport", int(reuse_port)),
                 # Clients may ping as often as channel.py does, also while idle.
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

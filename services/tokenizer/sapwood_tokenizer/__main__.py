@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 
-import uvloop
-
 from sapwood_common.config import parse_config
 from sapwood_common.telemetry import setup_logging
-from sapwood_tokenizer.application import serve
+from sapwood_tokenizer.application import run
 from sapwood_tokenizer.config import TokenizerConfig
 
 
@@ -16,7 +14,7 @@ def main() -> int:
     """Entry point."""
     config = parse_config(TokenizerConfig, "sapwood_tokenizer", "Turns text into token ids and token ids into text.")
     setup_logging("tokenizer", config.log_level, config.log_format)
-    return uvloop.run(serve(config))
+    return run(config)
 
 
 if __name__ == "__main__":

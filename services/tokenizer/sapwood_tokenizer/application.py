@@ -6,20 +6,25 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import uvloop
 
 from sapwood.v1 import tokenizer_pb2_grpc
 from sapwood_common.errors import ConfigError
 from sapwood_common.metrics import MetricSet, MetricsServer, metrics_port
 from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_common.server import ServiceServer, serve_until_stopped
-from sapwood_common.telemetry import announce
+from sapwood_common.telemetry import announce, setup_logging
 from sapwood_common.tls import server_tls
 from sapwood_common.tracing import start_tracing
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.encoder import Encoder, EncoderOptions
-from sapwood_tokenizer.grammar import build_grammars
+from sapwood_tokenizer.grammar import Grammars, build_grammars
 from sapwood_tokenizer.loader import LoadedTokenizer, load_tokenizer, resolve_tokenizer, tokenizer_name
-from sapwood_tokenizer.parser_defaults import parser_defaults
+from sapwood_tokenizer.parser_defaults import ParserDefaults, parser_defaults
+from sapwood_tokenizer.process_group import ProcessGroup, reserve_port
 from sapwood_tokenizer.service import DETOKENIZE, SERVICE, Limits, TokenizerService
 from sapwood_tokenizer.tokenizer_metrics import add_metrics
 
@@ -51,7 +56,30 @@ def build_encoder(loaded: LoadedTokenizer, config: TokenizerConfig) -> Encoder:
     )
 
 
-async def serve(config: TokenizerConfig) -> int:
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is read before anything is served."""
+
+    name: str
+    loaded: LoadedTokenizer
+    parsers: ParserDefaults
+    grammars: Grammars
+
+
+def load_model(config: TokenizerConfig) -> Model:
+    """Reads the model's files.
+
+    Raises:
+        ConfigError: They cannot be used.
+    """
+    name = config.served_model_name or tokenizer_name(config.model)
+    path = resolve_tokenizer(config.model)
+    loaded = load_tokenizer(path, config.chat_template)
+    parsers = parser_defaults(config.tool_parser, config.reasoning_parser, loaded.chat_template)
+    return Model(name, loaded, parsers, build_grammars(path, loaded, config))
+
+
+def run(config: TokenizerConfig) -> int:
     """Runs the service until it is told to stop.
 
     Returns:
@@ -59,51 +87,94 @@ async def serve(config: TokenizerConfig) -> int:
     """
     started = time.monotonic()
     try:
-        name = config.served_model_name or tokenizer_name(config.model)
-        path = resolve_tokenizer(config.model)
-        loaded = await asyncio.to_thread(load_tokenizer, path, config.chat_template)
-        parsers = parser_defaults(config.tool_parser, config.reasoning_parser, loaded.chat_template)
-        grammars = await asyncio.to_thread(build_grammars, path, loaded, config)
-        metrics = MetricSet()
-        tracing = start_tracing("sapwood-tokenizer", config.trace_endpoint, config.trace_ratio)
-        server = ServiceServer(
-            config.host,
-            config.port,
-            [SERVICE],
-            uncounted=frozenset({DETOKENIZE}),
-            telemetry=RpcTelemetry(metrics, tracing),
-            tls=server_tls(config.tls_cert, config.tls_key, config.tls_client_ca),
-        )
-        limits = Limits(config.max_text_bytes, config.max_open_streams, config.template_timeout)
-        encoder = build_encoder(loaded, config)
-        service = TokenizerService(loaded, name, parsers, encoder, limits, server.draining, grammars)
-        tokenizer_pb2_grpc.add_TokenizerServicer_to_server(service, server.grpc)
-        add_metrics(
-            metrics,
-            lambda: {"exact": encoder.exact_cache, "prefix": encoder.prefix_cache},
-            lambda: service.open_streams,
-        )
-        exposed = MetricsServer(
-            metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
-        )
-        port = await server.start()
+        model = load_model(config)
+        if config.processes == 1:
+            return uvloop.run(serve(config, model, lambda port: announce_model(config.host, port, model, started)))
+        return _run_group(config, model, started)
     except ConfigError as error:
         logger.error("%s", error)
         return 1
-    await server.set_serving(True)
+
+
+def _run_group(config: TokenizerConfig, model: Model, started: float) -> int:
+    with reserve_port(config.host, config.port) as reserved:
+        port = reserved.getsockname()[1]
+        metrics = metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
+
+        def serve_one(number: int, on_serving: Callable[[], None]) -> int:
+            setup_logging(f"tokenizer {number}", config.log_level, config.log_format)
+            changes = {"port": port, "metrics_port": metrics + number if metrics else 0}
+            try:
+                return uvloop.run(
+                    serve(config.model_copy(update=changes), model, lambda _: on_serving(), reuse_port=True)
+                )
+            except ConfigError as error:
+                logger.error("%s", error)
+                return 1
+
+        group = ProcessGroup(config.processes, serve_one, lambda: announce_model(config.host, port, model, started))
+        return group.run()
+
+
+def announce_model(host: str, port: int, model: Model, started: float) -> None:
+    """Says where the service listens; ``started`` on the monotonic clock."""
     announce(
         logger,
         "listening on %s:%d with %s: %d tokens, loaded in %.1f s",
-        config.host,
+        host,
         port,
-        name,
-        loaded.vocab_size,
+        model.name,
+        model.loaded.vocab_size,
         time.monotonic() - started,
     )
+
+
+async def serve(
+    config: TokenizerConfig, model: Model, on_serving: Callable[[int], None], *, reuse_port: bool = False
+) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code.
+
+    Args:
+        config: The configuration.
+        model: What is served.
+        on_serving: Called with the port once calls are taken.
+        reuse_port: Whether other processes listen on the same port.
+
+    Raises:
+        ConfigError: It cannot start.
+    """
+    metrics = MetricSet()
+    tracing = start_tracing("sapwood-tokenizer", config.trace_endpoint, config.trace_ratio)
+    server = ServiceServer(
+        config.host,
+        config.port,
+        [SERVICE],
+        uncounted=frozenset({DETOKENIZE}),
+        telemetry=RpcTelemetry(metrics, tracing),
+        tls=server_tls(config.tls_cert, config.tls_key, config.tls_client_ca),
+        reuse_port=reuse_port,
+    )
+    limits = Limits(config.max_text_bytes, config.max_open_streams, config.template_timeout)
+    encoder = build_encoder(model.loaded, config)
+    service = TokenizerService(
+        model.loaded, model.name, model.parsers, encoder, limits, server.draining, model.grammars
+    )
+    tokenizer_pb2_grpc.add_TokenizerServicer_to_server(service, server.grpc)
+    add_metrics(
+        metrics,
+        lambda: {"exact": encoder.exact_cache, "prefix": encoder.prefix_cache},
+        lambda: service.open_streams,
+    )
+    exposed = MetricsServer(
+        metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
+    )
+    port = await server.start()
+    await server.set_serving(True)
+    on_serving(port)
     logger.info("metrics at http://%s:%d/metrics", config.host, exposed.port)
     await serve_until_stopped(server, drain_timeout=config.drain_timeout, drained=service.drained)
     service.close()
-    await grammars.close()
+    await model.grammars.close()
     await asyncio.to_thread(tracing.close)
     await asyncio.to_thread(exposed.close)
     return 0

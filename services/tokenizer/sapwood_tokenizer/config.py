@@ -32,6 +32,13 @@ class TokenizerConfig(ServiceConfig):
         le=65535,
         description="Port of /metrics; 0 takes a free one; none is 9152, or a free one with --port 0.",
     )
+    processes: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="Processes that serve on the port, each with caches of its own; the kernel spreads connections over them. "
+        "The n-th has its /metrics n ports further on.",
+    )
     chat_template: Path | None = Field(
         None, description="File with a Jinja chat template to use in place of the model's own."
     )

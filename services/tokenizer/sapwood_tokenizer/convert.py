@@ -184,7 +184,7 @@ def add_events(output: tokenizer_pb2.DetokenizeOutput, events: Iterable[Event]) 
     """Put events into an output: texts of a kind joined, calls in order, a call's start with what follows of it."""
     for event in events:
         if isinstance(event, TextDelta):
-            output.text += event.text
+            output.text = output.text + event.text if output.text else event.text
         elif isinstance(event, ReasoningDelta):
             output.reasoning += event.text
         elif isinstance(event, ToolCallStart):

@@ -12,7 +12,7 @@ from sapwood_common.errors import InternalError, InvalidArgumentError, SapwoodEr
 from sapwood_common.status import code_number
 from sapwood_tokenizer.convert import add_events, to_stream_options, within_options
 from sapwood_tokenizer.open_streams import OpenStreams
-from sapwood_tokenizer.output_stream import OutputStream, StreamOptions, StreamPiece
+from sapwood_tokenizer.output_stream import OutputStream, StreamOptions
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ OpenStream = Callable[[StreamOptions], OutputStream]
 
 _TOKENS_A_STEP = 1024
 """A few milliseconds of work."""
-_INPUTS_A_STEP = 64
+_INPUTS_A_STEP = 256
 
 
 @dataclass(slots=True)
@@ -49,76 +49,83 @@ class DetokenizeCall:
         """Whether no stream is open."""
         return not self._streams
 
-    def process(self, request: tokenizer_pb2.DetokenizeRequest) -> Iterator[list[tokenizer_pb2.DetokenizeOutput]]:
+    def process(self, request: tokenizer_pb2.DetokenizeRequest) -> Iterator[tokenizer_pb2.DetokenizeResponse]:
         """Takes the inputs of one message, a few milliseconds' worth a step; yields what there is to say after each.
 
-        An input with very many tokens is taken in several steps, and may get an output in each.
+        A response may have no outputs. An input with very many tokens is taken in several steps, and may get an output in
+        each.
         """
         waiting: list[tokenizer_pb2.DetokenizeInput] = []
         tokens = 0
         for item in request.inputs:
-            for part in _slices(item):
+            count = len(item.token_ids)
+            for part in (item,) if count <= _TOKENS_A_STEP else _slices(item):
                 waiting.append(part)
-                tokens += len(part.token_ids)
+                tokens += min(count, _TOKENS_A_STEP)
                 if tokens >= _TOKENS_A_STEP or len(waiting) >= _INPUTS_A_STEP:
                     yield self._process_all(waiting)
                     waiting, tokens = [], 0
         if waiting:
             yield self._process_all(waiting)
 
-    def _process_all(self, inputs: Iterable[tokenizer_pb2.DetokenizeInput]) -> list[tokenizer_pb2.DetokenizeOutput]:
-        outputs: list[tokenizer_pb2.DetokenizeOutput] = []
+    def _process_all(self, inputs: Iterable[tokenizer_pb2.DetokenizeInput]) -> tokenizer_pb2.DetokenizeResponse:
+        response = tokenizer_pb2.DetokenizeResponse()
         for item in inputs:
             try:
-                output = self._process(item)
+                self._process(item, response)
             except Exception as error:
                 self._forget(item.stream_id)
                 if not isinstance(error, SapwoodError):
                     logger.error("a detokenize stream failed", exc_info=error)
                     error = InternalError("internal error; the service's log has the details")
-                output = tokenizer_pb2.DetokenizeOutput(stream_id=item.stream_id, ended=True)
+                output = response.outputs.add(stream_id=item.stream_id, ended=True)
                 output.error.code = code_number(error)
                 output.error.message = error.message
                 output.error.field = error.field or ""
-            if output is not None:
-                outputs.append(output)
-        return outputs
+        return response
 
     def close(self) -> None:
         """Forgets all streams: the call is over."""
         for stream_id in tuple(self._streams):
             self._forget(stream_id)
 
-    def _process(self, item: tokenizer_pb2.DetokenizeInput) -> tokenizer_pb2.DetokenizeOutput | None:
+    def _process(self, item: tokenizer_pb2.DetokenizeInput, response: tokenizer_pb2.DetokenizeResponse) -> None:
+        """Takes one input and adds the output that there is, if any. What it raises, it raises before."""
+        stream_id = item.stream_id
         if item.cancel:
-            self._forget(item.stream_id)
-            return None
-        opened = self._streams.get(item.stream_id)
+            self._forget(stream_id)
+            return
+        opened = self._streams.get(stream_id)
         if opened is None:
             if not item.HasField("options"):
-                return None  # tokens on their way when their stream ended
+                return  # tokens on their way when their stream ended
             opened = self._open(item)
         elif item.HasField("options"):
             raise InvalidArgumentError("options may only come with a stream's first input", field="options")
-        stream = opened.stream
-        if item.token_ids and max(item.token_ids) >= self._vocab_size:
-            raise InvalidArgumentError(
-                f"token id {max(item.token_ids)} is not below the vocabulary size {self._vocab_size}", field="token_ids"
-            )
-        piece = stream.push(item.token_ids)
-        ended = item.end or piece.stop_match is not None
-        if item.end and piece.stop_match is None:
-            rest = stream.finish()
-            piece = StreamPiece(piece.events + rest.events, rest.tokens, rest.stop_match)
+        given = item.token_ids
+        token_ids = [given[0]] if len(given) == 1 else list(given)  # the first is much the faster
+        for token_id in token_ids:
+            if token_id >= self._vocab_size:
+                raise InvalidArgumentError(
+                    f"token id {token_id} is not below the vocabulary size {self._vocab_size}", field="token_ids"
+                )
+        events, tokens, stop_match = opened.stream.push(token_ids)
+        if stop_match is None and item.end:
+            rest, tokens, stop_match = opened.stream.finish()
+            events, ended = events + rest, True
+        else:
+            ended = stop_match is not None
         if ended:
-            self._forget(item.stream_id)
-        elif not piece.events and not item.token_ids:
-            return None
-        output = tokenizer_pb2.DetokenizeOutput(stream_id=item.stream_id, ended=ended, tokens_consumed=piece.tokens)
-        add_events(output, piece.events)
-        if piece.stop_match is not None:
-            output.stop_match = piece.stop_match
-        return output
+            self._forget(stream_id)
+        elif not events and not token_ids:
+            return
+        # Made in its place: a message of its own, to be copied there, would cost more than decoding a token.
+        output = response.outputs.add(stream_id=stream_id, tokens_consumed=tokens)
+        add_events(output, events)
+        if ended:
+            output.ended = True
+        if stop_match is not None:
+            output.stop_match = stop_match
 
     def _open(self, item: tokenizer_pb2.DetokenizeInput) -> _Open:
         options = to_stream_options(item.options, secrets.token_hex(8))
@@ -141,9 +148,6 @@ class DetokenizeCall:
 
 def _slices(item: tokenizer_pb2.DetokenizeInput) -> Iterator[tokenizer_pb2.DetokenizeInput]:
     count = len(item.token_ids)
-    if count <= _TOKENS_A_STEP:
-        yield item
-        return
     for at in range(0, count, _TOKENS_A_STEP):
         last = at + _TOKENS_A_STEP >= count
         part = tokenizer_pb2.DetokenizeInput(

@@ -25,20 +25,9 @@ class StreamOptions:
     parsers: ParserOptions = field(default_factory=ParserOptions)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamPiece:
-    """What became certain.
-
-    Attributes:
-        events: Text, reasoning and calls.
-        tokens: How many tokens of the stream were decoded to whole characters so far; what a parser still holds back of
-            them counts.
-        stop_match: The stop string that ended the stream.
-    """
-
-    events: list[Event]
-    tokens: int
-    stop_match: str | None = None
+StreamPiece = tuple[list[Event], int, str | None]
+"""What became certain: text, reasoning and calls; how many tokens of the stream were decoded to whole characters so far (what a
+parser still holds back of them counts); the stop string that ended the stream."""
 
 
 class OutputStream:
@@ -55,14 +44,14 @@ class OutputStream:
 
     def push(self, token_ids: Sequence[int]) -> StreamPiece:
         """Takes new tokens; returns what became certain, possibly nothing."""
-        return self._parse(self._detokenizer.push(token_ids), ended=False)
+        piece = self._detokenizer.push(token_ids)
+        if piece.stop_match is not None:
+            return self._parse_end(piece)
+        return self._parser.feed(piece.text), piece.tokens, None
 
     def finish(self) -> StreamPiece:
         """No more tokens come: releases what was held back."""
-        return self._parse(self._detokenizer.finish(), ended=True)
+        return self._parse_end(self._detokenizer.finish())
 
-    def _parse(self, piece: Piece, *, ended: bool) -> StreamPiece:
-        events = self._parser.feed(piece.text)
-        if ended or piece.stop_match is not None:
-            events += self._parser.finish()
-        return StreamPiece(events, piece.tokens, piece.stop_match)
+    def _parse_end(self, piece: Piece) -> StreamPiece:
+        return self._parser.feed(piece.text) + self._parser.finish(), piece.tokens, piece.stop_match

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from tokenizers import AddedToken, Tokenizer
@@ -38,7 +39,7 @@ _AT_AN_END = re.compile(r"\A[\s\w]|[\s\w]\Z")
 
 
 class SafeBoundaries:
-    """Cuts texts at safe boundaries.
+    """Cuts texts at safe boundaries, not at every one of them.
 
     Attributes:
         lead: A boundary token's text; None if the tokenizer has none, and texts are never cut.
@@ -49,6 +50,9 @@ class SafeBoundaries:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         tokens = boundary_tokens(list(tokenizer.get_added_tokens_decoder().values()), normalizes=_normalizes(tokenizer))
+        # Those that begin with the same character as most do: a search for one character is many times as fast.
+        firsts = Counter(token[0] for token in tokens)
+        tokens = [token for token in tokens if token[0] == firsts.most_common(1)[0][0]]
         self.lead = tokens[0] if tokens else None
         self._pattern = re.compile(_trie_pattern(tokens)) if tokens else None
 

@@ -38,8 +38,8 @@ DETOKENIZE = f"/{SERVICE}/Detokenize"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _MOST_TEXTS = 16384
+_MOST_TOKENS = 65536
 _MOST_OPTION_BYTES = 64 * 1024 * 1024
-_RESPONSE_BYTES = 1024 * 1024
 _RENDER_THREADS = 4
 
 
@@ -179,7 +179,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     async def Detokenize(
         self, request_iterator: AsyncIterator[tokenizer_pb2.DetokenizeRequest], context: Context
     ) -> AsyncIterator[tokenizer_pb2.DetokenizeResponse]:
-        """Decodes the streams of one call; all outputs of one message go out as one, unless they are very long."""
+        """Decodes the streams of one call; all outputs of one message go out as one, unless they are many."""
         call = DetokenizeCall(self._open_stream, self._loaded.vocab_size, self._open_streams)
         requests = aiter(request_iterator)
         draining = asyncio.ensure_future(self._draining.wait())
@@ -196,17 +196,11 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
                 except StopAsyncIteration:
                     return
                 upcoming = None
-                outputs: list[tokenizer_pb2.DetokenizeOutput] = []
-                size = 0
-                for step in call.process(request):
-                    outputs += step
-                    size += sum(output.ByteSize() for output in step)
-                    if size >= _RESPONSE_BYTES:
-                        yield tokenizer_pb2.DetokenizeResponse(outputs=outputs)
-                        outputs, size = [], 0
-                    await asyncio.sleep(0)  # other calls' turn
-                if outputs:
-                    yield tokenizer_pb2.DetokenizeResponse(outputs=outputs)
+                for number, response in enumerate(call.process(request)):
+                    if number:
+                        await asyncio.sleep(0)  # other calls' turn
+                    if response.outputs:
+                        yield response
         finally:
             call.close()
             draining.cancel()
@@ -218,6 +212,16 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     ) -> tokenizer_pb2.CompileGrammarResponse:
         """Compiles a grammar; the caller's deadline and its cancellation hold for the compilation."""
         return await self._grammars.compile(request, context.time_remaining())
+
+    async def GetTokenBytes(
+        self, request: tokenizer_pb2.GetTokenBytesRequest, context: Context
+    ) -> tokenizer_pb2.GetTokenBytesResponse:
+        """The bytes of tokens."""
+        if len(request.token_ids) > _MOST_TOKENS:
+            raise InvalidArgumentError(f"more than {_MOST_TOKENS} tokens in one request", field="token_ids")
+        if self._table is None:
+            raise UnimplementedError("this tokenizer's tokens cannot be decoded")
+        return tokenizer_pb2.GetTokenBytesResponse(tokens=map(self._table.of, request.token_ids))
 
     async def GetInfo(self, request: tokenizer_pb2.GetInfoRequest, context: Context) -> tokenizer_pb2.GetInfoResponse:
         """Describes the tokenizer."""

@@ -37,6 +37,7 @@ class TokenBytes:
     def __init__(self, tokenizer: Tokenizer, origin: str = "the tokenizer") -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
         steps = _decoder_steps(tokenizer)
         kinds = [step["type"] for step in steps]
         self._byte_level = kinds == ["ByteLevel"]
@@ -55,6 +56,19 @@ class TokenBytes:
         if found is None:
             found = self._known[token_id] = self._compute(token_id)
         return found
+
+    def text(self, token_id: int) -> str | None:
+        """The text of a token where its bytes are whole characters, else None."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            pass
+        try:
+            text = self.of(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self._texts[token_id] = text
+        return text
 
     def _compute(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)

@@ -103,7 +103,7 @@ class EventLoop:
         match message:
             case Submit(grammar=b""):
                 self._add(message, None)
-            case Submit(serial, grammar=compiled, grammar_tokens=count):
+            case Submit(serial, grammar=compiled, output_tokens=count):
                 assert self._grammars is not None, "the front lets no grammar through without a vocabulary"
                 generated = array("I", message.token_ids)[-count:] if count else ()
                 self._grammars.start(serial, message, compiled, generated)
@@ -130,7 +130,14 @@ class EventLoop:
 
     def _add(self, message: Submit, grammar: GrammarMatcher | None) -> None:
         prompt = array("I", message.token_ids)
-        request = Request(message.serial, message.request_id, prompt, message.sampling, grammar=grammar)
+        request = Request(
+            message.serial,
+            message.request_id,
+            prompt,
+            message.sampling,
+            grammar=grammar,
+            output_tokens=message.output_tokens,
+        )
         try:
             self._scheduler.add(request)
             self._clock.submitted(message.serial)

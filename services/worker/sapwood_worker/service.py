@@ -12,7 +12,8 @@ from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_common.telemetry import is_valid_traceparent, traceparent_var
 from sapwood_worker.convert import check_prompt, to_kv_events, to_load_report, to_response, to_sampling
-from sapwood_worker.engine import Engine, Generation
+from sapwood_worker.engine import Engine
+from sapwood_worker.generation import Generation
 from sapwood_worker.grammar.front import RequestGrammars
 from sapwood_worker.kv_event_stream import KvEventBatch
 from sapwood_worker.model_info import ModelInfo
@@ -107,14 +108,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def _start(self, request: worker_pb2.WorkerGenerateRequest, seconds: float | None) -> Generation:
         _, info, _, grammars = self._loaded()
         check_prompt(request, info)
-        sampling = to_sampling(request, info)
+        sampling, count = to_sampling(request, info)
         grammar = await grammars.compiled(request, seconds)
         return self._engine.submit(
             request.request_id,
             request.token_ids,
             sampling,
             grammar,
-            request.grammar_tokens,
+            request.output_tokens,
+            count,
             request.traceparent if is_valid_traceparent(request.traceparent) else traceparent_var.get(),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import grpc
 
@@ -173,3 +173,9 @@ class Run:
             f" resumptions={context.resumptions}" if context.resumptions else "",
             "" if context.error is None else f" error={context.error.message!r}",
         )
+
+
+def close_all(runs: Iterable[Run]) -> None:
+    """Ends several runs. May be called again."""
+    for run in runs:
+        run.close()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sapwood_common.errors import ConfigError, InternalError
+from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary
 from sapwood_worker.attention.backend import AttentionBackend
 from sapwood_worker.attention.torch_native import TorchNativeBackend
@@ -26,15 +26,17 @@ from sapwood_worker.models.loader import LoadFormat, load_model
 from sapwood_worker.runner.forward_batch import ForwardBatch
 from sapwood_worker.runner.grammar_masks import GrammarMasks, StepMasks
 from sapwood_worker.runner.input_builder import build_forward_batch
-from sapwood_worker.sampling.sampler import sample
-from sapwood_worker.sampling.sampling_batch import build_sampling_batch
-from sapwood_worker.scheduler.output import ModelOutput, ScheduledRequest, SchedulerOutput
+from sapwood_worker.runner.token_sampler import SampledTokens, TokenSampler
+from sapwood_worker.sampling.logprobs import prompt_logprobs
+from sapwood_worker.scheduler.output import ModelOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
 
 if TYPE_CHECKING:
     from sapwood_worker.runner.cuda_graph import DecodeGraphs
 
 # Pages beyond those the scheduler knows of: rows that only pad a batch write there.
 _SCRATCH_PAGES = 1
+# Prompt tokens whose logits are computed at once where their log probabilities are wanted: they take memory.
+_LOGPROB_ROWS = 256
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -117,6 +119,7 @@ class ModelRunner:
             load_vocabulary(options.model_path) if options.structured_output else None
         )
         self._masks = GrammarMasks(config.vocab_size)
+        self._sampler = TokenSampler(options.max_running, config.vocab_size, loaded.eos_token_ids, self._device)
         self._graphs: DecodeGraphs | None = None
         if self._device.type == "cuda" and dtype != torch.float32:
             self._use_flashinfer(options, config, dtype)
@@ -147,11 +150,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelOutput:
-        """See :class:`sapwood_worker.scheduler.output.Runner`.
-
-        Raises:
-            InternalError: The model gave logits that are not numbers; names the requests. Nothing was sampled.
-        """
+        """See :class:`sapwood_worker.scheduler.output.Runner`."""
         requests = output.requests
         if output.copies is not None:
             assert self._transfer is not None, "there is no second tier to copy to"
@@ -162,17 +161,24 @@ class ModelRunner:
         decodes = graphs is not None and all(len(each.token_ids) == 1 and each.samples for each in requests)
         if graphs is not None and decodes and len(requests) <= graphs.largest:
             with self._masks.start(requests) as masks:
-                return ModelOutput(output.step, self._replay(graphs, output, masks), self._copied())
+                replayed = self._replay(graphs, output, masks)
+                return _answer(output, list(range(len(requests))), replayed, self._copied())
         batch = build_forward_batch(output, self._pool.page_size, self._device)
-        token_ids = [-1] * len(requests)
         sampled = [i for i, request in enumerate(requests) if request.samples]
         with self._masks.start([requests[i] for i in sampled]) as masks:
             hidden = self._forward(batch)
+            tokens: SampledTokens | None = None
             if sampled:
-                tokens = self._sample(hidden, batch, [requests[i] for i in sampled], masks)
-                for i, token in zip(sampled, tokens, strict=True):
-                    token_ids[i] = token
-        return ModelOutput(output.step, token_ids, self._copied())
+                rows = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
+                tokens = self._sampler.sample(self._model.logits(rows), [requests[i] for i in sampled], masks)
+        answer = _answer(output, sampled, tokens, self._copied())
+        for i, request in enumerate(requests):
+            if request.prompt_logprobs is not None:
+                first = int(batch.attention.query_starts[i])
+                answer.prompt_logprobs[i] = self._prompt_logprobs(
+                    hidden[first : first + len(request.token_ids)], request
+                )
+        return answer
 
     def cache_identity(self) -> str:
         """What a page's content depends on besides its tokens, other than the page size: equal only if it can be exchanged.
@@ -197,7 +203,7 @@ class ModelRunner:
         hidden: Tensor = self._model(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
         return hidden
 
-    def _replay(self, graphs: DecodeGraphs, output: SchedulerOutput, masks: StepMasks) -> list[int]:
+    def _replay(self, graphs: DecodeGraphs, output: SchedulerOutput, masks: StepMasks) -> SampledTokens:
         requests = output.requests
         count = len(requests)
         token_ids = np.fromiter((request.token_ids[0] for request in requests), np.int64, count)
@@ -206,33 +212,33 @@ class ModelRunner:
         width = int(positions.max()) // self._pool.page_size + 1
         self._pool.await_all()
         result = graphs.run(token_ids, positions, output.page_table[slots, :width])
-        settings = build_sampling_batch(
-            [request.sampling for request in requests], positions + 1, self.info.vocab_size, self._device
-        )
-        if settings is None and not masks:
-            return self._checked(requests, result.greedy, result.largest)
-        masks.apply(result.logits)
-        return self._checked(requests, *sample(result.logits, settings))
+        return self._sampler.sample(result.logits, requests, masks, (result.largest, result.greedy))
 
-    def _sample(
-        self, hidden: Tensor, batch: ForwardBatch, requests: list[ScheduledRequest], masks: StepMasks
-    ) -> list[int]:
-        rows = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
-        logits = self._model.logits(rows)
-        masks.apply(logits)
-        positions = np.array([request.start + len(request.token_ids) for request in requests], np.int64)
-        settings = build_sampling_batch(
-            [request.sampling for request in requests], positions, self.info.vocab_size, self._device
-        )
-        return self._checked(requests, *sample(logits, settings))
-
-    def _checked(self, requests: list[ScheduledRequest], tokens: Tensor, largest: Tensor) -> list[int]:
-        # One transfer brings both over: -1 stands for a row without a result.
-        result: list[int] = torch.where(largest.isfinite(), tokens, -1).tolist()
-        if min(result) < 0:
-            names = ", ".join(request.request_id for request, token in zip(requests, result, strict=True) if token < 0)
-            raise InternalError(f"the model's logits are not finite numbers for: {names}")
+    def _prompt_logprobs(self, hidden: Tensor, request: ScheduledRequest) -> list[TokenLogprobs]:
+        """Of the prompt tokens after each of a chunk's, whose hidden states are given."""
+        assert request.prompt_logprobs is not None
+        first = request.start + 1
+        following = request.history[first : min(first + len(hidden), request.prompt_length)]
+        result: list[TokenLogprobs] = []
+        for start in range(0, len(following), _LOGPROB_ROWS):
+            tokens = torch.tensor(following[start : start + _LOGPROB_ROWS], device=self._device)
+            logits = self._model.logits(hidden[start : start + len(tokens)])
+            result += prompt_logprobs(logits, tokens, request.prompt_logprobs)
         return result
+
+
+def _answer(
+    output: SchedulerOutput, sampled: list[int], tokens: SampledTokens | None, copied: CopyReport
+) -> ModelOutput:
+    """The answer to a step; waits for the device. ``sampled``: the requests that the tokens are for."""
+    token_ids = [-1] * len(output.requests)
+    if tokens is None:
+        return ModelOutput(output.step, token_ids, copied)
+    values: list[int] = tokens.tokens.tolist()
+    for i, token in zip(sampled, values, strict=True):
+        token_ids[i] = token
+    logprobs = {sampled[row]: each for row, each in tokens.token_logprobs(values).items()}
+    return ModelOutput(output.step, token_ids, copied, logprobs)
 
 
 def _build_pool(options: RunnerOptions, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DevicePool:

@@ -5,6 +5,7 @@ It ships beside the protocol it imitates and is also what ``sapwood_worker.testi
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from sapwood_worker.cache.fake_transfer import FakeTransfer
 from sapwood_worker.cache.host_pool import HostPool
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
-from sapwood_worker.scheduler.output import ModelOutput, ScheduledRequest, SchedulerOutput
+from sapwood_worker.scheduler.output import ModelOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
 
 _MASK = (1 << 62) - 1
 
@@ -42,6 +43,12 @@ def continuation(prompt: Sequence[int], sampling: SamplingParams, vocab_size: in
 
 def _sample(total: int, position: int, sampling: SamplingParams, vocab_size: int) -> int:
     return _mix(total & _MASK, sampling.seed & _MASK, position) % vocab_size
+
+
+def _logprobs(token: int, alternatives: int, vocab_size: int) -> TokenLogprobs:
+    """Token t is given 1 / (t + 2); the likeliest are then the first of the vocabulary."""
+    top = range(min(alternatives, vocab_size))
+    return TokenLogprobs(-math.log(token + 2), list(top), [-math.log(each + 2) for each in top])
 
 
 class FakeRunner:
@@ -102,12 +109,25 @@ class FakeRunner:
             self._sampled(request, output.page_table[request.slot]) if request.samples else -1
             for request in output.requests
         ]
+        logprobs = {
+            i: _logprobs(token, request.sampling.logprobs, self.info.vocab_size)
+            for i, (request, token) in enumerate(zip(output.requests, tokens, strict=True))
+            if token >= 0 and request.sampling.logprobs is not None
+        }
+        prompt_logprobs = {
+            i: [
+                _logprobs(token, request.prompt_logprobs, self.info.vocab_size)
+                for token in request.history[request.start + 1 : request.prompt_length][: len(request.token_ids)]
+            ]
+            for i, request in enumerate(output.requests)
+            if request.prompt_logprobs is not None
+        }
         if any(request.start == 0 and request.token_ids[0] == self._poison for request in output.requests):
             for request in output.requests:
                 self._spoil(request, output.page_table[request.slot])
             raise RuntimeError(f"a prompt begins with token {self._poison}")
         copied = NOTHING if self._transfer is None else self._transfer.poll()
-        return ModelOutput(output.step, tokens, copied)
+        return ModelOutput(output.step, tokens, copied, logprobs, prompt_logprobs)
 
     def _write(self, request: ScheduledRequest, row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
         size = self.info.page_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -12,6 +13,20 @@ import numpy.typing as npt
 from sapwood_worker.cache.copies import NOTHING, Copies, CopyReport
 from sapwood_worker.grammar.state import GrammarState
 from sapwood_worker.sampling.params import SamplingParams
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """How likely the model found a token, and which were the likeliest in its place.
+
+    Attributes:
+        logprob: Natural logarithm.
+        top_ids: Likeliest first.
+        top_logprobs: One for each of ``top_ids``.
+    """
+
+    logprob: float
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
 
 
 @dataclass(slots=True)
@@ -28,6 +43,13 @@ class ScheduledRequest:
         sampling: How to sample it. The sampled token's position, for seeding, is ``start + len(token_ids)``.
         grammar: What that token must match, if the request has a grammar. The runner only fills masks from it; the scheduler
             accepts the token.
+        admission: Unique for each time a request is given a row: what the runner notes about the row is good for as long as
+            this stays the same. -1: good for this step only.
+        history: All that is known of the request, uint32: prompt and output so far. The scheduler's own array, valid until
+            the next ``update()``.
+        output_start: Where in ``history`` the output begins.
+        prompt_length: Where in ``history`` the prompt ends that ``prompt_logprobs`` is about.
+        prompt_logprobs: Whether log probabilities of the prompt's tokens are wanted, and how many alternatives.
         serial: The request's.
     """
 
@@ -38,6 +60,11 @@ class ScheduledRequest:
     samples: bool
     sampling: SamplingParams
     grammar: GrammarState | None = None
+    admission: int = -1
+    history: array[int] = field(default_factory=lambda: array("I"))
+    output_start: int = 0
+    prompt_length: int = 0
+    prompt_logprobs: int | None = None
     serial: int = -1
 
 
@@ -70,18 +97,23 @@ class ModelOutput:
 
     Attributes:
         step: The step it answers.
-        token_ids: One entry for each of ``SchedulerOutput.requests``, in order; -1 where nothing was sampled.
+        token_ids: One entry for each of ``SchedulerOutput.requests``, in order; -1 where nothing was sampled: because it was
+            not asked for, or because the model's logits were not finite numbers.
         copied: Stores that have ended since the last report, whatever step they went with.
+        logprobs: Of the sampled tokens, by index into ``SchedulerOutput.requests``, where asked for.
+        prompt_logprobs: Of the prompt tokens after each that the step computed, likewise.
     """
 
     step: int
     token_ids: list[int]
     copied: CopyReport = NOTHING
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error", "deadline"]
 """``stop``: an end token or the end of the grammar. ``length``: max_tokens or the context's end. ``error``: runner or grammar
-failed."""
+failed. ``deadline``: it did not end in time."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -96,6 +128,9 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
         cached_tokens: Prompt tokens found in the prefix cache.
         error: What went wrong, if ``finish_reason`` is ``error``.
         error_field: The request field at fault, if the error is its sender's.
+        logprobs: One for each of ``token_ids``, if asked for.
+        prompt_logprobs: On the first output, if asked for: one for each prompt token but the first.
+        index: Which of its generation's continuations it belongs to; the gRPC front sets it.
     """
 
     serial: int
@@ -106,6 +141,9 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     error: str = ""
     error_field: str = ""
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    index: int = 0
 
 
 class Runner(Protocol):

@@ -216,8 +216,8 @@ class StorageTier:
 
     def wait(self, seconds: float) -> None:
         """Returns when something has happened, or after so many seconds."""
-        if self.connection is not None:
-            self.connection.wait(seconds)
+        for connection in (*self._closing[:1], *(() if self.connection is None else (self.connection,))):
+            connection.wait(seconds)
 
     def check(self) -> dict[int, int]:
         """Compares the counts with what is held; returns the pins by host page. For tests.

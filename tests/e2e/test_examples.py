@@ -44,6 +44,14 @@ def test_the_openai_client_completes_streams_and_chats(cluster: Any) -> None:
     assert re.search(r"chatted: \S", shown)
 
 
+def test_a_tool_is_called_and_its_result_answered(cluster: Any) -> None:
+    shown = _run(cluster, sys.executable, str(EXAMPLES / "tools.py"))
+    called = re.search(r'called: weather\(\{"city": ?"(\w+)", ?"days": ?(\d)\}\) -> (.*)', shown)
+    assert called
+    assert called[3] == f"{called[1]}: sun for {called[2]} days"
+    assert "answered: " in shown
+
+
 def test_grpcurl_lists_and_streams(cluster: Any) -> None:
     shown = _run(cluster, str(EXAMPLES / "grpcurl.sh"))
     assert shown.startswith("grpc.health.v1.Health\ngrpc.reflection.v1alpha.ServerReflection\nsapwood.v1.Router\n")

@@ -25,9 +25,10 @@ from sapwood_worker.messages import (
 )
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.fake_runner import FakeRunner, continuation
 from sapwood_worker.scheduler.output import ModelOutput, SchedulerOutput
-from sapwood_worker.scheduler.scheduler import Scheduler, SchedulerConfig
+from sapwood_worker.scheduler.scheduler import Scheduler
 
 VOCAB = 50
 POISON = 49

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.output import TokenLogprobs
 from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler, SchedulerConfig
+from sapwood_worker.scheduler.scheduler import Scheduler
 
 TOKENS = 24
 

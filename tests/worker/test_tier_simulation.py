@@ -17,9 +17,10 @@ from sapwood_worker.cache.host_pages import HostPages
 from sapwood_worker.cache.host_pool import HostPool
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.fake_runner import FakeRunner, continuation
 from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler, SchedulerConfig
+from sapwood_worker.scheduler.scheduler import Scheduler
 
 VOCAB = 60
 POISON = 58

@@ -11,8 +11,9 @@ import pytest
 from sapwood_worker.cache.hierarchical import HierarchicalCache
 from sapwood_worker.cache.host_pages import HostPages
 from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler, SchedulerConfig
+from sapwood_worker.scheduler.scheduler import Scheduler
 
 TOKENS = 6
 

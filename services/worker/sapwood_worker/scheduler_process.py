@@ -30,8 +30,9 @@ from sapwood_worker.event_loop import EventLoop
 from sapwood_worker.grammar.store import GrammarStore
 from sapwood_worker.messages import Failed, FromScheduler, Ready, ToScheduler, encode, to_scheduler_decoder
 from sapwood_worker.model_info import ModelInfo
+from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.output import Runner
-from sapwood_worker.scheduler.scheduler import Scheduler, SchedulerConfig
+from sapwood_worker.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -111,9 +111,9 @@ class ModelOutput:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error", "deadline"]
 """``stop``: an end token or the end of the grammar. ``length``: max_tokens or the context's end. ``error``: runner or grammar
-failed."""
+failed. ``deadline``: it did not end in time."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):

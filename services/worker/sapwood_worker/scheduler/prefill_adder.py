@@ -35,7 +35,7 @@ class PrefillAdder:
         return min(self._budget, self._running.num_free_slots)
 
     def continue_running(self) -> None:
-        """Adds the next chunk of each running request that is not through its prompt, oldest first."""
+        """Adds the next chunk of each running request that is not through its prompt, by rank."""
         for request in self._running.requests:
             if request.remaining > 1 and self._budget > 0:
                 self._add(request)
@@ -55,17 +55,22 @@ class PrefillAdder:
         With nothing running it always fits. Otherwise there must also be pages for what it and the running requests are
         expected to generate, at least one for each.
         """
+        if not self.fits(request):
+            return False
         growth = self._growth(request)
-        if len(self._running) > 0:
-            if self._reserved is None:
-                self._reserved = sum(map(self._growth, self._running.requests))
-            needed = self._running.pages_to_start(request) + growth
-            if needed + self._reserved > self._running.num_available_pages:
-                return False
         self._running.start(request)
         self._reserved = (self._reserved or 0) + growth
         self._add(request)
         return True
+
+    def fits(self, request: Request) -> bool:
+        """Whether :meth:`admit` would admit it."""
+        if not len(self._running):
+            return True
+        if self._reserved is None:
+            self._reserved = sum(map(self._growth, self._running.requests))
+        needed = self._running.pages_to_start(request) + self._growth(request)
+        return needed + self._reserved <= self._running.num_available_pages
 
     def _growth(self, request: Request) -> int:
         return max(1, self._running.pages_for(self._ratio.expected_tokens(request)))

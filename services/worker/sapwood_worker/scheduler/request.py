@@ -24,6 +24,9 @@ class Request:
         prompt_length: Tokens of the prompt.
         sampling: How to sample, and when to end.
         namespace: Requests of different namespaces share no cached pages.
+        priority: The higher goes first, where priorities count.
+        tenant: Who it is for; tenants get equal shares.
+        deadline: By the scheduler's clock: it ends then, wherever it stands; None: never.
         grammar: What the output must match; stays while the request waits or is retracted, closed when it ends.
         max_length: Tokens of prompt and output at which it ends at the latest; set when it is let in.
         computed: Leading tokens whose KV is in the request's pages.
@@ -31,6 +34,8 @@ class Request:
         slot: Row in the page table while running, else -1.
         arrival: Order of arrival.
         queued_at: Step at which it was last put into the queue.
+        waited: Steps that it waited in the queue before it ran last.
+        rank: Set when it is admitted; the lower it is the later it is retracted.
         retractions: How often it was sent back to the queue.
         aborted: Its end was asked for while a step was computing it.
         output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of before.
@@ -45,6 +50,9 @@ class Request:
         namespace: See above.
         grammar: See above.
         output_tokens: So many of the prompt, at its end, are output of before.
+        priority: See above.
+        tenant: See above.
+        deadline: See above.
     """
 
     __slots__ = (
@@ -55,19 +63,24 @@ class Request:
         "arrival",
         "cached",
         "computed",
+        "deadline",
         "grammar",
         "max_length",
         "namespace",
         "output_start",
+        "priority",
         "prompt_length",
         "prompt_logprobs",
         "queued_at",
+        "rank",
         "request_id",
         "retractions",
         "sampling",
         "serial",
         "slot",
+        "tenant",
         "token_ids",
+        "waited",
     )
 
     def __init__(
@@ -79,6 +92,10 @@ class Request:
         namespace: bytes = b"",
         grammar: GrammarState | None = None,
         output_tokens: int = 0,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        deadline: float | None = None,
     ) -> None:
         self.serial = serial
         self.request_id = request_id
@@ -93,6 +110,11 @@ class Request:
         self.slot = -1
         self.arrival = 0
         self.queued_at = 0
+        self.waited = 0
+        self.rank = (0, 0)
+        self.priority = priority
+        self.tenant = tenant
+        self.deadline = deadline
         self.retractions = 0
         self.aborted = False
         self.output_start = len(prompt) - output_tokens

@@ -14,7 +14,7 @@ from sapwood_worker.scheduler.state import RequestState
 
 
 class RunningBatch:
-    """Requests that have a row, by arrival: the last one is the youngest.
+    """Requests that have a row, by rank: the last one is the first to be retracted.
 
     Args:
         table: The page table.
@@ -84,7 +84,7 @@ class RunningBatch:
         allocated = self._cache.allocate(request.slot, missing)
         assert allocated, f"request {request.request_id} was started without pages for it"
         request.computed += self._cache.load(request.slot)
-        insort(self.requests, request, key=lambda other: other.arrival)
+        insort(self.requests, request, key=lambda other: other.rank)
 
     def make_room(self, request: Request) -> bool:
         """Sees to a page for the request's next token; False, and nothing done, if there is none."""

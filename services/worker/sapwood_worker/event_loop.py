@@ -16,6 +16,7 @@ from sapwood_worker.scheduler.output import RequestOutput, Runner
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler
 from sapwood_worker.step_clock import StepClock
+from sapwood_worker.tiering import Tiering
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,9 @@ MOST_FAILURES = 3
 
 _GRAMMAR_WAIT_SECONDS = 0.001
 """How long an idle loop waits for a grammar to be built before it looks at its messages again."""
+
+_STORAGE_WAIT_SECONDS = 0.001
+"""How long a loop with nothing to compute waits for the third tier of the KV cache before it looks at its messages again."""
 
 
 class Mailbox(Protocol):
@@ -53,15 +57,22 @@ class EventLoop:
         runner: The model.
         mailbox: The way to the gRPC front.
         grammars: Makes the matchers of requests with a grammar; without it none come.
+        tiering: The KV cache's lower tiers, which the scheduler knows; None: there are none.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, mailbox: Mailbox, grammars: GrammarStore | None = None
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        mailbox: Mailbox,
+        grammars: GrammarStore | None = None,
+        tiering: Tiering | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._mailbox = mailbox
         self._grammars: PendingGrammars[Submit] | None = None if grammars is None else PendingGrammars(grammars)
+        self._tiering = tiering
         self._clock = StepClock()
         self._failures = 0
         self._reported: Load | None = None
@@ -75,6 +86,8 @@ class EventLoop:
         """
         self._report([])
         while True:
+            if self._tiering is not None:
+                self._tiering.poll()
             idle = not self._scheduler.has_work and not self._scheduler.has_copies and not self._grammars
             for message in self._mailbox.receive(wait=idle):
                 if isinstance(message, Shutdown):
@@ -138,7 +151,8 @@ class EventLoop:
 
     def _step(self) -> list[RequestOutput]:
         planned = self._scheduler.schedule()
-        if not planned:  # all there was to do has been aborted
+        if not planned:  # all there was to do has been aborted, or waits for the cache's third tier
+            self._scheduler.wait_for_storage(_STORAGE_WAIT_SECONDS)
             return []
         self._clock.planned(planned)
         try:

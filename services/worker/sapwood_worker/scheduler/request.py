@@ -37,7 +37,11 @@ class Request:
         waited: Steps that it waited in the queue before it ran last.
         rank: Set when it is admitted; the lower it is the later it is retracted.
         retractions: How often it was sent back to the queue.
-        aborted: Its end was asked for while a step was computing it.
+        over: It has ended for its client, but steps in flight still compute it: it keeps its row until they are done.
+        planned: As ``computed``, steps in flight included.
+        in_flight: Steps in flight that compute it.
+        unknown: Tokens, 0 or 1, that a step in flight samples for it.
+        shared: Whether what is computed of it may be shared when it ends.
         output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of before.
         admission: Unique for each time it is given a row.
         prompt_logprobs: Those that no output carried yet.
@@ -58,16 +62,18 @@ class Request:
     __slots__ = (
         "_scored",
         "_state",
-        "aborted",
         "admission",
         "arrival",
         "cached",
         "computed",
         "deadline",
         "grammar",
+        "in_flight",
         "max_length",
         "namespace",
         "output_start",
+        "over",
+        "planned",
         "priority",
         "prompt_length",
         "prompt_logprobs",
@@ -116,7 +122,11 @@ class Request:
         self.tenant = tenant
         self.deadline = deadline
         self.retractions = 0
-        self.aborted = False
+        self.over = False
+        self.planned = 0
+        self.in_flight = 0
+        self.unknown = 0
+        self.shared = True
         self.output_start = len(prompt) - output_tokens
         self.admission = -1
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -130,8 +140,8 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens whose KV is still to be computed; 1 while it decodes."""
-        return len(self.token_ids) - self.computed
+        """Tokens whose KV no step computes yet; 1 while it decodes."""
+        return len(self.token_ids) + self.unknown - self.planned
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.retraction import NewTokenRatio
 from sapwood_worker.scheduler.running_batch import RunningBatch
@@ -23,8 +26,15 @@ class PrefillAdder:
         chunks: What was added: a request and how many of its tokens.
     """
 
-    def __init__(self, running: RunningBatch, budget: int, ratio: NewTokenRatio) -> None:
+    def __init__(
+        self,
+        running: RunningBatch,
+        budget: int,
+        ratio: NewTokenRatio,
+        computing: Sequence[tuple[Request, int]] = (),
+    ) -> None:
         self._running = running
+        self._computing = computing
         self._budget = budget
         self._ratio = ratio
         self._reserved: int | None = None

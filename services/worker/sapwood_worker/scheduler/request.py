@@ -42,6 +42,7 @@ class Request:
         in_flight: Steps in flight that compute it.
         unknown: Tokens, 0 or 1, that a step in flight samples for it.
         shared: Whether what is computed of it may be shared when it ends.
+        held: It waits for pages that are being fetched and is not to be admitted meanwhile.
         output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of before.
         admission: Unique for each time it is given a row.
         prompt_logprobs: Those that no output carried yet.
@@ -68,6 +69,7 @@ class Request:
         "computed",
         "deadline",
         "grammar",
+        "held",
         "in_flight",
         "max_length",
         "namespace",
@@ -83,9 +85,11 @@ class Request:
         "retractions",
         "sampling",
         "serial",
+        "shared",
         "slot",
         "tenant",
         "token_ids",
+        "unknown",
         "waited",
     )
 
@@ -127,6 +131,7 @@ class Request:
         self.in_flight = 0
         self.unknown = 0
         self.shared = True
+        self.held = False
         self.output_start = len(prompt) - output_tokens
         self.admission = -1
         self.prompt_logprobs: list[TokenLogprobs] = []

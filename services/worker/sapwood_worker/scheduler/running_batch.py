@@ -95,7 +95,9 @@ class RunningBatch:
 
     def commit(self, request: Request) -> None:
         """Shares the full pages of what is computed of a request with those to come."""
-        self._cache.commit(request.slot, request.token_ids, request.computed)
+        # Of a request that was aborted with steps in flight more is computed than its known tokens.
+        known = len(request.token_ids)
+        self._cache.commit(request.slot, request.token_ids, min(request.computed, known))
 
     def stop(self, request: Request, state: RequestState, *, keep: bool = True) -> None:
         """Takes a request's row; what it computed stays in the cache, unlocked, unless ``keep`` is false.

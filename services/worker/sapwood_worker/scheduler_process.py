@@ -175,7 +175,7 @@ def main() -> int:
         return 1
     mailbox.send(Ready(_with_vocabulary(runner)))
     try:
-        EventLoop(scheduler, runner, mailbox, grammars, tiering).run()
+        EventLoop(scheduler, runner, mailbox, grammars, tiering, overlap=config.overlap).run()
     except OrphanedError:
         logger.error("the gRPC front is gone")
         return 1

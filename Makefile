@@ -51,9 +51,10 @@ fmt: $(BIN)/.installed-dev ## Format the code
 proto: $(BIN)/.installed-dev ## Generate the Python stubs from protos/ again
 	$(BIN)/python hatch_build.py
 
-docs: $(BIN)/.installed-dev ## Write docs/configuration.md and docs/metrics.md from the code again
+docs: $(BIN)/.installed-dev ## Write docs/configuration.md, docs/metrics.md and the dashboards from the code again
 	$(BIN)/python docs/write_configuration.py
 	$(BIN)/python docs/write_metrics.py
+	$(BIN)/python deploy/observability/write_dashboards.py
 
 bench-cpu: $(BIN)/.installed-dev ## Measure beside transformers on this CPU: ARGS='--plot bench.png' draws
 	$(BIN)/python benchmarks/bench_cpu.py $(ARGS)

@@ -14,10 +14,11 @@ from sapwood_worker.grammar.store import GrammarStore
 from sapwood_worker.messages import Abort, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.fake_runner import FakeRunner
 from sapwood_worker.scheduler.output import RequestOutput
 from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler, SchedulerConfig
+from sapwood_worker.scheduler.scheduler import Scheduler
 
 PATTERN = "[a-f]{30,60}(x[0-9]{20}y)"
 PROMPT = [1, 2, 3, 4, 5]

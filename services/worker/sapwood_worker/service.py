@@ -35,6 +35,7 @@ class ServedModel(NamedTuple):
     info: ModelInfo
     epoch: int
     grammars: RequestGrammars
+    max_running: int
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -106,7 +107,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._idle.set()
 
     async def _start(self, request: worker_pb2.WorkerGenerateRequest, seconds: float | None) -> Generation:
-        _, info, _, grammars = self._loaded()
+        _, info, _, grammars, _ = self._loaded()
         check_prompt(request, info)
         sampling, count = to_sampling(request, info)
         grammar = await grammars.compiled(request, seconds)
@@ -121,7 +122,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         )
 
     def _info(self) -> worker_pb2.GetModelInfoResponse:
-        name, info, epoch, _ = self._loaded()
+        name, info, epoch, _, max_running = self._loaded()
         return worker_pb2.GetModelInfoResponse(
             model=name,
             architecture=info.architecture,
@@ -132,6 +133,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             page_size=info.page_size,
             num_pages=info.num_pages,
             epoch=epoch,
+            max_running=max_running,
         )
 
     async def WatchLoad(

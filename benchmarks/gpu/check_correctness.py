@@ -36,6 +36,23 @@ def request(tokens: list[int], start: int, samples: bool = True) -> SchedulerOut
     return SchedulerOutput(0, np.arange(64, dtype=np.int32).reshape(1, 64), [part])
 
 
+def mixed_error(runner: ModelRunner, model: transformers.PreTrainedModel, tokens: list[int]) -> float:
+    """Relative error of a step in which one request decodes while another's prompt goes in."""
+    other = tokens[::-1]
+    table = np.arange(64, dtype=np.int32).reshape(2, 32)
+    greedy = SamplingParams(temperature=0.0)
+    runner.execute(SchedulerOutput(0, table, [ScheduledRequest("a", 0, tokens[:-1], 0, False, greedy)]))
+    parts = [
+        ScheduledRequest("a", 0, tokens[-1:], len(tokens) - 1, True, greedy),
+        ScheduledRequest("b", 1, other, 0, True, greedy),
+    ]
+    logits = runner.logits(SchedulerOutput(1, table, parts))
+    with torch.inference_mode():
+        both = model(torch.tensor([tokens, other], device="cuda")).logits
+    expected = torch.cat((both[0, -1:], both[1]))
+    return float((logits - expected).norm() / expected.norm())
+
+
 def main() -> int:
     worst = 0
     for name, model in models().items():
@@ -63,6 +80,7 @@ def main() -> int:
                 gap = float(logits[best] - logits[token])
                 agreed += token == best or gap < 2 * limit * float(logits.std())
                 tokens.append(best)
+            error = max(error, mixed_error(runner, reference, tokens))
             good = error < limit and agreed == 40
             worst |= not good
             row = {"what": f"check {name} {dtype}", "logits relative error": round(error, 6), "greedy agreed": agreed}

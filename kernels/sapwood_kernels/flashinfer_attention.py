@@ -67,9 +67,15 @@ class PagedKeys:
     indices: Tensor
     last_page_len: Tensor
 
+    def split(self, count: int) -> tuple[PagedKeys, PagedKeys]:
+        """Those of the first ``count`` requests and those of the others."""
+        at = int(self.indptr[count])
+        first = PagedKeys(self.indptr[: count + 1], self.indices[:at], self.last_page_len[:count])
+        return first, PagedKeys(self.indptr[count:] - at, self.indices[at:], self.last_page_len[count:])
+
 
 class PrefillAttention:
-    """Any mix of prompt chunks and decodes; planned anew for each step.
+    """Chunks of prompts, decodes among them too; planned anew for each step.
 
     Args:
         shape: See :class:`AttentionShape`.
@@ -101,35 +107,38 @@ class PrefillAttention:
             **self._variant.arguments(),
         )
 
-    def run(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Tensor:
-        """[T, H, D] and pages [P, page_size, K, D] -> [T, H, D]."""
-        result: Tensor = self._wrapper.run(query, (key_pages, value_pages))
+    def run(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, out: Tensor | None = None) -> Tensor:
+        """[T, H, D] and pages [P, page_size, K, D] -> [T, H, D], in ``out`` if given."""
+        result: Tensor = self._wrapper.run(query, (key_pages, value_pages), out=out)
         return result
 
 
 class DecodeAttention:
-    """One token a request, a fixed number of requests, at fixed addresses: made to be captured in a CUDA graph.
+    """One token a request.
 
     Args:
-        batch: B.
-        indices: int32 buffer of page ids that all batch sizes share.
-        workspace: uint8 buffer that all batch sizes share.
+        batch: How many requests, where it is to be captured in a CUDA graph and its buffers stay at their addresses; None: any
+            number, planned anew for each step.
+        indices: int32 buffer of page ids; all batch sizes share it.
+        workspace: uint8 buffer; all batch sizes share it.
         shape: See :class:`AttentionShape`.
         variant: See :class:`Variant`.
     """
 
-    def __init__(self, batch: int, indices: Tensor, workspace: Tensor, shape: AttentionShape, variant: Variant) -> None:
+    def __init__(
+        self, batch: int | None, indices: Tensor, workspace: Tensor, shape: AttentionShape, variant: Variant
+    ) -> None:
         self._shape = shape
         self._variant = variant
-        self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace,
-            "NHD",
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=torch.zeros(batch + 1, dtype=torch.int32, device=indices.device),
-            paged_kv_indices_buffer=indices,
-            paged_kv_last_page_len_buffer=torch.ones(batch, dtype=torch.int32, device=indices.device),
-        )
+        fixed: dict[str, Any] = {}
+        if batch is not None:
+            fixed = {
+                "use_cuda_graph": True,
+                "paged_kv_indptr_buffer": torch.zeros(batch + 1, dtype=torch.int32, device=indices.device),
+                "paged_kv_indices_buffer": indices,
+                "paged_kv_last_page_len_buffer": torch.ones(batch, dtype=torch.int32, device=indices.device),
+            }
+        self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True, **fixed)
 
     @staticmethod
     def workspace(device: torch.device) -> Tensor:
@@ -137,7 +146,7 @@ class DecodeAttention:
         return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
     def plan(self, keys: PagedKeys) -> None:
-        """Prepares a step: writes FlashInfer's schedule to its fixed addresses, on the current stream."""
+        """Prepares a step: writes FlashInfer's schedule, to its fixed addresses if there are, on the current stream."""
         shape = self._shape
         self._wrapper.plan(
             keys.indptr,
@@ -152,7 +161,39 @@ class DecodeAttention:
             **self._variant.arguments(),
         )
 
-    def run(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Tensor:
-        """[B, H, D] and pages [P, page_size, K, D] -> [B, H, D]."""
-        result: Tensor = self._wrapper.run(query, (key_pages, value_pages))
+    def run(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, out: Tensor | None = None) -> Tensor:
+        """[B, H, D] and pages [P, page_size, K, D] -> [B, H, D], in ``out`` if given."""
+        result: Tensor = self._wrapper.run(query, (key_pages, value_pages), out=out)
         return result
+
+
+class MixedAttention:
+    """A step whose first requests decode while others prefill: each part in the kernel made for it.
+
+    The prefill kernel gives each request a tile of 128 query rows and does not split its keys, so that a decode in it takes
+    several times as long as in the decode kernel.
+
+    Args:
+        decode: Of any number of requests.
+        prefill: See :class:`PrefillAttention`.
+    """
+
+    def __init__(self, decode: DecodeAttention, prefill: PrefillAttention) -> None:
+        self._decode = decode
+        self._prefill = prefill
+        self._decodes = 0
+
+    def plan(self, query_indptr: Tensor, keys: PagedKeys, decodes: int) -> None:
+        """Prepares a step of which the first ``decodes`` requests have one token each, and others follow."""
+        first, rest = keys.split(decodes)
+        self._decode.plan(first)
+        self._prefill.plan(query_indptr[decodes:] - decodes, rest)
+        self._decodes = decodes
+
+    def run(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Tensor:
+        """[T, H, D] and pages [P, page_size, K, D] -> [T, H, D]."""
+        out = torch.empty_like(query)
+        count = self._decodes
+        self._decode.run(query[:count], key_pages, value_pages, out[:count])
+        self._prefill.run(query[count:], key_pages, value_pages, out[count:])
+        return out

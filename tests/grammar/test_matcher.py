@@ -113,7 +113,7 @@ def test_a_request_goes_on_from_tokens_generated_before(store, compile_grammar, 
 def test_tokens_from_before_that_do_not_fit_are_refused(store, compile_grammar):
     with pytest.raises(InvalidArgumentError, match="only the first 1") as caught:
         store.build(compile_grammar("regex", "ab"), [*b"ax"])
-    assert caught.value.field == "grammar_tokens"
+    assert caught.value.field == "output_tokens"
 
 
 def test_a_grammar_of_another_vocabulary_is_refused(store, compile_grammar):

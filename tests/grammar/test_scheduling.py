@@ -14,10 +14,11 @@ from sapwood_worker.grammar.store import GrammarStore
 from sapwood_worker.messages import Abort, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.fake_runner import FakeRunner
 from sapwood_worker.scheduler.output import RequestOutput
 from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler, SchedulerConfig
+from sapwood_worker.scheduler.scheduler import Scheduler
 
 PATTERN = "[a-f]{30,60}(x[0-9]{20}y)"
 PROMPT = [1, 2, 3, 4, 5]
@@ -228,7 +229,7 @@ def test_the_loop_refuses_what_cannot_be_built_and_goes_on(loop, compile_grammar
     refused = {message.serial: message for message in mailbox.sent if isinstance(message, Refused)}
     assert refused[0].field == "grammar.compiled"
     assert refused[0].kind == InvalidArgumentError.__name__
-    assert refused[1].field == "grammar_tokens"
+    assert refused[1].field == "output_tokens"
     assert mailbox.outputs(2)[-1].finish_reason == "stop"
 
 

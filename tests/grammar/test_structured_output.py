@@ -15,8 +15,8 @@ import torch
 from sapwood_kernels.token_bitmask import apply_token_bitmask
 from sapwood_worker.grammar.token_masks import TokenMasks
 from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.sampling.row_settings import RowSettings
 from sapwood_worker.sampling.sampler import sample
-from sapwood_worker.sampling.sampling_batch import build_sampling_batch
 
 MAX_TOKENS = 250
 ENDS = (1, 106)
@@ -59,8 +59,9 @@ def generate(store, vocabulary, noise: Noise, compiled: list[bytes], seed: int) 
         logits = noise.rows([(row * 613 + step * 71 + seed * 17) % 4096 for row in running])
         apply_token_bitmask(logits, torch.from_numpy(pending.result()))
         positions = np.array([step * 1000 + row for row in running], np.int64)
-        settings = build_sampling_batch([params] * len(running), positions, size, torch.device("cpu"))
-        chosen, _ = sample(logits, settings)
+        settings = RowSettings(1, size, (), torch.device("cpu"))
+        settings.enter(0, params, 0)
+        chosen, _ = sample(logits, settings.sampling(np.zeros(len(running), np.int64), positions))
         for row, token in zip(running, chosen.tolist(), strict=True):
             assert matchers[row].accept(token), matchers[row].error
             if token not in ENDS:

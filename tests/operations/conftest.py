@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,6 +81,7 @@ class Cluster:
     def __init__(self) -> None:
         self.processes: dict[str, Process] = {}
         self.grpc = self.http = self.tokenizer = self.worker = ""
+        self.secure = False
 
     def start(self, model: Path, common: tuple[str, ...], **flags: tuple[str, ...]) -> None:
         """Starts all and waits until the router can answer."""
@@ -86,14 +90,28 @@ class Cluster:
         self.tokenizer = self.processes["tokenizer"].find(r"\blistening on ([\d.]+:\d+)")
         self.worker = self.processes["worker"].find(r"\blistening on ([\d.]+:\d+)")
         router = ("--port", "0", "--http-port", "0", "--tokenizer", self.tokenizer, "--workers", self.worker)
+        self.secure = "--tls-cert" in flags.get("router", ())
         self._start("router", *router, *common, *flags.get("router", ()))
         self.grpc = self.processes["router"].find(r"gRPC listening on ([\d.]+:\d+)")
         self.http = self.processes["router"].find(r"HTTP listening on ([\d.]+:\d+)")
 
     def wait_ready(self) -> None:
-        """Returns once the router has its worker."""
-        self.processes["router"].find(r"(worker .* is up)")
-        self.processes["router"].find(r"(tokenizer is up)")
+        """Returns once the router can answer."""
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        )
+        scheme = "https" if self.secure else "http"
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                with opener.open(f"{scheme}://{self.http}/health", timeout=10):
+                    return
+            except urllib.error.HTTPError as error:
+                assert time.monotonic() < deadline, error.read()
+                time.sleep(0.05)
 
     def metrics(self, service: str) -> str:
         """What a service shows under /metrics."""

@@ -42,7 +42,7 @@ async def test_a_format_becomes_a_grammar_for_the_worker(cluster) -> None:
             assert not asked.HasField("tool_calls")
             name = f"compiled {len(cluster.tokenizer.grammars)}".encode()
             (request,) = [c.request for c in cluster.calls() if c.request.grammar.compiled == name]
-            assert request.grammar_tokens == 0
+            assert request.output_tokens == 0
 
 
 async def test_text_is_no_format(cluster) -> None:
@@ -129,4 +129,4 @@ async def test_a_resumed_generation_tells_how_far_its_grammar_is(cluster) -> Non
     responses += [response async for response in stream]
     assert "".join(response.text for response in responses) == text
     (resumed,) = [call.request for worker in cluster.workers if worker is not running for call in worker.calls]
-    assert 0 < resumed.grammar_tokens == len(resumed.token_ids) - len(encode("hi"))
+    assert 0 < resumed.output_tokens == len(resumed.token_ids) - len(encode("hi"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,7 @@ from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import ScheduledRequest, SchedulerOutput
 
 VOCAB = 97
+_ADMISSIONS = itertools.count()
 POISON = 999
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -100,16 +103,20 @@ class Driver:
     step: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
+    prompts: dict[int, int] = field(default_factory=dict)
+    admissions: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         info = self.runner.info
         pages = np.random.default_rng(7).permutation(info.num_pages).astype(np.int32)
         self.table = pages[: info.num_pages // self.rows * self.rows].reshape(self.rows, -1)
 
-    def add(self, slot: int, tokens: list[int]) -> None:
-        """A new request in row ``slot``."""
+    def add(self, slot: int, tokens: list[int], output_tokens: int = 0) -> None:
+        """A new request in row ``slot``; the last ``output_tokens`` are output of before."""
         self.tokens[slot] = list(tokens)
         self.cached[slot] = 0
+        self.prompts[slot] = len(tokens) - output_tokens
+        self.admissions[slot] = next(_ADMISSIONS)
 
     def output(
         self, chunks: dict[int, int], sampling: dict[int, SamplingParams] | SamplingParams | None = None
@@ -128,6 +135,11 @@ class Driver:
                     start=start,
                     samples=start + size == len(tokens),
                     sampling=chosen or SamplingParams(temperature=0.0),
+                    admission=self.admissions[slot],
+                    history=array("I", tokens),
+                    output_start=self.prompts[slot],
+                    prompt_length=self.prompts[slot],
+                    prompt_logprobs=(chosen or SamplingParams()).prompt_logprobs,
                 )
             )
             self.cached[slot] += size

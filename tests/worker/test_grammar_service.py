@@ -87,11 +87,11 @@ async def test_a_stream_goes_on_from_the_tokens_generated_before(start, cut) -> 
     async with open_channel(start()) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         whole, _ = await collect(stub, request(grammar=grammar(regex=PATTERN)))
-        resumed = request(tokens=[1, 2, 3, *whole[:cut]], grammar=grammar(regex=PATTERN), grammar_tokens=cut)
+        resumed = request(tokens=[1, 2, 3, *whole[:cut]], grammar=grammar(regex=PATTERN), output_tokens=cut)
         rest, last = await collect(stub, resumed)
         assert whole[:cut] + rest == whole
         assert last.finish_reason == common_pb2.FINISH_REASON_STOP
-        over = request(tokens=[1, 2, 3, *whole], grammar=grammar(regex=PATTERN), grammar_tokens=len(whole))
+        over = request(tokens=[1, 2, 3, *whole], grammar=grammar(regex=PATTERN), output_tokens=len(whole))
         rest, last = await collect(stub, over)
         assert (rest, last.finish_reason) == ([], common_pb2.FINISH_REASON_STOP)
 
@@ -106,12 +106,16 @@ async def test_what_is_wrong_with_a_grammar_is_named_and_the_worker_goes_on(star
         (request(grammar=grammar(compiled=artefact[:-1])), "grammar.compiled"),
         (request(grammar=grammar(compiled=foreign)), "grammar.compiled"),
         (request(grammar=grammar(compiled=artefact, options=common_pb2.GrammarOptions())), "grammar.options"),
-        (request(grammar_tokens=1), "grammar_tokens"),
-        (request(grammar=grammar(compiled=artefact), grammar_tokens=4), "grammar_tokens"),
-        (request(grammar=grammar(compiled=artefact), grammar_tokens=2), "grammar_tokens"),
+        (request(output_tokens=4), "output_tokens"),
+        (request(grammar=grammar(compiled=artefact), output_tokens=4), "output_tokens"),
+        (request(grammar=grammar(compiled=artefact), output_tokens=2), "output_tokens"),
         (
             request(grammar=grammar(compiled=artefact), sampling=common_pb2.SamplingParams(ignore_eos=True)),
             "sampling.ignore_eos",
+        ),
+        (
+            request(grammar=grammar(compiled=artefact), sampling=common_pb2.SamplingParams(min_tokens=1)),
+            "sampling.min_tokens",
         ),
     ]
     async with open_channel(start()) as channel:

@@ -24,9 +24,10 @@ from sapwood_worker.kv_event_publisher import KvEventPublisher, encode_batch
 from sapwood_worker.kv_event_stream import MOST_BEHIND, SNAPSHOT_BLOCKS, KvEventBatch, KvEventStream
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.fake_runner import FakeRunner
 from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler, SchedulerConfig
+from sapwood_worker.scheduler.scheduler import Scheduler
 
 
 class SharedStored(msgspec.Struct, array_like=True, tag="BlockStored"):

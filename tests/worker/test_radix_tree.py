@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +52,7 @@ class RadixTreeAgainstModel(RuleBasedStateMachine):
         self.model: dict[Prefix, int] = {}
         self.locks: dict[Prefix, int] = {}
         self.next_page = 0
+        self.ends: Counter[Node] = Counter()
 
     def prefixes(self, namespace: bytes, tokens: list[int]) -> list[Prefix]:
         return [(namespace, tuple(tokens[: end + PAGE])) for end in range(0, len(tokens) // PAGE * PAGE, PAGE)]
@@ -67,6 +69,7 @@ class RadixTreeAgainstModel(RuleBasedStateMachine):
         match = self.tree.match(key(tokens), namespace)
         assert match.pages.tolist() == self.expected(namespace, tokens)
         self.tree.lock(match.node)
+        self.ends[match.node] += 1
         held = Held(match.node, namespace, tokens[: len(match.pages) * PAGE])
         for prefix in self.prefixes(namespace, held.tokens):
             self.locks[prefix] = self.locks.get(prefix, 0) + 1
@@ -79,6 +82,7 @@ class RadixTreeAgainstModel(RuleBasedStateMachine):
     @rule(held=consumes(locked))
     def unlock(self, held: Held) -> None:
         self.tree.unlock(held.node)
+        self.ends[held.node] -= 1
         for prefix in self.prefixes(held.namespace, held.tokens):
             self.locks[prefix] -= 1
 
@@ -95,6 +99,8 @@ class RadixTreeAgainstModel(RuleBasedStateMachine):
         assert result.pages.tolist() == known + pages.tolist()[len(known) :]
         self.tree.lock(result.node)
         self.tree.unlock(held.node)
+        self.ends[held.node] -= 1
+        self.ends[result.node] += 1
         for prefix in self.prefixes(held.namespace, whole)[len(held.tokens) // PAGE :]:
             self.locks[prefix] = self.locks.get(prefix, 0) + 1
         return Held(result.node, held.namespace, whole)
@@ -124,7 +130,7 @@ class RadixTreeAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def counters_agree(self) -> None:
-        self.tree.check()
+        assert sorted(self.tree.check(+self.ends).tolist()) == sorted(self.model.values())
         assert self.tree.num_pages == len(self.model)
         assert self.tree.num_evictable == sum(1 for prefix in self.model if not self.locks.get(prefix))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sapwood_common.errors import ConfigError, InternalError
+from sapwood_common.errors import ConfigError
 from sapwood_worker.runner.input_builder import build_forward_batch
 from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
 from sapwood_worker.sampling.params import SamplingParams
@@ -83,15 +83,27 @@ def test_prefix_pages_shared_by_two_requests_serve_both(runner, make_driver):
     assert shared == make_driver(runner).generate({7: [*prefix, 50, 51, 52]}, 1)[7][0]
 
 
-def test_logits_that_are_not_numbers_are_an_error_naming_the_request(tiny_model, make_runner, make_driver):
+@pytest.mark.parametrize(
+    "setting",
+    [
+        GREEDY,
+        SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=4),
+        SamplingParams(temperature=1.0, presence_penalty=1.0, logprobs=3, seed=4),
+    ],
+    ids=["greedy", "sampled", "penalised"],
+)
+def test_a_request_whose_logits_are_not_numbers_fails_alone(tiny_model, make_runner, make_driver, setting):
     broken = make_runner(tiny_model("llama").path)
-    driver = make_driver(broken)
-    driver.add(0, [3, 4])
-    driver.add(1, [5, 6])
     embedding = broken._model.embedding.weight
     embedding[6] = float("nan")
-    with pytest.raises(InternalError, match=r"not finite numbers for: r1$"):
-        broken.execute(driver.output({0: 2, 1: 2}))
+    driver = make_driver(broken)
+    prompts = {0: [3, 4], 1: [5, 6], 2: [7, 8]}
+    for slot, prompt in prompts.items():
+        driver.add(slot, prompt)
+    result = broken.execute(driver.output({0: 2, 1: 2, 2: 2}, setting))
+    good = make_driver(broken).generate({0: [3, 4], 2: [7, 8]}, 1, setting)
+    assert result.token_ids == [good[0][0], -1, good[2][0]]
+    assert 1 not in result.logprobs
 
 
 def test_info_describes_model_and_pool(tiny_model):

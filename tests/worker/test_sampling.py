@@ -10,8 +10,8 @@ import torch
 
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.sampling.random_numbers import uniform
+from sapwood_worker.sampling.row_settings import RowSettings
 from sapwood_worker.sampling.sampler import row_max, sample
-from sapwood_worker.sampling.sampling_batch import build_sampling_batch
 
 CPU = torch.device("cpu")
 
@@ -19,8 +19,10 @@ CPU = torch.device("cpu")
 def draw(logits, params, positions=None):
     """Token ids for logits [R, V] and R settings."""
     positions = np.arange(len(params)) if positions is None else np.asarray(positions)
-    batch = build_sampling_batch(params, positions, logits.shape[1], CPU)
-    return sample(logits, batch)[0]
+    settings = RowSettings(len(params), logits.shape[1], (), CPU)
+    for row, each in enumerate(params):
+        settings.enter(row, each, 0)
+    return sample(logits, settings.sampling(np.arange(len(params)), positions))[0]
 
 
 def expected_distribution(logits, params):

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from sapwood_common.errors import InvalidArgumentError, ResourceExhaustedError
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.fake_runner import FakeRunner, continuation
 from sapwood_worker.scheduler.output import RequestOutput
-from sapwood_worker.scheduler.policy import STARVED_AFTER
 from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler, SchedulerConfig
+from sapwood_worker.scheduler.scheduler import Scheduler
 from sapwood_worker.scheduler.state import IllegalTransitionError, RequestState
 
 VOCAB = 50
@@ -319,22 +319,6 @@ def test_output_ends_with_the_context() -> None:
     driver.run()
     assert len(driver.received["a"]) == 4
     assert driver.finished["a"].finish_reason == "length"
-
-
-def test_longest_prefix_goes_first_but_nobody_waits_for_ever() -> None:
-    driver = Driver(max_running=1, policy="lpm", num_pages=32)
-    driver.add("warm", list(range(8)), max_tokens=1)
-    driver.run()
-    driver.add("cold", [40, 41, 42], max_tokens=1)
-
-    for number in range(2 * STARVED_AFTER):
-        driver.add(f"hit{number}", [*range(8), number % VOCAB], max_tokens=1)
-        driver.step()
-        if number == 0:
-            assert driver.batches[-1] == ["hit0"], "the request with a cached prefix goes first"
-        if "cold" in driver.finished:
-            break
-    assert number == STARVED_AFTER
 
 
 def test_an_illegal_transition_raises() -> None:

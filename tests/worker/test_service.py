@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from sapwood_common.child_seed import child_seed
 from sapwood_common.status import from_rpc_error
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.fake_runner import continuation
@@ -193,6 +195,19 @@ async def test_a_slow_reader_gets_its_tokens_merged_and_none_is_lost(start) -> N
         ([1], {"min_p": -0.1}, "sampling.min_p"),
         ([1], {"max_tokens": 0}, "sampling.max_tokens"),
         ([1], {"stop_token_ids": [VOCAB]}, "sampling.stop_token_ids"),
+        ([1], {"frequency_penalty": 2.5}, "sampling.frequency_penalty"),
+        ([1], {"frequency_penalty": float("nan")}, "sampling.frequency_penalty"),
+        ([1], {"presence_penalty": -2.5}, "sampling.presence_penalty"),
+        ([1], {"repetition_penalty": 0}, "sampling.repetition_penalty"),
+        ([1], {"repetition_penalty": float("inf")}, "sampling.repetition_penalty"),
+        ([1], {"logit_bias": {VOCAB: 1.0}}, "sampling.logit_bias"),
+        ([1], {"logit_bias": {1: 101.0}}, "sampling.logit_bias"),
+        ([1], {"logit_bias": {1: float("nan")}}, "sampling.logit_bias"),
+        ([1], {"min_tokens": 6, "max_tokens": 5}, "sampling.min_tokens"),
+        ([1], {"n": 0}, "sampling.n"),
+        ([1], {"n": 129}, "sampling.n"),
+        ([1], {"logprobs": 21}, "sampling.logprobs"),
+        ([1], {"prompt_logprobs": 21}, "sampling.prompt_logprobs"),
     ],
 )
 async def test_a_bad_field_is_named(shared: str, prompt: list[int], sampling: dict[str, object], field: str) -> None:
@@ -203,6 +218,65 @@ async def test_a_bad_field_is_named(shared: str, prompt: list[int], sampling: di
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert from_rpc_error(caught.value).field == field
         assert (await collect(stub, request("good", [1], max_tokens=2)))[0] == expected([1], 2)
+
+
+async def test_n_continuations_share_a_prompt_and_each_has_its_own_end(shared: str) -> None:
+    prompt = [3] * 100
+    async with grpc.aio.insecure_channel(shared) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        parts: dict[int, list[worker_pb2.WorkerGenerateResponse]] = {}
+        async for response in stub.Generate(request("many", prompt, n=4, max_tokens=20)):
+            parts.setdefault(response.index, []).append(response)
+        assert sorted(parts) == [0, 1, 2, 3]
+        cached = []
+        for index, responses in parts.items():
+            tokens = [token for response in responses for token in response.token_ids]
+            params = SamplingParams(seed=child_seed(SEED, index))
+            assert tokens == list(islice(continuation(prompt, params, VOCAB), 20))
+            assert [bool(response.finish_reason) for response in responses] == [False] * (len(responses) - 1) + [True]
+            usage = responses[-1].usage
+            assert (usage.prompt_tokens, usage.completion_tokens) == (100, 20)
+            assert responses[0].HasField("usage")
+            cached.append(usage.cached_tokens)
+        assert sorted(cached) == [0, 96, 96, 96], "one computes the prompt, the others find its full pages"
+
+
+async def test_closing_a_call_ends_all_its_continuations_and_one_refused_refuses_all(start) -> None:
+    worker = start("--max-running", "2", "--max-waiting", "2", "--no-prefix-cache")
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        call = stub.Generate(request("many", [1], n=2, ignore_eos=True))
+        await load_where(stub, lambda load: load.running_requests == 2)
+        call.cancel()
+        load = await load_where(stub, lambda load: not load.running_requests)
+        assert load.used_pages == 0
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(stub, request("too-many", [1], n=6))
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        load = await load_where(stub, lambda load: not load.running_requests and not load.waiting_requests)
+        assert load.used_pages == 0
+        assert (await collect(stub, request("too-many", [1], max_tokens=3)))[0] == expected([1], 3)
+
+
+async def test_log_probabilities_come_with_the_tokens_and_the_prompts_with_the_first(shared: str) -> None:
+    prompt = [5, 6, 7] * 30
+    async with grpc.aio.insecure_channel(shared) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        await collect(stub, request("before", prompt, max_tokens=1))
+        message = request("logs", prompt, n=2, max_tokens=9, logprobs=2, prompt_logprobs=1)
+        responses = [response async for response in stub.Generate(message)]
+        for index in (0, 1):
+            own = [response for response in responses if response.index == index]
+            tokens = [token for response in own for token in response.token_ids]
+            logprobs = [each for response in own for each in response.logprobs]
+            assert [each.logprob for each in logprobs] == pytest.approx([-math.log(token + 2) for token in tokens])
+            assert all(list(each.top_ids) == [0, 1] and len(each.top_logprobs) == 2 for each in logprobs)
+            of_prompt = [each for response in own for each in response.prompt_logprobs]
+            assert len(own[0].prompt_logprobs) == len(of_prompt)
+            wanted = [-math.log(token + 2) for token in prompt[1:]] if index == 0 else []
+            assert [each.logprob for each in of_prompt] == pytest.approx(wanted)
+        plain = [each async for each in stub.Generate(request("plain", prompt, max_tokens=2))]
+        assert not any(each.logprobs or each.prompt_logprobs for each in plain)
 
 
 @pytest.fixture(scope="module")

@@ -111,13 +111,13 @@ def start_tracing(service: str, endpoint: str | None, ratio: float) -> Tracing:
 
     Args:
         service: ``service.name`` of the spans.
-        endpoint: ``host:port`` or URL of the collector; None is off.
+        endpoint: ``host:port`` or URL of the collector; None, or nothing, is off.
         ratio: Share of traces that are kept, 0 to 1, of those that begin here; others follow their parent's decision.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
     """
-    if endpoint is None:
+    if not endpoint:
         return NoTracing()
     from sapwood_common.tracing_otlp import OtlpTracing
 

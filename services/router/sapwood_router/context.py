@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sapwood_common.errors import SapwoodError
+from sapwood_router.caller import NOBODY, Caller
+from sapwood_router.logprobs import TokenLogprobs
 from sapwood_router.output import Output, OutputOptions
 from sapwood_router.structure import AnswerGrammar, ToolChoice
 
@@ -74,6 +77,13 @@ class Sampling:
     max_tokens: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +136,16 @@ class Finish:
 
 @dataclass(slots=True)
 class Delta:
-    """New output and the tokens read for it; ``finish`` is set on the last one only."""
+    """New output and the tokens read for it; ``finish`` is set on the last one only.
+
+    ``logprobs``, if asked for, has one for each token; the first ``text_tokens`` of the tokens are no end token.
+    """
 
     output: Output
     token_ids: list[int]
     finish: Finish | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
+    text_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -147,10 +162,12 @@ class RequestContext:
         compiled_grammar: The grammar of the output as workers take it; empty if it is free (prepare).
         fields: How the client spells them.
         deadline: On the event loop's clock.
+        caller: Who asks.
         worker_request_id: Unique among all requests, also where clients reuse an id.
         token_ids: The prompt's tokens (prepare).
         worker, reason: Address of the worker that answers, and why it was chosen (select).
         output_ids: Tokens the worker generated so far (execute).
+        logprobs, prompt_logprobs: How likely those were, and the prompt's tokens but the first, if asked for (execute).
         worker_finish, cached_tokens: What the worker said (execute); what was cached is what the first worker found.
         attempts: Workers the request was given to (build).
         resumptions: How often the stream went on, on another worker, after tokens had come.
@@ -169,11 +186,14 @@ class RequestContext:
     grammar: AnswerGrammar | None = None
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
+    caller: Caller = NOBODY
     compiled_grammar: bytes = b""
     token_ids: list[int] = field(default_factory=list)
     worker: str = "-"
     reason: str = "-"
     output_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     worker_finish: FinishReason | None = None
     cached_tokens: int = 0
     attempts: int = 0

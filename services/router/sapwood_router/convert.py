@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from sapwood.v1 import common_pb2, router_pb2, tokenizer_pb2, worker_pb2
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.status import from_parts
@@ -20,10 +23,14 @@ from sapwood_router.context import (
     Usage,
 )
 from sapwood_router.load import Load
+from sapwood_router.logprobs import TokenLogprobs
 from sapwood_router.output import Output, OutputOptions, ToolCallDelta
 from sapwood_router.served_model import ServedModel
 from sapwood_router.structure import AnswerGrammar, ToolChoice
 from sapwood_router.worker_output import WorkerOutput
+
+if TYPE_CHECKING:
+    from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 _TO_PROTO = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -147,6 +154,13 @@ def sampling_of(message: common_pb2.SamplingParams) -> Sampling:
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos if message.HasField("ignore_eos") else None,
+        frequency_penalty=message.frequency_penalty if message.HasField("frequency_penalty") else None,
+        presence_penalty=message.presence_penalty if message.HasField("presence_penalty") else None,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else None,
+        logit_bias=dict(message.logit_bias),
+        min_tokens=message.min_tokens if message.HasField("min_tokens") else None,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
 
 
@@ -164,6 +178,13 @@ def to_worker_request(request_id: str, token_ids: list[int], sampling: Sampling)
             max_tokens=sampling.max_tokens,
             stop_token_ids=sampling.stop_token_ids,
             ignore_eos=sampling.ignore_eos,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=sampling.logit_bias,
+            min_tokens=sampling.min_tokens,
+            logprobs=sampling.logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
         ),
     )
 
@@ -174,7 +195,21 @@ def worker_output_of(message: worker_pb2.WorkerGenerateResponse) -> WorkerOutput
         token_ids=message.token_ids,
         finish=_FROM_PROTO.get(message.finish_reason),
         cached_tokens=message.usage.cached_tokens if message.HasField("usage") else None,
+        logprobs=_logprobs_of(message.logprobs) if message.logprobs else (),
+        prompt_logprobs=_logprobs_of(message.prompt_logprobs) if message.prompt_logprobs else (),
     )
+
+
+def _logprobs_of(messages: Iterable[worker_pb2.TokenLogprobs]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(item.logprob, tuple(item.top_ids), tuple(item.top_logprobs)) for item in messages]
+
+
+def add_logprobs(
+    target: RepeatedCompositeFieldContainer[worker_pb2.TokenLogprobs], logprobs: Iterable[TokenLogprobs]
+) -> None:
+    """Puts them into a message."""
+    for item in logprobs:
+        target.add(logprob=item.logprob, top_ids=item.top_ids, top_logprobs=item.top_logprobs)
 
 
 def generation_error(message: worker_pb2.GenerationError) -> SapwoodError:
@@ -194,6 +229,7 @@ def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
         page_size=max(1, message.page_size),
         num_pages=message.num_pages,
         epoch=message.epoch,
+        max_running=message.max_running,
         eos_token_ids=frozenset(message.eos_token_ids),
     )
 
@@ -215,12 +251,13 @@ def to_turns(turns: tuple[Turn, ...]) -> list[common_pb2.ChatMessage]:
     ]
 
 
-def to_response(delta: Delta) -> router_pb2.RouterGenerateResponse:
-    """What a client is sent for a delta."""
+def to_response(delta: Delta, index: int = 0) -> router_pb2.RouterGenerateResponse:
+    """What a client is sent for a delta of the continuation ``index``."""
     output = delta.output
     response = router_pb2.RouterGenerateResponse(
-        text=output.text, token_ids=delta.token_ids, reasoning=output.reasoning
+        text=output.text, token_ids=delta.token_ids, reasoning=output.reasoning, index=index
     )
+    add_logprobs(response.logprobs, delta.logprobs)
     for call in output.tool_calls:
         response.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
     if delta.finish is not None:
@@ -251,6 +288,9 @@ def load_of(message: worker_pb2.LoadReport) -> Load:
         num_pages=message.num_pages,
         prompt_tokens=message.prompt_tokens,
         cached_tokens=message.cached_tokens,
+        epoch=message.epoch,
+        kv_seq=message.kv_seq,
+        kv_digest=message.kv_digest,
     )
 
 

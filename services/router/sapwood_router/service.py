@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from typing import Any, cast
 
 import grpc
 
 from sapwood.v1 import router_pb2, router_pb2_grpc
 from sapwood_common.telemetry import REQUEST_ID_KEY, request_id_var
+from sapwood_router.caller import caller_of
 from sapwood_router.context import RequestContext
-from sapwood_router.convert import grammar_of, prompt_of, sampling_of, to_load, to_response, tool_choice_of
+from sapwood_router.continuations import continuations
+from sapwood_router.convert import (
+    add_logprobs,
+    grammar_of,
+    prompt_of,
+    sampling_of,
+    to_load,
+    to_response,
+    tool_choice_of,
+)
+from sapwood_router.guard import key_name_var
 from sapwood_router.output import OutputOptions
-from sapwood_router.pipeline.pipeline import Pipeline
+from sapwood_router.pipeline.merge import merged
+from sapwood_router.pipeline.pipeline import Pipeline, close_all
 from sapwood_router.request_ids import accept_request_id, unique_id
 
 SERVICE_NAME = "sapwood.v1.Router"
@@ -44,39 +57,58 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.RouterGenerateRequest, context: Context
     ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
         """Streams the continuation of a prompt."""
-        request_id = accept_request_id(request.request_id or _from_metadata(context), "request_id")
+        metadata = dict(_metadata(context))
+        request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
         request_id_var.set(request_id)
         await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
         prompt, fields = prompt_of(request)
         left = context.time_remaining()
-        request_context = RequestContext(
-            request_id=request_id,
-            worker_request_id=unique_id(request_id),
-            prompt=prompt,
-            sampling=sampling_of(request.sampling),
-            output=OutputOptions(
-                stop=tuple(request.stop),
-                skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
-            ),
-            fields=fields,
-            deadline=asyncio.get_running_loop().time()
-            + (self._request_timeout if left is None else min(left, self._request_timeout)),
-            model=request.model if request.HasField("model") else None,
-            grammar=grammar_of(request),
-            tool_choice=tool_choice_of(request),
-            parallel_tool_calls=request.parallel_tool_calls if request.HasField("parallel_tool_calls") else True,
+        caller = caller_of(metadata.get, key_name_var.get())
+        deadline = asyncio.get_running_loop().time() + (
+            self._request_timeout if left is None else min(left, self._request_timeout)
         )
-        run = self._pipeline.open(request_context)
+        contexts = [
+            RequestContext(
+                request_id=request_id,
+                worker_request_id=unique_id(request_id),
+                prompt=prompt,
+                sampling=sampling,
+                output=OutputOptions(
+                    stop=tuple(request.stop),
+                    skip_special_tokens=request.skip_special_tokens
+                    if request.HasField("skip_special_tokens")
+                    else True,
+                ),
+                fields=fields,
+                deadline=deadline,
+                model=request.model if request.HasField("model") else None,
+                caller=caller,
+                grammar=grammar_of(request),
+                tool_choice=tool_choice_of(request),
+                parallel_tool_calls=request.parallel_tool_calls if request.HasField("parallel_tool_calls") else True,
+            )
+            for sampling in continuations(sampling_of(request.sampling), _count(request), fields)
+        ]
+        runs = [self._pipeline.open(item) for item in contexts]
         # A client that leaves while a response is being written ends the call without this generator's knowledge.
-        context.add_done_callback(cast(Any, lambda _: run.close()))
+        context.add_done_callback(cast(Any, lambda _: close_all(runs)))
         try:
-            while (delta := await run.next()) is not None:
-                yield to_response(delta)
+            async with aclosing(merged(runs)) as deltas:
+                told = not request.sampling.HasField("prompt_logprobs")
+                async for index, delta in deltas:
+                    response = to_response(delta, index)
+                    if index == 0 and not told:
+                        told = True
+                        add_logprobs(response.prompt_logprobs, contexts[0].prompt_logprobs)
+                    yield response
             context.set_trailing_metadata(
-                ((WORKER_KEY, request_context.worker), (RESUMPTIONS_KEY, str(request_context.resumptions)))
+                (
+                    (WORKER_KEY, contexts[0].worker),
+                    (RESUMPTIONS_KEY, str(sum(item.resumptions for item in contexts))),
+                )
             )
         finally:
-            run.close()
+            close_all(runs)
 
     async def ListModels(
         self, request: router_pb2.ListModelsRequest, context: Context
@@ -104,8 +136,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return response
 
 
-def _from_metadata(context: Context) -> str:
+def _count(request: router_pb2.RouterGenerateRequest) -> int:
+    return request.sampling.n if request.sampling.HasField("n") else 1
+
+
+def _metadata(context: Context) -> Iterator[tuple[str, str]]:
     for key, value in context.invocation_metadata() or ():
-        if key == REQUEST_ID_KEY and isinstance(value, str):
-            return value
-    return ""
+        if isinstance(value, str):
+            yield key, value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 
 _PAUSE = 0.1
+_TOKENS_A_REQUEST = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class TokenizerClient:
         self._grace = grace
         self._turn = 0
         self._parsers: Parsers | None = None
+        self._token_bytes: dict[int, bytes] = {}
 
     @property
     def problem(self) -> str | None:
@@ -120,9 +122,32 @@ class TokenizerClient:
         )
         return CompiledGrammar(answer.compiled, answer.tool_parser)
 
+    async def token_bytes(self, token_ids: Iterable[int], request_id: str, deadline: float) -> Mapping[int, bytes]:
+        """The bytes of tokens, of these at least. The service is asked once for each, and again after :meth:`forget`.
+
+        Raises:
+            SapwoodError: As :meth:`encode_text`.
+        """
+        table = self._token_bytes
+        unknown = sorted({token for token in token_ids if token not in table})
+        for start in range(0, len(unknown), _TOKENS_A_REQUEST):
+            part = unknown[start : start + _TOKENS_A_REQUEST]
+            request = tokenizer_pb2.GetTokenBytesRequest(token_ids=part)
+            answer = await self._patiently(
+                lambda stub, timeout: stub.GetTokenBytes(
+                    request,  # noqa: B023 - called before the loop goes on
+                    timeout=timeout,
+                    metadata=request_metadata(request_id),
+                ),
+                deadline,
+            )
+            table.update(zip(part, answer.tokens, strict=True))
+        return table
+
     def forget(self) -> None:
         """The service may have been replaced: what it said of itself holds no longer."""
         self._parsers = None
+        self._token_bytes = {}
 
     async def _patiently(
         self,

@@ -8,6 +8,9 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.context import ChatPrompt, FieldNames, Prompt, Sampling, TextPrompt
 
 MAX_STOP = 16
+MAX_N = 128
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
 _UINT32 = 2**32
 _UINT64 = 2**64
 _INT32_MAX = 2**31 - 1
@@ -63,5 +66,47 @@ def check_sampling(sampling: Sampling, fields: FieldNames) -> None:
         raise InvalidArgumentError("seed must fit 64 bits", field=f"{prefix}seed")
     if sampling.max_tokens is not None and not 1 <= sampling.max_tokens <= _INT32_MAX:
         raise InvalidArgumentError(f"max_tokens must be at least 1, got {sampling.max_tokens}", field=fields.max_tokens)
+    _check_adjustments(sampling, fields)
     if any(not 0 <= token < _UINT32 for token in sampling.stop_token_ids):
         raise InvalidArgumentError("stop_token_ids must be token ids", field=f"{prefix}stop_token_ids")
+
+
+def check_n(n: int, fields: FieldNames) -> None:
+    """Refuses a number of continuations out of range.
+
+    Raises:
+        InvalidArgumentError: As said.
+    """
+    if not 1 <= n <= MAX_N:
+        raise InvalidArgumentError(f"n must be in 1..{MAX_N}, got {n}", field=f"{fields.sampling}n")
+
+
+def _check_adjustments(sampling: Sampling, fields: FieldNames) -> None:
+    prefix = fields.sampling
+    for name, penalty in (
+        ("frequency_penalty", sampling.frequency_penalty),
+        ("presence_penalty", sampling.presence_penalty),
+    ):
+        if penalty is not None and not -2 <= penalty <= 2:
+            raise InvalidArgumentError(f"{name} must be in [-2, 2], got {penalty:g}", field=prefix + name)
+    repetition = sampling.repetition_penalty
+    if repetition is not None and not 0 < repetition < math.inf:
+        name = "repetition_penalty"
+        raise InvalidArgumentError(f"{name} must be over 0, got {repetition:g}", field=prefix + name)
+    bias = sampling.logit_bias
+    if len(bias) > MAX_BIASES:
+        raise InvalidArgumentError(f"at most {MAX_BIASES} tokens, got {len(bias)}", field=f"{prefix}logit_bias")
+    for token, value in bias.items():
+        if not 0 <= token < _UINT32 or not -100 <= value <= 100:
+            raise InvalidArgumentError(
+                f"logit_bias maps token ids to numbers in [-100, 100], got {token}: {value:g}",
+                field=f"{prefix}logit_bias",
+            )
+    least, most = sampling.min_tokens, sampling.max_tokens
+    if least is not None and not 0 <= least <= (_INT32_MAX if most is None else most):
+        raise InvalidArgumentError(
+            f"min_tokens must be in 0..{_INT32_MAX if most is None else most}, got {least}", field=f"{prefix}min_tokens"
+        )
+    for name, count in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if count is not None and not 0 <= count <= MAX_LOGPROBS:
+            raise InvalidArgumentError(f"{name} must be in 0..{MAX_LOGPROBS}, got {count}", field=prefix + name)

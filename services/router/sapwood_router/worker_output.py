@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sapwood_router.context import FinishReason
+from sapwood_router.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +16,12 @@ class WorkerOutput:
     Attributes:
         token_ids: New tokens; an end token is among them.
         finish: Why the generation ended, on the last one.
+        logprobs, prompt_logprobs: As asked for: one for each of the tokens; one for each of the prompt's but the first.
         cached_tokens: Prompt tokens found in the worker's prefix cache, where the message says.
     """
 
     token_ids: Sequence[int]
     finish: FinishReason | None = None
     cached_tokens: int | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()

@@ -38,6 +38,7 @@ DETOKENIZE = f"/{SERVICE}/Detokenize"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _MOST_TEXTS = 16384
+_MOST_TOKENS = 65536
 _MOST_OPTION_BYTES = 64 * 1024 * 1024
 _RENDER_THREADS = 4
 
@@ -211,6 +212,16 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     ) -> tokenizer_pb2.CompileGrammarResponse:
         """Compiles a grammar; the caller's deadline and its cancellation hold for the compilation."""
         return await self._grammars.compile(request, context.time_remaining())
+
+    async def GetTokenBytes(
+        self, request: tokenizer_pb2.GetTokenBytesRequest, context: Context
+    ) -> tokenizer_pb2.GetTokenBytesResponse:
+        """The bytes of tokens."""
+        if len(request.token_ids) > _MOST_TOKENS:
+            raise InvalidArgumentError(f"more than {_MOST_TOKENS} tokens in one request", field="token_ids")
+        if self._table is None:
+            raise UnimplementedError("this tokenizer's tokens cannot be decoded")
+        return tokenizer_pb2.GetTokenBytesResponse(tokens=map(self._table.of, request.token_ids))
 
     async def GetInfo(self, request: tokenizer_pb2.GetInfoRequest, context: Context) -> tokenizer_pb2.GetInfoResponse:
         """Describes the tokenizer."""

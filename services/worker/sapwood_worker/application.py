@@ -105,7 +105,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -
         try:
             epoch = time.time_ns()
             engine.kv_events.begin(epoch)
-            service.model = ServedModel(name, info, epoch, grammars)
+            service.model = ServedModel(name, info, epoch, grammars, config.max_running)
             await server.set_serving(True)
             announce(logger, "listening on %s:%d", config.host, port)
             return await _until_the_end(scheduler, engine, server, serving, publisher)

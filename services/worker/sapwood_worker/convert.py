@@ -14,13 +14,15 @@ from sapwood_worker.kv_event_stream import KvEventBatch, KvEventStream
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
-from sapwood_worker.scheduler.output import RequestOutput
+from sapwood_worker.scheduler.output import RequestOutput, TokenLogprobs
 
 _FINISH = {
     "stop": common_pb2.FINISH_REASON_STOP,
     "length": common_pb2.FINISH_REASON_LENGTH,
 }
 
+
+MOST_BIASED, MOST_CONTINUATIONS, MOST_LOGPROBS = 1024, 128, 20
 
 _MEDIUM: dict[Medium, worker_pb2.KvMedium] = {
     "GPU": worker_pb2.KV_MEDIUM_GPU,
@@ -47,10 +49,17 @@ def check_prompt(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> 
             f"prompt of {len(request.token_ids)} tokens leaves no room in the context of {info.context_length} tokens",
             field="token_ids",
         )
+    if request.output_tokens > len(request.token_ids):
+        raise InvalidArgumentError(
+            f"output_tokens is {request.output_tokens}, more than the {len(request.token_ids)} token_ids",
+            field="output_tokens",
+        )
 
 
-def to_sampling(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> SamplingParams:
-    """The sampling settings with their defaults filled in; an absent seed is drawn at random.
+def to_sampling(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> tuple[SamplingParams, int]:
+    """The sampling settings with their defaults filled in, and the number of continuations.
+
+    An absent seed is drawn at random.
 
     Raises:
         InvalidArgumentError: A setting is out of range; its field is named.
@@ -69,23 +78,53 @@ def to_sampling(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> S
         _require(given.max_tokens >= 1, "max_tokens", given.max_tokens, "at least 1")
     for token in given.stop_token_ids:
         _require(token < info.vocab_size, "stop_token_ids", token, f"below the vocabulary size {info.vocab_size}")
-    return SamplingParams(
+    max_tokens = min(room, given.max_tokens) if given.HasField("max_tokens") else room
+    _require(abs(given.frequency_penalty) <= 2, "frequency_penalty", given.frequency_penalty, "in [-2, 2]")
+    _require(abs(given.presence_penalty) <= 2, "presence_penalty", given.presence_penalty, "in [-2, 2]")
+    repetition = given.repetition_penalty if given.HasField("repetition_penalty") else 1.0
+    _require(math.isfinite(repetition) and repetition > 0, "repetition_penalty", repetition, "over 0")
+    _require(
+        len(given.logit_bias) <= MOST_BIASED, "logit_bias", len(given.logit_bias), f"at most {MOST_BIASED} entries"
+    )
+    for token, bias in given.logit_bias.items():
+        _require(token < info.vocab_size, "logit_bias", token, f"of tokens below the vocabulary size {info.vocab_size}")
+        _require(abs(bias) <= 100, "logit_bias", bias, "in [-100, 100]")
+    most = max_tokens + request.output_tokens
+    _require(given.min_tokens <= most, "min_tokens", given.min_tokens, f"at most max_tokens, {most}")
+    count = given.n if given.HasField("n") else 1
+    _require(1 <= count <= MOST_CONTINUATIONS, "n", count, f"in 1 .. {MOST_CONTINUATIONS}")
+    for name, wanted in (("logprobs", given.logprobs), ("prompt_logprobs", given.prompt_logprobs)):
+        _require(wanted <= MOST_LOGPROBS, name, wanted, f"at most {MOST_LOGPROBS}")
+        _require(wanted <= info.vocab_size, name, wanted, f"at most the vocabulary size {info.vocab_size}")
+    params = SamplingParams(
         temperature=temperature,
         top_k=given.top_k if given.HasField("top_k") else 0,
         top_p=top_p,
         min_p=min_p,
         seed=given.seed if given.HasField("seed") else secrets.randbits(64),
-        max_tokens=min(room, given.max_tokens) if given.HasField("max_tokens") else room,
+        max_tokens=max_tokens,
         stop_token_ids=tuple(given.stop_token_ids),
         ignore_eos=given.ignore_eos,
+        frequency_penalty=given.frequency_penalty,
+        presence_penalty=given.presence_penalty,
+        repetition_penalty=repetition,
+        logit_bias=tuple(given.logit_bias.items()),
+        min_tokens=given.min_tokens,
+        logprobs=given.logprobs if given.HasField("logprobs") else None,
+        prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
     )
+    return params, count
 
 
 # A request's end token, be it the model's or one of stop_token_ids, is part of token_ids and counted in the usage: a client
 # that resumes from what it got then has all of it. Whoever turns tokens into text skips it.
 def to_response(output: RequestOutput) -> worker_pb2.WorkerGenerateResponse:
     """One message of the answer; the first and the last carry the usage, the last the finish reason."""
-    response = worker_pb2.WorkerGenerateResponse(token_ids=output.token_ids)
+    response = worker_pb2.WorkerGenerateResponse(token_ids=output.token_ids, index=output.index)
+    if output.logprobs:
+        response.logprobs.extend(map(_to_token_logprobs, output.logprobs))
+    if output.prompt_logprobs:
+        response.prompt_logprobs.extend(map(_to_token_logprobs, output.prompt_logprobs))
     if output.finish_reason is not None:
         response.finish_reason = _FINISH[output.finish_reason]
     if output.finish_reason is not None or output.completion_tokens == len(output.token_ids):
@@ -93,6 +132,10 @@ def to_response(output: RequestOutput) -> worker_pb2.WorkerGenerateResponse:
         response.usage.completion_tokens = output.completion_tokens
         response.usage.cached_tokens = output.cached_tokens
     return response
+
+
+def _to_token_logprobs(given: TokenLogprobs) -> worker_pb2.TokenLogprobs:
+    return worker_pb2.TokenLogprobs(logprob=given.logprob, top_ids=given.top_ids, top_logprobs=given.top_logprobs)
 
 
 def to_load_report(load: Load, kv: KvEventStream) -> worker_pb2.LoadReport:

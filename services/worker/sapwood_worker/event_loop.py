@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections import deque
+from contextlib import suppress
 from typing import Protocol
 
 from sapwood_common.errors import SapwoodError
@@ -12,10 +14,11 @@ from sapwood_worker.grammar.pending import PendingGrammars
 from sapwood_worker.grammar.store import GrammarStore
 from sapwood_worker.messages import Abort, Flush, Flushed, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
 from sapwood_worker.scheduler.load import Load
-from sapwood_worker.scheduler.output import RequestOutput, Runner
+from sapwood_worker.scheduler.output import LaunchedStep, RequestOutput, Runner
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler
 from sapwood_worker.step_clock import StepClock
+from sapwood_worker.tiering import Tiering
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,9 @@ MOST_FAILURES = 3
 
 _GRAMMAR_WAIT_SECONDS = 0.001
 """How long an idle loop waits for a grammar to be built before it looks at its messages again."""
+
+_STORAGE_WAIT_SECONDS = 0.001
+"""How long a loop with nothing to compute waits for the third tier of the KV cache before it looks at its messages again."""
 
 
 class Mailbox(Protocol):
@@ -44,7 +50,11 @@ class Mailbox(Protocol):
 
 
 class EventLoop:
-    """Runs one scheduler and one runner, a step at a time: the normal loop, without overlap.
+    """Runs one scheduler and one runner: step by step (the normal loop), or overlapped.
+
+    Overlapped, the host plans and launches step N + 1 while the device computes step N, then hands out N's tokens. Ends and
+    aborts that N brings are seen one step late: what N + 1 computes of such a request is thrown away. The outputs are the
+    same. Requests with a grammar go step by step, as a grammar must see each token before the next.
 
     A step that the runner fails ends the requests in it; an error of the scheduler itself ends the process.
 
@@ -53,16 +63,28 @@ class EventLoop:
         runner: The model.
         mailbox: The way to the gRPC front.
         grammars: Makes the matchers of requests with a grammar; without it none come.
+        tiering: The KV cache's lower tiers, which the scheduler knows; None: there are none.
+        overlap: Plan and launch a step while the one before is computed, if the runner computes by itself.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, mailbox: Mailbox, grammars: GrammarStore | None = None
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        mailbox: Mailbox,
+        grammars: GrammarStore | None = None,
+        tiering: Tiering | None = None,
+        *,
+        overlap: bool = True,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._mailbox = mailbox
         self._grammars: PendingGrammars[Submit] | None = None if grammars is None else PendingGrammars(grammars)
+        self._tiering = tiering
         self._clock = StepClock()
+        self._overlap = overlap and runner.asynchronous
+        self._launched: deque[LaunchedStep] = deque()
         self._failures = 0
         self._reported: Load | None = None
 
@@ -75,14 +97,17 @@ class EventLoop:
         """
         self._report([])
         while True:
-            idle = not self._scheduler.has_work and not self._scheduler.has_copies and not self._grammars
+            if self._tiering is not None:
+                self._tiering.poll()
+            busy = self._scheduler.has_work or self._scheduler.has_copies or self._launched
+            idle = not busy and not self._grammars
             for message in self._mailbox.receive(wait=idle):
                 if isinstance(message, Shutdown):
                     return
                 self._take(message)
             self._admit_built()
             worked = self._scheduler.has_work
-            self._report(self._step() if worked or self._scheduler.has_copies else [])
+            self._report(self._step() if worked or self._scheduler.has_copies or self._launched else [])
             if worked and not self._scheduler.has_work:
                 self._scheduler.check_idle()
 
@@ -90,7 +115,7 @@ class EventLoop:
         match message:
             case Submit(grammar=b""):
                 self._add(message, None)
-            case Submit(serial, grammar=compiled, grammar_tokens=count):
+            case Submit(serial, grammar=compiled, output_tokens=count):
                 assert self._grammars is not None, "the front lets no grammar through without a vocabulary"
                 generated = array("I", message.token_ids)[-count:] if count else ()
                 self._grammars.start(serial, message, compiled, generated)
@@ -117,7 +142,14 @@ class EventLoop:
 
     def _add(self, message: Submit, grammar: GrammarMatcher | None) -> None:
         prompt = array("I", message.token_ids)
-        request = Request(message.serial, message.request_id, prompt, message.sampling, grammar=grammar)
+        request = Request(
+            message.serial,
+            message.request_id,
+            prompt,
+            message.sampling,
+            grammar=grammar,
+            output_tokens=message.output_tokens,
+        )
         try:
             self._scheduler.add(request)
             self._clock.submitted(message.serial)
@@ -130,23 +162,46 @@ class EventLoop:
         self._mailbox.send(Refused(serial, type(error).__name__, error.message, error.field, error.retry_after))
 
     def _step(self) -> list[RequestOutput]:
+        """Launches a step, if there is one, and takes the results of those before it; without overlap its own too."""
+        outputs: list[RequestOutput] = []
+        if not self._scheduler.plans_ahead:
+            outputs += self._take_results(0)
         planned = self._scheduler.schedule()
-        if not planned:  # all there was to do has been aborted
-            return []
-        self._clock.planned(planned)
-        try:
-            result = self._runner.execute(planned)
-        except Exception as error:
-            names = ", ".join(request.request_id for request in planned.requests)
-            logger.exception("step %d failed; it was computing %s", planned.step, names)
-            self._failures += 1
-            if self._failures >= MOST_FAILURES:
-                raise RuntimeError(f"{MOST_FAILURES} steps in a row failed") from error
+        if planned:
+            self._clock.planned(planned)
+            try:
+                self._launched.append(self._runner.launch(planned))
+            except Exception as error:
+                return outputs + self._take_results(0) + self._fail(error)
+        elif not self._launched:  # all there was to do has been aborted, or waits for the cache's third tier
+            self._scheduler.wait_for_storage(_STORAGE_WAIT_SECONDS)
+        return outputs + self._take_results(1 if planned and self._overlap else 0)
+
+    def _take_results(self, keep: int) -> list[RequestOutput]:
+        """Waits for the launched steps, oldest first, but for ``keep`` of them."""
+        outputs: list[RequestOutput] = []
+        while len(self._launched) > keep:
+            try:
+                result = self._launched.popleft().result()
+            except Exception as error:
+                while self._launched:  # what follows a failed step is worth nothing, but is to be over
+                    with suppress(Exception):
+                        self._launched.popleft().result()
+                return outputs + self._fail(error)
+            self._failures = 0
+            outputs += self._scheduler.update(result)
             self._clock.done()
-            return self._scheduler.fail_step("the model failed to compute this step; the worker's log has the details")
-        self._failures = 0
-        outputs = self._scheduler.update(result)
-        self._clock.done()
+        return outputs
+
+    def _fail(self, error: Exception) -> list[RequestOutput]:
+        """Ends what is in flight."""
+        outputs = self._scheduler.fail_step("the model failed to compute this step; the worker's log has the details")
+        self._clock.failed()
+        serials = ", ".join(str(output.serial) for output in outputs)
+        logger.error("a step failed; it was computing the requests of serials %s", serials, exc_info=error)
+        self._failures += 1
+        if self._failures >= MOST_FAILURES:
+            raise RuntimeError(f"{MOST_FAILURES} steps in a row failed") from error
         return outputs
 
     def _report(self, outputs: list[RequestOutput]) -> None:

@@ -19,8 +19,8 @@ from sapwood_worker.step_clock import StepTime
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """A new request.
 
-    ``token_ids``: native uint32. ``grammar``: a compiled grammar, empty for none; ``grammar_tokens``: so many of
-    ``token_ids``, at the end, were generated under it before.
+    ``token_ids``: native uint32. ``grammar``: a compiled grammar, empty for none; ``output_tokens``: so many of
+    ``token_ids``, at the end, are output of before.
     """
 
     serial: int
@@ -28,7 +28,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     token_ids: bytes
     sampling: SamplingParams
     grammar: bytes = b""
-    grammar_tokens: int = 0
+    output_tokens: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

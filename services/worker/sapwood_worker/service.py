@@ -12,7 +12,8 @@ from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_common.telemetry import is_valid_traceparent, traceparent_var
 from sapwood_worker.convert import check_prompt, to_kv_events, to_load_report, to_response, to_sampling
-from sapwood_worker.engine import Engine, Generation
+from sapwood_worker.engine import Engine
+from sapwood_worker.generation import Generation
 from sapwood_worker.grammar.front import RequestGrammars
 from sapwood_worker.kv_event_stream import KvEventBatch
 from sapwood_worker.model_info import ModelInfo
@@ -34,6 +35,7 @@ class ServedModel(NamedTuple):
     info: ModelInfo
     epoch: int
     grammars: RequestGrammars
+    max_running: int
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -105,21 +107,22 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._idle.set()
 
     async def _start(self, request: worker_pb2.WorkerGenerateRequest, seconds: float | None) -> Generation:
-        _, info, _, grammars = self._loaded()
+        _, info, _, grammars, _ = self._loaded()
         check_prompt(request, info)
-        sampling = to_sampling(request, info)
+        sampling, count = to_sampling(request, info)
         grammar = await grammars.compiled(request, seconds)
         return self._engine.submit(
             request.request_id,
             request.token_ids,
             sampling,
             grammar,
-            request.grammar_tokens,
+            request.output_tokens,
+            count,
             request.traceparent if is_valid_traceparent(request.traceparent) else traceparent_var.get(),
         )
 
     def _info(self) -> worker_pb2.GetModelInfoResponse:
-        name, info, epoch, _ = self._loaded()
+        name, info, epoch, _, max_running = self._loaded()
         return worker_pb2.GetModelInfoResponse(
             model=name,
             architecture=info.architecture,
@@ -130,6 +133,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             page_size=info.page_size,
             num_pages=info.num_pages,
             epoch=epoch,
+            max_running=max_running,
         )
 
     async def WatchLoad(

@@ -15,7 +15,8 @@ from sapwood.v1 import worker_pb2
 from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError, SapwoodError, UnavailableError
 from sapwood_common.status import code_number
 from sapwood_worker.convert import to_load_report, to_response
-from sapwood_worker.engine import Engine, Generation
+from sapwood_worker.engine import Engine
+from sapwood_worker.generation import Generation
 
 DEFAULT_HEARTBEAT_MS, LEAST_HEARTBEAT_MS = 200, 10
 _LOAD_INTERVAL = 0.05
@@ -196,14 +197,12 @@ class Session:
         error = stream.error
         if error is None and stream.generation is not None:
             try:
-                output = stream.generation.take()
+                while (output := stream.generation.take()) is not None:
+                    response.outputs.add(stream_id=stream_id, response=to_response(output))
             except SapwoodError as failure:
                 error = failure
             else:
-                if output is None:
-                    return
-                response.outputs.add(stream_id=stream_id, response=to_response(output))
-                if output.finish_reason is not None:
+                if stream.generation.ended:
                     self._drop(stream_id)
                 return
         if error is not None:

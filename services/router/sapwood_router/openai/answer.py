@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from sapwood_router.context import Delta, Finish, FinishReason, Usage
+from sapwood_router.openai.annotate import Annotator
 from sapwood_router.openai.exchange import Exchange
-from sapwood_router.openai.sse import CompletionChunks
+from sapwood_router.openai.sse import NULL, CompletionChunks
 from sapwood_router.openai.types import PromptTokensDetails, UsageObject
 from sapwood_router.output import Output, OutputBuffer
+from sapwood_router.pipeline.merge import merged
 from sapwood_router.pipeline.pipeline import Run
 
 
@@ -23,6 +25,7 @@ class Answer:
 
     output: Output
     finish: Finish
+    logprobs: Any = None
 
 
 def finish_reason(finish: Finish, called: bool) -> str:
@@ -30,16 +33,19 @@ def finish_reason(finish: Finish, called: bool) -> str:
     return "tool_calls" if called and finish.reason is FinishReason.STOP else finish.reason.value
 
 
-def usage_object(usages: Sequence[Usage]) -> UsageObject:
-    """The usage of several requests together."""
-    prompt = sum(usage.prompt_tokens for usage in usages)
+def usage_object(usages: Sequence[Usage], continuations: int = 1) -> UsageObject:
+    """The usage of several requests together; a prompt counts once for all its ``continuations``."""
+    prompt = sum(usage.prompt_tokens for usage in usages[::continuations])
     completion = sum(usage.completion_tokens for usage in usages)
-    cached = sum(usage.cached_tokens for usage in usages)
+    cached = sum(usage.cached_tokens for usage in usages[::continuations])
     return UsageObject(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
 
 async def send_whole(
-    exchange: Exchange, runs: Sequence[Run], make_body: Callable[[list[Answer], UsageObject], msgspec.Struct]
+    exchange: Exchange,
+    runs: Sequence[Run],
+    annotator: Annotator,
+    make_body: Callable[[list[Answer]], msgspec.Struct],
 ) -> None:
     """Waits for all answers and sends them as one body.
 
@@ -47,20 +53,31 @@ async def send_whole(
         SapwoodError: One of the requests failed; the others are ended.
     """
     outputs = [OutputBuffer() for _ in runs]
-    finishes: list[Finish | None] = [None] * len(runs)
-    async with aclosing(_merged(runs)) as deltas:
+    wholes = [Delta(Output(), [], logprobs=[]) for _ in runs]
+    async with aclosing(merged(runs)) as deltas:
         async for index, delta in deltas:
             outputs[index].add(delta.output)
-            finishes[index] = delta.finish
-    answers = [
-        Answer(output.take(), finish) for output, finish in zip(outputs, finishes, strict=True) if finish is not None
-    ]
-    assert len(answers) == len(runs), "each run ends with a finish or an error"
-    body = make_body(answers, usage_object([answer.finish.usage for answer in answers]))
-    await exchange.send_body(200, msgspec.json.encode(body))
+            whole = wholes[index]
+            whole.token_ids += delta.token_ids
+            whole.text_tokens += delta.text_tokens
+            whole.logprobs = [*whole.logprobs, *delta.logprobs] if delta.logprobs else whole.logprobs
+            whole.finish = delta.finish
+    answers = []
+    for index, (output, whole) in enumerate(zip(outputs, wholes, strict=True)):
+        whole.output = output.take()
+        logprobs = await annotator.annotate(index, whole)
+        assert whole.finish is not None, "each run ends with a finish or an error"
+        answers.append(Answer(whole.output, whole.finish, logprobs))
+    await exchange.send_body(200, msgspec.json.encode(make_body(answers)))
 
 
-async def send_stream(exchange: Exchange, runs: Sequence[Run], make_chunks: Callable[[], CompletionChunks]) -> None:
+async def send_stream(
+    exchange: Exchange,
+    runs: Sequence[Run],
+    annotator: Annotator,
+    make_chunks: Callable[[], CompletionChunks],
+    continuations: int,
+) -> None:
     """Sends events as text comes. The response starts with the first text, so an error before it has its own status.
 
     Raises:
@@ -69,9 +86,11 @@ async def send_stream(exchange: Exchange, runs: Sequence[Run], make_chunks: Call
     chunks: CompletionChunks | None = None
     opened: set[int] = set()
     called: set[int] = set()
-    usages: list[Usage] = []
-    async with aclosing(_merged(runs)) as deltas:
+    usages: dict[int, Usage] = {}
+    async with aclosing(merged(runs)) as deltas:
         async for index, delta in deltas:
+            note = await annotator.annotate(index, delta)
+            logprobs = NULL if note is None else msgspec.json.encode(note)
             chunks = chunks or make_chunks()
             events = b""
             if index not in opened:
@@ -80,43 +99,13 @@ async def send_stream(exchange: Exchange, runs: Sequence[Run], make_chunks: Call
             if delta.output.tool_calls:
                 called.add(index)
             if delta.finish is None:
-                events += chunks.output(index, delta.output)
+                events += chunks.output(index, delta.output, logprobs)
             else:
-                usages.append(delta.finish.usage)
-                events += chunks.finish(index, delta.output, finish_reason(delta.finish, index in called))
+                usages[index] = delta.finish.usage
+                events += chunks.finish(index, delta.output, finish_reason(delta.finish, index in called), logprobs)
             last = len(usages) == len(runs)
             if last:
-                events += chunks.closing(usage_object(usages))
+                ordered = [usages[number] for number in range(len(runs))]
+                events += chunks.closing(usage_object(ordered, continuations))
             if events:
                 await exchange.send_events(events, last=last)
-
-
-async def _merged(runs: Sequence[Run]) -> AsyncGenerator[tuple[int, Delta], None]:
-    if len(runs) == 1:
-        while (delta := await runs[0].next()) is not None:
-            yield 0, delta
-        return
-    queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue(maxsize=1)
-
-    async def follow(index: int, run: Run) -> None:
-        try:
-            while (delta := await run.next()) is not None:
-                await queue.put((index, delta))
-            await queue.put((index, None))
-        except Exception as error:
-            await queue.put((index, error))
-
-    tasks = [asyncio.ensure_future(follow(index, run)) for index, run in enumerate(runs)]
-    left = len(runs)
-    try:
-        while left:
-            index, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                left -= 1
-            else:
-                yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()

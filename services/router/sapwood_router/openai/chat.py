@@ -6,7 +6,9 @@ import time
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.context import ChatPrompt, FieldNames, RequestContext, ToolCall, Turn
-from sapwood_router.openai.answer import Answer, finish_reason, send_stream, send_whole
+from sapwood_router.continuations import continuations
+from sapwood_router.openai.annotate import Annotator, ChatWriter
+from sapwood_router.openai.answer import Answer, finish_reason, send_stream, send_whole, usage_object
 from sapwood_router.openai.body import convert, decode_object
 from sapwood_router.openai.exchange import Exchange
 from sapwood_router.openai.parameters import output_of, sampling_of, wants_stream
@@ -23,10 +25,10 @@ from sapwood_router.openai.types import (
     ChatResponse,
     Message,
     ToolCallObject,
-    UsageObject,
 )
-from sapwood_router.pipeline.pipeline import Pipeline
+from sapwood_router.pipeline.pipeline import Pipeline, close_all
 from sapwood_router.request_ids import unique_id
+from sapwood_router.validation import MAX_LOGPROBS
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles that are taken; OpenAI renamed system to developer for its newer models."""
@@ -41,24 +43,30 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     given = decode_object(body)
     request = convert(given, ChatRequest, CHAT_NEUTRAL, IGNORED)
     stream, include_usage = wants_stream(request)
-    context = _context(request, tools_of(request, given.get("tools")), exchange.request_id, deadline)
-    run = pipeline.open(context)
-    exchange.on_disconnect(run.close)
+    contexts = _contexts(request, tools_of(request, given.get("tools")), exchange.request_id, deadline)
+    caller = exchange.caller()
+    for context in contexts:
+        context.caller = caller
+    runs = [pipeline.open(context) for context in contexts]
+    exchange.on_disconnect(lambda: close_all(runs))
     answer_id, created = f"chatcmpl-{exchange.request_id}", int(time.time())
+    annotator = Annotator(contexts, pipeline.tokenizer, ChatWriter if request.logprobs else None)
 
-    def make_body(answers: list[Answer], usage: UsageObject) -> ChatResponse:
+    def make_body(answers: list[Answer]) -> ChatResponse:
         choices = [_choice(index, answer) for index, answer in enumerate(answers)]
-        return ChatResponse(id=answer_id, created=created, model=context.model or "", choices=choices, usage=usage)
+        usage = usage_object([answer.finish.usage for answer in answers], len(runs))
+        return ChatResponse(id=answer_id, created=created, model=contexts[0].model or "", choices=choices, usage=usage)
+
+    def make_chunks() -> ChatChunks:
+        return ChatChunks(answer_id, created, contexts[0].model or "", include_usage)
 
     try:
         if stream:
-            await send_stream(
-                exchange, [run], lambda: ChatChunks(answer_id, created, context.model or "", include_usage)
-            )
+            await send_stream(exchange, runs, annotator, make_chunks, len(runs))
         else:
-            await send_whole(exchange, [run], make_body)
+            await send_whole(exchange, runs, annotator, make_body)
     finally:
-        run.close()
+        close_all(runs)
 
 
 def _choice(index: int, answer: Answer) -> ChatChoice:
@@ -71,36 +79,53 @@ def _choice(index: int, answer: Answer) -> ChatChoice:
         message.tool_calls = [
             ToolCallObject(call.id, CalledFunction(call.name, call.arguments)) for call in output.tool_calls
         ]
-    return ChatChoice(index, message, finish_reason(answer.finish, bool(output.tool_calls)))
+    return ChatChoice(index, message, finish_reason(answer.finish, bool(output.tool_calls)), answer.logprobs)
 
 
-def _context(request: ChatRequest, tools: str, request_id: str, deadline: float) -> RequestContext:
+def _contexts(request: ChatRequest, tools: str, request_id: str, deadline: float) -> list[RequestContext]:
     if request.max_tokens is not None and request.max_completion_tokens is not None:
         raise InvalidArgumentError("set max_completion_tokens or max_tokens, not both", field="max_tokens")
     newer = request.max_completion_tokens is not None
     max_tokens = request.max_completion_tokens if newer else request.max_tokens
     grammar, grammar_field = answer_grammar(request)
-    return RequestContext(
-        request_id=request_id,
-        worker_request_id=unique_id(request_id),
-        prompt=ChatPrompt(tuple(_turn(message, f"messages[{i}]") for i, message in enumerate(request.messages)), tools),
-        sampling=sampling_of(request, max_tokens),
-        output=output_of(request),
-        fields=FieldNames(
-            prompt="messages",
-            sampling="",
-            max_tokens="max_completion_tokens" if newer else "max_tokens",
-            call="function.",
-            reasoning="reasoning_content",
-            grammar=grammar_field,
-            tool_name="tool_choice.function.name",
-        ),
-        deadline=deadline,
-        model=request.model,
-        grammar=grammar,
-        tool_choice=tool_choice_of(request),
-        parallel_tool_calls=request.parallel_tool_calls is not False,
+    fields = FieldNames(
+        prompt="messages",
+        sampling="",
+        max_tokens="max_completion_tokens" if newer else "max_tokens",
+        call="function.",
+        reasoning="reasoning_content",
+        grammar=grammar_field,
+        tool_name="tool_choice.function.name",
     )
+    count = 1 if request.n is None else request.n
+    turns = tuple(_turn(message, f"messages[{i}]") for i, message in enumerate(request.messages))
+    return [
+        RequestContext(
+            request_id=request_id,
+            worker_request_id=unique_id(request_id),
+            prompt=ChatPrompt(turns, tools),
+            sampling=sampling,
+            output=output_of(request),
+            fields=fields,
+            deadline=deadline,
+            model=request.model,
+            grammar=grammar,
+            tool_choice=tool_choice_of(request),
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+        )
+        for sampling in continuations(sampling_of(request, max_tokens, _logprobs(request)), count, fields)
+    ]
+
+
+def _logprobs(request: ChatRequest) -> int | None:
+    top = request.top_logprobs
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        raise InvalidArgumentError(f"top_logprobs must be in 0..{MAX_LOGPROBS}, got {top}", field="top_logprobs")
+    if not request.logprobs:
+        if top:
+            raise InvalidArgumentError("top_logprobs is only allowed with logprobs", field="top_logprobs")
+        return None
+    return top or 0
 
 
 def _turn(message: Message, path: str) -> Turn:

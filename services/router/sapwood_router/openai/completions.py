@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.context import FieldNames, Prompt, RequestContext, TextPrompt, TokenPrompt
-from sapwood_router.openai.answer import Answer, send_stream, send_whole
+from sapwood_router.continuations import continuations
+from sapwood_router.openai.annotate import Annotator
+from sapwood_router.openai.answer import Answer, send_stream, send_whole, usage_object
 from sapwood_router.openai.body import convert, decode_object
 from sapwood_router.openai.exchange import Exchange
+from sapwood_router.openai.logprobs import CompletionWriter
 from sapwood_router.openai.parameters import output_of, sampling_of, wants_stream
 from sapwood_router.openai.response_format import answer_grammar
 from sapwood_router.openai.sse import CompletionChunks
@@ -19,13 +23,12 @@ from sapwood_router.openai.types import (
     CompletionChoice,
     CompletionRequest,
     CompletionResponse,
-    UsageObject,
 )
-from sapwood_router.pipeline.pipeline import Pipeline, Run
+from sapwood_router.pipeline.pipeline import Pipeline, close_all
 from sapwood_router.request_ids import unique_id
 
 DEFAULT_MAX_TOKENS = 16
-MAX_PROMPTS = 1024
+MAX_CHOICES = 1024
 
 
 async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
@@ -36,49 +39,73 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     """
     request = convert(decode_object(body), CompletionRequest, COMPLETION_NEUTRAL, IGNORED)
     stream, include_usage = wants_stream(request)
-    contexts = _contexts(request, exchange.request_id, deadline)
+    echo, prompt_only = request.echo is True, request.echo is True and request.max_tokens == 0
+    contexts, count = _contexts(request, exchange.request_id, deadline)
+    caller = exchange.caller()
+    for context in contexts:
+        context.caller = caller
     runs = [pipeline.open(context) for context in contexts]
-    exchange.on_disconnect(lambda: _close(runs))
+    exchange.on_disconnect(lambda: close_all(runs))
     answer_id, created = f"cmpl-{exchange.request_id}", int(time.time())
+    writer = None if request.logprobs is None else CompletionWriter
+    annotator = Annotator(contexts, pipeline.tokenizer, writer, echo=echo, prompt_only=prompt_only)
 
-    def make_body(answers: list[Answer], usage: UsageObject) -> CompletionResponse:
+    def make_body(answers: list[Answer]) -> CompletionResponse:
         choices = [
-            CompletionChoice(index, answer.output.text, answer.finish.reason.value)
+            CompletionChoice(index, answer.output.text, answer.finish.reason.value, answer.logprobs)
             for index, answer in enumerate(answers)
         ]
+        usage = usage_object([answer.finish.usage for answer in answers], count)
         return CompletionResponse(
             id=answer_id, created=created, model=contexts[0].model or "", choices=choices, usage=usage
         )
 
+    def make_chunks() -> CompletionChunks:
+        return CompletionChunks(answer_id, created, contexts[0].model or "", include_usage)
+
     try:
         if stream:
-            await send_stream(
-                exchange, runs, lambda: CompletionChunks(answer_id, created, contexts[0].model or "", include_usage)
-            )
+            await send_stream(exchange, runs, annotator, make_chunks, count)
         else:
-            await send_whole(exchange, runs, make_body)
+            await send_whole(exchange, runs, annotator, make_body)
     finally:
-        _close(runs)
+        close_all(runs)
 
 
-def _contexts(request: CompletionRequest, request_id: str, deadline: float) -> list[RequestContext]:
+def _contexts(request: CompletionRequest, request_id: str, deadline: float) -> tuple[list[RequestContext], int]:
+    """One for each choice, those of a prompt together; and how many each prompt has."""
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    if request.echo and max_tokens == 0:
+        max_tokens = 1  # a worker generates at least one; it is dropped
     grammar, grammar_field = answer_grammar(request)
-    sampling, output = sampling_of(request, max_tokens), output_of(request)
-    return [
+    output = output_of(request)
+    sampling = sampling_of(request, max_tokens, request.logprobs)
+    if request.echo:
+        sampling = replace(sampling, prompt_logprobs=request.logprobs)
+    named = _prompts(request.prompt)
+    settings = continuations(sampling, 1 if request.n is None else request.n, FieldNames(prompt="prompt", sampling=""))
+    if request.best_of not in (None, len(settings)):
+        raise InvalidArgumentError("best_of is only supported where it equals n", field="best_of")
+    if len(named) * len(settings) > MAX_CHOICES:
+        raise InvalidArgumentError(
+            f"at most {MAX_CHOICES} choices a request", field="prompt" if len(named) > 1 else "n"
+        )
+    contexts = [
         RequestContext(
             request_id=request_id,
             worker_request_id=unique_id(request_id),
             prompt=prompt,
-            sampling=sampling,
+            sampling=own,
             output=output,
             fields=FieldNames(prompt=name, sampling="", max_tokens="max_tokens", grammar=grammar_field),
             deadline=deadline,
             model=request.model,
             grammar=grammar,
         )
-        for name, prompt in _prompts(request.prompt)
+        for name, prompt in named
+        for own in settings
     ]
+    return contexts, len(settings)
 
 
 def _prompts(value: Any) -> list[tuple[str, Prompt]]:
@@ -93,8 +120,8 @@ def _prompts(value: Any) -> list[tuple[str, Prompt]]:
         raise InvalidArgumentError("the prompt is empty", field="prompt")
     if _is_tokens(value):
         return [("prompt", TokenPrompt(value))]
-    if len(value) > MAX_PROMPTS:
-        raise InvalidArgumentError(f"at most {MAX_PROMPTS} prompts a request, got {len(value)}", field="prompt")
+    if len(value) > MAX_CHOICES:
+        raise InvalidArgumentError(f"at most {MAX_CHOICES} prompts a request, got {len(value)}", field="prompt")
     named: list[tuple[str, Prompt]] = []
     for index, item in enumerate(value):
         name = f"prompt[{index}]"
@@ -109,8 +136,3 @@ def _prompts(value: Any) -> list[tuple[str, Prompt]]:
 
 def _is_tokens(value: list[Any]) -> bool:
     return all(type(item) is int for item in value)
-
-
-def _close(runs: list[Run]) -> None:
-    for run in runs:
-        run.close()

@@ -10,10 +10,15 @@ from sapwood_router.output import OutputOptions
 _UINT64 = 2**64
 
 
-def sampling_of(request: SamplingRequest, max_tokens: int | None) -> Sampling:
+def sampling_of(request: SamplingRequest, max_tokens: int | None, logprobs: int | None) -> Sampling:
     """Sampling settings; ranges are checked by the pipeline.
 
     ``top_k`` of 0 or -1 keeps all, as with vLLM and SGLang. OpenAI's seed is signed: the same bits are meant.
+
+    Args:
+        request: The request.
+        max_tokens: The most tokens to generate.
+        logprobs: How many alternatives each token's probability comes with; None: no probabilities.
     """
     seed = request.seed
     if seed is not None and not -_UINT64 // 2 <= seed < _UINT64:
@@ -27,7 +32,19 @@ def sampling_of(request: SamplingRequest, max_tokens: int | None) -> Sampling:
         max_tokens=max_tokens,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=request.ignore_eos,
+        frequency_penalty=request.frequency_penalty,
+        presence_penalty=request.presence_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias=_logit_bias(request.logit_bias or {}),
+        min_tokens=request.min_tokens,
+        logprobs=logprobs,
     )
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    if not all(key.isascii() and key.isdecimal() for key in given):
+        raise InvalidArgumentError("the keys of logit_bias must be token ids", field="logit_bias")
+    return {int(key): value for key, value in given.items()}
 
 
 def output_of(request: SamplingRequest) -> OutputOptions:

@@ -9,6 +9,8 @@ from sapwood_router.output import Output, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
 
+NULL = b"null"
+
 _encode = msgspec.json.encode
 
 
@@ -24,7 +26,7 @@ class CompletionChunks:
 
     _OBJECT = "text_completion"
     _BEFORE_TEXT = b',"text":'
-    _AFTER_TEXT = b',"logprobs":null,"finish_reason":'
+    _AFTER_TEXT = b',"logprobs":'
 
     def __init__(self, answer_id: str, created: int, model: str, include_usage: bool) -> None:
         fixed = _encode({"id": answer_id, "object": self._OBJECT, "created": created, "model": model})
@@ -36,13 +38,13 @@ class CompletionChunks:
         """What precedes a choice's first text."""
         return b""
 
-    def output(self, index: int, output: Output) -> bytes:
-        """New output of a choice; nothing if it is empty."""
-        return self._chunk(index, output.text, b"null") if output.text else b""
+    def output(self, index: int, output: Output, logprobs: bytes = NULL) -> bytes:
+        """New output of a choice, with its ``logprobs`` in JSON; nothing if it is empty."""
+        return self._chunk(index, output.text, NULL, logprobs) if output.text or logprobs is not NULL else b""
 
-    def finish(self, index: int, output: Output, reason: str) -> bytes:
+    def finish(self, index: int, output: Output, reason: str, logprobs: bytes = NULL) -> bytes:
         """The last output of a choice and why it ended."""
-        return self._chunk(index, output.text, _encode(reason))
+        return self._chunk(index, output.text, _encode(reason), logprobs)
 
     def closing(self, usage: UsageObject) -> bytes:
         """The end of the stream, with the usage if it was asked for."""
@@ -50,7 +52,7 @@ class CompletionChunks:
             return DONE
         return self._head + b'],"usage":' + _encode(usage) + b"}\n\n" + DONE
 
-    def _chunk(self, index: int, text: str, reason: bytes) -> bytes:
+    def _chunk(self, index: int, text: str, reason: bytes, logprobs: bytes) -> bytes:
         return b"".join(
             (
                 self._head,
@@ -59,6 +61,8 @@ class CompletionChunks:
                 self._BEFORE_TEXT,
                 _encode(text),
                 self._AFTER_TEXT,
+                logprobs,
+                b',"finish_reason":',
                 reason,
                 self._tail,
             )
@@ -70,25 +74,28 @@ class ChatChunks(CompletionChunks):
 
     _OBJECT = "chat.completion.chunk"
     _BEFORE_TEXT = b',"delta":{"content":'
-    _AFTER_TEXT = b'},"logprobs":null,"finish_reason":'
+    _AFTER_TEXT = b'},"logprobs":'
 
     def opening(self, index: int) -> bytes:
         """The first chunk says who speaks."""
-        return self._delta(index, b'{"role":"assistant","content":""}', b"null")
+        return self._delta(index, b'{"role":"assistant","content":""}', NULL)
 
-    def output(self, index: int, output: Output) -> bytes:
-        """A chunk for each kind of what is new: reasoning, text, then calls."""
+    def output(self, index: int, output: Output, logprobs: bytes = NULL) -> bytes:
+        """A chunk for each kind of what is new: reasoning, text, then calls; the first has the ``logprobs``."""
+        if not output.reasoning and not output.tool_calls:
+            return super().output(index, output, logprobs)
         events = b""
         if output.reasoning:
-            events = self._delta(index, b'{"reasoning_content":' + _encode(output.reasoning) + b"}", b"null")
-        events += super().output(index, output)
+            events = self._delta(index, b'{"reasoning_content":' + _encode(output.reasoning) + b"}", NULL, logprobs)
+            logprobs = NULL
+        events += super().output(index, output, logprobs)
         for call in output.tool_calls:
             events += self._call(index, call)
         return events
 
-    def finish(self, index: int, output: Output, reason: str) -> bytes:
+    def finish(self, index: int, output: Output, reason: str, logprobs: bytes = NULL) -> bytes:
         """The last output, then a chunk with an empty delta and the reason, as OpenAI sends them."""
-        return self.output(index, output) + self._delta(index, b"{}", _encode(reason))
+        return self.output(index, output, logprobs) + self._delta(index, b"{}", _encode(reason))
 
     def _call(self, index: int, call: ToolCallDelta) -> bytes:
         """One call a chunk; its id and name come alone, as OpenAI sends them."""
@@ -103,9 +110,9 @@ class ChatChunks(CompletionChunks):
         return events
 
     def _part_of_call(self, index: int, part: dict[str, object]) -> bytes:
-        return self._delta(index, _encode({"tool_calls": [part]}), b"null")
+        return self._delta(index, _encode({"tool_calls": [part]}), NULL)
 
-    def _delta(self, index: int, delta: bytes, reason: bytes) -> bytes:
+    def _delta(self, index: int, delta: bytes, reason: bytes, logprobs: bytes = NULL) -> bytes:
         return b"".join(
             (
                 self._head,
@@ -113,7 +120,9 @@ class ChatChunks(CompletionChunks):
                 str(index).encode(),
                 b',"delta":',
                 delta,
-                b',"logprobs":null,"finish_reason":',
+                b',"logprobs":',
+                logprobs,
+                b',"finish_reason":',
                 reason,
                 self._tail,
             )

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from sapwood_router.openai.logprobs import CompletionLogprobs
+
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -33,6 +35,12 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: Any = None  # told apart in response_format.py
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
     regex: str | None = None
     ebnf: str | None = None
 
@@ -41,6 +49,9 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     """``POST /v1/completions``."""
 
     prompt: Any = None  # a string, strings, token ids or lists of token ids: told apart in completions.py
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
 
 
 class ContentPart(msgspec.Struct):
@@ -103,6 +114,8 @@ class ChatRequest(SamplingRequest, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: Any = None  # a string or an object: told apart in tools.py
     parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 IGNORED = {
@@ -114,25 +127,12 @@ IGNORED = {
 }
 """Parameters that never change an answer here."""
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-}
-
-COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = _NEUTRAL | {
-    "logprobs": (None,),
-    "echo": (None, False),
+COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
-    "best_of": (None, 1),
 }
 """Parameters of completions that are not supported, with the values that ask for nothing."""
 
-CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = _NEUTRAL | {
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
+CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none"),
     "modalities": (None, ["text"]),
@@ -168,7 +168,7 @@ class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     finish_reason: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
@@ -198,7 +198,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: AnswerMessage
     finish_reason: str
-    logprobs: None = None
+    logprobs: dict[str, Any] | None = None
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):

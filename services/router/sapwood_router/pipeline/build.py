@@ -30,8 +30,8 @@ def build(context: RequestContext) -> worker_pb2.WorkerGenerateRequest:
     context.attempts += 1
     request_id = context.worker_request_id if context.attempts == 1 else unique_id(context.request_id)
     request = to_worker_request(request_id, token_ids, sampling)
+    request.output_tokens = done
     if context.compiled_grammar:
         request.grammar.compiled = context.compiled_grammar
-        request.grammar_tokens = done
     request.traceparent = traceparent_var.get() or ""
     return request

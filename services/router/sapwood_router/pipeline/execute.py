@@ -61,6 +61,9 @@ class Execution:
         if output.cached_tokens is not None and not context.resumptions:
             context.cached_tokens = output.cached_tokens
         context.output_ids.extend(token_ids)
+        context.logprobs.extend(output.logprobs)
+        if output.prompt_logprobs and not context.resumptions:
+            context.prompt_logprobs = output.prompt_logprobs
         if output.finish is None:
             self._stream.push(token_ids)
             if self._stream.full and self._resuming is None and self._worker_stream is not None:

@@ -22,7 +22,7 @@ def respond(context: RequestContext, chunk: OutputChunk, sent_tokens: int) -> De
     if not context.parallel_tool_calls:
         chunk.output.tool_calls = [call for call in chunk.output.tool_calls if call.index == 0]
     if not chunk.ended:
-        return Delta(chunk.output, context.output_ids[sent_tokens : chunk.tokens])
+        return _delta(context, chunk, sent_tokens, chunk.tokens)
     if chunk.stop_match is not None:
         reason, tokens = FinishReason.STOP, chunk.tokens
     elif context.worker_finish is not None:
@@ -30,4 +30,13 @@ def respond(context: RequestContext, chunk: OutputChunk, sent_tokens: int) -> De
     else:
         raise InternalError("the tokenizer ended a stream that was not over")
     context.usage = Usage(len(context.token_ids), tokens, context.cached_tokens)
-    return Delta(chunk.output, context.output_ids[sent_tokens:tokens], Finish(reason, context.usage, chunk.stop_match))
+    delta = _delta(context, chunk, sent_tokens, tokens)
+    delta.finish = Finish(reason, context.usage, chunk.stop_match)
+    return delta
+
+
+def _delta(context: RequestContext, chunk: OutputChunk, start: int, end: int) -> Delta:
+    delta = Delta(chunk.output, context.output_ids[start:end], text_tokens=min(chunk.tokens, end) - start)
+    if context.logprobs:
+        delta.logprobs = context.logprobs[start:end]
+    return delta

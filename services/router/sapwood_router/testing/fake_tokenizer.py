@@ -56,6 +56,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         """What each stream was opened with."""
         self.grammars: list[tokenizer_pb2.CompileGrammarRequest] = []
         """What CompileGrammar was asked for."""
+        self.looked_up: list[int] = []
+        """The tokens whose bytes were asked for."""
         self.open_streams: set[int] = set()
         self.messages = 0
         self.hold = False
@@ -123,6 +125,17 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         parser = (request.tool_calls.tool_parser or TOOL_PARSER) if request.HasField("tool_calls") else ""
         return tokenizer_pb2.CompileGrammarResponse(
             compiled=f"compiled {len(self.grammars)}".encode(), tool_parser=parser
+        )
+
+    async def GetTokenBytes(  # noqa: N802
+        self, request: tokenizer_pb2.GetTokenBytesRequest, context: Context
+    ) -> tokenizer_pb2.GetTokenBytesResponse:
+        """The byte, or a name."""
+        self.looked_up += request.token_ids
+        return tokenizer_pb2.GetTokenBytesResponse(
+            tokens=[
+                bytes([token - _OFFSET]) if token >= _OFFSET else f"<{token}>".encode() for token in request.token_ids
+            ]
         )
 
     async def GetInfo(  # noqa: N802

@@ -126,6 +126,18 @@ class _Session:
         task.add_done_callback(lambda _: self._tasks.pop(stream_id, None))
 
 
+def _logprobs(tokens: Sequence[int], top: int) -> list[worker_pb2.TokenLogprobs]:
+    """A token's is -1/8 of its id; the alternatives are the tokens from it on upwards."""
+    return [
+        worker_pb2.TokenLogprobs(
+            logprob=-token / 8,
+            top_ids=range(token, token + top),
+            top_logprobs=[-other / 8 for other in range(token, token + top)],
+        )
+        for token in tokens
+    ]
+
+
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """The service. Script tokens are followed by the end token where they end with STOP; pages seen before count as cached.
 
@@ -260,6 +272,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             if script.delay:
                 await asyncio.sleep(script.delay)
             response = worker_pb2.WorkerGenerateResponse(token_ids=tokens[start : start + script.chunk])
+            if request.sampling.HasField("logprobs"):
+                response.logprobs.extend(_logprobs(response.token_ids, request.sampling.logprobs))
+            if number == 0 and request.sampling.HasField("prompt_logprobs"):
+                response.prompt_logprobs.extend(_logprobs(request.token_ids[1:], request.sampling.prompt_logprobs))
             if start + script.chunk >= len(tokens):
                 response.finish_reason = reason
                 response.usage.prompt_tokens = len(request.token_ids)

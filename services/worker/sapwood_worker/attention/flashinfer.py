@@ -8,12 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sapwood_kernels.flashinfer_attention import AttentionShape, DecodeAttention, PagedKeys, PrefillAttention, Variant
+from sapwood_kernels.flashinfer_attention import (
+    AttentionShape,
+    DecodeAttention,
+    MixedAttention,
+    PagedKeys,
+    PrefillAttention,
+    Variant,
+)
 from sapwood_kernels.split_decode_attention import MOST_SPLIT, SplitDecodeAttention
 from sapwood_worker.attention.backend import AttentionBatch, AttentionLayer
 from sapwood_worker.cache.device_pool import DevicePool
 
 Destination = tuple[Tensor, Tensor, Tensor]
+Attention = PrefillAttention | DecodeAttention | SplitDecodeAttention | MixedAttention
 
 
 def variant_of(layer: AttentionLayer) -> Variant:
@@ -40,7 +48,7 @@ def paged_keys(batch: AttentionBatch, page_size: int, indices: Tensor) -> PagedK
 
 
 class FlashInferPlan:
-    """A planned step, in the two forms of attention FlashInfer has.
+    """A planned step, in whichever form of attention serves it.
 
     Args:
         pool: Keys and values.
@@ -51,7 +59,7 @@ class FlashInferPlan:
     def __init__(
         self,
         pool: DevicePool,
-        attentions: Mapping[Variant, PrefillAttention | DecodeAttention | SplitDecodeAttention],
+        attentions: Mapping[Variant, Attention],
         cache_slots: Tensor,
     ) -> None:
         self._pool = pool
@@ -93,6 +101,22 @@ class FlashInferBackend:
         # Requests may share pages, so a step can name more pages than the pool has: room for that.
         self.indices = torch.zeros(4 * pool.num_pages, dtype=torch.int32, device=pool.device)
         self._prefill = {kind: PrefillAttention(shape, kind, pool.device) for kind in self.kinds}
+        workspace = DecodeAttention.workspace(pool.device)
+        self._mixed = {
+            kind: MixedAttention(DecodeAttention(None, self.indices, workspace, shape, kind), prefill)
+            for kind, prefill in self._prefill.items()
+        }
+
+        self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def begin_plan(self) -> None:
+        """Waits until the last plan's host buffers, which the next will write to, have been read. That is before its step's
+        computation: a step may be planned while the device is at the one before."""
+        self._planned.synchronize()
+
+    def end_plan(self) -> None:
+        """All copies of a plan have been asked for."""
+        self._planned.record()
 
     def decode_attention(self, batch: int, workspace: Tensor, kind: Variant) -> DecodeAttention | SplitDecodeAttention:
         """The attention of ``batch`` decodes at fixed addresses, by the faster of two kernels."""
@@ -102,8 +126,20 @@ class FlashInferBackend:
 
     def plan(self, batch: AttentionBatch) -> FlashInferPlan:
         """See :class:`AttentionBackend`."""
+        self.begin_plan()
+        plan = self._plan(batch)
+        self.end_plan()
+        return plan
+
+    def _plan(self, batch: AttentionBatch) -> FlashInferPlan:
         keys = paged_keys(batch, self._pool.page_size, self.indices)
         query_indptr = torch.from_numpy(batch.query_starts.astype(np.int32))
-        for attention in self._prefill.values():
-            attention.plan(query_indptr, keys)
+        longer = np.flatnonzero(np.diff(batch.query_starts) > 1)
+        decodes = int(longer[0]) if len(longer) else 0
+        if decodes:
+            for mixed in self._mixed.values():
+                mixed.plan(query_indptr, keys, decodes)
+            return FlashInferPlan(self._pool, self._mixed, batch.cache_slots)
+        for prefill in self._prefill.values():
+            prefill.plan(query_indptr, keys)
         return FlashInferPlan(self._pool, self._prefill, batch.cache_slots)

@@ -110,6 +110,25 @@ class PageAllocator:
         if int((self._owner == FREE).sum()) != self._num_free:
             raise LedgerError("a page is neither owned nor free")
 
+    def check_owners(self, owners: PageIds, used: int) -> None:
+        """Compares the ledger with who holds which page.
+
+        Args:
+            owners: int32 [num_pages], the owner of each page as found outside.
+            used: How many holdings were found.
+
+        Raises:
+            LedgerError: They disagree.
+        """
+        self.check()
+        wrong = np.flatnonzero(self._owner != owners)
+        if len(wrong):
+            page = int(wrong[0])
+            held, known = self._name(int(owners[page])), self._name(int(self._owner[page]))
+            raise LedgerError(f"page {page} is held by {held}, the ledger says by {known}")
+        if used != self.num_used:
+            raise LedgerError("a page is held in two places")
+
     def _repeats(self, ids: PageIds) -> bool:
         """Whether a page comes twice: each page remembers its last place in the list, which must be its only one."""
         places = np.arange(len(ids))

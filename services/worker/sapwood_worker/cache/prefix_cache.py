@@ -11,11 +11,20 @@ from typing import Protocol
 
 import numpy as np
 
+from sapwood_common.errors import ResourceExhaustedError
 from sapwood_worker.cache.eviction import EvictionName
 from sapwood_worker.cache.kv_events import KvEventLog
-from sapwood_worker.cache.page_allocator import CACHE, TRANSFER, PageAllocator, PageIds
+from sapwood_worker.cache.page_allocator import CACHE, FREE, TRANSFER, PageAllocator, PageIds
 from sapwood_worker.cache.page_table import PageTable
 from sapwood_worker.cache.radix_tree import Node, RadixTree
+
+
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    """The locked end of a pinned prefix, and until when it is pinned."""
+
+    node: Node
+    until: float | None
 
 
 class LowerTiers(Protocol):
@@ -90,6 +99,7 @@ class PrefixCache:
         self.enabled = enabled
         self._below = below if enabled else None
         self._rows: dict[int, _Row] = {}
+        self._pins: dict[str, _Pin] = {}
 
     @property
     def num_evictable(self) -> int:
@@ -104,6 +114,10 @@ class PrefixCache:
     def probe(self, token_ids: array[int], namespace: bytes) -> tuple[int, int]:
         """What :meth:`open` would find: pages, and how many of these count as available now. Changes nothing."""
         return self._tree.probe(self._key(token_ids, 0, self._usable(token_ids)), namespace)
+
+    def path(self, token_ids: array[int], namespace: bytes) -> list[int]:
+        """What the prefix that :meth:`open` would find runs through: a number for each node of the tree, from the root."""
+        return self._tree.path(self._key(token_ids, 0, self._usable(token_ids)), namespace)
 
     def open(self, slot: int, name: str, token_ids: array[int], namespace: bytes) -> int:
         """Begins an empty row with the longest cached prefix, locked, leaving at least one token to compute.
@@ -185,8 +199,48 @@ class PrefixCache:
         self._tree.unlock(row.node)
         self._allocator.free(self._table.pages(slot, row.shared), slot)
 
+    def pin(self, name: str, token_ids: array[int], namespace: bytes, most: int, until: float | None) -> int:
+        """Locks what is cached of a prefix; a pin of the same name is replaced.
+
+        Args:
+            name: The pin's.
+            token_ids: The prefix.
+            namespace: Within which to look.
+            most: Pages that may be pinned in all.
+            until: When :meth:`expire_pins` takes it back; None: never.
+
+        Returns:
+            The number of tokens pinned, in whole pages.
+
+        Raises:
+            ResourceExhaustedError: More than ``most`` pages would be pinned; nothing changed.
+        """
+        match = self._tree.match(self._key(token_ids, 0, len(token_ids)), namespace)
+        old = self._pins.get(name)
+        kept = [pin.node for pin in self._pins.values() if pin is not old]
+        needed = sum(len(node.pages) for node in _and_above([*kept, match.node]))
+        if needed > most:
+            raise ResourceExhaustedError(f"{needed} pages would be pinned; at most {most} can be", field="token_ids")
+        self._tree.lock(match.node)
+        self._pins[name] = _Pin(match.node, until)
+        if old is not None:
+            self._tree.unlock(old.node)
+        return len(match.pages) * self._page_size
+
+    def unpin(self, name: str) -> bool:
+        """Takes a pin back; returns whether there was one of this name."""
+        pin = self._pins.pop(name, None)
+        if pin is not None:
+            self._tree.unlock(pin.node)
+        return pin is not None
+
+    def expire_pins(self, now: float) -> None:
+        """Takes back the pins whose time is over. O(pins)."""
+        for name in [name for name, pin in self._pins.items() if pin.until is not None and pin.until <= now]:
+            self.unpin(name)
+
     def flush(self) -> int:
-        """Forgets everything that no running request holds; returns the number of pages freed."""
+        """Forgets everything that no running request and no pin holds; returns the number of pages freed."""
         return self._evict(self._tree.num_evictable)
 
     def check_idle(self) -> None:
@@ -197,7 +251,8 @@ class PrefixCache:
         """
         self._allocator.check()
         assert not self._rows, f"rows {sorted(self._rows)} are open, though nothing runs"
-        assert self._tree.num_evictable == self._tree.num_pages, "a lock was left behind in the prefix cache"
+        pinned = sum(len(node.pages) for node in _and_above([pin.node for pin in self._pins.values()]))
+        assert self._tree.num_evictable + pinned == self._tree.num_pages, "a lock was left behind in the prefix cache"
         assert self._allocator.num_used == self._tree.num_pages, "pages leaked: nothing runs, yet some are held"
 
     def check(self) -> None:
@@ -206,32 +261,30 @@ class PrefixCache:
         Raises:
             AssertionError: They disagree.
         """
-        self._tree.check()
-        self._allocator.check()
-        nodes = list(self._tree.nodes())
-        held = sorted(int(page) for node in nodes for page in node.pages)
-        assert held == self._allocator.owned_by(CACHE).tolist(), "the tree's pages are not the ledger's"
-        locks: dict[Node, int] = {}
-        loads: list[int] = []
+        ends: dict[Node, int] = {}
+        owners = np.full(self._allocator.num_pages, FREE, dtype=np.int32)
+        held = 0
         for slot, row in self._rows.items():
-            prefix: list[int] = []
+            ends[row.node] = ends.get(row.node, 0) + 1
+            pages = self._table.pages(slot)
             at: Node | None = row.node
-            while at is not None:
-                locks[at] = locks.get(at, 0) + 1
-                prefix = [*at.pages.tolist(), *prefix]
-                at = at.parent
-            pages = self._table.pages(slot).tolist()
-            assert pages[: row.shared] == prefix, f"row {slot} does not begin with the prefix it locks"
-            own = self._allocator.owned_by(slot).tolist()
-            loading = row.loading.tolist()
-            loads += loading
-            assert pages[row.shared : row.shared + len(loading)] == loading, (
-                f"row {slot} is not filled where it should be"
-            )
-            assert sorted(pages[row.shared + len(loading) :]) == own, f"row {slot} does not hold the pages it owns"
-        assert sorted(loads) == self._allocator.owned_by(TRANSFER).tolist(), "a page is filled for no row"
-        for node in nodes:
-            assert node.locks == locks.get(node, 0), "locks are not balanced"
+            end = row.shared
+            while at is not None and at.parent is not None:
+                start = end - len(at.pages)
+                assert start >= 0 and (pages[start:end] == at.pages).all(), f"row {slot} does not begin with its prefix"
+                end, at = start, at.parent
+            assert end == 0, f"row {slot} does not begin with the prefix it locks"
+            loaded = row.shared + len(row.loading)
+            assert (pages[row.shared : loaded] == row.loading).all(), f"row {slot} is not filled where it should be"
+            owners[row.loading] = TRANSFER
+            owners[pages[loaded:]] = slot
+            held += len(pages) - row.shared
+        for pin in self._pins.values():
+            ends[pin.node] = ends.get(pin.node, 0) + 1
+        cached = self._tree.check(ends)
+        owners[cached] = CACHE
+        # That the numbers agree too says that no page stands in two places.
+        self._allocator.check_owners(owners, held + len(cached))
 
     def _arrived(self, slot: int, row: _Row) -> None:
         if len(row.loading) and self._below is not None:
@@ -253,3 +306,14 @@ class PrefixCache:
     def _key(self, token_ids: array[int], start: int, end: int) -> bytes:
         """The whole pages of ``token_ids[start:end]``; ``start`` is a multiple of the page."""
         return token_ids[start : end // self._page_size * self._page_size].tobytes()
+
+
+def _and_above(ends: list[Node]) -> set[Node]:
+    """These nodes and all above them."""
+    found: set[Node] = set()
+    for node in ends:
+        at: Node | None = node
+        while at is not None and at not in found:
+            found.add(at)
+            at = at.parent
+    return found

@@ -12,7 +12,7 @@ A page at the end that is not full is never in the tree. Namespaces (a tenant's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -119,6 +119,27 @@ class RadixTree:
             node = child if common == len(child.key) else None
         return found, unlocked
 
+    def path(self, key: bytes, namespace: bytes = b"") -> list[int]:
+        """A number for each node that :meth:`match` would run through, from the root, which comes first; changes nothing.
+
+        Two keys' paths are equal as far as the keys run through the same nodes; valid until the tree changes.
+        """
+        node = self._roots.get(namespace)
+        numbers: list[int] = []
+        offset = 0
+        while node is not None:
+            numbers.append(id(node))
+            child = node.children.get(key[offset : offset + self._stride])
+            if child is None:
+                break
+            common = self._common(child.key, key, offset)
+            offset += common
+            if common < len(child.key):
+                numbers.append(id(child))
+                break
+            node = child
+        return numbers
+
     def insert(self, below: Node, key: bytes, pages: PageIds) -> Match:
         """Caches whole pages as the continuation of a cached prefix.
 
@@ -203,18 +224,43 @@ class RadixTree:
             yield node
             stack.extend(node.children.values())
 
-    def check(self) -> None:
-        """Compares the counters with the tree; O(nodes). Raises AssertionError where they disagree."""
-        total = evictable = 0
+    def check(self, ends: Mapping[Node, int]) -> PageIds:
+        """Compares locks and counters with the tree; O(nodes).
+
+        Args:
+            ends: How many locks were taken, and not taken back, at each node.
+
+        Returns:
+            All pages in the tree, in no order.
+
+        Raises:
+            AssertionError: They disagree.
+        """
+        total = evictable = found = 0
+        pages = [_NONE]
+        for root in self._roots.values():
+            assert root.locks == sum(child.locks for child in root.children.values()) + ends.get(root, 0)
+            found += root in ends
         for node in self.nodes():
             assert node.parent is not None and node.parent.children[node.key[: self._stride]] is node
-            assert len(node.key) == len(node.pages) * self._stride > 0
-            assert len(node.hashes) == len(node.pages) * HASH_BYTES
-            assert node.locks >= sum(child.locks for child in node.children.values()), "a child is locked more often"
-            assert node.queued or not _is_free_leaf(node), "an unlocked leaf that eviction cannot find"
-            total += len(node.pages)
-            evictable += 0 if node.locks else len(node.pages)
+            count = len(node.pages)
+            assert len(node.key) == count * self._stride > 0
+            assert len(node.hashes) == count * HASH_BYTES
+            locks = 0
+            for child in node.children.values():
+                locks += child.locks
+            if node in ends:
+                locks += ends[node]
+                found += 1
+            assert node.locks == locks, "locks are not balanced"
+            assert locks or node.children or node.queued, "an unlocked leaf that eviction cannot find"
+            total += count
+            if not locks:
+                evictable += count
+            pages.append(node.pages)
+        assert found == len(ends), "what is locked is not in the tree"
         assert (total, evictable) == (self._pages, self._evictable), "the counters are wrong"
+        return np.concatenate(pages)
 
     def _root(self, namespace: bytes) -> Node:
         root = self._roots.get(namespace)

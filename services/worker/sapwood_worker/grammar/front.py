@@ -35,13 +35,11 @@ class RequestGrammars:
             UnimplementedError: This worker has no vocabulary.
         """
         if not request.HasField("grammar"):
-            if request.grammar_tokens:
-                raise InvalidArgumentError("grammar_tokens is set, but there is no grammar", field="grammar_tokens")
             return b""
-        if request.grammar_tokens > len(request.token_ids):
+        if request.sampling.min_tokens:
             raise InvalidArgumentError(
-                f"grammar_tokens is {request.grammar_tokens}, more than the {len(request.token_ids)} token_ids",
-                field="grammar_tokens",
+                "sampling.min_tokens cannot be combined with a grammar: where that is complete, only an end may follow",
+                field="sampling.min_tokens",
             )
         if request.sampling.ignore_eos:
             raise InvalidArgumentError(

@@ -71,7 +71,7 @@ class GrammarStore:
         if accepted != len(generated):
             raise InvalidArgumentError(
                 f"of the {len(generated)} tokens generated before, the grammar allows only the first {accepted}",
-                field="grammar_tokens",
+                field="output_tokens",
             )
         return matcher
 

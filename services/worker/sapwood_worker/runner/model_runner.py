@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sapwood_common.errors import ConfigError, InternalError
+from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary
+from sapwood_kernels.device_copy import to_device
 from sapwood_worker.attention.backend import AttentionBackend
 from sapwood_worker.attention.torch_native import TorchNativeBackend
 from sapwood_worker.cache.copies import NOTHING, CopyReport
@@ -21,12 +22,14 @@ from sapwood_worker.cache.torch_transfer import make_transfer
 from sapwood_worker.cache.transfer import Transfer
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.models.config import ModelConfig
+from sapwood_worker.models.fingerprint import model_fingerprint
 from sapwood_worker.models.loader import LoadFormat, load_model
 from sapwood_worker.runner.forward_batch import ForwardBatch
 from sapwood_worker.runner.grammar_masks import GrammarMasks, StepMasks
 from sapwood_worker.runner.input_builder import build_forward_batch
-from sapwood_worker.sampling.sampler import sample
-from sapwood_worker.sampling.sampling_batch import build_sampling_batch
+from sapwood_worker.runner.launched_step import LaunchedStep
+from sapwood_worker.runner.token_sampler import SampledTokens, TokenSampler
+from sapwood_worker.sampling.logprobs import Distribution, Logprobs, join
 from sapwood_worker.scheduler.output import ModelOutput, ScheduledRequest, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 
 # Pages beyond those the scheduler knows of: rows that only pad a batch write there.
 _SCRATCH_PAGES = 1
+# Prompt tokens whose logits are computed at once where their log probabilities are wanted: they take memory.
+_LOGPROB_ROWS = 256
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -93,6 +98,7 @@ class ModelRunner:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         self._device = torch.device(options.device)
+        self.asynchronous = self._device.type == "cuda"
         default = "float32" if self._device.type == "cpu" else "bfloat16"
         name = default if options.dtype == "auto" else options.dtype
         dtype = _DTYPES[name]
@@ -106,6 +112,7 @@ class ModelRunner:
             seed=options.seed,
         )
         config = loaded.config
+        self._options = options
         self._model = loaded.model
         self._pool = _build_pool(options, config, dtype, self._device)
         self.host_pool = _build_host_pool(options, self._pool)
@@ -115,6 +122,9 @@ class ModelRunner:
             load_vocabulary(options.model_path) if options.structured_output else None
         )
         self._masks = GrammarMasks(config.vocab_size)
+        self._sampler = TokenSampler(options.max_running, config.vocab_size, loaded.eos_token_ids, self._device)
+        # The latest token of the request in each row of the page table.
+        self._last_tokens = torch.zeros(options.max_running, dtype=torch.int64, device=self._device)
         self._graphs: DecodeGraphs | None = None
         if self._device.type == "cuda" and dtype != torch.float32:
             self._use_flashinfer(options, config, dtype)
@@ -140,37 +150,60 @@ class ModelRunner:
         backend = FlashInferBackend(self._pool, shape, tuple(dict.fromkeys(kinds)))
         self._backend = backend
         self._graphs = DecodeGraphs(
-            self._model, backend, self._pool, options.max_running, self._pool.num_pages - _SCRATCH_PAGES
+            self._model,
+            backend,
+            self._pool,
+            options.max_running,
+            self._pool.num_pages - _SCRATCH_PAGES,
+            self._last_tokens,
         )
 
-    @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelOutput:
-        """See :class:`sapwood_worker.scheduler.output.Runner`.
+        """See :class:`sapwood_worker.scheduler.output.Runner`."""
+        return self.launch(output).result()
 
-        Raises:
-            InternalError: The model gave logits that are not numbers; names the requests. Nothing was sampled.
-        """
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        """See :class:`sapwood_worker.scheduler.output.Runner`."""
         requests = output.requests
         if output.copies is not None:
             assert self._transfer is not None, "there is no second tier to copy to"
             self._transfer.start(output.copies)
         if not requests:
-            return ModelOutput(output.step, [], self._copied())
+            return LaunchedStep(output, (), None, {}, self._copied)
         graphs = self._graphs
         decodes = graphs is not None and all(len(each.token_ids) == 1 and each.samples for each in requests)
         if graphs is not None and decodes and len(requests) <= graphs.largest:
             with self._masks.start(requests) as masks:
-                return ModelOutput(output.step, self._replay(graphs, output, masks), self._copied())
-        batch = build_forward_batch(output, self._pool.page_size, self._device)
-        token_ids = [-1] * len(requests)
+                tokens: SampledTokens | None = self._replay(graphs, output, masks)
+            return LaunchedStep(output, range(len(requests)), tokens, {}, self._copied)
+        batch = build_forward_batch(output, self._pool.page_size, self._device, self._last_tokens)
         sampled = [i for i, request in enumerate(requests) if request.samples]
-        with self._masks.start([requests[i] for i in sampled]) as masks:
+        sampling = [requests[i] for i in sampled]
+        with self._masks.start(sampling) as masks:
             hidden = self._forward(batch)
+            tokens = None
             if sampled:
-                tokens = self._sample(hidden, batch, [requests[i] for i in sampled], masks)
-                for i, token in zip(sampled, tokens, strict=True):
-                    token_ids[i] = token
-        return ModelOutput(output.step, token_ids, self._copied())
+                rows = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
+                tokens = self._sampler.sample(self._model.logits(rows), sampling, masks)
+                self._keep(tokens, to_device(np.array([request.slot for request in sampling]), self._device))
+        prompts: dict[int, Logprobs] = {}
+        for i, request in enumerate(requests):
+            if request.prompt_logprobs is not None and request.start + 1 < request.prompt_length:
+                first = int(batch.attention.query_starts[i])
+                prompts[i] = self._prompt_logprobs(hidden[first : first + len(request.token_ids)], request)
+        return LaunchedStep(output, sampled, tokens, prompts, self._copied)
+
+    def cache_identity(self) -> str:
+        """What a page's content depends on besides its tokens, other than the page size: equal only if it can be exchanged.
+
+        Reads the model's files, which takes as long as that takes.
+        """
+        options, pool = self._options, self._pool
+        made_up = f"dummy-{options.seed}" if options.load_format == "dummy" else ""
+        shape = "x".join(map(str, (len(pool.key_slots), *pool.key_slots[0].shape[1:])))
+        parts = (model_fingerprint(options.model_path), made_up, self.info.dtype, shape, self._device.type)
+        return "|".join(parts)
 
     @torch.inference_mode()
     def logits(self, output: SchedulerOutput) -> Tensor:
@@ -184,7 +217,7 @@ class ModelRunner:
         hidden: Tensor = self._model(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
         return hidden
 
-    def _replay(self, graphs: DecodeGraphs, output: SchedulerOutput, masks: StepMasks) -> list[int]:
+    def _replay(self, graphs: DecodeGraphs, output: SchedulerOutput, masks: StepMasks) -> SampledTokens:
         requests = output.requests
         count = len(requests)
         token_ids = np.fromiter((request.token_ids[0] for request in requests), np.int64, count)
@@ -192,34 +225,27 @@ class ModelRunner:
         slots = np.fromiter((request.slot for request in requests), np.int64, count)
         width = int(positions.max()) // self._pool.page_size + 1
         self._pool.await_all()
-        result = graphs.run(token_ids, positions, output.page_table[slots, :width])
-        settings = build_sampling_batch(
-            [request.sampling for request in requests], positions + 1, self.info.vocab_size, self._device
-        )
-        if settings is None and not masks:
-            return self._checked(requests, result.greedy, result.largest)
-        masks.apply(result.logits)
-        return self._checked(requests, *sample(result.logits, settings))
+        result = graphs.run(token_ids, positions, output.page_table[slots, :width], slots)
+        tokens = self._sampler.sample(result.logits, requests, masks, (result.largest, result.greedy))
+        self._keep(tokens, result.slots)
+        return tokens
 
-    def _sample(
-        self, hidden: Tensor, batch: ForwardBatch, requests: list[ScheduledRequest], masks: StepMasks
-    ) -> list[int]:
-        rows = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
-        logits = self._model.logits(rows)
-        masks.apply(logits)
-        positions = np.array([request.start + len(request.token_ids) for request in requests], np.int64)
-        settings = build_sampling_batch(
-            [request.sampling for request in requests], positions, self.info.vocab_size, self._device
-        )
-        return self._checked(requests, *sample(logits, settings))
+    def _keep(self, tokens: SampledTokens, slots: Tensor) -> None:
+        """Notes a step's tokens on the device for the next step. Where there is none the request ends; 0 will do."""
+        self._last_tokens.index_copy_(0, slots, tokens.tokens.clamp(min=0))
 
-    def _checked(self, requests: list[ScheduledRequest], tokens: Tensor, largest: Tensor) -> list[int]:
-        # One transfer brings both over: -1 stands for a row without a result.
-        result: list[int] = torch.where(largest.isfinite(), tokens, -1).tolist()
-        if min(result) < 0:
-            names = ", ".join(request.request_id for request, token in zip(requests, result, strict=True) if token < 0)
-            raise InternalError(f"the model's logits are not finite numbers for: {names}")
-        return result
+    def _prompt_logprobs(self, hidden: Tensor, request: ScheduledRequest) -> Logprobs:
+        """Of the prompt tokens, at least one, after each of a chunk's, whose hidden states are given."""
+        assert request.prompt_logprobs is not None
+        first = request.start + 1
+        following = request.history[first : min(first + len(hidden), request.prompt_length)]
+        tokens = to_device(np.array(following, np.int64), self._device)
+        parts = []
+        for start in range(0, len(tokens), _LOGPROB_ROWS):
+            chosen = tokens[start : start + _LOGPROB_ROWS]
+            logits = self._model.logits(hidden[start : start + len(chosen)])
+            parts.append(Distribution(logits, request.prompt_logprobs).of(chosen))
+        return join(parts)
 
 
 def _build_pool(options: RunnerOptions, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DevicePool:

@@ -17,6 +17,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         max_tokens: The most tokens to generate, at least 1.
         stop_token_ids: Generation ends at any of these; the ending token is part of the output.
         ignore_eos: Do not end at the model's own end tokens.
+        frequency_penalty: Subtracted from a token's logit for each time it is in the output.
+        presence_penalty: Subtracted from the logit of each token that is in the output.
+        repetition_penalty: The logit of each token in prompt or output is divided by it if positive, else multiplied; over 0.
+        logit_bias: Token ids, each once, and what is added to their logits.
+        min_tokens: No end token before so many tokens of output.
+        logprobs: Log probabilities of the output, and of so many of the likeliest alternatives; None: none.
+        prompt_logprobs: The same for the prompt.
     """
 
     temperature: float = 1.0
@@ -27,3 +34,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None

@@ -91,7 +91,9 @@ def _top_threshold(weights: Tensor, batch: SamplingBatch) -> Tensor:
     wanted = mass * batch.top_p
     while True:
         reached = best.cumsum(-1, dtype=torch.float64)
-        if count == width or bool(((reached[:, -1:] >= wanted) | (batch.top_p >= 1.0)).all()):
+        # Not "reached": a row that holds a NaN never does.
+        missing = (reached[:, -1:] < wanted) & (batch.top_p < 1.0)
+        if count == width or not bool(missing.any()):
             break
         count = min(count * _GROWTH, width)
         best = weights.topk(count, dim=-1).values
@@ -110,12 +112,13 @@ def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     # Strictly below the sum even after rounding, so that the index found has a weight.
     target = torch.minimum(uniform * sums[:, -1:], sums[:, -1:] * _BELOW_ONE)
-    block = torch.searchsorted(sums, target, right=True)
+    # In a row that holds a NaN the search finds nothing: any index will do then, as long as it is one.
+    block = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
     inner = blocks[torch.arange(rows, device=weights.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
     rest = torch.minimum((target - before).clamp_(min=0.0), inner[:, -1:] * _BELOW_ONE)
     within = torch.searchsorted(inner, rest, right=True)
-    return (block * _BLOCK + within)[:, 0]
+    return (block * _BLOCK + within)[:, 0].clamp_(max=width - 1)
 
 
 def _divisor(width: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -14,6 +15,20 @@ from sapwood_worker.grammar.state import GrammarState
 from sapwood_worker.sampling.params import SamplingParams
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """How likely the model found a token, and which were the likeliest in its place.
+
+    Attributes:
+        logprob: Natural logarithm.
+        top_ids: Likeliest first.
+        top_logprobs: One for each of ``top_ids``.
+    """
+
+    logprob: float
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
 @dataclass(slots=True)
 class ScheduledRequest:
     """The part of one request that a step computes.
@@ -21,13 +36,21 @@ class ScheduledRequest:
     Attributes:
         request_id: For error messages and traces.
         slot: The request's row in the page table; stable while the request runs.
-        token_ids: The tokens to compute, at positions ``start`` .. ``start + len(token_ids) - 1``. One token for a decode.
+        token_ids: The tokens to compute, at positions ``start`` .. ``start + len(token_ids) - 1``. One token for a decode; -1
+            if it is the one that the step before samples and the host does not know it yet.
         start: How many tokens before them have their KV in the cache already.
         samples: Whether to sample the token that follows the last of ``token_ids``: false for all but the last chunk of a
             prompt.
         sampling: How to sample it. The sampled token's position, for seeding, is ``start + len(token_ids)``.
         grammar: What that token must match, if the request has a grammar. The runner only fills masks from it; the scheduler
             accepts the token.
+        admission: Unique for each time a request is given a row: what the runner notes about the row is good for as long as
+            this stays the same. -1: good for this step only.
+        history: All that is known of the request, uint32: prompt and output so far. The scheduler's own array, valid until
+            the next ``update()``.
+        output_start: Where in ``history`` the output begins.
+        prompt_length: Where in ``history`` the prompt ends that ``prompt_logprobs`` is about.
+        prompt_logprobs: Whether log probabilities of the prompt's tokens are wanted, and how many alternatives.
         serial: The request's.
     """
 
@@ -38,6 +61,11 @@ class ScheduledRequest:
     samples: bool
     sampling: SamplingParams
     grammar: GrammarState | None = None
+    admission: int = -1
+    history: array[int] = field(default_factory=lambda: array("I"))
+    output_start: int = 0
+    prompt_length: int = 0
+    prompt_logprobs: int | None = None
     serial: int = -1
 
 
@@ -70,18 +98,23 @@ class ModelOutput:
 
     Attributes:
         step: The step it answers.
-        token_ids: One entry for each of ``SchedulerOutput.requests``, in order; -1 where nothing was sampled.
+        token_ids: One entry for each of ``SchedulerOutput.requests``, in order; -1 where nothing was sampled: because it was
+            not asked for, or because the model's logits were not finite numbers.
         copied: Stores that have ended since the last report, whatever step they went with.
+        logprobs: Of the sampled tokens, by index into ``SchedulerOutput.requests``, where asked for.
+        prompt_logprobs: Of the prompt tokens after each that the step computed, likewise.
     """
 
     step: int
     token_ids: list[int]
     copied: CopyReport = NOTHING
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error", "deadline"]
 """``stop``: an end token or the end of the grammar. ``length``: max_tokens or the context's end. ``error``: runner or grammar
-failed."""
+failed. ``deadline``: it did not end in time."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -96,6 +129,9 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
         cached_tokens: Prompt tokens found in the prefix cache.
         error: What went wrong, if ``finish_reason`` is ``error``.
         error_field: The request field at fault, if the error is its sender's.
+        logprobs: One for each of ``token_ids``, if asked for.
+        prompt_logprobs: On the first output, if asked for: one for each prompt token but the first.
+        index: Which of its generation's continuations it belongs to; the gRPC front sets it.
     """
 
     serial: int
@@ -106,10 +142,35 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     error: str = ""
     error_field: str = ""
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    index: int = 0
+
+
+class LaunchedStep(Protocol):
+    """A step that is being computed."""
+
+    def result(self) -> ModelOutput:
+        """Waits for the step and returns its answer; to be called once. If the step failed this raises."""
+        ...
 
 
 class Runner(Protocol):
-    """Runs the model on a step's batch."""
+    """Runs the model on a step's batch.
+
+    Attributes:
+        asynchronous: Whether it computes while its caller goes on.
+    """
+
+    asynchronous: bool
+
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        """Begins a step, which is computed after those launched before. At most one other may be unfinished.
+
+        A request that an unfinished step samples for may be in this one too: its token, which the host does not know yet, is
+        then -1. Copies what it needs of ``output`` before it returns. Mutates as :meth:`execute` does.
+        """
+        ...
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
         """Starts the step's copies, computes the KV of every scheduled token, writes it into the page pool in place, and samples.

@@ -1,54 +1,42 @@
-"""In which order waiting requests are admitted. A policy only orders; whether one fits is not its matter.
+"""In which order the waiting requests of one tenant are admitted. A policy only orders; whether one fits is not its matter.
 
-Whatever the policy, retracted requests come first, by arrival: they were admitted before.
+Tenants, priorities and starvation are ``admission_order.py``'s matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.waiting_queue import WaitingQueue
 
-PolicyName = Literal["fcfs", "lpm"]
+PolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "priority"]
 
-STARVED_AFTER = 256
-"""Steps after which a request that others overtook goes before them."""
-_WINDOW = 128
-"""Requests that are looked at; matching each of a long queue in every step would cost more than it gains."""
+WINDOW = 128
+"""Requests that are matched against the tree, those that have waited longest: matching each of a long queue in every step would
+cost more than it gains."""
+
+Path = Sequence[int]
 
 
 class Policy(Protocol):
     """An order of admission."""
 
-    def order(self, waiting: WaitingQueue, count: int, step: int) -> list[Request]:
-        """The ``count`` requests to admit first, in order, or fewer if fewer wait. Changes nothing.
-
-        Args:
-            waiting: The queue.
-            count: At least 1.
-            step: The number of the step being planned.
-        """
+    def sort(self, requests: list[Request]) -> list[Request]:
+        """The requests, which come by arrival, in the order in which to admit them. Changes nothing."""
         ...
 
 
 class FirstComeFirstServed:
-    """By arrival. O(count)."""
+    """By arrival. O(1)."""
 
-    def order(self, waiting: WaitingQueue, count: int, step: int) -> list[Request]:
+    def sort(self, requests: list[Request]) -> list[Request]:
         """See :class:`Policy`."""
-        order = waiting.retracted()
-        order += islice(waiting.new(), max(0, count - len(order)))
-        return order[:count]
+        return requests
 
 
 class LongestPrefixMatch:
-    """Longest cached prefix first (SGLang's cache-aware order), so that a prefix is used while it is there.
-
-    Only the 128 requests that have waited longest compete, and one that waited for 256 steps goes before them: no request
-    waits for ever, however many better matches arrive. O(window) matches.
+    """Longest cached prefix first (SGLang's cache-aware order), so that a prefix is used while it is there. One match a request.
 
     Args:
         match_length: Cached pages of a request's prefix; changes nothing.
@@ -57,16 +45,62 @@ class LongestPrefixMatch:
     def __init__(self, match_length: Callable[[Request], int]) -> None:
         self._match_length = match_length
 
-    def order(self, waiting: WaitingQueue, count: int, step: int) -> list[Request]:
+    def sort(self, requests: list[Request]) -> list[Request]:
         """See :class:`Policy`."""
-
-        def rank(request: Request) -> tuple[int, int]:
-            starved = step - request.queued_at >= STARVED_AFTER
-            return (-1, 0) if starved else (0, -self._match_length(request))
-
-        return [*waiting.retracted(), *sorted(islice(waiting.new(), _WINDOW), key=rank)][:count]
+        return sorted(requests[:WINDOW], key=self._match_length, reverse=True) + requests[WINDOW:]
 
 
-def make_policy(name: PolicyName, match_length: Callable[[Request], int]) -> Policy:
-    """The policy of a name."""
-    return FirstComeFirstServed() if name == "fcfs" else LongestPrefixMatch(match_length)
+class DepthFirstWeight:
+    """Depth first through the radix tree, the branch with the most waiting requests first (SGLang's dfs-weight).
+
+    Requests that share a prefix follow each other, whatever its length. One match a request and O(requests x depth).
+
+    Args:
+        path: The nodes of the radix tree along a request's cached prefix, from the root; changes nothing.
+    """
+
+    def __init__(self, path: Callable[[Request], Path]) -> None:
+        self._path = path
+
+    def sort(self, requests: list[Request]) -> list[Request]:
+        """See :class:`Policy`."""
+        order: list[Request] = []
+        # A stack instead of recursion: a conversation of many turns is a deep branch.
+        stack = [([(request, self._path(request)) for request in requests[:WINDOW]], 0)]
+        while stack:
+            group, depth = stack.pop()
+            ending = [item for item in group if len(item[1]) <= depth]
+            if len(ending) == len(group):
+                order += [request for request, _ in group]
+                continue
+            branches: dict[int, list[tuple[Request, Path]]] = {}
+            for request, path in group:
+                if len(path) > depth:
+                    branches.setdefault(path[depth], []).append((request, path))
+            # What goes further comes before what ends here: it is what the branch is kept for. sorted() keeps the order of
+            # arrival among equals; what comes first is put on top last.
+            stack.append((ending, depth))
+            heaviest_first = sorted(branches.values(), key=len, reverse=True)
+            stack += [(branch, depth + 1) for branch in reversed(heaviest_first)]
+        return order + requests[WINDOW:]
+
+
+class LongestOutputFirst:
+    """The largest limit of output first: long generations start early, and what is short fills the gaps at the end."""
+
+    def sort(self, requests: list[Request]) -> list[Request]:
+        """See :class:`Policy`."""
+        return sorted(requests, key=lambda request: request.max_length - request.prompt_length, reverse=True)
+
+
+def make_policy(name: PolicyName, match_length: Callable[[Request], int], path: Callable[[Request], Path]) -> Policy:
+    """The policy of a name. ``priority`` orders by arrival within a priority."""
+    match name:
+        case "lpm":
+            return LongestPrefixMatch(match_length)
+        case "dfs-weight":
+            return DepthFirstWeight(path)
+        case "lof":
+            return LongestOutputFirst()
+        case _:
+            return FirstComeFirstServed()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.retraction import NewTokenRatio
 from sapwood_worker.scheduler.running_batch import RunningBatch
@@ -17,13 +20,21 @@ class PrefillAdder:
         running: The running requests; admitted ones join them.
         budget: Tokens this step may prefill.
         ratio: How much of their ``max_tokens`` requests will generate; pages for that stay in reserve.
+        computing: What steps in flight compute, as ``chunks``.
 
     Attributes:
         chunks: What was added: a request and how many of its tokens.
     """
 
-    def __init__(self, running: RunningBatch, budget: int, ratio: NewTokenRatio) -> None:
+    def __init__(
+        self,
+        running: RunningBatch,
+        budget: int,
+        ratio: NewTokenRatio,
+        computing: Sequence[tuple[Request, int]] = (),
+    ) -> None:
         self._running = running
+        self._computing = computing
         self._budget = budget
         self._ratio = ratio
         self._reserved: int | None = None
@@ -35,18 +46,20 @@ class PrefillAdder:
         return min(self._budget, self._running.num_free_slots)
 
     def continue_running(self) -> None:
-        """Adds the next chunk of each running request that is not through its prompt, oldest first."""
+        """Adds the next chunk of each running request that is not through its prompt, by rank."""
         for request in self._running.requests:
-            if request.remaining > 1 and self._budget > 0:
+            if request.remaining > 1 and self._budget > 0 and not request.over:
                 self._add(request)
 
     def should_wait(self, request: Request) -> bool:
-        """Whether a waiting request does better to wait because one in this step is computing much of its prompt.
+        """Whether a waiting request does better to wait because one in this step or in flight computes much of its prompt.
 
         That one goes on in every step and shares each chunk when it is done, so the wait ends, with a cache hit.
         """
         return any(
-            self._running.tokens_gained(request, other) >= WORTH_WAITING for other, count in self.chunks if count > 1
+            self._running.tokens_gained(request, other) >= WORTH_WAITING
+            for other, count in chain(self.chunks, self._computing)
+            if count > 1
         )
 
     def admit(self, request: Request) -> bool:
@@ -55,17 +68,22 @@ class PrefillAdder:
         With nothing running it always fits. Otherwise there must also be pages for what it and the running requests are
         expected to generate, at least one for each.
         """
+        if not self.fits(request):
+            return False
         growth = self._growth(request)
-        if len(self._running) > 0:
-            if self._reserved is None:
-                self._reserved = sum(map(self._growth, self._running.requests))
-            needed = self._running.pages_to_start(request) + growth
-            if needed + self._reserved > self._running.num_available_pages:
-                return False
         self._running.start(request)
         self._reserved = (self._reserved or 0) + growth
         self._add(request)
         return True
+
+    def fits(self, request: Request) -> bool:
+        """Whether :meth:`admit` would admit it."""
+        if not len(self._running):
+            return True
+        if self._reserved is None:
+            self._reserved = sum(map(self._growth, self._running.requests))
+        needed = self._running.pages_to_start(request) + self._growth(request)
+        return needed + self._reserved <= self._running.num_available_pages
 
     def _growth(self, request: Request) -> int:
         return max(1, self._running.pages_for(self._ratio.expected_tokens(request)))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from sapwood_worker.grammar.state import GrammarState
 from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.output import TokenLogprobs
 from sapwood_worker.scheduler.state import RequestState, check_transition
 
 
@@ -23,6 +24,9 @@ class Request:
         prompt_length: Tokens of the prompt.
         sampling: How to sample, and when to end.
         namespace: Requests of different namespaces share no cached pages.
+        priority: The higher goes first, where priorities count.
+        tenant: Who it is for; tenants get equal shares.
+        deadline: By the scheduler's clock: it ends then, wherever it stands; None: never.
         grammar: What the output must match; stays while the request waits or is retracted, closed when it ends.
         max_length: Tokens of prompt and output at which it ends at the latest; set when it is let in.
         computed: Leading tokens whose KV is in the request's pages.
@@ -30,8 +34,18 @@ class Request:
         slot: Row in the page table while running, else -1.
         arrival: Order of arrival.
         queued_at: Step at which it was last put into the queue.
+        waited: Steps that it waited in the queue before it ran last.
+        rank: Set when it is admitted; the lower it is the later it is retracted.
         retractions: How often it was sent back to the queue.
-        aborted: Its end was asked for while a step was computing it.
+        over: It has ended for its client, but steps in flight still compute it: it keeps its row until they are done.
+        planned: As ``computed``, steps in flight included.
+        in_flight: Steps in flight that compute it.
+        unknown: Tokens, 0 or 1, that a step in flight samples for it.
+        shared: Whether what is computed of it may be shared when it ends.
+        held: It waits for pages that are being fetched and is not to be admitted meanwhile.
+        output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of before.
+        admission: Unique for each time it is given a row.
+        prompt_logprobs: Those that no output carried yet.
 
     Args:
         serial: See above.
@@ -40,25 +54,43 @@ class Request:
         sampling: See above.
         namespace: See above.
         grammar: See above.
+        output_tokens: So many of the prompt, at its end, are output of before.
+        priority: See above.
+        tenant: See above.
+        deadline: See above.
     """
 
     __slots__ = (
+        "_scored",
         "_state",
-        "aborted",
+        "admission",
         "arrival",
         "cached",
         "computed",
+        "deadline",
         "grammar",
+        "held",
+        "in_flight",
         "max_length",
         "namespace",
+        "output_start",
+        "over",
+        "planned",
+        "priority",
         "prompt_length",
+        "prompt_logprobs",
         "queued_at",
+        "rank",
         "request_id",
         "retractions",
         "sampling",
         "serial",
+        "shared",
         "slot",
+        "tenant",
         "token_ids",
+        "unknown",
+        "waited",
     )
 
     def __init__(
@@ -69,6 +101,11 @@ class Request:
         sampling: SamplingParams,
         namespace: bytes = b"",
         grammar: GrammarState | None = None,
+        output_tokens: int = 0,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        deadline: float | None = None,
     ) -> None:
         self.serial = serial
         self.request_id = request_id
@@ -83,8 +120,22 @@ class Request:
         self.slot = -1
         self.arrival = 0
         self.queued_at = 0
+        self.waited = 0
+        self.rank = (0, 0)
+        self.priority = priority
+        self.tenant = tenant
+        self.deadline = deadline
         self.retractions = 0
-        self.aborted = False
+        self.over = False
+        self.planned = 0
+        self.in_flight = 0
+        self.unknown = 0
+        self.shared = True
+        self.held = False
+        self.output_start = len(prompt) - output_tokens
+        self.admission = -1
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self._scored = 0
         self._state = RequestState.WAITING
 
     @property
@@ -94,8 +145,24 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens whose KV is still to be computed; 1 while it decodes."""
-        return len(self.token_ids) - self.computed
+        """Tokens whose KV no step computes yet; 1 while it decodes."""
+        return len(self.token_ids) + self.unknown - self.planned
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """The alternatives wanted for each prompt token, while there are prompt tokens without log probabilities."""
+        return self.sampling.prompt_logprobs if self._scored < self.prompt_length - 1 else None
+
+    @property
+    def reusable(self) -> array[int]:
+        """The tokens to look for in the prefix cache, and one more: log probabilities of the prompt need its computation."""
+        return self.token_ids if self.wanted_prompt_logprobs is None else self.token_ids[: self._scored + 1]
+
+    def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
+        """Adds those of the prompt tokens after ``start``; the first of them may be there already, from before a retraction."""
+        new = logprobs[self._scored - start :]
+        self._scored += len(new)
+        self.prompt_logprobs += new
 
     @property
     def generated(self) -> int:

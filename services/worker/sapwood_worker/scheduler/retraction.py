@@ -3,8 +3,10 @@
 A retracted request gives up its row and its pages and goes back to the head of the queue. What it has generated is kept, and
 its pages stay in the prefix cache as long as there is room, so that computing it again is mostly a cache hit.
 
-The victim is always the youngest running request. So the oldest is never retracted; alone it always fits (admission sees to
-that), hence it ends, hence every request becomes the oldest and ends: neither a deadlock nor an endless exchange can be.
+The victim is always the running request of lowest rank: of the lowest priority, where priorities count, and of these the
+youngest. So the first in rank is not retracted for want of pages; alone it always fits (admission sees to that), hence it ends:
+neither a deadlock nor an endless exchange can be. Only a waiting request of higher priority can push it out (preemption), and
+that only until it has starved (``admission_order.py``), when nothing ranks above it but older starved requests.
 
 :class:`NewTokenRatio` estimates how much of what running requests may still generate they will (SGLang's estimate): admission
 leaves as many pages free. It sinks while all goes well and rises after each retraction.
@@ -23,7 +25,7 @@ _MOST_TOKENS = 2048
 
 
 def choose_victim(running: Sequence[Request]) -> Request:
-    """The request to retract, of at least one, by arrival."""
+    """The request to retract, of at least one, by rank."""
     return running[-1]
 
 

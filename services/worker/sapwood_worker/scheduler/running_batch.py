@@ -14,7 +14,7 @@ from sapwood_worker.scheduler.state import RequestState
 
 
 class RunningBatch:
-    """Requests that have a row, by arrival: the last one is the youngest.
+    """Requests that have a row, by rank: the last one is the first to be retracted.
 
     Args:
         table: The page table.
@@ -26,6 +26,7 @@ class RunningBatch:
         self._table = table
         self._cache = cache
         self._page_size = page_size
+        self._admissions = 0
         self.requests: list[Request] = []
 
     def __len__(self) -> int:
@@ -52,15 +53,15 @@ class RunningBatch:
 
     def pages_to_start(self, request: Request) -> int:
         """By how many the available pages would shrink if the request started: new ones, and cached ones it would lock."""
-        found, unlocked = self._cache.probe(request.token_ids, request.namespace)
+        found, unlocked = self._cache.probe(request.reusable, request.namespace)
         return self.pages_for(len(request.token_ids)) - found + unlocked
 
     def tokens_gained(self, request: Request, other: Request) -> int:
         """Tokens more that the request would find in the cache once the other has computed all of its own."""
         if not self._cache.enabled or request.namespace != other.namespace:
             return 0
-        limit = min(len(request.token_ids) - 1, len(other.token_ids))
-        start = self._cache.probe(request.token_ids, request.namespace)[0] * self._page_size
+        limit = min(len(request.reusable) - 1, len(other.token_ids))
+        start = self._cache.probe(request.reusable, request.namespace)[0] * self._page_size
         first_page = slice(start, start + self._page_size)
         if start >= limit or request.token_ids[first_page] != other.token_ids[first_page]:
             return 0
@@ -76,30 +77,39 @@ class RunningBatch:
         """
         request.become(RequestState.RUNNING)
         request.slot = self._table.open()
-        request.computed = self._cache.open(request.slot, request.request_id, request.token_ids, request.namespace)
+        request.admission = self._admissions
+        self._admissions += 1
+        request.computed = self._cache.open(request.slot, request.request_id, request.reusable, request.namespace)
         missing = self.pages_for(len(request.token_ids)) - self._table.length(request.slot)
         allocated = self._cache.allocate(request.slot, missing)
         assert allocated, f"request {request.request_id} was started without pages for it"
         request.computed += self._cache.load(request.slot)
-        insort(self.requests, request, key=lambda other: other.arrival)
+        request.planned = request.computed
+        insort(self.requests, request, key=lambda other: other.rank)
 
     def make_room(self, request: Request) -> bool:
         """Sees to a page for the request's next token; False, and nothing done, if there is none."""
-        if request.computed < self._table.length(request.slot) * self._page_size:
+        if request.planned < self._table.length(request.slot) * self._page_size:
             return True
         return self._cache.allocate(request.slot, 1)
 
     def commit(self, request: Request) -> None:
         """Shares the full pages of what is computed of a request with those to come."""
-        self._cache.commit(request.slot, request.token_ids, request.computed)
+        # Of a request that was aborted with steps in flight more is computed than its known tokens.
+        known = len(request.token_ids)
+        self._cache.commit(request.slot, request.token_ids, min(request.computed, known))
 
     def stop(self, request: Request, state: RequestState, *, keep: bool = True) -> None:
-        """Takes a request's row; what it computed stays in the cache, unlocked, unless ``keep`` is false."""
+        """Takes a request's row; what it computed stays in the cache, unlocked, unless ``keep`` is false.
+
+        No step in flight may compute it.
+        """
+        assert not request.in_flight, f"request {request.request_id} is still being computed"
         if keep:
             self.commit(request)
         self._cache.close(request.slot)
         self._table.close(request.slot)
         self.requests.remove(request)
         request.slot = -1
-        request.computed = 0
+        request.computed = request.planned = request.unknown = 0
         request.become(state)

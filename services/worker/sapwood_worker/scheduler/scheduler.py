@@ -2,9 +2,10 @@
 
 Algorithm (iteration-level scheduling as in Orca, chunked prefill as in Sarathi-Serve, paged KV as in vLLM): a step takes one
 token of every request that decodes, then fills its token budget with chunks of prompts, running requests before waiting
-ones. Waiting requests are admitted in the policy's order while rows, budget and pages last; one that does not fit, or that
-waits for a prefix which a running request is computing, is not overtaken. When pages run out, prefixes nobody uses are
-evicted; if that is not enough, requests are retracted (``retraction.py``, where it stands why every request ends).
+ones. Waiting requests are admitted in order (``admission_order.py``) while rows, budget and pages last; one that does not fit, or
+that waits for a prefix which a running request is computing, is not overtaken. When pages run out, prefixes nobody uses are
+evicted; if that is not enough, requests are retracted (``retraction.py``, where it stands why every request ends). Where
+priorities count, requests are also retracted to make room for one of a higher priority.
 
 Complexity: a step costs O(running) and what the radix tree takes for the admitted prompts; it does not depend on the number of
 cached tokens. Bound: at most ``max_running`` rows and ``max_waiting`` queued requests.
@@ -12,18 +13,32 @@ cached tokens. Bound: at most ``max_running`` rows and ``max_waiting`` queued re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_worker.cache.eviction import EvictionName
 from sapwood_worker.cache.hierarchical import HierarchicalCache
 from sapwood_worker.cache.kv_events import KvEvent, KvEventLog
 from sapwood_worker.cache.page_allocator import PageAllocator
 from sapwood_worker.cache.page_table import PageTable
 from sapwood_worker.cache.prefix_cache import PrefixCache
+from sapwood_worker.scheduler.admission_order import AdmissionOrder
+from sapwood_worker.scheduler.config import SchedulerConfig
+from sapwood_worker.scheduler.deadlines import Deadlines
+from sapwood_worker.scheduler.fairness import TenantFairness
 from sapwood_worker.scheduler.load import Load
-from sapwood_worker.scheduler.output import FinishReason, ModelOutput, RequestOutput, ScheduledRequest, SchedulerOutput
-from sapwood_worker.scheduler.policy import PolicyName, make_policy
+from sapwood_worker.scheduler.output import (
+    FinishReason,
+    ModelOutput,
+    RequestOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+    TokenLogprobs,
+)
+from sapwood_worker.scheduler.policy import make_policy
 from sapwood_worker.scheduler.prefill_adder import PrefillAdder
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.retraction import NewTokenRatio, choose_victim
@@ -31,51 +46,36 @@ from sapwood_worker.scheduler.running_batch import RunningBatch
 from sapwood_worker.scheduler.state import RequestState
 from sapwood_worker.scheduler.waiting_queue import WaitingQueue
 
+_NO_LOGPROBS: list[TokenLogprobs] = []
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """What a scheduler must know.
 
-    Attributes:
-        page_size: Tokens a page.
-        num_pages: Pages in the pool.
-        context_length: Most tokens of prompt and output together.
-        eos_token_ids: The model's end tokens.
-        max_running: Most requests in a batch.
-        max_waiting: Most requests in the queue.
-        max_step_tokens: Token budget of a step; a decode counts one. Prefill always gets at least one token.
-        policy: Order of admission.
-        prefix_cache: Whether finished work is kept for requests to come.
-        eviction: Which cached prefix goes first when room is needed.
-        kv_events: Whether to note what the prefix cache stores and removes; :meth:`Scheduler.take_kv_events` must then be
-            called after each step.
-        conservativeness: How much of the pages that running requests are expected to need is kept for them at admission.
-    """
+class _Item(NamedTuple):
+    """What a step in flight computes of a request, and whether it samples."""
 
-    page_size: int
-    num_pages: int
-    context_length: int
-    eos_token_ids: frozenset[int] = frozenset()
-    max_running: int = 64
-    max_waiting: int = 1024
-    max_step_tokens: int = 512
-    policy: PolicyName = "fcfs"
-    prefix_cache: bool = True
-    eviction: EvictionName = "lru"
-    kv_events: bool = False
-    conservativeness: float = 1.0
+    request: Request
+    tokens: int
+    samples: bool
 
 
 class Scheduler:
-    """The core of the worker. Single-threaded; ``schedule`` and ``update`` alternate.
+    """The core of the worker. Single-threaded.
+
+    ``schedule`` and ``update`` alternate, or ``schedule`` runs ahead of ``update`` by one step.
 
     Args:
         config: See :class:`SchedulerConfig`.
+        clock: Seconds; what the deadlines of requests go by.
         tiers: The KV cache's tiers below the device's pages; None: there are none.
     """
 
-    def __init__(self, config: SchedulerConfig, tiers: HierarchicalCache | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        tiers: HierarchicalCache | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
+        self._clock = clock
         self._tiers = tiers
         self._limit = min(config.context_length, config.num_pages * config.page_size)
         self._allocator = PageAllocator(config.num_pages)
@@ -93,15 +93,25 @@ class Scheduler:
         self._waiting = WaitingQueue(config.max_waiting)
         self._running = RunningBatch(table, self._cache, config.page_size)
         self._requests: dict[int, Request] = {}
-        self._policy = make_policy(config.policy, self._match_length)
+        self._deadlines = Deadlines()
+        self._fairness = TenantFairness()
+        self._order = AdmissionOrder(
+            make_policy(config.policy, self._match_length, self._match_path),
+            self._fairness,
+            by_priority=config.policy == "priority",
+            starved_after=config.starved_after,
+        )
         self._ratio = NewTokenRatio(config.conservativeness)
-        self._in_flight: list[tuple[Request, int]] | None = None
+        self._in_flight: deque[list[_Item]] = deque()
         self._steps = 0
         self._arrivals = 0
         self._prompt_tokens = 0
         self._cached_tokens = 0
+        self._paused = False
         self.num_retractions = 0
-        """Retractions since the start."""
+        """Retractions for want of pages since the start."""
+        self.num_preemptions = 0
+        """Retractions to make room for a higher priority since the start."""
 
     @property
     def has_work(self) -> bool:
@@ -109,9 +119,21 @@ class Scheduler:
         return bool(self._requests)
 
     @property
+    def paused(self) -> bool:
+        """Whether nothing is scheduled until :meth:`resume`."""
+        return self._paused
+
+    @property
     def has_copies(self) -> bool:
         """Whether a step is due even without requests, because pages wait to be copied or a copy's end to be reported."""
         return self._tiers is not None and self._tiers.busy
+
+    def wait_for_storage(self, seconds: float) -> None:
+        """Returns when the cache's third tier has something for the next step, or after so many seconds."""
+        if self._tiers is not None and self._tiers.storage is not None and self._tiers.storage.busy:
+            self._tiers.storage.wait(seconds)
+        else:
+            time.sleep(seconds)
 
     def add(self, request: Request) -> None:
         """Lets a request in; its first tokens are computed in one of the next steps.
@@ -128,37 +150,88 @@ class Scheduler:
                 f"prompt of {request.prompt_length} tokens leaves no room in the context of {self._limit} tokens",
                 field="token_ids",
             )
+        if not self._order.by_priority:
+            request.priority = 0
         self._waiting.add(request)
         self._requests[request.serial] = request
+        self._fairness.arrived(request.tenant)
+        if request.deadline is not None:
+            self._deadlines.add(request.serial, request.deadline, self._requests)
         request.max_length = min(self._limit, request.max_length)
         request.arrival = self._arrivals
         request.queued_at = self._steps
         self._arrivals += 1
+        if self._tiers is not None:
+            cached = self._cache.probe(request.reusable, request.namespace)[0]
+            request.held = self._tiers.queued(request.serial, request.reusable[:-1], request.namespace, cached)
 
     def abort(self, serial: int) -> bool:
-        """Ends a request; its pages are free before the next step (after the step in flight, if it is part of one).
+        """Ends a request; its pages are free before the next step (after the steps in flight, if it is part of one).
 
         Returns:
             Whether there was such a request. It gets no further output.
         """
         request = self._requests.get(serial)
-        if request is None or request.aborted:
+        if request is None or request.over:
             return False
-        if self._in_flight is not None and any(request is scheduled for scheduled, _ in self._in_flight):
-            request.aborted = True
-        else:
-            self._finish(request)
+        self._end(request)
         return True
 
-    def schedule(self) -> SchedulerOutput:
-        """Plans the next step; it is false if there is nothing to do.
+    def expire(self) -> list[RequestOutput]:
+        """Ends the requests whose deadline has passed, as :meth:`abort` does; what they get."""
+        outputs: list[RequestOutput] = []
+        for serial in self._deadlines.passed(self._clock()):
+            request = self._requests.get(serial)
+            if request is not None and not request.over:
+                outputs.append(self._output(request, [], "deadline"))
+                self.abort(serial)
+        self._cache.expire_pins(self._clock())
+        return outputs
 
-        ``update`` or ``fail_step`` must follow before the next call, unless it is false.
+    def pause(self, *, retract: bool = False) -> None:
+        """Schedules nothing until :meth:`resume`; requests may still come and be aborted. No step may be in flight.
+
+        Args:
+            retract: Send the running requests back to the queue, so that no page is held; else they keep theirs.
         """
-        assert self._in_flight is None, "the last step was not updated"
+        assert not self._in_flight, "a step is in flight"
+        self._paused = True
+        if retract:
+            while self._running.requests:
+                self._put_back(choose_victim(self._running.requests))
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._paused = False
+
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether the next step may be planned while one is in flight: a grammar must see each token before the next."""
+        return len(self._in_flight) < 2 and not any(
+            item.samples and item.request.grammar is not None for step in self._in_flight for item in step
+        )
+
+    def schedule(self) -> SchedulerOutput:
+        """Plans the next step; it is false if there is nothing to do, or nothing until :meth:`update`.
+
+        With a step in flight (``plans_ahead`` must be true then) the next one goes on where that one will end: its tokens are
+        taken to be no end tokens. What this computes too much is thrown away, and no request is retracted meanwhile.
+        """
+        assert self.plans_ahead, "a step in flight was not updated"
+        for serial in self._tiers.poll() if self._tiers is not None else ():
+            self._requests[serial].held = False
+        if self._paused:
+            return SchedulerOutput(self._steps, self._running.rows, [])
+        if self._order.by_priority and len(self._running) and len(self._waiting):
+            obstructed = self._preempt()
+            if obstructed:
+                return SchedulerOutput(self._steps, self._running.rows, [])
         decodes, retracted = self._plan_decodes()
+        if decodes is None:
+            return SchedulerOutput(self._steps, self._running.rows, [])
         budget = max(1, self._config.max_step_tokens - len(decodes))
-        adder = PrefillAdder(self._running, budget, self._ratio)
+        computing = [(item.request, item.tokens) for each in self._in_flight for item in each]
+        adder = PrefillAdder(self._running, budget, self._ratio, computing)
         adder.continue_running()
         if not retracted:
             self._ratio.step()
@@ -167,42 +240,74 @@ class Scheduler:
         copies = self._tiers.take() if self._tiers is not None else None
         output = SchedulerOutput(self._steps, self._running.rows, [_scheduled(*item) for item in step], copies)
         if output:
-            self._in_flight = step
+            self._in_flight.append([_launched(*item) for item in step])
             self._steps += 1
         return output
 
     def update(self, output: ModelOutput) -> list[RequestOutput]:
-        """Takes a step's tokens; returns what each request gets."""
-        step, self._in_flight = self._in_flight, None
-        assert step is not None and len(step) == len(output.token_ids) and output.step == self._steps - 1
+        """Takes the tokens of the step longest in flight; returns what each request gets."""
+        assert output.step == self._steps - len(self._in_flight)
+        step = self._in_flight.popleft()
+        assert len(step) == len(output.token_ids)
         if self._tiers is not None:
             self._tiers.ended(output.copied)
         outputs: list[RequestOutput] = []
-        for (request, count), token in zip(step, output.token_ids, strict=True):
+        for index, ((request, count, samples), token) in enumerate(zip(step, output.token_ids, strict=True)):
+            if index in output.prompt_logprobs:
+                request.add_prompt_logprobs(request.computed, output.prompt_logprobs[index])
             request.computed += count
-            if request.aborted:
-                self._finish(request)
+            request.in_flight -= 1
+            request.unknown -= samples
+            if request.over:
+                if not request.in_flight:
+                    self._finish(request)
                 continue
             prefill = count > 1 or request.generated == 0
-            if request.remaining == 0:
-                outputs.append(self._take_token(request, token))
+            if samples:
+                outputs.append(self._take_token(request, token, output.logprobs.get(index)))
             if prefill and request.state is RequestState.RUNNING:
                 self._running.commit(request)  # who shares the prompt finds it from now on
         return outputs
 
     def fail_step(self, error: str) -> list[RequestOutput]:
-        """The step in flight came to nothing: ends its requests, and nothing more of them is shared."""
-        step, self._in_flight = self._in_flight, None
+        """The steps in flight came to nothing: ends their requests, and nothing more of them is shared."""
         outputs: list[RequestOutput] = []
-        for request, _ in step or ():
-            if not request.aborted:
+        failed = {item.request.serial: item.request for step in self._in_flight for item in step}
+        self._in_flight.clear()
+        for request in failed.values():
+            if not request.over:
                 outputs.append(self._output(request, [], "error", error))
-            self._finish(request, keep=False)
+            request.in_flight = 0
+            request.shared = False
+            self._finish(request)
         return outputs
 
     def flush_cache(self) -> int:
-        """Empties the prefix cache of what no running request holds; returns the number of pages freed."""
+        """Empties the prefix cache of what no running request and no pin holds; returns the number of pages freed."""
         return self._cache.flush()
+
+    def pin(self, name: str, token_ids: Sequence[int], namespace: bytes = b"", seconds: float | None = None) -> int:
+        """Keeps what is cached of a prefix from eviction until it is unpinned or its time is over.
+
+        Args:
+            name: What to call it; what was pinned under this name before no longer is.
+            token_ids: The prefix.
+            namespace: Of the requests that are to find it.
+            seconds: For how long; None: until it is unpinned.
+
+        Returns:
+            How many tokens are pinned: those that are cached, in whole pages.
+
+        Raises:
+            ResourceExhaustedError: There would not be enough pages left for the longest request; nothing changed.
+        """
+        until = None if seconds is None else self._clock() + seconds
+        most = self._config.num_pages - -(-self._limit // self._config.page_size)
+        return self._cache.pin(name, array("I", token_ids), namespace, most, until)
+
+    def unpin(self, name: str) -> bool:
+        """Lets go of a pinned prefix; returns whether there was one of this name."""
+        return self._cache.unpin(name)
 
     def take_kv_events(self) -> list[KvEvent]:
         """Removes and returns what the prefix cache stored and removed since the last call, in order."""
@@ -241,24 +346,42 @@ class Scheduler:
         self._cache.check()
         if self._tiers is not None:
             self._tiers.check()
-        waiting = [*self._waiting.retracted(), *self._waiting.new()]
-        assert sum(request.remaining for request in waiting) == self._waiting.num_tokens
-        assert all(request.state is RequestState.WAITING and request.slot < 0 for request in waiting)
-        assert all(request.state is RequestState.RUNNING for request in self._running.requests)
-        assert {*waiting, *self._running.requests} == set(self._requests.values()), (
-            "a request is nowhere or in two places"
-        )
+        found: set[Request] = set()
+        tokens = 0
+        for request in self._waiting:
+            assert request.state is RequestState.WAITING and request.slot < 0
+            tokens += request.remaining
+            found.add(request)
+        assert tokens == self._waiting.num_tokens and len(found) == len(self._waiting), "the queue is miscounted"
+        ranks = [request.rank for request in self._running.requests]
+        assert ranks == sorted(ranks), "what runs is not in order"
+        flights = Counter(item.request.serial for step in self._in_flight for item in step)
+        for request in self._running.requests:
+            assert request.state is RequestState.RUNNING and request.slot >= 0
+            assert request.in_flight == flights[request.serial], "steps in flight are miscounted"
+            assert request.in_flight or (request.planned == request.computed and not request.unknown)
+            assert request.in_flight or not request.over, "a request is over, but still there"
+            found.add(request)
+        assert len(found) == len(self._waiting) + len(self._running), "a request is in two places"
+        assert found == set(self._requests.values()), "a request is nowhere"
         if not self._requests:
             self.check_idle()
 
-    def _plan_decodes(self) -> tuple[list[tuple[Request, int]], bool]:
-        """One token of each request that decodes, oldest first, and whether any was retracted to make room."""
+    def _plan_decodes(self) -> tuple[list[tuple[Request, int]] | None, bool]:
+        """One token of each request that decodes, by rank, and whether any was retracted to make room.
+
+        None: one would have to be retracted that a step in flight may compute.
+        """
         decodes: list[tuple[Request, int]] = []
         retracted = False
         for request in tuple(self._running.requests):
-            if request.remaining != 1 or request.state is not RequestState.RUNNING:
+            if request.remaining != 1 or request.state is not RequestState.RUNNING or request.over:
+                continue
+            if len(request.token_ids) + request.unknown >= request.max_length:  # the token in flight is its last
                 continue
             while request.state is RequestState.RUNNING and not self._running.make_room(request):
+                if self._in_flight:
+                    return None, False
                 self._retract(choose_victim(self._running.requests))
                 retracted = True
             if request.state is RequestState.RUNNING:
@@ -266,39 +389,75 @@ class Scheduler:
         return decodes, retracted
 
     def _retract(self, request: Request) -> None:
-        """Sends the youngest running request back; it has no part in the step yet, as the older ones are planned first."""
+        """Sends the last running request back for want of pages; it has no part in the step yet, as those of a higher rank are
+        planned first."""
+        self._put_back(request)
+        self._ratio.retracted(self._running.requests)
+        self.num_retractions += 1
+
+    def _put_back(self, request: Request) -> None:
         self._running.stop(request, RequestState.WAITING)
         request.retractions += 1
         request.queued_at = self._steps
         self._waiting.put_back(request)
-        self._ratio.retracted(self._running.requests)
-        self.num_retractions += 1
+
+    def _preempt(self) -> bool:
+        """Makes room for the first waiting request at the cost of running ones of a lower level.
+
+        Returns:
+            Whether it cannot be done while a step is in flight.
+        """
+        first = next(self._order.order(self._waiting, self._steps), None)
+        if first is None:  # all of them wait for pages that are being fetched
+            return False
+        level = self._order.level(first, self._steps)
+        running = self._running.requests
+        while running and -running[-1].rank[0] < level:
+            if self._running.num_free_slots and PrefillAdder(self._running, 1, self._ratio).fits(first):
+                return False
+            if self._in_flight:
+                return True
+            self._put_back(running[-1])
+            self.num_preemptions += 1
+        return False
 
     def _admit(self, adder: PrefillAdder) -> None:
         if adder.num_admissible < 1 or not len(self._waiting):
             return
-        for request in self._policy.order(self._waiting, adder.num_admissible, self._steps):
+        for request in self._order.order(self._waiting, self._steps):
             if adder.num_admissible < 1 or adder.should_wait(request):
                 break
             tokens = request.remaining
+            request.rank = (-self._order.level(request, self._steps), request.arrival)
             if not adder.admit(request):
                 break
             self._waiting.remove(request, tokens)
+            if self._tiers is not None:
+                self._tiers.settle(request.serial)
+            request.waited += self._steps - request.queued_at
             if request.cached is None:
                 request.cached = request.computed
                 self._prompt_tokens += request.prompt_length
                 self._cached_tokens += request.cached
+                self._fairness.charge(request.tenant, request.remaining)
 
-    def _take_token(self, request: Request, token: int) -> RequestOutput:
+    def _take_token(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
+        if token < 0:
+            request.shared = False
+            output = self._output(request, [], "error", "the model's logits are not finite numbers")
+            self._end(request)
+            return output
         if request.grammar is not None and not request.grammar.accept(token):
             output = self._output(request, [], "error", f"grammar: {request.grammar.error}", "grammar")
-            self._finish(request)
+            self._end(request)
             return output
         request.token_ids.append(token)
+        self._fairness.charge(request.tenant, 1)
         reason = self._finish_reason(request, token)
-        output = self._output(request, [token], reason)
+        output = self._output(request, [token], reason, logprobs=[] if logprobs is None else [logprobs])
+        request.prompt_logprobs = []
         if reason is not None:
-            self._finish(request)
+            self._end(request)
         return output
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
@@ -316,36 +475,73 @@ class Scheduler:
         reason: FinishReason | None,
         error: str = "",
         error_field: str = "",
+        logprobs: list[TokenLogprobs] = _NO_LOGPROBS,
     ) -> RequestOutput:
-        cached = request.cached or 0
         return RequestOutput(
-            request.serial, tokens, reason, request.prompt_length, request.generated, cached, error, error_field
+            request.serial,
+            tokens,
+            reason,
+            request.prompt_length,
+            request.generated,
+            request.cached or 0,
+            error,
+            error_field,
+            logprobs,
+            request.prompt_logprobs,
         )
 
-    def _finish(self, request: Request, *, keep: bool = True) -> None:
+    def _end(self, request: Request) -> None:
+        """Ends a request once no step in flight computes it."""
+        if request.in_flight:
+            request.over = True
+        else:
+            self._finish(request)
+
+    def _finish(self, request: Request) -> None:
         if request.state is RequestState.WAITING:
             self._waiting.remove(request, request.remaining)
             request.become(RequestState.FINISHED)
+            if self._tiers is not None:
+                self._tiers.settle(request.serial)
         else:
-            self._running.stop(request, RequestState.FINISHED, keep=keep)
+            self._running.stop(request, RequestState.FINISHED, keep=request.shared)
         if request.grammar is not None:
             request.grammar.close()
+        self._fairness.ended(request.tenant)
         del self._requests[request.serial]
 
     def _match_length(self, request: Request) -> int:
-        return self._cache.probe(request.token_ids, request.namespace)[0]
+        return self._cache.probe(request.reusable, request.namespace)[0]
+
+    def _match_path(self, request: Request) -> list[int]:
+        return self._cache.path(request.reusable, request.namespace)
+
+
+def _launched(request: Request, count: int) -> _Item:
+    """Notes that a step is on its way."""
+    request.planned += count
+    request.in_flight += 1
+    samples = request.remaining == 0
+    request.unknown += samples
+    return _Item(request, count, samples)
 
 
 def _scheduled(request: Request, count: int) -> ScheduledRequest:
-    start = request.computed
+    start = request.planned
     end = start + count
+    token_ids = request.token_ids[start:end].tolist()
     return ScheduledRequest(
         request_id=request.request_id,
         slot=request.slot,
-        token_ids=request.token_ids[start:end].tolist(),
+        token_ids=token_ids if len(token_ids) == count else [*token_ids, -1],
         start=start,
-        samples=end == len(request.token_ids),
+        samples=end == len(request.token_ids) + request.unknown,
         sampling=request.sampling,
         grammar=request.grammar,
+        admission=request.admission,
+        history=request.token_ids,
+        output_start=request.output_start,
+        prompt_length=request.prompt_length,
+        prompt_logprobs=request.wanted_prompt_logprobs,
         serial=request.serial,
     )

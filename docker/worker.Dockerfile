@@ -1,0 +1,68 @@
+# A worker. VARIANT=cpu (default) or cuda. Build from the top of the repository:
+#   docker build -f docker/worker.Dockerfile -t sapwood-worker .
+#   docker build -f docker/worker.Dockerfile --build-arg VARIANT=cuda -t sapwood-worker:cuda .
+# torch is taken from docker/wheels if a wheel lies there, else from TORCH_INDEX.
+# Behind a proxy with a CA of its own: --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt
+ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
+ARG CUDA_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
+ARG VARIANT=cpu
+
+FROM ${PYTHON_IMAGE} AS base-cpu
+ENV SAPWOOD_WORKER_DEVICE=cpu
+
+# flashinfer compiles kernels on first use: hence the image with nvcc.
+FROM ${CUDA_IMAGE} AS base-cuda
+ENV SAPWOOD_WORKER_DEVICE=cuda FLASHINFER_WORKSPACE_BASE=/tmp
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv ninja-build \
+    && rm -rf /var/lib/apt/lists/*
+
+# hadolint ignore=DL3006
+FROM base-${VARIANT} AS build
+SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PYTHONDONTWRITEBYTECODE=1
+ARG VARIANT
+ARG TORCH=torch==2.13.0
+ARG TORCH_INDEX=https://download.pytorch.org/whl
+RUN python3 -m venv /opt/sapwood
+# torch and what it needs: by far the largest layer, so it comes first.
+COPY docker/wheels /wheels
+COPY docker/constraints.txt /build/
+RUN --mount=type=secret,id=ca,required=false \
+    if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
+    wheel=$(find /wheels -name 'torch-*.whl' | head -n 1); \
+    case "$VARIANT" in cpu) index="$TORCH_INDEX/cpu";; cuda) index="$TORCH_INDEX/cu130";; esac; \
+    if [ -n "$wheel" ]; then /opt/sapwood/bin/pip install "$wheel" -c /build/constraints.txt; \
+    else /opt/sapwood/bin/pip install "$TORCH" --index-url "$index"; fi
+COPY pyproject.toml docker/requirements.py /build/
+RUN --mount=type=secret,id=ca,required=false \
+    if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
+    case "$VARIANT" in cpu) extra=worker;; cuda) extra=gpu;; esac; \
+    /opt/sapwood/bin/python /build/requirements.py /build/pyproject.toml "$extra" otel > /build/requirements.txt; \
+    /opt/sapwood/bin/pip install -r /build/requirements.txt -c /build/constraints.txt
+# The sources: one small layer.
+COPY pyproject.toml hatch_build.py README.md LICENSE /src/
+COPY protos /src/protos
+COPY sapwood /src/sapwood
+COPY services /src/services
+COPY kernels /src/kernels
+RUN --mount=type=secret,id=ca,required=false \
+    if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
+    /opt/sapwood/bin/pip install --no-deps /src; \
+    /opt/sapwood/bin/pip uninstall -y pip
+
+# hadolint ignore=DL3006
+FROM base-${VARIANT}
+LABEL org.opencontainers.image.title="sapwood-worker" \
+      org.opencontainers.image.description="A Sapwood worker: scheduler, KV cache and model" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="0.1.0"
+COPY --from=build /opt/sapwood /opt/sapwood
+ENV PATH=/opt/sapwood/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 SAPWOOD_HOME=/models HOME=/tmp \
+    SAPWOOD_WORKER_HOST=0.0.0.0 SAPWOOD_WORKER_LOG_FORMAT=json
+USER 10001:10001
+EXPOSE 50061 9161
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=5s --timeout=5s --start-period=300s --retries=3 \
+    CMD ["python", "-m", "sapwood_common.probe", "127.0.0.1:50061"]
+ENTRYPOINT ["python", "-m", "sapwood_worker"]

@@ -1,0 +1,25 @@
+"""Several continuations of one prompt: each is a run of its own, so each is routed, resumed and detokenized by itself.
+
+The prompt is prefilled once all the same: the runs go to the worker that has the first one's prefix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sapwood_router.context import FieldNames, Sampling
+from sapwood_router.validation import check_n
+
+_UINT64 = 2**64
+
+
+def continuations(sampling: Sampling, count: int, fields: FieldNames) -> list[Sampling]:
+    """The settings of each: a seed, where one is given, is the first one's, and counts up.
+
+    Raises:
+        InvalidArgumentError: ``count`` is out of range.
+    """
+    check_n(count, fields)
+    if sampling.seed is None:
+        return [sampling] * count
+    return [replace(sampling, seed=(sampling.seed + index) % _UINT64) for index in range(count)]

@@ -1,0 +1,95 @@
+"""What goes with an answer's text: its tokens' probabilities, and the prompt before it where it is echoed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from sapwood_router.context import ChatPrompt, Delta, RequestContext, TextPrompt
+from sapwood_router.logprobs import TokenLogprobs
+from sapwood_router.openai.logprobs import chat_object, chat_tokens
+from sapwood_router.output import Output
+from sapwood_router.tokenizer_client import TokenizerClient
+
+
+class LogprobsWriter(Protocol):
+    """Writes one choice's ``logprobs``, piece after piece."""
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], table: Mapping[int, bytes]) -> object:
+        """The next piece, for JSON; changes the writer only by where the next one begins."""
+        ...
+
+
+class ChatWriter:
+    """Chats': each piece stands for itself."""
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], table: Mapping[int, bytes]) -> object:
+        """See LogprobsWriter."""
+        return chat_object(chat_tokens(ids, [found for found in logprobs if found is not None], table))
+
+
+class Annotator:
+    """Annotates the deltas of one HTTP request's choices.
+
+    Args:
+        contexts: One for each choice.
+        tokenizer: Knows tokens' texts.
+        make_writer: Makes a choice's writer; None where no probabilities were asked for.
+        echo: Whether each choice begins with its prompt.
+        prompt_only: Whether it ends there: what was generated, for there must be something, is dropped.
+    """
+
+    def __init__(
+        self,
+        contexts: Sequence[RequestContext],
+        tokenizer: TokenizerClient,
+        make_writer: Callable[[], LogprobsWriter] | None,
+        *,
+        echo: bool = False,
+        prompt_only: bool = False,
+    ) -> None:
+        self._contexts = contexts
+        self._tokenizer = tokenizer
+        self._writers = None if make_writer is None else [make_writer() for _ in contexts]
+        self._echo = set(range(len(contexts))) if echo else set[int]()
+        self._prompt_only = prompt_only
+
+    async def annotate(self, index: int, delta: Delta) -> object | None:
+        """The ``logprobs`` of a choice's next delta, None if there are none. The delta's text and usage may be changed.
+
+        Raises:
+            SapwoodError: The tokenizer does not say what the tokens are.
+        """
+        ids, logprobs = self._tokens(delta)
+        if self._prompt_only:
+            ids, logprobs = [], []
+            delta.output = Output()
+            if delta.finish is not None:
+                delta.finish = replace(delta.finish, usage=replace(delta.finish.usage, completion_tokens=0))
+        context = self._contexts[index]
+        if index in self._echo:
+            self._echo.discard(index)
+            delta.output.text = await self._prompt_text(context) + delta.output.text
+            ids = [*context.token_ids, *ids]
+            logprobs = [None, *context.prompt_logprobs, *logprobs]
+        if self._writers is None or not ids:
+            return None
+        needed = set(ids)
+        for found in logprobs:
+            if found is not None:
+                needed.update(found.top_ids)
+        table = await self._tokenizer.token_bytes(needed, context.request_id, context.deadline)
+        return self._writers[index].add(ids, logprobs, table)
+
+    def _tokens(self, delta: Delta) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Those that stand for text."""
+        return delta.token_ids[: delta.text_tokens], [*delta.logprobs[: delta.text_tokens]]
+
+    async def _prompt_text(self, context: RequestContext) -> str:
+        prompt = context.prompt
+        assert not isinstance(prompt, ChatPrompt), "chats are not echoed"
+        if isinstance(prompt, TextPrompt):
+            return prompt.text
+        table = await self._tokenizer.token_bytes(context.token_ids, context.request_id, context.deadline)
+        return b"".join(table[token] for token in context.token_ids).decode("utf-8", "replace")

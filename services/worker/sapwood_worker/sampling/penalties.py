@@ -1,0 +1,72 @@
+"""Frequency, presence and repetition penalties, and the counts of tokens that they need.
+
+The counts are dense, one row of the vocabulary for each row of the page table, and stay on the device: a row is filled when a
+request with penalties first samples in it, and then counts each token right where it was sampled. No memory is taken before
+the first such request.
+
+Source of the formulas: OpenAI's API reference (frequency, presence: over the output), Keskar et al., "CTRL", 2019, as in
+transformers (repetition: over prompt and output).
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sapwood_kernels.device_copy import to_device
+from sapwood_worker.sampling.sampling_batch import Penalties
+
+
+class TokenCounts:
+    """How often each token is in the output of each row's request, and whether it is in its prompt or output at all.
+
+    Args:
+        rows: Rows of the page table.
+        vocab_size: Number of tokens.
+        device: Where the counts are.
+    """
+
+    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+        self._shape = rows, vocab_size
+        self._device = device
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def enter(self, row: int, tokens: array[int], output_start: int) -> None:
+        """Counts a row anew.
+
+        Args:
+            row: Of the page table.
+            tokens: Prompt and output so far; copied.
+            output_start: Where the output begins.
+        """
+        if self._tables is None:
+            counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+            self._tables = counts, torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+        counts, seen = self._tables[0][row], self._tables[1][row]
+        ids = to_device(np.frombuffer(tokens, np.uint32).astype(np.int64), self._device)
+        counts.zero_()
+        counts.index_add_(0, ids[output_start:], torch.ones_like(ids[output_start:], dtype=torch.int32))
+        seen.zero_()
+        seen.index_fill_(0, ids, True)
+
+    def apply(self, logits: Tensor, penalties: Penalties) -> None:
+        """Changes the logits [R, V] of the rows that have penalties, in place."""
+        assert self._tables is not None
+        counts, seen = (table.index_select(0, penalties.slots) for table in self._tables)
+        chosen = logits.index_select(0, penalties.rows)
+        repeated = torch.where(chosen > 0, chosen / penalties.repetition, chosen * penalties.repetition)
+        chosen = torch.where(seen, repeated, chosen)
+        chosen -= penalties.frequency * counts
+        chosen -= penalties.presence * (counts > 0)
+        logits.index_copy_(0, penalties.rows, chosen)
+
+    def add(self, tokens: Tensor, penalties: Penalties) -> None:
+        """Counts a step's tokens, int64 [R], for the rows that have penalties."""
+        assert self._tables is not None
+        counts, seen = self._tables
+        at = penalties.slots, tokens.index_select(0, penalties.rows)
+        counts.index_put_(at, torch.ones_like(at[1], dtype=torch.int32), accumulate=True)
+        seen.index_put_(at, torch.ones_like(at[1], dtype=torch.bool))

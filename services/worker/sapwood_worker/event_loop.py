@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from typing import Protocol
 
@@ -10,7 +11,9 @@ from sapwood_common.errors import SapwoodError
 from sapwood_worker.grammar.matcher import GrammarMatcher
 from sapwood_worker.grammar.pending import PendingGrammars
 from sapwood_worker.grammar.store import GrammarStore
-from sapwood_worker.messages import Abort, Flush, Flushed, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
+from sapwood_worker.messages import Abort, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
+from sapwood_worker.operations import Operations
+from sapwood_worker.progress import StepProgress
 from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.output import RequestOutput, Runner
 from sapwood_worker.scheduler.request import Request
@@ -53,15 +56,25 @@ class EventLoop:
         runner: The model.
         mailbox: The way to the gRPC front.
         grammars: Makes the matchers of requests with a grammar; without it none come.
+        operations: Carries out what operators ask for; None: flush, pin and pause, but no profile.
+        progress: Is told when steps begin and end; None: nobody watches.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, mailbox: Mailbox, grammars: GrammarStore | None = None
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        mailbox: Mailbox,
+        grammars: GrammarStore | None = None,
+        operations: Operations | None = None,
+        progress: StepProgress | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._mailbox = mailbox
         self._grammars: PendingGrammars[Submit] | None = None if grammars is None else PendingGrammars(grammars)
+        self._operations = operations or Operations(scheduler)
+        self._progress = progress
         self._clock = StepClock()
         self._failures = 0
         self._reported: Load | None = None
@@ -75,14 +88,19 @@ class EventLoop:
         """
         self._report([])
         while True:
-            idle = not self._scheduler.has_work and not self._scheduler.has_copies and not self._grammars
+            idle = not self._scheduler.can_step and not self._scheduler.has_copies and not self._grammars
+            if idle and self._progress is not None:
+                self._progress.idle()
             for message in self._mailbox.receive(wait=idle):
                 if isinstance(message, Shutdown):
                     return
                 self._take(message)
             self._admit_built()
             worked = self._scheduler.has_work
-            self._report(self._step() if worked or self._scheduler.has_copies else [])
+            outputs = self._scheduler.expire()
+            if self._scheduler.can_step or self._scheduler.has_copies:
+                outputs += self._step()
+            self._report(outputs)
             if worked and not self._scheduler.has_work:
                 self._scheduler.check_idle()
 
@@ -98,8 +116,10 @@ class EventLoop:
                 self._clock.aborted(serial)
                 if self._grammars is None or not self._grammars.abort(serial):
                     self._scheduler.abort(serial)
-            case Flush(call):
-                self._mailbox.send(Flushed(call, self._scheduler.flush_cache()))
+            case Shutdown():
+                raise AssertionError("the loop ends before")
+            case operation:
+                self._mailbox.send(self._operations.run(operation))
 
     def _admit_built(self) -> None:
         """Lets the requests in whose grammar has been built."""
@@ -117,13 +137,18 @@ class EventLoop:
 
     def _add(self, message: Submit, grammar: GrammarMatcher | None) -> None:
         prompt = array("I", message.token_ids)
+        terms = message.terms
         request = Request(
             message.serial,
             message.request_id,
             prompt,
             message.sampling,
-            grammar=grammar,
-            output_tokens=message.output_tokens,
+            terms.namespace,
+            grammar,
+            message.output_tokens,
+            priority=terms.priority,
+            tenant=terms.tenant,
+            deadline=None if terms.seconds is None else time.monotonic() + terms.seconds,
         )
         try:
             self._scheduler.add(request)
@@ -142,6 +167,8 @@ class EventLoop:
             return []
         self._clock.planned(planned)
         try:
+            if self._progress is not None:
+                self._progress.begin()
             result = self._runner.execute(planned)
         except Exception as error:
             names = ", ".join(request.request_id for request in planned.requests)
@@ -151,6 +178,9 @@ class EventLoop:
                 raise RuntimeError(f"{MOST_FAILURES} steps in a row failed") from error
             self._clock.done()
             return self._scheduler.fail_step("the model failed to compute this step; the worker's log has the details")
+        finally:
+            if self._progress is not None:
+                self._progress.end()
         self._failures = 0
         outputs = self._scheduler.update(result)
         self._clock.done()

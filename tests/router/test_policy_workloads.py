@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from sapwood_common.page_hash import hash_pages
+from sapwood_router.block_index import BlockIndex
 from sapwood_router.circuit_breaker import BreakerSettings, CircuitBreaker
 from sapwood_router.policies.base import Choice, Forgetful, Policy, PromptPages
 from sapwood_router.policies.cache_aware import CacheAware
@@ -171,7 +172,8 @@ def conversations(
 
 
 def new_cache_aware() -> CacheAware:
-    return CacheAware(PrefixIndex(1 << 26))
+    seconds = itertools.count()
+    return CacheAware(PrefixIndex(1 << 26, lambda: float(next(seconds))), BlockIndex(0))
 
 
 EASY = {"count": 64, "cache_share": 0.30}

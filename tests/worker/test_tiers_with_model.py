@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+import time
 from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sapwood_worker.cache.hierarchical import HierarchicalCache
 from sapwood_worker.cache.host_pages import HostPages
+from sapwood_worker.cache.storage.file import FileStorage
+from sapwood_worker.cache.storage.opener import StorageFacts, open_connection
+from sapwood_worker.cache.storage.tier import PrefetchOptions, StorageTier
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.request import Request
@@ -38,6 +43,9 @@ def answers(runner: Any, scheduler: Scheduler, batches: list[list[list[int]]]) -
             serial += 1
         while scheduler.has_work or scheduler.has_copies:
             planned = scheduler.schedule()
+            if not planned:
+                scheduler.wait_for_storage(0.01)
+                continue
             for output in scheduler.update(runner.execute(planned)):
                 received.setdefault(output.serial, []).extend(output.token_ids)
             scheduler.check()
@@ -73,6 +81,108 @@ def test_tokens_from_the_second_tier_equal_recomputation(
     scheduler = make_scheduler(runner, page_size, num_pages, tiers)
     assert answers(runner, scheduler, batches) == expected
     assert tiers.counters.host_hits >= 3 * (64 // page_size), "the second tier was hardly used"
+
+
+def storage_tiers(runner: Any, page_size: int, folder: Path, policy: Any = "write_through") -> HierarchicalCache:
+    """Tiers with a store of files, whose pages are always worth fetching and always waited for."""
+    host = HostPages(runner.host_pool.num_pages)
+    options = PrefetchOptions(policy="wait_complete", share=1.0)
+    storage = StorageTier(host, runner.host_pool, page_size, options, time.monotonic)
+    facts = StorageFacts(runner.host_pool, page_size, runner.cache_identity, 1.0, min_tokens=1)
+    storage.attach(open_connection(FileStorage(folder, 1 << 30), facts, time.monotonic))
+    return HierarchicalCache(host, runner.info.num_pages, page_size, policy, storage)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_worker_that_starts_cold_takes_its_prefixes_from_the_store(
+    tiny_model: Any, make_runner: Any, tmp_path: Path, name: str, policy: Any, page_size: int
+) -> None:
+    path = tiny_model(name).path
+    num_pages = 112 // page_size
+    plain = make_runner(path, page_size=page_size, num_pages=num_pages, max_running=3)
+    batches = [[prompt] for prompt in prompts()]
+    expected = answers(plain, make_scheduler(plain, page_size, num_pages, None), batches)
+    for life in range(2):
+        runner = make_runner(path, page_size=page_size, num_pages=num_pages, max_running=3, host_cache_ratio=2.0)
+        tiers = storage_tiers(runner, page_size, tmp_path, policy)
+        scheduler = make_scheduler(runner, page_size, num_pages, tiers)
+        assert answers(runner, scheduler, batches) == expected
+        if policy == "write_back":
+            scheduler.flush_cache()
+            answers(runner, scheduler, [])
+        settle(scheduler, runner)
+        assert tiers.storage is not None
+        counters = tiers.storage.counters
+        assert (counters.rejected, counters.timeouts) == (0, 0)
+        if life == 1:
+            assert counters.fetched >= 3 * (64 // page_size), "the second life computed it all again"
+
+
+def settle(scheduler: Scheduler, runner: Any) -> None:
+    """Waits until all that is to be copied or stored is."""
+    while scheduler.has_copies:
+        planned = scheduler.schedule()
+        if planned:
+            scheduler.update(runner.execute(planned))
+        scheduler.wait_for_storage(0.01)
+
+
+def test_corrupt_objects_are_computed_again_and_replaced(tiny_model: Any, make_runner: Any, tmp_path: Path) -> None:
+    path = tiny_model("llama").path
+    batches = [[prompts()[0]]]
+    results = []
+    for life in range(3):
+        runner = make_runner(path, page_size=16, num_pages=16, max_running=3, host_cache_ratio=2.0)
+        tiers = storage_tiers(runner, 16, tmp_path)
+        scheduler = make_scheduler(runner, 16, 16, tiers)
+        results.append(answers(runner, scheduler, batches))
+        settle(scheduler, runner)
+        assert tiers.storage is not None
+        assert tiers.storage.counters.rejected == (2 if life == 1 else 0)
+        assert tiers.storage.counters.fetched == (0, 2, 4)[life]
+        if life == 0:
+            objects = sorted((tmp_path / "objects").glob("*/*/*"), key=lambda each: each.stat().st_mtime_ns)
+            pages = [each for each in objects if not each.name.startswith("0" * 20)]
+            assert len(pages) == 4
+            content = bytearray(pages[0].read_bytes())
+            content[-1] ^= 1
+            pages[0].write_bytes(content)
+            pages[1].write_bytes(pages[2].read_bytes())
+    assert results[0] == results[1] == results[2]
+
+
+def test_tenants_share_nothing_in_the_store(tiny_model: Any, make_runner: Any, tmp_path: Path) -> None:
+    found = []
+    for tenant in (b"a", b"b", b"a"):
+        runner = make_runner(tiny_model("llama").path, page_size=16, num_pages=16, max_running=3, host_cache_ratio=2.0)
+        tiers = storage_tiers(runner, 16, tmp_path)
+        scheduler = make_scheduler(runner, 16, 16, tiers)
+        sampling = SamplingParams(max_tokens=1, seed=1)
+        scheduler.add(Request(0, "r", prompts()[0], sampling, tenant))
+        while scheduler.has_work:
+            planned = scheduler.schedule()
+            if planned:
+                found += [output.cached_tokens for output in scheduler.update(runner.execute(planned))]
+        settle(scheduler, runner)
+    assert found == [0, 0, 64]
+
+
+def test_another_models_objects_are_not_even_looked_at(tiny_model: Any, make_runner: Any, tmp_path: Path) -> None:
+    identities = set()
+    for name, page_size in (("llama", 16), ("llama-llama3-rope", 16), ("llama", 8)):
+        runner = make_runner(
+            tiny_model(name).path, page_size=page_size, num_pages=32, max_running=3, host_cache_ratio=2
+        )
+        tiers = storage_tiers(runner, page_size, tmp_path)
+        scheduler = make_scheduler(runner, page_size, 32, tiers)
+        answers(runner, scheduler, [[prompts()[0]]])
+        settle(scheduler, runner)
+        assert tiers.storage is not None and tiers.storage.connection is not None
+        assert tiers.storage.counters.fetched == 0
+        identities.add(tiers.storage.connection.namespace)
+    assert len(identities) == 3
 
 
 def test_the_hit_counts_are_what_each_request_found(tiny_model: Any, make_runner: Any) -> None:

@@ -18,15 +18,17 @@ from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce
 from sapwood_common.tls import server_tls
 from sapwood_common.tracing import start_tracing
+from sapwood_router.block_index import BlockIndex
 from sapwood_router.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
 from sapwood_router.config import RouterConfig
 from sapwood_router.detokenize_pool import DetokenizePool
 from sapwood_router.guard import Guard
+from sapwood_router.kv_event_monitor import KvEventMonitor
 from sapwood_router.observer import RequestObserver
 from sapwood_router.openai.app import OpenAIFront
 from sapwood_router.openai.http_server import HttpServer
 from sapwood_router.pipeline.pipeline import Pipeline
-from sapwood_router.policies.factory import make_policy
+from sapwood_router.policies.factory import PolicyParts, make_policy
 from sapwood_router.registry import Registry
 from sapwood_router.resume import Failover
 from sapwood_router.retry import RetryPolicy, RetrySettings
@@ -59,10 +61,12 @@ class RouterApplication:
         self._replicas = [TokenizerReplica(address, self._dialer.open(address)) for address in config.tokenizers]
         self._tokenizer = TokenizerClient(self._replicas, config.tokenizer_grace)
         self._detokenizers = DetokenizePool(self._replicas, config.tokenizer_grace, self._tokenizer.forget)
-        self._policy = make_policy(config, random.Random())
+        self._blocks = BlockIndex(config.block_index_bytes)
+        self._policy = make_policy(PolicyParts(config, random.Random(), time.monotonic, self._blocks))
         workers = [self._make_worker(address) for address in dict.fromkeys(config.workers)]
         self.registry = Registry(workers, self._readiness_changed, self._worker_reset)
         router_metrics.watch(self.registry)
+        router_metrics.watch_index(self._blocks)
         observer = RequestObserver(router_metrics, self._tracing)
         retry = RetryPolicy(
             RetrySettings(attempts=config.retry_attempts, ratio=config.retry_budget),
@@ -160,6 +164,10 @@ class RouterApplication:
                 self._dialer,
             )
             self._spawn(connection.run(), f"connection to {worker.address}")
+            if self._config.kv_events and self._config.policy == "cache_aware":
+                drifts = self._router_metrics.drifts.at(worker=worker.address)
+                monitor = KvEventMonitor(worker, self._blocks, self._dialer, drifts.inc).run()
+                self._spawn(monitor, f"KV events of {worker.address}")
 
     async def serve(self) -> None:
         """Serves until SIGTERM or SIGINT, drains, and stops."""

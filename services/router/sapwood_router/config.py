@@ -51,6 +51,12 @@ class RouterConfig(ServiceConfig):
     cache_index_bytes: int = Field(
         64 * 1024 * 1024, ge=0, description="Memory for the cache_aware policy's index of prefixes, in bytes."
     )
+    kv_events: bool = Field(
+        True, description="Follow the workers' KV events, so that the cache_aware policy knows what each of them holds."
+    )
+    block_index_bytes: int = Field(
+        256 * 1024 * 1024, ge=0, description="Memory for what the workers' KV events tell, in bytes."
+    )
     health_interval: float = Field(1.0, gt=0, description="Seconds between health checks of the tokenizer.")
     heartbeat_ms: int = Field(200, ge=10, description="Workers say something at least this often.")
     worker_silence: float = Field(1.0, gt=0, description="Seconds without a word from a worker after which it is lost.")

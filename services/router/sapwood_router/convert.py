@@ -287,6 +287,9 @@ def load_of(message: worker_pb2.LoadReport) -> Load:
         num_pages=message.num_pages,
         prompt_tokens=message.prompt_tokens,
         cached_tokens=message.cached_tokens,
+        epoch=message.epoch,
+        kv_seq=message.kv_seq,
+        kv_digest=message.kv_digest,
     )
 
 

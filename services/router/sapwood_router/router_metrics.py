@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from sapwood_common.metrics import AtMost, MetricSet, OneOf, Reading
 from sapwood_common.rpc_telemetry import CODES
+from sapwood_router.block_index import BlockIndex
 from sapwood_router.circuit_breaker import BreakerState
 from sapwood_router.registry import Registry
 from sapwood_router.worker import Worker
@@ -66,6 +67,26 @@ class RouterMetrics:
             "sapwood_router_worker_losses_total",
             "Sessions with a worker that broke or fell silent.",
             worker=AtMost(_MOST_WORKERS),
+        )
+        self.drifts = metrics.counter(
+            "sapwood_router_kv_event_drifts_total",
+            "Times that a worker's KV events were found incomplete and asked for anew.",
+            worker=AtMost(_MOST_WORKERS),
+        )
+
+    def watch_index(self, blocks: BlockIndex) -> None:
+        """Adds what is read from the exact index when it is asked for."""
+        self._metrics.polled(
+            "gauge",
+            "sapwood_router_block_index_bytes",
+            "Memory of the index of what workers hold.",
+            lambda: [((), blocks.bytes_used)],
+        )
+        self._metrics.polled(
+            "counter",
+            "sapwood_router_block_index_refused_pages_total",
+            "Pages that workers hold and the index had no room for.",
+            lambda: [((), blocks.refused)],
         )
 
     def watch(self, registry: Registry) -> None:

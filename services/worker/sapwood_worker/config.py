@@ -101,6 +101,26 @@ class WorkerConfig(ServiceConfig):
         description="When pages are copied to the second tier: once they are computed (write_through), once they are "
         "asked for again (write_through_selective), or when they are evicted from the first (write_back).",
     )
+    storage: str = Field(
+        "",
+        description="URL of the KV cache's third tier, a store that workers share: file:///folder?size_gb=10 or "
+        "mooncake://master:port?metadata=URL; needs a second tier. Empty: none.",
+    )
+    storage_prefetch: Literal["best_effort", "wait_complete", "timeout"] = Field(
+        "timeout",
+        description="How long a queued request waits for its pages from the store: not at all (best_effort), until all are "
+        "there (wait_complete), or until a time that grows with the prompt (timeout).",
+    )
+    storage_timeout: float = Field(1.0, ge=0, description="Seconds that --storage-prefetch timeout waits at least.")
+    storage_timeout_per_1k: float = Field(
+        0.25, ge=0, description="Seconds that it waits in addition for each 1000 tokens looked for."
+    )
+    storage_share: float = Field(
+        0.5, gt=0, le=1, description="Largest share of the second tier that pages on their way from the store may take."
+    )
+    storage_min_tokens: int | None = Field(
+        None, ge=1, description="Fewer tokens are not fetched from the store; none measures at start-up what pays."
+    )
     structured_output: bool = Field(
         True,
         description="Serve requests with a grammar; costs memory and seconds at the start to index the vocabulary.",

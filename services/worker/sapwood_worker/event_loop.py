@@ -19,6 +19,7 @@ from sapwood_worker.scheduler.output import RequestOutput, Runner
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler
 from sapwood_worker.step_clock import StepClock
+from sapwood_worker.tiering import Tiering
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,9 @@ MOST_FAILURES = 3
 
 _GRAMMAR_WAIT_SECONDS = 0.001
 """How long an idle loop waits for a grammar to be built before it looks at its messages again."""
+
+_STORAGE_WAIT_SECONDS = 0.001
+"""How long a loop with nothing to compute waits for the third tier of the KV cache before it looks at its messages again."""
 
 
 class Mailbox(Protocol):
@@ -58,6 +62,7 @@ class EventLoop:
         grammars: Makes the matchers of requests with a grammar; without it none come.
         operations: Carries out what operators ask for; None: flush, pin and pause, but no profile.
         progress: Is told when steps begin and end; None: nobody watches.
+        tiering: The KV cache's lower tiers, which the scheduler knows; None: there are none.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class EventLoop:
         grammars: GrammarStore | None = None,
         operations: Operations | None = None,
         progress: StepProgress | None = None,
+        tiering: Tiering | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -75,6 +81,7 @@ class EventLoop:
         self._grammars: PendingGrammars[Submit] | None = None if grammars is None else PendingGrammars(grammars)
         self._operations = operations or Operations(scheduler)
         self._progress = progress
+        self._tiering = tiering
         self._clock = StepClock()
         self._failures = 0
         self._reported: Load | None = None
@@ -88,6 +95,8 @@ class EventLoop:
         """
         self._report([])
         while True:
+            if self._tiering is not None:
+                self._tiering.poll()
             idle = not self._scheduler.can_step and not self._scheduler.has_copies and not self._grammars
             if idle and self._progress is not None:
                 self._progress.idle()
@@ -163,7 +172,8 @@ class EventLoop:
 
     def _step(self) -> list[RequestOutput]:
         planned = self._scheduler.schedule()
-        if not planned:  # all there was to do has been aborted
+        if not planned:  # all there was to do has been aborted, or waits for the cache's third tier
+            self._scheduler.wait_for_storage(_STORAGE_WAIT_SECONDS)
             return []
         self._clock.planned(planned)
         try:

@@ -24,8 +24,6 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_common.telemetry import setup_logging
 from sapwood_worker.cache.hierarchical import HierarchicalCache
-from sapwood_worker.cache.host_pages import HostPages
-from sapwood_worker.cache.host_pool import HostPool
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.event_loop import EventLoop
 from sapwood_worker.grammar.store import GrammarStore
@@ -34,8 +32,8 @@ from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.operations import Operations, Profiler
 from sapwood_worker.progress import PROGRESS_FILE, StepProgress
 from sapwood_worker.scheduler.config import SchedulerConfig
-from sapwood_worker.scheduler.output import Runner
 from sapwood_worker.scheduler.scheduler import Scheduler
+from sapwood_worker.tiering import TieredRunner, build_tiering
 
 logger = logging.getLogger(__name__)
 
@@ -43,18 +41,16 @@ _ORPHAN_POLL_MS = 1_000
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class LoadedRunner(Runner, Protocol):
+class LoadedRunner(TieredRunner, Protocol):
     """A runner that knows its model.
 
     Attributes:
         info: Facts about it.
         vocabulary: Its tokens, where its files hold them and structured output is wanted.
-        host_pool: The memory of the KV cache's second tier; None: there is none.
     """
 
     info: ModelInfo
     vocabulary: TokenVocabulary | None
-    host_pool: HostPool | None
 
 
 RunnerFactory = Callable[[WorkerConfig], LoadedRunner]
@@ -111,14 +107,6 @@ class ZmqMailbox:
         self._inbox.close()
         self._outbox.close()
         self._context.term()
-
-
-def build_tiers(config: WorkerConfig, runner: LoadedRunner) -> HierarchicalCache | None:
-    """The KV cache's tiers below the device's pages; None: there are none."""
-    pool, info = runner.host_pool, runner.info
-    if pool is None or not config.prefix_cache:
-        return None
-    return HierarchicalCache(HostPages(pool.num_pages), info.num_pages, info.page_size, config.host_write_policy)
 
 
 def build_scheduler(config: WorkerConfig, info: ModelInfo, tiers: HierarchicalCache | None = None) -> Scheduler:
@@ -180,7 +168,8 @@ def main() -> int:
     try:
         factory: RunnerFactory = _load(arguments.runner)
         runner = factory(config)
-        scheduler = build_scheduler(config, runner.info, build_tiers(config, runner))
+        tiering = build_tiering(config, runner)
+        scheduler = build_scheduler(config, runner.info, None if tiering is None else tiering.cache)
         grammars = build_grammars(runner)
     except Exception as error:
         if not isinstance(error, ConfigError):
@@ -191,7 +180,8 @@ def main() -> int:
     mailbox.send(Ready(_with_vocabulary(runner)))
     try:
         progress = StepProgress(arguments.folder / PROGRESS_FILE, config.watchdog_timeout)
-        EventLoop(scheduler, runner, mailbox, grammars, Operations(scheduler, _profiler()), progress).run()
+        operations = Operations(scheduler, _profiler())
+        EventLoop(scheduler, runner, mailbox, grammars, operations, progress, tiering).run()
     except OrphanedError:
         logger.error("the gRPC front is gone")
         return 1

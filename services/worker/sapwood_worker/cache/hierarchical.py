@@ -26,6 +26,7 @@ import numpy as np
 from sapwood_worker.cache.copies import Copies, CopyReport, PageCopy, PageIds
 from sapwood_worker.cache.host_pages import HostPage, HostPages
 from sapwood_worker.cache.page_key import PageChain, PageKey
+from sapwood_worker.cache.storage.tier import StorageTier
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 
@@ -76,15 +77,24 @@ class HierarchicalCache:
         num_device_pages: Pages of the first tier.
         page_size: Tokens a page.
         policy: When pages are copied to the second tier.
+        storage: The third tier; None: there cannot be one.
 
     Attributes:
+        host: The second tier.
+        storage: The third tier.
         counters: What has happened so far.
     """
 
     def __init__(
-        self, host: HostPages, num_device_pages: int, page_size: int, policy: WritePolicy = "write_through"
+        self,
+        host: HostPages,
+        num_device_pages: int,
+        page_size: int,
+        policy: WritePolicy = "write_through",
+        storage: StorageTier | None = None,
     ) -> None:
         self.host = host
+        self.storage = storage
         self.counters = TierCounters()
         self._page_size = page_size
         self._policy: WritePolicy = policy
@@ -102,8 +112,44 @@ class HierarchicalCache:
 
     @property
     def busy(self) -> bool:
-        """Whether copies wait to be taken or stores to be reported."""
+        """Whether copies wait to be taken, or stores or the third tier's calls to be reported."""
+        return self._copying or (self.storage is not None and self.storage.busy)
+
+    @property
+    def _copying(self) -> bool:
         return bool(self._next.device or self._loads or self._stores)
+
+    def queued(self, serial: int, token_ids: array[int], namespace: bytes, cached: int) -> bool:
+        """A request has been let in: what the first two tiers lack of it is looked for in the third.
+
+        Args:
+            serial: The request.
+            token_ids: All of its tokens that may come from the cache.
+            namespace: Within which to look.
+            cached: Pages of it that the first tier has.
+
+        Returns:
+            Whether it is to wait until :meth:`poll` names it.
+        """
+        if self.storage is None or self.storage.connection is None:
+            return False
+        chain = PageChain(namespace, self._page_size)
+        chain.extend(token_ids, len(token_ids))
+        found = self.host.match(chain.keys[cached:])
+        self.host.touch(found)
+        start = cached + len(found)
+        return self.storage.prefetch(
+            serial, [(chain.keys[index], chain.parent(index)) for index in range(start, len(chain.keys))]
+        )
+
+    def settle(self, serial: int) -> None:
+        """A request has started, or has ended before that."""
+        if self.storage is not None:
+            self.storage.settle(serial)
+
+    def poll(self) -> list[int]:
+        """Takes what the third tier has done; returns the requests that need not wait for it any longer. Never blocks."""
+        return [] if self.storage is None else self.storage.poll()
 
     def open(self, slot: int, token_ids: array[int], namespace: bytes, pages: PageIds) -> None:
         """See LowerTiers."""
@@ -158,7 +204,7 @@ class HierarchicalCache:
 
     def take(self) -> Copies | None:
         """What the coming step has to copy; None if there is nothing to copy and no store to wait for."""
-        if not self.busy:
+        if not self._copying:
             return None
         store, self._next = self._next, _Store()
         loads, self._loads = self._loads, []
@@ -180,6 +226,8 @@ class HierarchicalCache:
             entries = self._end(number)
             self.host.written(entries)
             self.counters.stored += len(entries)
+            if self.storage is not None:
+                self.storage.write(entries)
         for number in report.failed:
             entries = self._end(number)
             self.host.abandon(entries)
@@ -193,12 +241,13 @@ class HierarchicalCache:
         """
         self.host.check()
         stores = [*self._stores.values(), self._next]
+        pins = {} if self.storage is None else self.storage.check()
+        fetching = 0 if self.storage is None else self.storage.fetching
+        putting = 0 if self.storage is None else self.storage.writing
         writing = {entry.page for store in stores for entry in store.host}
-        assert writing == {entry.page for entry in self.host.entries() if not entry.ready}, (
-            "a host page waits for nobody"
-        )
+        unready = {entry.page for entry in self.host.entries() if not entry.ready}
+        assert writing <= unready and len(unready) == len(writing) + fetching, "a host page waits for nobody"
         storing: dict[int, int] = {}
-        pins: dict[int, int] = {}
         for store in stores:
             for page in store.device:
                 storing[page] = storing.get(page, 0) + 1
@@ -206,7 +255,8 @@ class HierarchicalCache:
         for row in self._rows.values():
             for entry in row.found:
                 pins[entry.page] = pins.get(entry.page, 0) + 1
-        assert all(entry.pins == pins.get(entry.page, 0) for entry in self.host.entries()), "pins are not balanced"
+        extra = [entry.pins - pins.get(entry.page, 0) for entry in self.host.entries()]
+        assert min(extra, default=0) >= 0 and sum(extra) == putting, "pins are not balanced"
 
     def _key(self, page: int) -> tuple[PageKey, bytes]:
         known = self._keys[page]

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from sapwood_common.errors import ConfigError
 
 HEADER_BYTES = 128
+SCRATCH_PAGES = 4
 _ALIGNMENT = 128
 _MOST_OF_FREE = 0.9
 
@@ -22,32 +23,28 @@ _MOST_OF_FREE = 0.9
 class HostPool:
     """Host memory for pages.
 
+    Memory is claimed as it is used.
+
     Attributes:
+        num_pages: Pages.
         page_bytes: Bytes of a page's keys and values.
-        records: uint8 [num_pages, record_bytes]: header, content, padding.
+        records: uint8 [num_pages + SCRATCH_PAGES, record_bytes]: header, content, padding. The last ones are no pages of the
+            cache: whoever opens a store tries it out on them.
 
     Args:
-        num_pages: Pages.
+        num_pages: See above.
         page_bytes: See above.
-        memory: uint8 [num_pages * record_bytes(page_bytes)], for example pinned; None: ordinary memory, claimed as it is used.
     """
 
-    def __init__(self, num_pages: int, page_bytes: int, memory: npt.NDArray[np.uint8] | None = None) -> None:
+    def __init__(self, num_pages: int, page_bytes: int) -> None:
+        self.num_pages = num_pages
         self.page_bytes = page_bytes
-        size = record_bytes(page_bytes)
-        if memory is None:
-            memory = np.empty(num_pages * size, np.uint8)
-        self.records = memory.reshape(num_pages, size)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages."""
-        return len(self.records)
+        self.records = np.empty((num_pages + SCRATCH_PAGES, record_bytes(page_bytes)), np.uint8)
 
     @property
     def content(self) -> npt.NDArray[np.uint8]:
         """uint8 [num_pages, page_bytes]: a view."""
-        return self.records[:, HEADER_BYTES : HEADER_BYTES + self.page_bytes]
+        return self.records[: self.num_pages, HEADER_BYTES : HEADER_BYTES + self.page_bytes]
 
     def record(self, page: int) -> memoryview:
         """Header and content of a page, writable, in place."""

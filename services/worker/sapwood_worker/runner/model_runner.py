@@ -21,6 +21,7 @@ from sapwood_worker.cache.torch_transfer import make_transfer
 from sapwood_worker.cache.transfer import Transfer
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.models.config import ModelConfig
+from sapwood_worker.models.fingerprint import model_fingerprint
 from sapwood_worker.models.loader import LoadFormat, load_model
 from sapwood_worker.runner.forward_batch import ForwardBatch
 from sapwood_worker.runner.grammar_masks import GrammarMasks, StepMasks
@@ -108,6 +109,7 @@ class ModelRunner:
             seed=options.seed,
         )
         config = loaded.config
+        self._options = options
         self._model = loaded.model
         self._pool = _build_pool(options, config, dtype, self._device)
         self.host_pool = _build_host_pool(options, self._pool)
@@ -177,6 +179,17 @@ class ModelRunner:
                     hidden[first : first + len(request.token_ids)], request
                 )
         return answer
+
+    def cache_identity(self) -> str:
+        """What a page's content depends on besides its tokens, other than the page size: equal only if it can be exchanged.
+
+        Reads the model's files, which takes as long as that takes.
+        """
+        options, pool = self._options, self._pool
+        made_up = f"dummy-{options.seed}" if options.load_format == "dummy" else ""
+        shape = "x".join(map(str, (len(pool.key_slots), *pool.key_slots[0].shape[1:])))
+        parts = (model_fingerprint(options.model_path), made_up, self.info.dtype, shape, self._device.type)
+        return "|".join(parts)
 
     @torch.inference_mode()
     def logits(self, output: SchedulerOutput) -> Tensor:

@@ -60,7 +60,9 @@ class AdmissionOrder:
             levels.setdefault(self.level(request, step), []).append(request)
         fresh: dict[int, dict[str, list[Request]]] = {}
         for priority, tenant, queue in waiting.queues():
-            requests = list(queue.values())
+            requests = [request for request in queue.values() if not request.held]
+            if not requests:
+                continue
             # By arrival, hence the starved ones are the first.
             starved = list(takewhile(lambda request: self._starved(request, step), requests[:WINDOW]))
             if self.by_priority:

@@ -86,6 +86,10 @@ class FakeRunner:
         self._pool = np.full((info.num_pages, info.page_size), -1, dtype=np.int64)
         self._transfer = None if host_pool is None else FakeTransfer(self._pool, host_pool, chance, copy_failures)
 
+    def cache_identity(self) -> str:
+        """See ``ModelRunner.cache_identity``."""
+        return "fake"
+
     def execute(self, output: SchedulerOutput) -> ModelOutput:
         """See :class:`~sapwood_worker.scheduler.output.Runner`.
 

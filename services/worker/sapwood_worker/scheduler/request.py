@@ -37,6 +37,7 @@ class Request:
         waited: Steps that it waited in the queue before it ran last.
         rank: Set when it is admitted; the lower it is the later it is retracted.
         retractions: How often it was sent back to the queue.
+        held: It waits for pages that are being fetched and is not to be admitted meanwhile.
         aborted: Its end was asked for while a step was computing it.
         output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of before.
         admission: Unique for each time it is given a row.
@@ -65,6 +66,7 @@ class Request:
         "computed",
         "deadline",
         "grammar",
+        "held",
         "max_length",
         "namespace",
         "output_start",
@@ -116,6 +118,7 @@ class Request:
         self.tenant = tenant
         self.deadline = deadline
         self.retractions = 0
+        self.held = False
         self.aborted = False
         self.output_start = len(prompt) - output_tokens
         self.admission = -1

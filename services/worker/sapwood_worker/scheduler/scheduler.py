@@ -121,6 +121,13 @@ class Scheduler:
         """Whether a step is due even without requests, because pages wait to be copied or a copy's end to be reported."""
         return self._tiers is not None and self._tiers.busy
 
+    def wait_for_storage(self, seconds: float) -> None:
+        """Returns when the cache's third tier has something for the next step, or after so many seconds."""
+        if self._tiers is not None and self._tiers.storage is not None and self._tiers.storage.busy:
+            self._tiers.storage.wait(seconds)
+        else:
+            time.sleep(seconds)
+
     def add(self, request: Request) -> None:
         """Lets a request in; its first tokens are computed in one of the next steps.
 
@@ -147,6 +154,9 @@ class Scheduler:
         request.arrival = self._arrivals
         request.queued_at = self._steps
         self._arrivals += 1
+        if self._tiers is not None:
+            cached = self._cache.probe(request.reusable, request.namespace)[0]
+            request.held = self._tiers.queued(request.serial, request.reusable[:-1], request.namespace, cached)
 
     def abort(self, serial: int) -> bool:
         """Ends a request; its pages are free before the next step (after the step in flight, if it is part of one).
@@ -196,6 +206,8 @@ class Scheduler:
         ``update`` or ``fail_step`` must follow before the next call, unless it is false.
         """
         assert self._in_flight is None, "the last step was not updated"
+        for serial in self._tiers.poll() if self._tiers is not None else ():
+            self._requests[serial].held = False
         if self._paused:
             self._halt()
             return SchedulerOutput(self._steps, self._running.rows, [])
@@ -362,7 +374,9 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """Makes room for the first waiting request at the cost of running ones of a lower level."""
-        first = next(self._order.order(self._waiting, self._steps))
+        first = next(self._order.order(self._waiting, self._steps), None)
+        if first is None:  # all of them wait for pages that are being fetched
+            return
         level = self._order.level(first, self._steps)
         running = self._running.requests
         while running and -running[-1].rank[0] < level:
@@ -382,6 +396,8 @@ class Scheduler:
             if not adder.admit(request):
                 break
             self._waiting.remove(request, tokens)
+            if self._tiers is not None:
+                self._tiers.settle(request.serial)
             request.waited += self._steps - request.queued_at
             if request.cached is None:
                 request.cached = request.computed
@@ -441,6 +457,8 @@ class Scheduler:
         if request.state is RequestState.WAITING:
             self._waiting.remove(request, request.remaining)
             request.become(RequestState.FINISHED)
+            if self._tiers is not None:
+                self._tiers.settle(request.serial)
         else:
             self._running.stop(request, RequestState.FINISHED, keep=keep)
         if request.grammar is not None:

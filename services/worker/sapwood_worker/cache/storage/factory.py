@@ -1,0 +1,70 @@
+"""Makes the store that a URL names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from sapwood_common.errors import ConfigError
+from sapwood_worker.cache.storage.backend import StorageBackend
+from sapwood_worker.cache.storage.file import FileStorage
+from sapwood_worker.cache.storage.mooncake import MooncakeOptions, MooncakeStorage
+
+_GIB = 1 << 30
+
+
+def parse_storage(url: str) -> Callable[[], StorageBackend]:
+    """What opens the store of a URL; the opening may block and fail with StorageError, the parsing does neither.
+
+    - ``file:///folder?size_gb=10``
+    - ``mooncake://master:50051?metadata=http://host:8080/metadata&protocol=tcp&devices=&host=127.0.0.1&lend_gb=0``
+
+    Raises:
+        ConfigError: It is not such a URL; the message says what is wrong with it.
+    """
+    try:
+        parts = urlsplit(url)
+        given = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    except ValueError as error:
+        raise ConfigError(f"--storage: {url!r} is not a URL: {error}") from error
+    match parts.scheme:
+        case "file":
+            folder, size = Path(unquote(parts.path)), _number(url, given.pop("size_gb", "10"))
+            _expect(url, not parts.netloc and folder.is_absolute(), "name an absolute folder: file:///folder")
+            _expect(url, size > 0, "size_gb must be more than 0")
+            _expect_none(url, given)
+            return lambda: FileStorage(folder, int(size * _GIB))
+        case "mooncake":
+            lend = _number(url, given.pop("lend_gb", "0"))
+            options = MooncakeOptions(
+                master=parts.netloc,
+                metadata=given.pop("metadata", ""),
+                protocol=given.pop("protocol", "tcp"),
+                devices=given.pop("devices", ""),
+                host=given.pop("host", "127.0.0.1"),
+                lend_bytes=int(lend * _GIB),
+            )
+            _expect(url, bool(parts.netloc), "name the master: mooncake://host:port")
+            _expect(url, bool(options.metadata), "metadata is missing: the URL of the metadata server")
+            _expect(url, options.protocol in ("tcp", "rdma"), "protocol must be tcp or rdma")
+            _expect_none(url, given)
+            return lambda: MooncakeStorage(options)
+        case _:
+            raise ConfigError(f"--storage: {url!r} must begin with file: or mooncake:")
+
+
+def _number(url: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"--storage: {text!r} in {url!r} is not a number") from None
+
+
+def _expect(url: str, condition: bool, problem: str) -> None:
+    if not condition:
+        raise ConfigError(f"--storage: {url!r}: {problem}")
+
+
+def _expect_none(url: str, given: dict[str, str]) -> None:
+    _expect(url, not given, f"unknown setting {next(iter(given), '')!r}")

@@ -1,0 +1,122 @@
+"""Mooncake Store as the third tier: pages in the memory of other machines, by RDMA or TCP, without a copy on this side.
+
+The engine is its own: a master process that knows where objects are, and clients that each lend it memory, or none. What a client
+has lent is gone with it, so a cluster that is to start warm has clients that do nothing else (docs/kv-cache.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood_worker.cache.storage.backend import StorageError
+
+_BUFFER_BYTES = 16 << 20
+"""Of the client's own, for calls that bring no registered memory; ours all do."""
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeOptions:
+    """How to reach the store.
+
+    Attributes:
+        master: host:port of mooncake_master.
+        metadata: URL of the metadata server.
+        protocol: ``tcp`` or ``rdma``.
+        devices: RDMA devices, separated by commas; empty: all.
+        host: Address by which the other clients reach this one.
+        lend_bytes: Memory that this client lends to the store.
+    """
+
+    master: str
+    metadata: str
+    protocol: str = "tcp"
+    devices: str = ""
+    host: str = "127.0.0.1"
+    lend_bytes: int = 0
+
+
+class MooncakeStorage:
+    """Implements :class:`~sapwood_worker.cache.storage.backend.StorageBackend`.
+
+    Args:
+        options: How to reach it.
+
+    Raises:
+        StorageError: The package is not there, or the store does not answer.
+    """
+
+    def __init__(self, options: MooncakeOptions) -> None:
+        try:
+            from mooncake.store import MooncakeDistributedStore
+        except ImportError as error:
+            raise StorageError(
+                f"Mooncake is not installed here ({error}): pip install 'sapwood[mooncake]', and libibverbs1"
+            ) from error
+        self._store: Any = MooncakeDistributedStore()
+        code = self._store.setup(
+            options.host,
+            options.metadata,
+            options.lend_bytes,
+            _BUFFER_BYTES,
+            options.protocol,
+            options.devices,
+            options.master,
+        )
+        if code != 0:
+            raise StorageError(f"the Mooncake store at {options.master} does not take us: error {code}")
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> None:
+        """See StorageBackend."""
+        code = self._store.register_buffer(memory.ctypes.data, memory.nbytes)
+        if code != 0:
+            raise StorageError(f"Mooncake does not take {memory.nbytes} bytes of buffers: error {code}")
+
+    def exists(self, names: Sequence[str]) -> int:
+        """See StorageBackend."""
+        answers = self._store.batch_is_exist(list(names))
+        if any(answer < 0 for answer in answers):
+            raise StorageError(f"Mooncake: error {min(answers)}")
+        return next((count for count, answer in enumerate(answers) if answer != 1), len(names))
+
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
+        """See StorageBackend."""
+        sizes = [len(buffer) for buffer in buffers]
+        read = self._store.batch_get_into(list(names), _addresses(buffers), sizes)
+        if all(count < 0 and count != _NOT_FOUND for count in read):
+            raise StorageError(f"Mooncake: error {min(read)}")
+        return [count == size for count, size in zip(read, sizes, strict=True)]
+
+    def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
+        """See StorageBackend."""
+        sizes = [len(buffer) for buffer in buffers]
+        codes = self._store.batch_put_from(list(names), _addresses(buffers), sizes)
+        if all(code < 0 for code in codes):
+            raise StorageError(f"Mooncake: error {min(codes)}")
+        return [code == 0 for code in codes]
+
+    def remove(self, names: Sequence[str]) -> None:
+        """See StorageBackend. An object that was read a moment ago is leased and stays."""
+        for name in names:
+            self._store.remove(name)
+
+    def clear(self, namespace: str) -> None:
+        """See StorageBackend."""
+        code = self._store.remove_by_regex(f"^{namespace}/.*", True)
+        if code < 0:
+            raise StorageError(f"Mooncake: error {code}")
+
+    def close(self) -> None:
+        """See StorageBackend."""
+        self._store.close()
+
+
+_NOT_FOUND = -704
+
+
+def _addresses(buffers: Sequence[memoryview]) -> list[int]:
+    return [np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers]

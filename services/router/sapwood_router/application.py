@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Coroutine
@@ -18,6 +19,8 @@ from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce
 from sapwood_common.tls import server_tls
 from sapwood_common.tracing import start_tracing
+from sapwood_router.admission import AdmissionSettings
+from sapwood_router.admission_control import AdmissionControl
 from sapwood_router.block_index import BlockIndex
 from sapwood_router.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
 from sapwood_router.config import RouterConfig
@@ -64,8 +67,10 @@ class RouterApplication:
         self._blocks = BlockIndex(config.block_index_bytes)
         self._policy = make_policy(PolicyParts(config, random.Random(), time.monotonic, self._blocks))
         workers = [self._make_worker(address) for address in dict.fromkeys(config.workers)]
-        self.registry = Registry(workers, self._readiness_changed, self._worker_reset)
-        router_metrics.watch(self.registry)
+        self.registry = Registry(workers, self._registry_changed, self._worker_reset, self._most_requests)
+        settings = AdmissionSettings(most_waiting=config.queue_size, most_wait=config.queue_wait)
+        self._admission = AdmissionControl(self.registry, settings, asyncio.get_running_loop().time)
+        router_metrics.watch(self.registry, self._admission)
         router_metrics.watch_index(self._blocks)
         observer = RequestObserver(router_metrics, self._tracing)
         retry = RetryPolicy(
@@ -77,6 +82,7 @@ class RouterApplication:
             self._tokenizer,
             self._detokenizers,
             self.registry,
+            self._admission,
             self._policy,
             retry,
             lambda: Failover(retry, config.most_resumptions),
@@ -149,6 +155,7 @@ class RouterApplication:
         if self._config.metrics_port is not None:
             self._metrics_server = MetricsServer(self._metrics.registry, self._config.host, self._config.metrics_port)
             announce(logger, "metrics at http://%s:%d/metrics", self._config.host, self._metrics_server.port)
+        self._spawn(self._admission.run(), "admission")
         self._spawn(self._detokenizers.run(), "detokenizer calls")
         for replica in self._replicas:
             monitor = replica.monitor(self._config.health_interval, self._replica_changed)
@@ -224,7 +231,18 @@ class RouterApplication:
         def on_change(state: BreakerState) -> None:
             logger.warning("worker %s: circuit breaker %s", address, state.value)
 
-        return Worker(address, CircuitBreaker(settings, time.monotonic, on_change), time.monotonic)
+        breaker = CircuitBreaker(settings, time.monotonic, on_change)
+        return Worker(address, breaker, time.monotonic, self._worker_has_room)
+
+    def _worker_has_room(self) -> None:
+        self._admission.pump()
+
+    def _most_requests(self, model: ServedModel) -> float:
+        return self._config.requests_per_worker or 2 * model.max_running or math.inf
+
+    def _registry_changed(self) -> None:
+        self._admission.pump()
+        self._readiness_changed()
 
 
 def _report_crash(task: asyncio.Task[None]) -> None:

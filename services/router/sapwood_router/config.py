@@ -66,6 +66,13 @@ class RouterConfig(ServiceConfig):
     resume_grace: float = Field(
         10.0, ge=0, description="Seconds that a request whose worker was lost waits for another if there is none."
     )
+    requests_per_worker: int = Field(
+        0, ge=0, description="Requests a worker is given at a time, others wait; 0 is twice what it runs at once."
+    )
+    queue_size: int = Field(1024, ge=0, description="Requests that may wait for workers to have room.")
+    queue_wait: float = Field(
+        30.0, gt=0, description="Seconds that one may wait; what would wait longer, or past its deadline, is refused."
+    )
     retry_attempts: int = Field(4, ge=1, description="Most workers asked for a request that workers refuse.")
     retry_budget: float = Field(0.2, ge=0, description="Most retries of refused requests, as a share of all requests.")
     breaker_failures: int = Field(5, ge=1, description="Failures in a row after which a worker is left alone.")

@@ -43,6 +43,11 @@ class WorkerConfig(ServiceConfig):
     max_running: int = Field(64, ge=1, description="Most requests in a batch.")
     max_waiting: int = Field(1024, ge=1, description="Most requests in the queue; more are refused.")
     max_step_tokens: int = Field(512, ge=1, description="Most tokens a step computes: how finely prompts are cut.")
+    overlap: bool = Field(
+        True,
+        description="On a GPU, plan and launch a step while the one before is computed; costs up to one step's work for a "
+        "request that ends at an end token.",
+    )
     policy: Literal["fcfs", "lpm", "dfs-weight", "lof", "priority"] = Field(
         "fcfs",
         description="Order of a tenant's requests in the queue: fcfs (by arrival), lpm (longest cached prefix first), "

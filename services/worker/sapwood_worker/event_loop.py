@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from array import array
+from collections import deque
+from contextlib import suppress
 from typing import Protocol
 
 from sapwood_common.errors import SapwoodError
@@ -15,7 +17,7 @@ from sapwood_worker.messages import Abort, FromScheduler, Refused, Shutdown, Ste
 from sapwood_worker.operations import Operations
 from sapwood_worker.progress import StepProgress
 from sapwood_worker.scheduler.load import Load
-from sapwood_worker.scheduler.output import RequestOutput, Runner
+from sapwood_worker.scheduler.output import LaunchedStep, RequestOutput, Runner
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler
 from sapwood_worker.step_clock import StepClock
@@ -51,7 +53,11 @@ class Mailbox(Protocol):
 
 
 class EventLoop:
-    """Runs one scheduler and one runner, a step at a time: the normal loop, without overlap.
+    """Runs one scheduler and one runner: step by step (the normal loop), or overlapped.
+
+    Overlapped, the host plans and launches step N + 1 while the device computes step N, then hands out N's tokens. Ends and
+    aborts that N brings are seen one step late: what N + 1 computes of such a request is thrown away. The outputs are the
+    same. Requests with a grammar go step by step, as a grammar must see each token before the next.
 
     A step that the runner fails ends the requests in it; an error of the scheduler itself ends the process.
 
@@ -63,6 +69,7 @@ class EventLoop:
         operations: Carries out what operators ask for; None: flush, pin and pause, but no profile.
         progress: Is told when steps begin and end; None: nobody watches.
         tiering: The KV cache's lower tiers, which the scheduler knows; None: there are none.
+        overlap: Plan and launch a step while the one before is computed, if the runner computes by itself.
     """
 
     def __init__(
@@ -74,6 +81,8 @@ class EventLoop:
         operations: Operations | None = None,
         progress: StepProgress | None = None,
         tiering: Tiering | None = None,
+        *,
+        overlap: bool = True,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -83,6 +92,8 @@ class EventLoop:
         self._progress = progress
         self._tiering = tiering
         self._clock = StepClock()
+        self._overlap = overlap and runner.asynchronous
+        self._launched: deque[LaunchedStep] = deque()
         self._failures = 0
         self._reported: Load | None = None
 
@@ -97,7 +108,8 @@ class EventLoop:
         while True:
             if self._tiering is not None:
                 self._tiering.poll()
-            idle = not self._scheduler.can_step and not self._scheduler.has_copies and not self._grammars
+            busy = self._scheduler.can_step or self._scheduler.has_copies or self._launched
+            idle = not busy and not self._grammars
             if idle and self._progress is not None:
                 self._progress.idle()
             for message in self._mailbox.receive(wait=idle):
@@ -107,8 +119,12 @@ class EventLoop:
             self._admit_built()
             worked = self._scheduler.has_work
             outputs = self._scheduler.expire()
-            if self._scheduler.can_step or self._scheduler.has_copies:
+            if self._scheduler.can_step or self._scheduler.has_copies or self._launched:
+                if self._progress is not None:
+                    self._progress.begin()
                 outputs += self._step()
+                if self._progress is not None:
+                    self._progress.end()
             self._report(outputs)
             if worked and not self._scheduler.has_work:
                 self._scheduler.check_idle()
@@ -171,29 +187,46 @@ class EventLoop:
         self._mailbox.send(Refused(serial, type(error).__name__, error.message, error.field, error.retry_after))
 
     def _step(self) -> list[RequestOutput]:
+        """Launches a step, if there is one, and takes the results of those before it; without overlap its own too."""
+        outputs: list[RequestOutput] = []
+        if not self._scheduler.plans_ahead:
+            outputs += self._take_results(0)
         planned = self._scheduler.schedule()
-        if not planned:  # all there was to do has been aborted, or waits for the cache's third tier
+        if planned:
+            self._clock.planned(planned)
+            try:
+                self._launched.append(self._runner.launch(planned))
+            except Exception as error:
+                return outputs + self._take_results(0) + self._fail(error)
+        elif not self._launched:  # all there was to do has been aborted, or waits for the cache's third tier
             self._scheduler.wait_for_storage(_STORAGE_WAIT_SECONDS)
-            return []
-        self._clock.planned(planned)
-        try:
-            if self._progress is not None:
-                self._progress.begin()
-            result = self._runner.execute(planned)
-        except Exception as error:
-            names = ", ".join(request.request_id for request in planned.requests)
-            logger.exception("step %d failed; it was computing %s", planned.step, names)
-            self._failures += 1
-            if self._failures >= MOST_FAILURES:
-                raise RuntimeError(f"{MOST_FAILURES} steps in a row failed") from error
+        return outputs + self._take_results(1 if planned and self._overlap else 0)
+
+    def _take_results(self, keep: int) -> list[RequestOutput]:
+        """Waits for the launched steps, oldest first, but for ``keep`` of them."""
+        outputs: list[RequestOutput] = []
+        while len(self._launched) > keep:
+            try:
+                result = self._launched.popleft().result()
+            except Exception as error:
+                while self._launched:  # what follows a failed step is worth nothing, but is to be over
+                    with suppress(Exception):
+                        self._launched.popleft().result()
+                return outputs + self._fail(error)
+            self._failures = 0
+            outputs += self._scheduler.update(result)
             self._clock.done()
-            return self._scheduler.fail_step("the model failed to compute this step; the worker's log has the details")
-        finally:
-            if self._progress is not None:
-                self._progress.end()
-        self._failures = 0
-        outputs = self._scheduler.update(result)
-        self._clock.done()
+        return outputs
+
+    def _fail(self, error: Exception) -> list[RequestOutput]:
+        """Ends what is in flight."""
+        outputs = self._scheduler.fail_step("the model failed to compute this step; the worker's log has the details")
+        self._clock.failed()
+        serials = ", ".join(str(output.serial) for output in outputs)
+        logger.error("a step failed; it was computing the requests of serials %s", serials, exc_info=error)
+        self._failures += 1
+        if self._failures >= MOST_FAILURES:
+            raise RuntimeError(f"{MOST_FAILURES} steps in a row failed") from error
         return outputs
 
     def _report(self, outputs: list[RequestOutput]) -> None:

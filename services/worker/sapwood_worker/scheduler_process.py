@@ -181,7 +181,7 @@ def main() -> int:
     try:
         progress = StepProgress(arguments.folder / PROGRESS_FILE, config.watchdog_timeout)
         operations = Operations(scheduler, _profiler())
-        EventLoop(scheduler, runner, mailbox, grammars, operations, progress, tiering).run()
+        EventLoop(scheduler, runner, mailbox, grammars, operations, progress, tiering, overlap=config.overlap).run()
     except OrphanedError:
         logger.error("the gRPC front is gone")
         return 1

@@ -46,6 +46,7 @@ class ServedModel(NamedTuple):
     info: ModelInfo
     epoch: int
     grammars: RequestGrammars
+    max_running: int
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -119,7 +120,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._idle.set()
 
     async def _start(self, request: worker_pb2.WorkerGenerateRequest, seconds: float | None) -> Generation:
-        _, info, _, grammars = self._loaded()
+        _, info, _, grammars, _ = self._loaded()
         if self._draining.is_set():
             raise UnavailableError("this worker is draining", retry_after=1.0)
         check_prompt(request, info)
@@ -138,7 +139,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         )
 
     def _info(self) -> worker_pb2.GetModelInfoResponse:
-        name, info, epoch, _ = self._loaded()
+        name, info, epoch, _, max_running = self._loaded()
         return worker_pb2.GetModelInfoResponse(
             model=name,
             architecture=info.architecture,
@@ -149,6 +150,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             page_size=info.page_size,
             num_pages=info.num_pages,
             epoch=epoch,
+            max_running=max_running,
         )
 
     async def WatchLoad(

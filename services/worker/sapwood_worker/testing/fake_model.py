@@ -12,7 +12,7 @@ from sapwood_worker.cache.host_pool import HostPool, host_pool_pages
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.scheduler.fake_runner import FakeRunner
-from sapwood_worker.scheduler.output import ModelOutput, SchedulerOutput
+from sapwood_worker.scheduler.output import LaunchedStep, ModelOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +79,17 @@ class StallingRunner:
         self.info = runner.info
         self.vocabulary = runner.vocabulary
         self.host_pool = runner.host_pool
+        self.asynchronous = runner.asynchronous
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
         """See Runner."""
+        return self.launch(output).result()
+
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        """See Runner."""
         if any(request.start == 0 and request.token_ids[0] == self._token for request in output.requests):
             time.sleep(self._seconds)
-        return self._runner.execute(output)
+        return self._runner.launch(output)
 
 
 def _vocabulary(size: int) -> TokenVocabulary:

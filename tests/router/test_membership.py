@@ -123,7 +123,7 @@ async def test_every_address_behind_a_name_is_a_worker(make_cluster, extra, wait
 
 
 async def test_a_choice_is_explained(cluster) -> None:
-    await cluster.generate(PROMPT)
+    await cluster.generate(PROMPT, sampling={"max_tokens": 1})
     holder = next(worker for worker in cluster.workers if worker.calls)
     request = router_pb2.RouterGenerateRequest(text=PROMPT)
     answer = await cluster.stub.ExplainRoute(router_pb2.ExplainRouteRequest(request=request))

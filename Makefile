@@ -29,7 +29,7 @@ test: $(BIN)/.installed-dev node ## Run the tests but the slow ones
 	$(TEST_ENV) $(BIN)/pytest -n auto -m "not slow" $(ARGS)
 
 test-slow: $(BIN)/.installed-dev ## Run the slow tests
-	$(TEST_ENV) $(BIN)/pytest -m "slow and not containers" $(ARGS)
+	$(TEST_ENV) $(BIN)/pytest -n auto -m "slow and not containers" $(ARGS)
 
 test-containers: $(BIN)/.installed-dev ## Build the images, run the compose file on a Docker engine of its own and hurt it (root on Debian)
 	$(BIN)/pytest tests/containers -m containers -v $(ARGS)

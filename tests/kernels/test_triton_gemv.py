@@ -22,7 +22,7 @@ def drawn(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("normed", "biased", "gate"), itertools.product((False, True), (False, True), (None, "silu", "gelu_tanh"))
+    ("normed", "biased", "gate"), list(itertools.product((False, True), (False, True), (None, "silu", "gelu_tanh")))
 )
 @pytest.mark.parametrize(("width", "rows"), [(100, 37), (1500, 130)])
 def test_one_row_equals_norm_product_and_gate_one_after_another(

@@ -7,13 +7,13 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-benchmarks/results/gpu-$(date +%F).jsonl}
 : >"$out"
-python3 -m pytest -q -p no:cacheprovider tests/kernels
+python -m pytest -q -p no:cacheprovider tests/kernels
 for model in qwen3-0.6b llama-3.1-8b; do
   config=benchmarks/gpu/configs/$model
   workloads=decode,prefill,offline
   [ "$model" = llama-3.1-8b ] || workloads=$workloads,sampled
-  python3 benchmarks/gpu/bench_engine.py --model "$config" --only "$workloads" | tee -a "$out"
-  python3 benchmarks/gpu/bench_engine.py --model "$config" --only offline --no-overlap | tee -a "$out"
+  python benchmarks/gpu/bench_engine.py --model "$config" --only "$workloads" | tee -a "$out"
+  python benchmarks/gpu/bench_engine.py --model "$config" --only offline --no-overlap | tee -a "$out"
 done
-python3 benchmarks/gpu/check_correctness.py | tee -a "$out"
-python3 benchmarks/gpu/table.py "$out"
+python benchmarks/gpu/check_correctness.py | tee -a "$out"
+python benchmarks/gpu/table.py "$out"

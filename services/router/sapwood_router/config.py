@@ -10,7 +10,9 @@ from pydantic_settings import SettingsConfigDict
 
 from sapwood_common.config import ServiceConfig
 
-PolicyName = Literal["cache_aware", "round_robin", "random", "least_load", "power_of_two"]
+PolicyName = Literal[
+    "cache_aware", "round_robin", "random", "least_load", "power_of_two", "prefix_hash", "consistent_hash"
+]
 
 
 class RouterConfig(ServiceConfig):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections import deque
 from contextlib import suppress
@@ -12,7 +13,9 @@ from sapwood_common.errors import SapwoodError
 from sapwood_worker.grammar.matcher import GrammarMatcher
 from sapwood_worker.grammar.pending import PendingGrammars
 from sapwood_worker.grammar.store import GrammarStore
-from sapwood_worker.messages import Abort, Flush, Flushed, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
+from sapwood_worker.messages import Abort, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
+from sapwood_worker.operations import Operations
+from sapwood_worker.progress import StepProgress
 from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.output import LaunchedStep, RequestOutput, Runner
 from sapwood_worker.scheduler.request import Request
@@ -63,6 +66,8 @@ class EventLoop:
         runner: The model.
         mailbox: The way to the gRPC front.
         grammars: Makes the matchers of requests with a grammar; without it none come.
+        operations: Carries out what operators ask for; None: flush, pin and pause, but no profile.
+        progress: Is told when steps begin and end; None: nobody watches.
         tiering: The KV cache's lower tiers, which the scheduler knows; None: there are none.
         overlap: Plan and launch a step while the one before is computed, if the runner computes by itself.
     """
@@ -73,6 +78,8 @@ class EventLoop:
         runner: Runner,
         mailbox: Mailbox,
         grammars: GrammarStore | None = None,
+        operations: Operations | None = None,
+        progress: StepProgress | None = None,
         tiering: Tiering | None = None,
         *,
         overlap: bool = True,
@@ -81,6 +88,8 @@ class EventLoop:
         self._runner = runner
         self._mailbox = mailbox
         self._grammars: PendingGrammars[Submit] | None = None if grammars is None else PendingGrammars(grammars)
+        self._operations = operations or Operations(scheduler)
+        self._progress = progress
         self._tiering = tiering
         self._clock = StepClock()
         self._overlap = overlap and runner.asynchronous
@@ -99,15 +108,24 @@ class EventLoop:
         while True:
             if self._tiering is not None:
                 self._tiering.poll()
-            busy = self._scheduler.has_work or self._scheduler.has_copies or self._launched
+            busy = self._scheduler.can_step or self._scheduler.has_copies or self._launched
             idle = not busy and not self._grammars
+            if idle and self._progress is not None:
+                self._progress.idle()
             for message in self._mailbox.receive(wait=idle):
                 if isinstance(message, Shutdown):
                     return
                 self._take(message)
             self._admit_built()
             worked = self._scheduler.has_work
-            self._report(self._step() if worked or self._scheduler.has_copies or self._launched else [])
+            outputs = self._scheduler.expire()
+            if self._scheduler.can_step or self._scheduler.has_copies or self._launched:
+                if self._progress is not None:
+                    self._progress.begin()
+                outputs += self._step()
+                if self._progress is not None:
+                    self._progress.end()
+            self._report(outputs)
             if worked and not self._scheduler.has_work:
                 self._scheduler.check_idle()
 
@@ -123,8 +141,10 @@ class EventLoop:
                 self._clock.aborted(serial)
                 if self._grammars is None or not self._grammars.abort(serial):
                     self._scheduler.abort(serial)
-            case Flush(call):
-                self._mailbox.send(Flushed(call, self._scheduler.flush_cache()))
+            case Shutdown():
+                raise AssertionError("the loop ends before")
+            case operation:
+                self._mailbox.send(self._operations.run(operation))
 
     def _admit_built(self) -> None:
         """Lets the requests in whose grammar has been built."""
@@ -142,13 +162,18 @@ class EventLoop:
 
     def _add(self, message: Submit, grammar: GrammarMatcher | None) -> None:
         prompt = array("I", message.token_ids)
+        terms = message.terms
         request = Request(
             message.serial,
             message.request_id,
             prompt,
             message.sampling,
-            grammar=grammar,
-            output_tokens=message.output_tokens,
+            terms.namespace,
+            grammar,
+            message.output_tokens,
+            priority=terms.priority,
+            tenant=terms.tenant,
+            deadline=None if terms.seconds is None else time.monotonic() + terms.seconds,
         )
         try:
             self._scheduler.add(request)

@@ -107,7 +107,7 @@ class Scheduler:
         self._arrivals = 0
         self._prompt_tokens = 0
         self._cached_tokens = 0
-        self._paused = False
+        self._paused = self._retract_all = False
         self.num_retractions = 0
         """Retractions for want of pages since the start."""
         self.num_preemptions = 0
@@ -122,6 +122,11 @@ class Scheduler:
     def paused(self) -> bool:
         """Whether nothing is scheduled until :meth:`resume`."""
         return self._paused
+
+    @property
+    def can_step(self) -> bool:
+        """Whether :meth:`schedule` would have something to do for a request."""
+        return bool(self._requests) and (not self._paused or self._retract_all)
 
     @property
     def has_copies(self) -> bool:
@@ -189,20 +194,19 @@ class Scheduler:
         return outputs
 
     def pause(self, *, retract: bool = False) -> None:
-        """Schedules nothing until :meth:`resume`; requests may still come and be aborted. No step may be in flight.
+        """Schedules nothing until :meth:`resume`; requests may still come, end by the step in flight, and be aborted.
 
         Args:
-            retract: Send the running requests back to the queue, so that no page is held; else they keep theirs.
+            retract: Send the running requests back to the queue, so that no page is held, now or, if a step is in flight, when
+                :meth:`schedule` is called next; else they keep theirs.
         """
-        assert not self._in_flight, "a step is in flight"
         self._paused = True
-        if retract:
-            while self._running.requests:
-                self._put_back(choose_victim(self._running.requests))
+        self._retract_all = retract
+        self._halt()
 
     def resume(self) -> None:
         """Ends a pause."""
-        self._paused = False
+        self._paused = self._retract_all = False
 
     @property
     def plans_ahead(self) -> bool:
@@ -221,6 +225,7 @@ class Scheduler:
         for serial in self._tiers.poll() if self._tiers is not None else ():
             self._requests[serial].held = False
         if self._paused:
+            self._halt()
             return SchedulerOutput(self._steps, self._running.rows, [])
         if self._order.by_priority and len(self._running) and len(self._waiting):
             obstructed = self._preempt()
@@ -400,6 +405,12 @@ class Scheduler:
         request.retractions += 1
         request.queued_at = self._steps
         self._waiting.put_back(request)
+
+    def _halt(self) -> None:
+        if not self._in_flight:
+            while self._retract_all and self._running.requests:
+                self._put_back(choose_victim(self._running.requests))
+            self._retract_all = False
 
     def _preempt(self) -> bool:
         """Makes room for the first waiting request at the cost of running ones of a lower level.

@@ -6,14 +6,28 @@ import asyncio
 import itertools
 from array import array
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
 from sapwood_common import errors
 from sapwood_common.child_seed import child_seed
+from sapwood_worker.cache.report import TierReport
 from sapwood_worker.generation import Generation
 from sapwood_worker.kv_event_stream import KvEventStream
-from sapwood_worker.messages import Abort, Flush, Flushed, FromScheduler, Refused, Step, Submit, ToScheduler
+from sapwood_worker.messages import (
+    Abort,
+    CacheAnswer,
+    CacheCommand,
+    CacheVerb,
+    Flush,
+    Flushed,
+    FromScheduler,
+    Refused,
+    Step,
+    Submit,
+    ToScheduler,
+)
 from sapwood_worker.observer import EngineObserver
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
@@ -21,6 +35,9 @@ from sapwood_worker.scheduler.load import Load
 _REFUSALS: dict[str, type[errors.SapwoodError]] = {
     kind.__name__: kind for kind in (errors.InvalidArgumentError, errors.ResourceExhaustedError)
 }
+
+_COMMAND_FIELDS = {"attach": "url", "clear": "tiers"}
+"""Which field of the caller's is at fault when a command on the cache fails."""
 
 
 class Engine:
@@ -39,6 +56,7 @@ class Engine:
         self._running: dict[int, tuple[Generation, int]] = {}
         self._by_id: dict[str, Generation] = {}
         self._flushes: dict[int, asyncio.Future[int]] = {}
+        self._commands: dict[int, asyncio.Future[CacheAnswer]] = {}
         self._lost: str | None = None
         self._load_changed = asyncio.Event()
         self.kv_events = KvEventStream()
@@ -122,6 +140,26 @@ class Engine:
         finally:
             del self._flushes[call]
 
+    async def cache_command(self, verb: CacheVerb, argument: str = "") -> list[TierReport]:
+        """Shows or changes the tiers of the KV cache; returns them as they are afterwards.
+
+        Raises:
+            InvalidArgumentError: It could not be done; the message says why.
+            UnavailableError: The scheduler process is gone.
+        """
+        self._check()
+        call = next(self._serials)
+        future: asyncio.Future[CacheAnswer] = asyncio.get_running_loop().create_future()
+        self._commands[call] = future
+        try:
+            self._send(CacheCommand(call, verb, argument))
+            answer = await future
+        finally:
+            del self._commands[call]
+        if answer.error:
+            raise errors.InvalidArgumentError(answer.error, field=_COMMAND_FIELDS.get(verb))
+        return answer.tiers
+
     async def load_after(self, version: int) -> None:
         """Returns once :attr:`load_version` is not ``version`` any more."""
         while self.load_version == version:
@@ -149,6 +187,10 @@ class Engine:
                     error = _REFUSALS.get(kind, errors.InternalError)(text, field=field, retry_after=retry_after)
                     generation, index = found
                     generation.refuse(index, error)
+            case CacheAnswer(call):
+                command = self._commands.get(call)
+                if command is not None and not command.done():
+                    command.set_result(message)
             case Flushed(call, freed_pages):
                 future = self._flushes.get(call)
                 if future is not None and not future.done():
@@ -159,7 +201,8 @@ class Engine:
         self._lost = reason
         for generation in tuple(self._by_id.values()):
             generation.fail(self._gone())
-        for future in self._flushes.values():
+        waiting: list[asyncio.Future[Any]] = [*self._flushes.values(), *self._commands.values()]
+        for future in waiting:
             if not future.done():
                 future.set_exception(self._gone())
 

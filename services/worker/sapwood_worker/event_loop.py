@@ -10,13 +10,26 @@ from sapwood_common.errors import SapwoodError
 from sapwood_worker.grammar.matcher import GrammarMatcher
 from sapwood_worker.grammar.pending import PendingGrammars
 from sapwood_worker.grammar.store import GrammarStore
-from sapwood_worker.messages import Abort, Flush, Flushed, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
+from sapwood_worker.messages import (
+    Abort,
+    CacheAnswer,
+    CacheCommand,
+    CacheVerb,
+    Flush,
+    Flushed,
+    FromScheduler,
+    Refused,
+    Shutdown,
+    Step,
+    Submit,
+    ToScheduler,
+)
 from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.output import RequestOutput, Runner
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler
 from sapwood_worker.step_clock import StepClock
-from sapwood_worker.tiering import Tiering
+from sapwood_worker.tiering import Tiering, device_report
 
 logger = logging.getLogger(__name__)
 
@@ -88,14 +101,17 @@ class EventLoop:
         while True:
             if self._tiering is not None:
                 self._tiering.poll()
-            idle = not self._scheduler.has_work and not self._scheduler.has_copies and not self._grammars
+            opening = self._tiering is not None and self._tiering.busy
+            idle = (
+                not self._scheduler.has_work and not self._scheduler.has_copies and not self._grammars and not opening
+            )
             for message in self._mailbox.receive(wait=idle):
                 if isinstance(message, Shutdown):
                     return
                 self._take(message)
             self._admit_built()
             worked = self._scheduler.has_work
-            self._report(self._step() if worked or self._scheduler.has_copies else [])
+            self._report(self._step() if worked or self._scheduler.has_copies or opening else [])
             if worked and not self._scheduler.has_work:
                 self._scheduler.check_idle()
 
@@ -111,8 +127,26 @@ class EventLoop:
                 self._clock.aborted(serial)
                 if self._grammars is None or not self._grammars.abort(serial):
                     self._scheduler.abort(serial)
+            case CacheCommand(call, verb, argument):
+                self._command(call, verb, argument)
             case Flush(call):
                 self._mailbox.send(Flushed(call, self._scheduler.flush_cache()))
+
+    def _command(self, call: int, verb: CacheVerb, argument: str) -> None:
+        """Carries out a command on the cache's tiers; some are answered later."""
+
+        def answer(error: str) -> None:
+            load = self._scheduler.load()
+            reports = device_report(load) if self._tiering is None else self._tiering.report(load)
+            self._mailbox.send(CacheAnswer(call, reports, error))
+
+        if verb == "clear" and argument in ("device", "all"):
+            self._scheduler.flush_cache()
+        if self._tiering is not None:
+            self._tiering.command(verb, argument, answer)
+        else:
+            known = verb == "stats" or (verb == "clear" and argument in ("device", "all"))
+            answer("" if known else "this worker's KV cache has no second tier: give it one with --host-cache-ratio")
 
     def _admit_built(self) -> None:
         """Lets the requests in whose grammar has been built."""

@@ -6,9 +6,12 @@ moment its old request is cancelled, while outputs of that are still on their wa
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from sapwood_worker.cache.kv_events import KvEvent
+from sapwood_worker.cache.report import TierReport
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
@@ -43,11 +46,25 @@ class Flush(msgspec.Struct, frozen=True, tag="flush"):
     call: int
 
 
+CacheVerb = Literal["stats", "clear", "attach", "detach"]
+
+
+class CacheCommand(msgspec.Struct, frozen=True, tag="cache"):
+    """Show or change the tiers of the KV cache; answered with CacheAnswer of the same ``call``.
+
+    ``clear`` takes the name of a tier or ``all``, ``attach`` the URL of a store; the others take nothing.
+    """
+
+    call: int
+    verb: CacheVerb
+    argument: str = ""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Exit now."""
 
 
-ToScheduler = Submit | Abort | Flush | Shutdown
+ToScheduler = Submit | Abort | Flush | CacheCommand | Shutdown
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -95,7 +112,15 @@ class Flushed(msgspec.Struct, frozen=True, tag="flushed"):
     freed_pages: int
 
 
-FromScheduler = Ready | Failed | Refused | Step | Flushed
+class CacheAnswer(msgspec.Struct, frozen=True, tag="cache"):
+    """The answer to CacheCommand: the tiers as they are now, and what went wrong; empty: nothing."""
+
+    call: int
+    tiers: list[TierReport]
+    error: str = ""
+
+
+FromScheduler = Ready | Failed | Refused | Step | Flushed | CacheAnswer
 
 to_scheduler_decoder = msgspec.msgpack.Decoder(ToScheduler)
 from_scheduler_decoder = msgspec.msgpack.Decoder(FromScheduler)

@@ -16,7 +16,7 @@ SOURCES := pyproject.toml hatch_build.py $(wildcard protos/sapwood/v1/*.proto)
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-slow audit lint fmt proto docs bench-cpu bench-tokenizer node clean
+.PHONY: help up test test-slow test-containers audit lint fmt proto docs bench-cpu bench-tokenizer node clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,7 +29,10 @@ test: $(BIN)/.installed-dev node ## Run the tests but the slow ones
 	$(TEST_ENV) $(BIN)/pytest -n auto -m "not slow" $(ARGS)
 
 test-slow: $(BIN)/.installed-dev ## Run the slow tests
-	$(TEST_ENV) $(BIN)/pytest -m slow $(ARGS)
+	$(TEST_ENV) $(BIN)/pytest -m "slow and not containers" $(ARGS)
+
+test-containers: $(BIN)/.installed-dev ## Build the images, run the compose file on a Docker engine of its own and hurt it (root on Debian)
+	$(BIN)/pytest tests/containers -m containers -v $(ARGS)
 
 lint: $(BIN)/.installed-dev ## Check style, types, the dependency rule and the protos
 	$(BIN)/ruff check .
@@ -51,9 +54,10 @@ fmt: $(BIN)/.installed-dev ## Format the code
 proto: $(BIN)/.installed-dev ## Generate the Python stubs from protos/ again
 	$(BIN)/python hatch_build.py
 
-docs: $(BIN)/.installed-dev ## Write docs/configuration.md and docs/metrics.md from the code again
+docs: $(BIN)/.installed-dev ## Write docs/configuration.md, docs/metrics.md and the dashboards from the code again
 	$(BIN)/python docs/write_configuration.py
 	$(BIN)/python docs/write_metrics.py
+	$(BIN)/python deploy/observability/write_dashboards.py
 
 bench-cpu: $(BIN)/.installed-dev ## Measure beside transformers on this CPU: ARGS='--plot bench.png' draws
 	$(BIN)/python benchmarks/bench_cpu.py $(ARGS)

@@ -34,22 +34,26 @@ from sapwood.errors import (
     from_rpc_error,
 )
 from sapwood.generation import (
+    Answer,
     Delta,
     FinishReason,
     Model,
     Options,
+    ToolCall,
     Usage,
     WorkerStatus,
-    build_request,
+    answer_of,
     to_delta,
     to_models,
     to_workers,
 )
+from sapwood.request import build_request
 from sapwood.v1 import router_pb2, router_pb2_grpc
 
 __all__ = [
     "DEFAULT_ADDRESS",
     "AlreadyExistsError",
+    "Answer",
     "AsyncClient",
     "AsyncGeneration",
     "CancelledError",
@@ -64,6 +68,7 @@ __all__ = [
     "ResourceExhaustedError",
     "SapwoodError",
     "ServerError",
+    "ToolCall",
     "UnauthenticatedError",
     "UnavailableError",
     "UnimplementedError",
@@ -137,6 +142,10 @@ class Generation(Iterator[Delta]):
         """The rest of the answer's text. Raises what iterating raises."""
         return "".join(delta.text for delta in self)
 
+    def answer(self) -> Answer:
+        """The rest of the answer, put together; not with ``n``. Raises what iterating raises."""
+        return answer_of(self)
+
     def cancel(self) -> None:
         """Stops the generation; harmless once it has ended."""
         self._call.cancel()
@@ -182,7 +191,7 @@ class Client:
         self,
         text: str | None = None,
         *,
-        messages: Iterable[Mapping[str, str]] | None = None,
+        messages: Iterable[Mapping[str, Any]] | None = None,
         token_ids: Iterable[int] | None = None,
         **options: Unpack[Options],
     ) -> Generation:
@@ -190,7 +199,8 @@ class Client:
 
         Args:
             text: A prompt to continue.
-            messages: A conversation to answer: mappings with ``role`` and ``content``.
+            messages: A conversation to answer: mappings with ``role`` and ``content``, and where they are needed ``name``,
+                ``tool_calls``, ``tool_call_id`` and ``reasoning``.
             token_ids: A prompt as the model's token ids.
             options: See :class:`~sapwood.generation.Options`.
 
@@ -261,6 +271,10 @@ class AsyncGeneration(AsyncIterator[Delta]):
         """The rest of the answer's text. Raises what iterating raises."""
         return "".join([delta.text async for delta in self])
 
+    async def answer(self) -> Answer:
+        """The rest of the answer, put together; not with ``n``. Raises what iterating raises."""
+        return answer_of([delta async for delta in self])
+
     def cancel(self) -> None:
         """Stops the generation; harmless once it has ended."""
         self._call.cancel()
@@ -303,7 +317,7 @@ class AsyncClient:
         self,
         text: str | None = None,
         *,
-        messages: Iterable[Mapping[str, str]] | None = None,
+        messages: Iterable[Mapping[str, Any]] | None = None,
         token_ids: Iterable[int] | None = None,
         **options: Unpack[Options],
     ) -> AsyncGeneration:

@@ -1,12 +1,12 @@
-"""What a client asks for and what comes back, as plain Python values, and their translation from and to the protos."""
+"""What a client asks for and what comes back, as plain Python values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
-from sapwood.v1 import common_pb2, router_pb2
+from sapwood.v1 import common_pb2, router_pb2, worker_pb2
 
 FinishReason = Literal["stop", "length"]
 """Why a generation ended: an end token or stop string, or max_tokens or the end of the context."""
@@ -33,6 +33,22 @@ class Options(TypedDict, total=False):
         stop: Text ends before the first of these; at most 16.
         skip_special_tokens: Leave special tokens out of the text.
         request_id: 1 to 128 plain characters by which logs and answers name the request.
+        frequency_penalty: Taken off a token's logit for each time it was generated, in [-2, 2].
+        presence_penalty: Taken off a token's logit once it was generated, in [-2, 2].
+        repetition_penalty: Divides the logits of tokens in prompt and answer; over 0.
+        logit_bias: Token id to what is added to its logit, in [-100, 100].
+        min_tokens: No end before so many tokens.
+        n: Continuations of the one prompt; each delta says by its ``index`` whose it is.
+        logprobs: Tell each token's log probability, and so many alternatives; 0 to 20.
+        prompt_logprobs: The same for the prompt's tokens.
+        tools: The tools on offer, in the form of OpenAI's API. With messages only.
+        tool_choice: "auto" (the default), "none", or "required": calls and nothing else.
+        tool_choice_function: The one tool that is called, once.
+        parallel_tool_calls: Whether there may be several calls; True if left out.
+        json_schema: The text is JSON that matches this schema (a mapping, or JSON text).
+        regex: The text matches this expression.
+        ebnf: The text matches these rules; ``root`` is the first.
+        structural_tag: Free text with structured parts; see protos/sapwood/v1/common.proto.
     """
 
     model: str
@@ -47,6 +63,22 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str]
     skip_special_tokens: bool
     request_id: str
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    min_tokens: int
+    n: int
+    logprobs: int
+    prompt_logprobs: int
+    tools: Iterable[Mapping[str, Any]]
+    tool_choice: Literal["auto", "none", "required"]
+    tool_choice_function: str
+    parallel_tool_calls: bool
+    json_schema: Mapping[str, Any] | str
+    regex: str
+    ebnf: str
+    structural_tag: Mapping[str, Any] | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +91,33 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """More of a tool call: ``index`` counts the calls of one answer; the first delta of each has its id and name."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool; ``arguments`` is JSON as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's log probability, and the likeliest tokens in its place as (id, log probability)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """One piece of an answer. The last one carries ``finish_reason`` and ``usage``.
 
@@ -68,6 +127,11 @@ class Delta:
         finish_reason: None but on the last.
         usage: None but on the last.
         stop_match: On the last: the stop string that ended the text, if one did.
+        reasoning: New text of the reasoning before the answer.
+        tool_calls: More of the calls.
+        index: Which of the ``n`` continuations this is about; each has its own last delta.
+        logprobs: One for each of ``token_ids``, if asked for.
+        prompt_logprobs: On the first of index 0, if asked for: one for each token of the prompt but its first.
     """
 
     text: str
@@ -75,6 +139,69 @@ class Delta:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     stop_match: str | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer.
+
+    Attributes:
+        text: The text.
+        reasoning: What the model thought before.
+        tool_calls: The calls.
+        token_ids: All tokens.
+        finish_reason: None where the answer was cut off.
+        usage: None where the answer was cut off.
+    """
+
+    text: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    usage: Usage | None
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant's turn, for the next request's ``messages``."""
+        turn: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            turn["reasoning"] = self.reasoning
+        if self.tool_calls:
+            turn["content"] = self.text or None
+            turn["tool_calls"] = [
+                {"id": call.id, "name": call.name, "arguments": call.arguments} for call in self.tool_calls
+            ]
+        return turn
+
+
+def answer_of(deltas: Iterable[Delta]) -> Answer:
+    """Puts the deltas of one continuation together."""
+    text: list[str] = []
+    reasoning: list[str] = []
+    token_ids: list[int] = []
+    calls: dict[int, ToolCall] = {}
+    last: Delta | None = None
+    for last in deltas:
+        text.append(last.text)
+        reasoning.append(last.reasoning)
+        token_ids += last.token_ids
+        for part in last.tool_calls:
+            call = calls.get(part.index, ToolCall("", "", ""))
+            calls[part.index] = ToolCall(call.id or part.id, call.name or part.name, call.arguments + part.arguments)
+    return Answer(
+        text="".join(text),
+        reasoning="".join(reasoning),
+        tool_calls=tuple(call for _, call in sorted(calls.items())),
+        token_ids=tuple(token_ids),
+        finish_reason=last.finish_reason if last is not None else None,
+        usage=last.usage if last is not None else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,48 +238,6 @@ class WorkerStatus:
     num_pages: int
 
 
-def build_request(
-    text: str | None,
-    messages: Iterable[Mapping[str, str]] | None,
-    token_ids: Iterable[int] | None,
-    options: Options,
-) -> router_pb2.RouterGenerateRequest:
-    """The request message.
-
-    Raises:
-        ValueError: Not exactly one of the three prompts is given, or a value is beyond what its field can hold.
-        TypeError: A value is of another type than its field.
-    """
-    if sum(prompt is not None for prompt in (text, messages, token_ids)) != 1:
-        raise ValueError("give exactly one of text, messages and token_ids")
-    stop = options.get("stop", ())
-    sampling = common_pb2.SamplingParams(
-        temperature=options.get("temperature"),
-        top_k=options.get("top_k"),
-        top_p=options.get("top_p"),
-        min_p=options.get("min_p"),
-        seed=options.get("seed"),
-        max_tokens=options.get("max_tokens"),
-        stop_token_ids=options.get("stop_token_ids", ()),
-        ignore_eos=options.get("ignore_eos"),
-    )
-    request = router_pb2.RouterGenerateRequest(
-        request_id=options.get("request_id", ""),
-        model=options.get("model"),
-        sampling=sampling,
-        stop=[stop] if isinstance(stop, str) else stop,
-        skip_special_tokens=options.get("skip_special_tokens"),
-    )
-    if text is not None:
-        request.text = text
-    elif messages is not None:
-        turns = [common_pb2.ChatMessage(role=turn["role"], content=turn["content"]) for turn in messages]
-        request.messages.CopyFrom(router_pb2.ChatMessages(messages=turns))
-    else:
-        request.tokens.CopyFrom(common_pb2.TokenIds(ids=token_ids))
-    return request
-
-
 def to_delta(response: router_pb2.RouterGenerateResponse) -> Delta:
     """One streamed message as a :class:`Delta`."""
     usage = response.usage if response.HasField("usage") else None
@@ -162,7 +247,16 @@ def to_delta(response: router_pb2.RouterGenerateResponse) -> Delta:
         finish_reason=_FINISH_REASONS.get(response.finish_reason),
         usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) if usage is not None else None,
         stop_match=response.stop_match if response.HasField("stop_match") else None,
+        reasoning=response.reasoning,
+        tool_calls=tuple(ToolCallDelta(part.index, part.id, part.name, part.arguments) for part in response.tool_calls),
+        index=response.index,
+        logprobs=tuple(map(_logprobs, response.logprobs)),
+        prompt_logprobs=tuple(map(_logprobs, response.prompt_logprobs)),
     )
+
+
+def _logprobs(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))
 
 
 def to_models(response: router_pb2.ListModelsResponse) -> list[Model]:

@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sapwood.cli.errors import EXIT_CODES, UNREACHABLE, CliError
-from sapwood.cli.request import add_request_options, failing_plainly, open_client, request_options
+from sapwood.cli.request import (
+    add_request_options,
+    add_structure_options,
+    failing_plainly,
+    open_client,
+    request_options,
+    structure_options,
+)
 
 if TYPE_CHECKING:
     from sapwood.client import Client
-    from sapwood.generation import Options
+    from sapwood.generation import Delta, Options, ToolCall
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
@@ -28,12 +35,13 @@ def configure(verbs: Any) -> None:
     )
     parser.add_argument("--system", metavar="TEXT", help="What the model is told first. [default: nothing]")
     add_request_options(parser, max_tokens=512)
+    add_structure_options(parser, tools=True)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns the exit code, raises CliError."""
-    options = request_options(arguments)
+    options: Options = {**request_options(arguments), **structure_options(arguments)}
     interactive = sys.stdin.isatty()
     with open_client(arguments) as client:
         conversation = Conversation(client, options, arguments.system)
@@ -78,29 +86,54 @@ class Conversation:
         self._client = client
         self._options = options
         self._start = [{"role": "system", "content": system}] if system else []
-        self._messages = list(self._start)
+        self._messages: list[dict[str, Any]] = list(self._start)
+        self._unanswered: tuple[ToolCall, ...] = ()
 
     def reset(self) -> None:
         """Forgets all turns."""
         self._messages = list(self._start)
+        self._unanswered = ()
 
     def ask(self, question: str) -> None:
-        """Streams the answer to standard output; Ctrl-C stops it. Raises CliError."""
-        asked = [*self._messages, {"role": "user", "content": question}]
-        answer = ""
+        """Streams the answer to standard output; Ctrl-C stops it. Raises CliError.
+
+        After an answer with calls of tools the next lines are what the tools gave, one a call.
+        """
+        from sapwood.generation import answer_of
+
+        turn: dict[str, Any] = {"role": "user", "content": question}
+        if self._unanswered:  # what is typed after a call is what the tool gave
+            turn = {"role": "tool", "content": question, "tool_call_id": self._unanswered[0].id}
+        asked = [*self._messages, turn]
+        if len(self._unanswered) > 1:
+            self._messages, self._unanswered = asked, self._unanswered[1:]
+            print(f"{self._unanswered[0].name} gave? ", end="")
+            return
+        deltas: list[Delta] = []
         with (
             failing_plainly(self._client.address),
             self._client.generate(messages=asked, **self._options) as generation,
         ):
             try:
                 for delta in generation:
-                    answer += delta.text
-                    print(delta.text, end="", flush=True)
+                    deltas.append(delta)
+                    show(delta)
             except KeyboardInterrupt:
                 if not sys.stdin.isatty():
                     raise
         print()
-        self._messages = [*asked, {"role": "assistant", "content": answer}]
+        answer = answer_of(deltas)
+        self._unanswered = answer.tool_calls
+        self._messages = [*asked, answer.message]
+
+
+def show(delta: Delta) -> None:
+    """Prints a piece of an answer; reasoning is dimmed on a terminal, and calls look like calls."""
+    if delta.reasoning:
+        print(f"\033[2m{delta.reasoning}\033[0m" if sys.stdout.isatty() else delta.reasoning, end="", flush=True)
+    print(delta.text, end="", flush=True)
+    for part in delta.tool_calls:
+        print(f"\n[{part.name}] " * bool(part.name) + part.arguments, end="", flush=True)
 
 
 def _turn(conversation: Conversation, line: str) -> bool:

@@ -6,10 +6,20 @@ import argparse
 import dataclasses
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sapwood.cli.errors import EXIT_CODES
-from sapwood.cli.request import add_request_options, failing_plainly, open_client, request_options
+from sapwood.cli.request import (
+    add_request_options,
+    add_structure_options,
+    failing_plainly,
+    open_client,
+    request_options,
+    structure_options,
+)
+
+if TYPE_CHECKING:
+    from sapwood.generation import Options
 
 
 def configure(verbs: Any) -> None:
@@ -23,6 +33,7 @@ def configure(verbs: Any) -> None:
     )
     parser.add_argument("text", metavar="TEXT", help="the prompt; - reads it from standard input")
     add_request_options(parser)
+    add_structure_options(parser, tools=False)
     parser.add_argument(
         "--json", action="store_true", help="One JSON object a line for each piece of the answer. [default: plain text]"
     )
@@ -32,10 +43,11 @@ def configure(verbs: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb; returns the exit code, raises CliError."""
     text = sys.stdin.read() if arguments.text == "-" else arguments.text
+    options: Options = {**request_options(arguments), **structure_options(arguments)}
     with (
         failing_plainly(arguments.address),
         open_client(arguments) as client,
-        client.generate(text, **request_options(arguments)) as generation,
+        client.generate(text, **options) as generation,
     ):
         for delta in generation:
             if arguments.json:

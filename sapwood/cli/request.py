@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sapwood.cli.errors import FAILED, REFUSED, UNREACHABLE, CliError
 from sapwood.cli.options import add_option
@@ -79,6 +81,53 @@ def add_request_options(parser: argparse.ArgumentParser, *, max_tokens: int | No
     parser.add_argument(
         "--ignore-eos", action="store_true", help="Go on past the model's end tokens. [default: end there]"
     )
+
+
+def add_structure_options(parser: argparse.ArgumentParser, *, tools: bool) -> None:
+    """Adds the flags that say what the answer must be; ``tools`` adds those of tool calls."""
+    parser.add_argument(
+        "--json-schema",
+        metavar="FILE",
+        help="The answer is JSON that matches the schema in FILE; - for any JSON object. [default: free text]",
+    )
+    parser.add_argument("--regex", metavar="PATTERN", help="The answer matches this expression. [default: free text]")
+    if tools:
+        parser.add_argument(
+            "--tools", metavar="FILE", help='Tools on offer: JSON in the form of OpenAI\'s "tools". [default: none]'
+        )
+        parser.add_argument(
+            "--tool-choice",
+            choices=("auto", "none", "required"),
+            help="Whether the model calls them. [default: auto]",
+        )
+
+
+def structure_options(arguments: argparse.Namespace) -> Options:
+    """The options that say what the answer must be. Raises CliError."""
+    options: Options = {}
+    if arguments.json_schema == "-":
+        options["json_schema"] = {"type": "object"}
+    elif arguments.json_schema is not None:
+        options["json_schema"] = json.dumps(_read_json("--json-schema", arguments.json_schema))
+    if arguments.regex is not None:
+        options["regex"] = arguments.regex
+    if file := vars(arguments).get("tools"):
+        found = _read_json("--tools", file)
+        if not isinstance(found, list):
+            raise CliError(f"--tools: {file} holds no JSON array", REFUSED)
+        options["tools"] = found
+    if (choice := vars(arguments).get("tool_choice")) is not None:
+        options["tool_choice"] = choice
+    return options
+
+
+def _read_json(flag: str, name: str) -> Any:
+    try:
+        return json.loads(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CliError(f"{flag}: cannot read {name}: {error.strerror}", REFUSED) from None
+    except ValueError as error:
+        raise CliError(f"{flag}: {name} is not JSON: {error}", REFUSED) from None
 
 
 def open_client(arguments: argparse.Namespace) -> Client:

@@ -20,6 +20,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
 
     Attributes:
         address: Where it listens.
+        extra: Responses after the pieces.
         requests: What it was asked.
         cancelled: Set once a call was cancelled by its client.
     """
@@ -28,6 +29,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
     pieces: tuple[str, ...] = ("Hello", ", ", "world")
     error: Exception | None = None
     hang: bool = False
+    extra: tuple[Any, ...] = ()
     requests: list[Any] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -37,6 +39,8 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
         try:
             for number, piece in enumerate(self.pieces):
                 yield router_pb2.RouterGenerateResponse(text=piece, token_ids=[number])
+            for response in self.extra:
+                yield response
             if self.hang:
                 await asyncio.Event().wait()
         except (asyncio.CancelledError, GeneratorExit):

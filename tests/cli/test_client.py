@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,8 @@ import grpc
 import pytest
 
 from sapwood import client as sapwood_client
-from sapwood.client import AsyncClient, Client, Delta, Usage
+from sapwood.client import AsyncClient, Client, Delta, ToolCall, Usage
+from sapwood.v1 import common_pb2, router_pb2, worker_pb2
 from sapwood_common import errors
 
 
@@ -165,3 +167,87 @@ finally:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("sapwood: UNAVAILABLE")
+
+
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "Ä"}}]
+
+
+def test_tools_grammars_and_adjustments_reach_the_router(router: Any) -> None:
+    with Client(router.address) as client:
+        client.generate(
+            messages=[{"role": "user", "content": "Hi"}],
+            tools=TOOLS,
+            tool_choice="required",
+            parallel_tool_calls=False,
+            json_schema=SCHEMA,
+            frequency_penalty=0.5,
+            presence_penalty=-0.5,
+            repetition_penalty=2,
+            logit_bias={5: -1},
+            min_tokens=2,
+            n=2,
+            logprobs=0,
+            prompt_logprobs=3,
+        ).text()
+        client.generate("x", regex="a+").text()
+        client.generate("x", ebnf="root ::= 'a'").text()
+        client.generate("x", structural_tag={"format": {"type": "any_text"}}).text()
+        client.generate("x", tool_choice_function="f").text()
+        for wrong in ({"regex": "a", "ebnf": "b"}, {"tool_choice": "f"}):
+            with pytest.raises(ValueError, match=r"regex and ebnf|tool_choice"):
+                client.generate("x", **wrong)  # type: ignore[misc]
+    first, *others = router.requests
+    assert json.loads(first.tools) == TOOLS
+    assert (first.tool_choice, first.parallel_tool_calls) == (router_pb2.TOOL_CHOICE_REQUIRED, False)
+    assert first.grammar.json_schema == json.dumps(SCHEMA)
+    sampling = first.sampling
+    assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.5, -0.5, 2)
+    assert (dict(sampling.logit_bias), sampling.min_tokens, sampling.n) == ({5: -1}, 2, 2)
+    assert (sampling.HasField("logprobs"), sampling.prompt_logprobs) == (True, 3)
+    kinds = [request.grammar.WhichOneof("grammar") for request in others]
+    assert kinds == ["regex", "ebnf", "structural_tag", None]
+    assert others[-1].tool_choice_function == "f"
+    assert not others[0].HasField("parallel_tool_calls")
+
+
+def calling() -> tuple[Any, ...]:
+    call = common_pb2.ToolCallDelta
+    return (
+        router_pb2.RouterGenerateResponse(reasoning="Hm. "),
+        router_pb2.RouterGenerateResponse(reasoning="So.", tool_calls=[call(index=0, id="c0", name="f")]),
+        router_pb2.RouterGenerateResponse(
+            tool_calls=[call(index=0, arguments='{"a"'), call(index=1, id="c1", name="g", arguments="{}")]
+        ),
+        router_pb2.RouterGenerateResponse(
+            tool_calls=[call(index=0, arguments=": 1}")],
+            token_ids=[7],
+            logprobs=[worker_pb2.TokenLogprobs(logprob=-0.5, top_ids=[7, 8], top_logprobs=[-0.5, -1])],
+        ),
+    )
+
+
+async def test_an_answer_has_its_calls_whole_and_is_the_next_requests_turn(router: Any) -> None:
+    router.extra = calling()
+    with Client(router.address) as client:
+        deltas = list(client.generate("x"))
+        answer = client.generate("x").answer()
+    async with AsyncClient(router.address) as asynchronous:
+        assert await asynchronous.generate("x").answer() == answer
+    assert (answer.text, answer.reasoning, answer.finish_reason) == ("Hello, world", "Hm. So.", "stop")
+    assert answer.tool_calls == (ToolCall("c0", "f", '{"a": 1}'), ToolCall("c1", "g", "{}"))
+    assert answer.token_ids == (0, 1, 2, 7)
+    assert [found.top for delta in deltas for found in delta.logprobs] == [((7, -0.5), (8, -1.0))]
+    with Client(router.address) as client:
+        tool = {"role": "tool", "content": "1", "tool_call_id": "c0", "name": "f"}
+        of_openai = {"id": "c2", "type": "function", "function": {"name": "h", "arguments": "{}"}}
+        other = {"role": "assistant", "content": None, "tool_calls": [of_openai]}
+        client.generate(messages=[answer.message, tool, other]).text()
+    turns = router.requests[-1].messages.messages
+    assert [(call.id, call.name, call.arguments) for call in turns[0].tool_calls] == [
+        ("c0", "f", '{"a": 1}'),
+        ("c1", "g", "{}"),
+    ]
+    assert (turns[0].reasoning, turns[0].content) == ("Hm. So.", "Hello, world")
+    assert (turns[1].tool_call_id, turns[1].name) == ("c0", "f")
+    assert (turns[2].tool_calls[0].name, turns[2].HasField("content")) == ("h", False)

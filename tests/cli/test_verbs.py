@@ -6,12 +6,14 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sapwood.cli import errors as exit_codes
 from sapwood.cli.main import build_parser, main
+from sapwood.v1 import common_pb2, router_pb2
 from sapwood_common import errors
 
 
@@ -109,3 +111,42 @@ def test_a_reader_that_has_enough_is_no_error(router: Any) -> None:
     command = ["bash", "-c", f"{generate} | true; echo ${{PIPESTATUS[0]}}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_an_answers_schema_and_tools_come_from_files(
+    router: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schema, tools = tmp_path / "schema.json", tmp_path / "tools.json"
+    schema.write_text('{"type": "array"}')
+    tools.write_text('[{"type": "function", "function": {"name": "f"}}]')
+    assert main(["generate", "--address", router.address, "--json-schema", str(schema), "Hi"]) == 0
+    assert main(["generate", "--address", router.address, "--json-schema", "-", "Hi"]) == 0
+    assert main(["generate", "--address", router.address, "--regex", "a+", "Hi"]) == 0
+    call = common_pb2.ToolCallDelta(index=0, id="c0", name="f", arguments='{"a": 1}')
+    router.extra = (router_pb2.RouterGenerateResponse(tool_calls=[call]),)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nthe tool gave this\n"))
+    command = ["chat", "--address", router.address, "--tools", str(tools), "--tool-choice", "required"]
+    assert main(command) == 0
+    assert '[f] {"a": 1}' in capsys.readouterr().out
+    grammars = [request.grammar for request in router.requests[:3]]
+    assert [grammar.json_schema for grammar in grammars[:2]] == ['{"type": "array"}', '{"type": "object"}']
+    assert grammars[2].regex == "a+"
+    first, second = router.requests[3:]
+    assert json.loads(first.tools)[0]["function"] == {"name": "f"}
+    assert first.tool_choice == router_pb2.TOOL_CHOICE_REQUIRED
+    _, answer, given = second.messages.messages
+    assert answer.tool_calls[0].arguments == '{"a": 1}'
+    assert (given.role, given.tool_call_id, given.content) == ("tool", "c0", "the tool gave this")
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "cannot read"), ("{", "is not JSON"), ("{}", "no JSON array")])
+def test_a_file_that_is_of_no_use_is_named(
+    router: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, message: str
+) -> None:
+    tools = tmp_path / "tools.json"
+    if content is not None:
+        tools.write_text(content)
+    assert main(["chat", "--address", router.address, "--tools", str(tools)]) == exit_codes.REFUSED
+    error = capsys.readouterr().err
+    assert message in error
+    assert "tools.json" in error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -42,6 +43,15 @@ def test_the_openai_client_completes_streams_and_chats(cluster: Any) -> None:
     assert f"completed: '{TEXT}" in shown
     assert f"streamed: {TEXT}" in shown
     assert re.search(r"chatted: \S", shown)
+
+
+def test_a_tool_is_called_and_its_result_answered(cluster: Any) -> None:
+    shown = _run(cluster, sys.executable, str(EXAMPLES / "tools.py"))
+    called = re.search(r"called: weather\((.*?)\) -> (.*)", shown, re.DOTALL)
+    assert called
+    arguments = json.loads(called[1])
+    assert called[2].startswith(f"{arguments['city']}: sun for {arguments['days']} days\n")
+    assert "answered: " in shown
 
 
 def test_grpcurl_lists_and_streams(cluster: Any) -> None:

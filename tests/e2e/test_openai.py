@@ -87,3 +87,59 @@ def test_the_stream_is_server_sent_events_that_end_with_done(cluster: Any) -> No
         events = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     assert all(json.loads(event)["object"] == "text_completion" for event in events[:-1])
+
+
+def test_tokens_have_their_probabilities(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=6, temperature=0, logprobs=3)
+    found = answer.choices[0].logprobs
+    assert found is not None and found.tokens is not None and found.token_logprobs is not None
+    assert "".join(found.tokens) == answer.choices[0].text
+    for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs or (), strict=True):
+        assert logprob is not None and logprob <= 0
+        assert max(top.values()) == top[token] == logprob  # greedy takes the likeliest
+    echoed = client.completions.create(model="demo", prompt=PROMPT, max_tokens=0, echo=True, logprobs=1)
+    assert echoed.choices[0].text == PROMPT
+    tokens = echoed.choices[0].logprobs
+    assert tokens is not None and tokens.tokens is not None and tokens.token_logprobs is not None
+    assert "".join(tokens.tokens[1:]) == PROMPT
+    assert tokens.token_logprobs[0] is None and all(value is not None for value in tokens.token_logprobs[1:])
+    messages: Any = [{"role": "user", "content": "Hello"}]
+    chat = client.chat.completions.create(
+        model="demo", messages=messages, max_tokens=4, logprobs=True, top_logprobs=2, temperature=0
+    )
+    content = chat.choices[0].logprobs.content if chat.choices[0].logprobs else None
+    assert content
+    assert b"".join(bytes(item.bytes or ()) for item in content).decode() == chat.choices[0].message.content
+    assert all(len(item.top_logprobs) == 2 for item in content)
+
+
+def test_continuations_differ_and_repeat_with_their_seed(client: openai.OpenAI) -> None:
+    def texts() -> list[str]:
+        answer = client.completions.create(
+            model="demo", prompt="Once upon a time", max_tokens=12, temperature=1, seed=3, n=3
+        )
+        return [choice.text for choice in answer.choices]
+
+    first = texts()
+    assert len(set(first)) == 3
+    assert texts() == first
+
+
+def test_a_bias_and_a_minimum_are_kept(client: openai.OpenAI) -> None:
+    plain = client.completions.create(model="demo", prompt=PROMPT, max_tokens=1, temperature=0, logprobs=1)
+    found = plain.choices[0].logprobs
+    assert found is not None and found.tokens is not None
+    biased = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=8, temperature=0, logit_bias={"2": -100, "1": 100}
+    )
+    assert biased.choices[0].text == ""  # 1 is the end token
+    held = client.completions.create(
+        model="demo",
+        prompt=PROMPT,
+        max_tokens=8,
+        temperature=0,
+        logit_bias={"1": 100},
+        extra_body={"min_tokens": 3},
+    )
+    assert held.usage is not None
+    assert held.usage.completion_tokens == 4

@@ -1,14 +1,16 @@
 """Each policy's distribution and its worst case."""
 
 import random
+import time
 from collections import Counter
 
 import pytest
 
+from sapwood_router.block_index import BlockIndex, Tier
 from sapwood_router.config import RouterConfig
 from sapwood_router.policies.base import PromptPages
 from sapwood_router.policies.cache_aware import CacheAware
-from sapwood_router.policies.factory import make_policy
+from sapwood_router.policies.factory import PolicyParts, make_policy
 from sapwood_router.policies.least_load import LeastLoad
 from sapwood_router.policies.power_of_two import PowerOfTwo
 from sapwood_router.policies.random import Random
@@ -25,7 +27,7 @@ def views(*requests: int, **fields) -> list[WorkerView]:
 
 @pytest.mark.parametrize("name", ["cache_aware", "round_robin", "random", "least_load", "power_of_two"])
 def test_every_policy_chooses_among_what_it_is_given(name) -> None:
-    policy = make_policy(RouterConfig(policy=name), random.Random(1))
+    policy = make_policy(PolicyParts(RouterConfig(policy=name), random.Random(1), time.monotonic, BlockIndex(1 << 20)))
     for count in (1, 2, 5):
         available = views(*range(count))
         for _ in range(50):
@@ -75,7 +77,7 @@ def test_power_of_two_never_takes_the_worst_and_stays_close_to_even_under_a_burs
 
 
 def cache_aware() -> CacheAware:
-    return CacheAware(PrefixIndex(1 << 24))
+    return CacheAware(PrefixIndex(1 << 24, time.monotonic), BlockIndex(1 << 24))
 
 
 def test_cache_aware_follows_the_longest_prefix() -> None:
@@ -133,3 +135,52 @@ def test_a_prompt_shorter_than_a_page_is_a_miss() -> None:
     policy = cache_aware()
     policy.placed("w0", 16, PromptPages(range(5)))
     assert policy.choose(views(1, 0), PromptPages(range(5))).reason == "cache_miss"
+
+
+class Knowing:
+    """cache_aware of three workers that publish their events, and a clock that stands still unless told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.blocks = BlockIndex(1 << 24)
+        for worker in ("w0", "w1", "w2"):
+            self.blocks.reset(worker)
+        self.policy = CacheAware(PrefixIndex(1 << 24, lambda: self.now), self.blocks)
+
+
+def test_cache_aware_goes_by_what_workers_say_they_hold_rather_than_by_what_it_sent() -> None:
+    knowing = Knowing()
+    knowing.policy.placed("w0", 16, PROMPT)
+    knowing.now += 60  # no event ever confirmed it: it is gone again
+    knowing.blocks.store("w2", Tier.GPU, PROMPT.hashes(16)[:4])
+    choice = knowing.policy.choose(views(0, 0, 0), PROMPT)
+    assert (choice.address, choice.reason, choice.cached_tokens) == ("w2", "cache_hit", 64)
+
+
+def test_cache_aware_prefers_the_nearer_tier() -> None:
+    knowing = Knowing()
+    hashes = PROMPT.hashes(16)
+    for worker, tier in (("w0", Tier.REMOTE), ("w1", Tier.GPU), ("w2", Tier.HOST)):
+        knowing.blocks.store(worker, tier, hashes)
+    assert knowing.policy.choose(views(0, 0, 0), PROMPT).address == "w1"
+    assert knowing.policy.choose(views(0, 9, 0), PROMPT).address == "w2"
+
+
+def test_siblings_follow_the_first_before_its_event_arrives() -> None:
+    knowing = Knowing()
+    chosen = set()
+    for tail in range(8):
+        prompt = PromptPages([*range(96), 1000 + tail])
+        choice = knowing.policy.choose(views(0, 0, 0), prompt)
+        knowing.policy.placed(choice.address, 16, prompt)
+        chosen.add(choice.address)
+    assert len(chosen) == 1
+
+
+def test_a_worker_whose_events_stop_counts_by_what_was_sent_to_it() -> None:
+    knowing = Knowing()
+    knowing.policy.placed("w1", 16, PROMPT)
+    knowing.now += 60
+    assert knowing.policy.choose(views(0, 0, 0), PROMPT).reason == "cache_miss"
+    knowing.blocks.remove("w1")
+    assert knowing.policy.choose(views(0, 0, 0), PROMPT).address == "w1"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from sapwood_common.page_hash import hash_pages
+from sapwood_router.block_index import BlockIndex
 from sapwood_router.circuit_breaker import BreakerSettings, CircuitBreaker
 from sapwood_router.policies.base import Choice, Forgetful, Policy, PromptPages
 from sapwood_router.policies.cache_aware import CacheAware
@@ -171,7 +172,8 @@ def conversations(
 
 
 def new_cache_aware() -> CacheAware:
-    return CacheAware(PrefixIndex(1 << 26))
+    seconds = itertools.count()
+    return CacheAware(PrefixIndex(1 << 26, lambda: float(next(seconds))), BlockIndex(0))
 
 
 EASY = {"count": 64, "cache_share": 0.30}
@@ -195,6 +197,17 @@ def test_with_scarce_cache_it_is_as_good_as_a_fixed_worker_a_conversation(concur
     sticky = conversations(Sticky(), **TIGHT, concurrency=concurrency, seed=2)
     assert ours.hit_rate >= sticky.hit_rate - 0.005
     assert ours.imbalance <= 1.15
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])
+def test_the_goals_hold_with_every_seed(seed) -> None:
+    easy = conversations(new_cache_aware(), **EASY, concurrency=8, seed=seed)
+    assert easy.hit_rate >= 0.92
+    assert easy.imbalance <= 1.25
+    tight = conversations(new_cache_aware(), **TIGHT, concurrency=8, seed=seed)
+    sticky = conversations(Sticky(), **TIGHT, concurrency=8, seed=seed)
+    assert tight.hit_rate >= sticky.hit_rate - 0.005
+    assert tight.imbalance <= 1.15
 
 
 @pytest.mark.parametrize("system", [0, 500])

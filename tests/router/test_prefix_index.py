@@ -1,7 +1,9 @@
 """The prefix index against a plain model of itself, and its bounds."""
 
+import itertools
 import random
 import tracemalloc
+from collections.abc import Callable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,12 @@ from sapwood_common.page_hash import hash_pages
 from sapwood_router.prefix_index import ENTRY_BYTES, PrefixIndex
 
 PAGE = 2
+
+
+def clock() -> Callable[[], float]:
+    """Each reading is a second after the last."""
+    seconds = itertools.count()
+    return lambda: float(next(seconds))
 
 
 class Model:
@@ -60,7 +68,7 @@ steps = st.lists(
 @settings(max_examples=100, deadline=None)
 @given(steps, st.integers(0, 20), st.lists(prompts, min_size=1, max_size=5))
 def test_it_answers_as_brute_force_does_and_keeps_its_budget(steps, budget, asked) -> None:
-    index, model = PrefixIndex(budget * ENTRY_BYTES), Model(budget)
+    index, model = PrefixIndex(budget * ENTRY_BYTES, clock()), Model(budget)
     for action, worker, argument in steps:
         if action == "insert":
             index.insert(worker, hash_pages(argument, PAGE))
@@ -79,7 +87,7 @@ def test_it_answers_as_brute_force_does_and_keeps_its_budget(steps, budget, aske
 def test_memory_stays_within_the_budget_over_many_distinct_prompts() -> None:
     rng, budget = random.Random(1), 1024 * 1024
     tracemalloc.start()
-    index = PrefixIndex(budget)
+    index = PrefixIndex(budget, clock())
     for number in range(5_000):
         index.insert(f"worker-{number % 4}", [rng.randbytes(16) for _ in range(8)])
         assert index.bytes_used <= budget
@@ -90,7 +98,7 @@ def test_memory_stays_within_the_budget_over_many_distinct_prompts() -> None:
 
 
 def test_a_worker_is_believed_to_hold_no_more_than_it_has_room_for() -> None:
-    index = PrefixIndex(1 << 30)
+    index = PrefixIndex(1 << 30, clock())
     index.reset("a", 10)
     first, second = (hash_pages([salt] * 16, PAGE) for salt in (1, 2))
     index.insert("a", first)
@@ -98,3 +106,16 @@ def test_a_worker_is_believed_to_hold_no_more_than_it_has_room_for() -> None:
     assert index.entries("a") == 10
     assert index.overlap("a", second) == 8
     assert index.overlap("a", first) == 2  # its start is the last to go
+
+
+def test_what_was_used_long_ago_counts_only_if_it_may() -> None:
+    now = 0.0
+    index = PrefixIndex(1 << 20, lambda: now)
+    old, new = hash_pages(range(8), PAGE), hash_pages(range(4), PAGE)
+    index.insert("a", old)
+    now = 10.0
+    index.insert("a", new)
+    now = 12.0
+    assert index.overlap("a", old) == 4
+    assert index.overlap("a", old, within=5.0) == 2
+    assert index.overlap("a", old, within=1.0) == 0

@@ -7,6 +7,7 @@ import contextlib
 import random
 import re
 import signal
+import socket
 import sys
 from itertools import islice
 
@@ -25,11 +26,20 @@ VOCAB = 131  # the fake tokenizer reads each as an ASCII character
 LENGTH = 60
 
 
+def port_of_its_own() -> int:
+    """A free port below those that the kernel hands out: nobody takes it while its worker restarts."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(12_000, 32_000)))
+            port: int = probe.getsockname()[1]
+            return port
+
+
 class WorkerProcess:
     """One that can be killed and started again on its port."""
 
     def __init__(self) -> None:
-        self.port = 0
+        self.port = port_of_its_own()
         self.process: asyncio.subprocess.Process | None = None
 
     @property

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections import deque
 from itertools import islice
 
+import msgspec
 import pytest
 
 from sapwood_worker.event_loop import MOST_FAILURES, EventLoop
 from sapwood_worker.messages import (
     Abort,
+    Answered,
     Flush,
-    Flushed,
     FromScheduler,
     Refused,
     Shutdown,
@@ -26,8 +28,8 @@ from sapwood_worker.messages import (
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
-from sapwood_worker.scheduler.fake_runner import FakeRunner, continuation
-from sapwood_worker.scheduler.output import ModelOutput, SchedulerOutput
+from sapwood_worker.scheduler.fake_runner import FakeRunner, FakeStep, continuation
+from sapwood_worker.scheduler.output import SchedulerOutput, TokenLogprobs
 from sapwood_worker.scheduler.scheduler import Scheduler
 
 VOCAB = 50
@@ -41,6 +43,7 @@ INFO = ModelInfo(
     page_size=4,
     num_pages=32,
 )
+INFO_64 = msgspec.structs.replace(INFO, num_pages=64)
 
 
 class ListMailbox:
@@ -66,6 +69,16 @@ class ListMailbox:
             token for step in steps for output in step.outputs if output.serial == serial for token in output.token_ids
         ]
 
+    def outputs(self, serial: int) -> list[tuple[list[int], str | None, int, list[TokenLogprobs]]]:
+        """What does not depend on timing."""
+        steps = [message for message in self.sent if isinstance(message, Step)]
+        return [
+            (output.token_ids, output.finish_reason, output.completion_tokens, output.logprobs)
+            for step in steps
+            for output in step.outputs
+            if output.serial == serial
+        ]
+
     def ends(self) -> dict[int, str]:
         steps = [message for message in self.sent if isinstance(message, Step)]
         return {
@@ -77,10 +90,12 @@ def submit(serial: int, prompt: list[int], max_tokens: int = 5) -> Submit:
     return Submit(serial, f"r{serial}", array("I", prompt).tobytes(), SamplingParams(max_tokens=max_tokens))
 
 
-def run(*deliveries: list[ToScheduler], runner: FakeRunner | None = None, **settings: int) -> ListMailbox:
+def run(
+    *deliveries: list[ToScheduler], runner: FakeRunner | None = None, overlap: bool = False, **settings: int
+) -> ListMailbox:
     scheduler = Scheduler(SchedulerConfig(**({"page_size": 4, "num_pages": 32, "context_length": 64} | settings)))  # type: ignore[arg-type]
     mailbox = ListMailbox(*deliveries)
-    EventLoop(scheduler, runner or FakeRunner(INFO, poison=POISON), mailbox).run()
+    EventLoop(scheduler, runner or FakeRunner(INFO, poison=POISON), mailbox, overlap=overlap).run()
     return mailbox
 
 
@@ -127,7 +142,7 @@ def test_a_failed_step_ends_its_requests_and_the_next_ones_are_served() -> None:
 
 def test_what_never_works_again_ends_the_process() -> None:
     class Broken(FakeRunner):
-        def execute(self, output: SchedulerOutput) -> ModelOutput:
+        def launch(self, output: SchedulerOutput) -> FakeStep:
             raise RuntimeError("device lost")
 
     deliveries: list[list[ToScheduler]] = [[submit(serial, [serial])] for serial in range(MOST_FAILURES)]
@@ -147,7 +162,69 @@ def test_what_is_refused_is_answered_and_harms_nobody() -> None:
 
 def test_flushing_frees_what_finished_requests_left_behind() -> None:
     mailbox = run([submit(0, list(range(10)), 2)], [], [], [Flush(7)])
-    assert [message for message in mailbox.sent if isinstance(message, Flushed)] == [Flushed(7, 2)]
+    assert [message for message in mailbox.sent if isinstance(message, Answered)] == [Answered(7, 2)]
     last = mailbox.sent[-1]
     assert isinstance(last, Step)
     assert last.load.used_pages == 0
+
+
+def traffic(chance: random.Random) -> list[list[ToScheduler]]:
+    """Deliveries of requests, some with a common prefix, and of aborts."""
+    shared = [chance.randrange(POISON) for _ in range(12)]
+    deliveries: list[list[ToScheduler]] = []
+    serials: list[int] = []
+    for _ in range(chance.randint(1, 30)):
+        messages: list[ToScheduler] = []
+        for _ in range(chance.choice([0, 0, 1, 1, 4])):
+            prompt = shared[: chance.randint(0, 12)] + [chance.randrange(POISON) for _ in range(chance.randint(1, 9))]
+            sampling = SamplingParams(
+                seed=len(serials), max_tokens=chance.choice([1, 2, 10, 60]), stop_token_ids=(7, 8), logprobs=1
+            )
+            serial = len(serials)
+            messages.append(Submit(serial, f"r{serial}", array("I", prompt).tobytes(), sampling))
+            serials.append(serial)
+        if serials and chance.random() < 0.15:
+            messages.append(Abort(chance.choice(serials)))
+        deliveries.append(messages)
+    return deliveries
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_the_overlapped_loop_gives_what_the_normal_loop_gives(part: int) -> None:
+    for seed in range(part * 20, part * 20 + 20):
+        chance = random.Random(seed)
+        deliveries = traffic(chance)
+        settings = {"max_running": chance.choice([1, 4, 16]), "num_pages": chance.choice([16, 20, 64])}
+        settings["max_step_tokens"] = chance.choice([1, 16, 512])
+        overlapped = FakeRunner(INFO_64, chance=random.Random(seed))
+        one = run(*deliveries, runner=FakeRunner(INFO_64), **settings)
+        other = run(*deliveries, runner=overlapped, overlap=True, **settings)
+        aborted = {message.serial for each in deliveries for message in each if isinstance(message, Abort)}
+        submitted = [message for each in deliveries for message in each if isinstance(message, Submit)]
+        for serial in (message.serial for message in submitted):
+            if serial in aborted:  # how far it came depends on when
+                length = min(len(one.tokens(serial)), len(other.tokens(serial)))
+                assert one.tokens(serial)[:length] == other.tokens(serial)[:length]
+            else:
+                assert one.outputs(serial) == other.outputs(serial), f"seed {seed}"
+
+
+def test_with_overlap_a_step_is_launched_before_the_result_of_the_one_before_is_taken() -> None:
+    events: list[str] = []
+
+    class Watched(FakeRunner):
+        def launch(self, output: SchedulerOutput) -> FakeStep:
+            events.append(f"launch {output.step}")
+            step = super().launch(output)
+            run = step._run
+            step._run = lambda last: (events.append(f"take {output.step}"), run(last))[1]  # type: ignore[func-returns-value]
+            return step
+
+    run([submit(0, [1], max_tokens=3)], runner=Watched(INFO), overlap=True)
+    assert events == ["launch 0", "launch 1", "take 0", "launch 2", "take 1", "take 2"]
+
+
+def test_with_overlap_a_failed_step_fails_the_one_launched_after_it_and_the_next_are_served() -> None:
+    mailbox = run([submit(0, [1], 50)], [submit(1, [POISON, 1])], [submit(2, [3])], [], [submit(3, [4])], overlap=True)
+    assert mailbox.ends() == {0: "error", 1: "error", 2: "error", 3: "length"}
+    assert mailbox.tokens(3) == expected([4], 5)

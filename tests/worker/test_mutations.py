@@ -31,7 +31,7 @@ MUTATIONS = [
     # Pages the tree did not take must be given back.
     Mutation("cache/prefix_cache.py", "            self._allocator.free(own[~taken], slot)\n", ""),
     # Only what is computed may be shared.
-    Mutation("scheduler/running_batch.py", "token_ids, request.computed)", "token_ids, len(request.token_ids))"),
+    Mutation("scheduler/running_batch.py", "min(request.computed, known))", "known)"),
     # A split node keeps the locks of what it was.
     Mutation("cache/radix_tree.py", "            locks=node.locks,\n", ""),
     # Locked nodes, and nodes with children, stay.
@@ -40,7 +40,7 @@ MUTATIONS = [
     # A parent becomes evictable with the end of its last child.
     Mutation("cache/radix_tree.py", "                self._offer(parent)\n", ""),
     # A decode needs a page as soon as the last one is full.
-    Mutation("scheduler/running_batch.py", "if request.computed < self", "if request.computed <= self"),
+    Mutation("scheduler/running_batch.py", "if request.planned < self", "if request.planned <= self"),
     # The youngest is the victim.
     Mutation("scheduler/retraction.py", "return running[-1]", "return running[0]"),
     # A request leaves the batch when it gives up its row.
@@ -52,7 +52,9 @@ MUTATIONS = [
         "        order = list(waiting.retracted())[:0]\n",
     ),
     # An abort during a step waits for its end.
-    Mutation("scheduler/scheduler.py", "            if request.aborted:\n", "            if False:\n"),
+    Mutation("scheduler/scheduler.py", "            if request.over:\n", "            if False:\n"),
+    # A request that ends stays until no step in flight computes it.
+    Mutation("scheduler/scheduler.py", "        if request.in_flight:\n", "        if False:\n"),
     # Cached pages that a new request would lock are not available to it a second time.
     Mutation("scheduler/running_batch.py", "- found + unlocked", "- found"),
 ]

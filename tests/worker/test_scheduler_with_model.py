@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from sapwood_worker.runner.launched_step import LaunchedStep
+from sapwood_worker.runner.model_runner import ModelRunner
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
-from sapwood_worker.scheduler.output import TokenLogprobs
+from sapwood_worker.scheduler.output import RequestOutput, TokenLogprobs
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler
 
@@ -23,6 +27,18 @@ def greedy(tiny: Any, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def drive(scheduler: Scheduler, runner: ModelRunner, overlap: bool) -> Iterator[RequestOutput]:
+    """Runs all there is to do, each step launched before the result of the one before is taken if ``overlap``."""
+    launched: deque[LaunchedStep] = deque()
+    while scheduler.has_work:
+        planned = scheduler.schedule()
+        if planned:
+            launched.append(runner.launch(planned))
+        while len(launched) > (1 if planned and overlap else 0):
+            yield from scheduler.update(launched.popleft().result())
+        scheduler.check()
+
+
 def prompts() -> list[list[int]]:
     chance = random.Random(5)
     shared = [chance.randrange(3, 97) for _ in range(40)]
@@ -33,13 +49,13 @@ def prompts() -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(("name", "overlap"), [("llama", True), ("gemma3", False)])
 @pytest.mark.parametrize(
     ("page_size", "max_step_tokens", "pool_tokens"),
     [(1, 512, 2048), (4, 16, 160), (16, 32, 160), (16, 5, 2048), (64, 512, 512)],
 )
 def test_greedy_tokens_do_not_depend_on_scheduling(
-    tiny_model: Any, make_runner: Any, name: str, page_size: int, max_step_tokens: int, pool_tokens: int
+    tiny_model: Any, make_runner: Any, name: str, page_size: int, max_step_tokens: int, pool_tokens: int, overlap: bool
 ) -> None:
     tiny = tiny_model(name)
     num_pages = pool_tokens // page_size
@@ -58,10 +74,8 @@ def test_greedy_tokens_do_not_depend_on_scheduling(
         sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
         scheduler.add(Request(serial, f"r{serial}", prompt, sampling))
     received: dict[int, list[int]] = {}
-    while scheduler.has_work:
-        for output in scheduler.update(runner.execute(scheduler.schedule())):
-            received.setdefault(output.serial, []).extend(output.token_ids)
-        scheduler.check()
+    for output in drive(scheduler, runner, overlap):
+        received.setdefault(output.serial, []).extend(output.token_ids)
     if pool_tokens == 160:
         assert scheduler.num_retractions > 0, "the pool is too large for the test to mean much"
     assert (scheduler.load().cached_tokens > 0) == (page_size <= 16), "prompts are shorter than a large page"
@@ -77,7 +91,12 @@ def test_greedy_tokens_do_not_depend_on_scheduling(
 def test_seeded_sampling_does_not_depend_on_scheduling(tiny_model: Any, make_runner: Any) -> None:
     path = tiny_model("llama").path
     answers = []
-    for max_running, max_step_tokens, pages in ((1, 512, 64), (6, 9, 64), (6, 32, 10)):
+    for max_running, max_step_tokens, pages, overlap in (
+        (1, 512, 64, False),
+        (6, 9, 64, True),
+        (6, 32, 10, False),
+        (6, 32, 10, True),
+    ):
         runner = make_runner(path, page_size=16, num_pages=pages, max_running=max_running)
         scheduler = Scheduler(
             SchedulerConfig(
@@ -92,13 +111,13 @@ def test_seeded_sampling_does_not_depend_on_scheduling(tiny_model: Any, make_run
         for serial, prompt in enumerate(prompts()):
             scheduler.add(Request(serial, f"r{serial}", prompt, _setting(serial)))
         received: dict[int, list[int]] = {}
-        while scheduler.has_work:
-            for output in scheduler.update(runner.execute(scheduler.schedule())):
-                received.setdefault(output.serial, []).extend(output.token_ids)
+        for output in drive(scheduler, runner, overlap):
+            received.setdefault(output.serial, []).extend(output.token_ids)
         answers.append(received)
     assert scheduler.num_retractions > 0
     assert answers[1] == answers[0]
     assert answers[2] == answers[0]
+    assert answers[3] == answers[0]
     for serial, prompt in enumerate(prompts()):
         for cut in (1, TOKENS // 2):
             resumed = [*prompt, *answers[0][serial][:cut]]
@@ -148,13 +167,11 @@ def test_log_probabilities_equal_transformers_whatever_is_cached_and_retracted(
     of_prompt: dict[int, list[TokenLogprobs]] = {}
     of_output: dict[int, list[TokenLogprobs]] = {}
     tokens: dict[int, list[int]] = {}
-    while scheduler.has_work:
-        for output in scheduler.update(runner.execute(scheduler.schedule())):
-            assert bool(output.prompt_logprobs) == (output.serial not in tokens and output.prompt_tokens > 1)
-            of_prompt.setdefault(output.serial, []).extend(output.prompt_logprobs)
-            of_output.setdefault(output.serial, []).extend(output.logprobs)
-            tokens.setdefault(output.serial, []).extend(output.token_ids)
-        scheduler.check()
+    for output in drive(scheduler, runner, overlap=max_step_tokens == 7 or pages == 7):
+        assert bool(output.prompt_logprobs) == (output.serial not in tokens and output.prompt_tokens > 1)
+        of_prompt.setdefault(output.serial, []).extend(output.prompt_logprobs)
+        of_output.setdefault(output.serial, []).extend(output.logprobs)
+        tokens.setdefault(output.serial, []).extend(output.token_ids)
     assert (scheduler.num_retractions > 0) == (pages == 7)
     for serial, prompt in enumerate(prompts()):
         whole = prompt + tokens[serial]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ from sapwood_common.page_hash import cache_namespace
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
-from sapwood_worker.scheduler.fake_runner import FakeRunner, continuation
+from sapwood_worker.scheduler.fake_runner import FakeRunner, FakeStep, continuation
 from sapwood_worker.scheduler.output import RequestOutput
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler
@@ -82,7 +83,10 @@ class Simulation:
             page_size=page_size,
             num_pages=num_pages,
         )
-        self.runner = FakeRunner(info, poison=POISON)
+        # Whether steps are planned while others are in flight, and computed some time between launch and result.
+        self.overlap = seed % 4 < 2
+        self.runner = FakeRunner(info, poison=POISON, chance=random.Random(seed) if self.overlap else None)
+        self.launched: deque[FakeStep] = deque()
         # How busy: from mostly idle to always full.
         self.arrival_rate = chance.choice([0.05, 0.3, 1.0])
         self.abort_rate = chance.choice([0.0, 0.02, 0.2])
@@ -98,7 +102,9 @@ class Simulation:
         self.serial = 0
         self.step_number = 0
         self.trace = hashlib.sha256()
-        self.counts = dict.fromkeys(("finished", "aborted", "failed", "refused", "expired", "pinned", "paused"), 0)
+        self.counts = dict.fromkeys(
+            ("finished", "aborted", "failed", "refused", "expired", "pinned", "paused", "overlapped"), 0
+        )
 
     def run(self, steps: int) -> None:
         """Lets traffic come for ``steps`` steps, then waits for the last request and checks that nothing is left."""
@@ -174,6 +180,8 @@ class Simulation:
         the others may get as much from now on as the request's own, and what the own owes them.
         """
         everyone = sum(client.longest + 2 for client in self.clients.values())
+        if self.overlap:  # what is in flight may be in the way of each step
+            everyone *= 2
         others = len(set(self.tenants)) - 1
         if not others:
             return self.step_number + everyone
@@ -200,6 +208,7 @@ class Simulation:
             self.counts["refused"] += 1
 
     def pause(self) -> None:
+        self.take_results(0)
         self.scheduler.pause(retract=self.chance.random() < 0.5)
         self.scheduler.check()
         if self.clients and self.chance.random() < 0.5:
@@ -214,27 +223,35 @@ class Simulation:
             client = self.clients.pop(output.serial)
             assert output.finish_reason == "deadline" and client.expires is not None and client.expires <= self.now
             self.counts["expired"] += 1
+        ahead = bool(self.launched)
         planned = self.scheduler.schedule()
-        assert bool(planned.requests) == self.scheduler.has_work, "there is work, but the step is empty"
+        assert bool(planned.requests) == self.scheduler.has_work or ahead, "there is work, but the step is empty"
         if planned.requests:
             decodes = sum(len(request.token_ids) == 1 for request in planned.requests)
             tokens = sum(len(request.token_ids) for request in planned.requests)
             assert tokens <= max(self.config.max_step_tokens, decodes + 1)
             assert len(planned.requests) <= self.config.max_running
+            self.launched.append(self.runner.launch(planned))
+            self.counts["overlapped"] += ahead
             if chance.random() < self.abort_rate and self.clients:
                 self.abort()
+        self.take_results(1 if planned.requests and self.overlap and chance.random() < 0.9 else 0)
+        self.scheduler.check()
+        self.step_number += 1
+        self.now += 1.0
+        self.check_bounds()
+
+    def take_results(self, keep: int) -> None:
+        while len(self.launched) > keep:
             try:
-                result = self.runner.execute(planned)
+                result = self.launched.popleft().result()
             except RuntimeError:
+                self.launched.clear()
                 outputs = self.scheduler.fail_step("poison")
             else:
                 outputs = self.scheduler.update(result)
             for output in outputs:
                 self.take(output)
-        self.scheduler.check()
-        self.step_number += 1
-        self.now += 1.0
-        self.check_bounds()
 
     def take(self, output: RequestOutput) -> None:
         client = self.clients[output.serial]  # it ended before, or was aborted, if it is not there

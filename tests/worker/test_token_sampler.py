@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from sapwood_worker.cache.copies import NOTHING
 from sapwood_worker.runner.grammar_masks import GrammarMasks
+from sapwood_worker.runner.launched_step import LaunchedStep
 from sapwood_worker.runner.token_sampler import TokenSampler
 from sapwood_worker.sampling.params import SamplingParams
-from sapwood_worker.scheduler.output import ScheduledRequest
+from sapwood_worker.scheduler.output import ScheduledRequest, SchedulerOutput
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -57,7 +59,16 @@ def step(sampler: TokenSampler, rows: list[Row], logits: torch.Tensor | None = N
     tokens = sampled.tokens.tolist()
     for row, token in zip(rows, tokens, strict=True):
         row.tokens.append(token)
-    return tokens, sampled.token_logprobs(tokens)
+    return tokens, logprobs_by_row(sampled, tokens)
+
+
+def logprobs_by_row(sampled, tokens):
+    """As the runner's answer has them."""
+    requests = [Row(slot, [1], SamplingParams()).scheduled() for slot in range(len(tokens))]
+    output = SchedulerOutput(0, np.zeros((1, 1), np.int32), requests)
+    answer = LaunchedStep(output, range(len(tokens)), sampled, {}, lambda: NOTHING).result()
+    assert answer.token_ids == tokens
+    return answer.logprobs
 
 
 def new_sampler(rows: int = 8) -> TokenSampler:
@@ -197,4 +208,4 @@ def test_a_row_that_is_not_finite_or_all_forbidden_gets_no_token_and_harms_no_ot
         sampled = sampler.sample(logits, [row.scheduled() for row in rows], GrammarMasks(VOCAB).start([]))
         tokens = sampled.tokens.tolist()
         assert tokens == [good[0], -1, good[2], -1]
-        assert set(sampled.token_logprobs(tokens)) <= {0, 2}
+        assert set(logprobs_by_row(sampled, tokens)) <= {0, 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Coroutine
@@ -18,15 +19,19 @@ from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce
 from sapwood_common.tls import server_tls
 from sapwood_common.tracing import start_tracing
+from sapwood_router.admission import AdmissionSettings
+from sapwood_router.admission_control import AdmissionControl
+from sapwood_router.block_index import BlockIndex
 from sapwood_router.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
 from sapwood_router.config import RouterConfig
 from sapwood_router.detokenize_pool import DetokenizePool
 from sapwood_router.guard import Guard
+from sapwood_router.kv_event_monitor import KvEventMonitor
 from sapwood_router.observer import RequestObserver
 from sapwood_router.openai.app import OpenAIFront
 from sapwood_router.openai.http_server import HttpServer
 from sapwood_router.pipeline.pipeline import Pipeline
-from sapwood_router.policies.factory import make_policy
+from sapwood_router.policies.factory import PolicyParts, make_policy
 from sapwood_router.registry import Registry
 from sapwood_router.resume import Failover
 from sapwood_router.retry import RetryPolicy, RetrySettings
@@ -59,10 +64,14 @@ class RouterApplication:
         self._replicas = [TokenizerReplica(address, self._dialer.open(address)) for address in config.tokenizers]
         self._tokenizer = TokenizerClient(self._replicas, config.tokenizer_grace)
         self._detokenizers = DetokenizePool(self._replicas, config.tokenizer_grace, self._tokenizer.forget)
-        self._policy = make_policy(config, random.Random())
+        self._blocks = BlockIndex(config.block_index_bytes)
+        self._policy = make_policy(PolicyParts(config, random.Random(), time.monotonic, self._blocks))
         workers = [self._make_worker(address) for address in dict.fromkeys(config.workers)]
-        self.registry = Registry(workers, self._readiness_changed, self._worker_reset)
-        router_metrics.watch(self.registry)
+        self.registry = Registry(workers, self._registry_changed, self._worker_reset, self._most_requests)
+        settings = AdmissionSettings(most_waiting=config.queue_size, most_wait=config.queue_wait)
+        self._admission = AdmissionControl(self.registry, settings, asyncio.get_running_loop().time)
+        router_metrics.watch(self.registry, self._admission)
+        router_metrics.watch_index(self._blocks)
         observer = RequestObserver(router_metrics, self._tracing)
         retry = RetryPolicy(
             RetrySettings(attempts=config.retry_attempts, ratio=config.retry_budget),
@@ -73,6 +82,7 @@ class RouterApplication:
             self._tokenizer,
             self._detokenizers,
             self.registry,
+            self._admission,
             self._policy,
             retry,
             lambda: Failover(retry, config.most_resumptions),
@@ -145,6 +155,7 @@ class RouterApplication:
         if self._config.metrics_port is not None:
             self._metrics_server = MetricsServer(self._metrics.registry, self._config.host, self._config.metrics_port)
             announce(logger, "metrics at http://%s:%d/metrics", self._config.host, self._metrics_server.port)
+        self._spawn(self._admission.run(), "admission")
         self._spawn(self._detokenizers.run(), "detokenizer calls")
         for replica in self._replicas:
             monitor = replica.monitor(self._config.health_interval, self._replica_changed)
@@ -160,6 +171,10 @@ class RouterApplication:
                 self._dialer,
             )
             self._spawn(connection.run(), f"connection to {worker.address}")
+            if self._config.kv_events and self._config.policy == "cache_aware":
+                drifts = self._router_metrics.drifts.at(worker=worker.address)
+                monitor = KvEventMonitor(worker, self._blocks, self._dialer, drifts.inc).run()
+                self._spawn(monitor, f"KV events of {worker.address}")
 
     async def serve(self) -> None:
         """Serves until SIGTERM or SIGINT, drains, and stops."""
@@ -216,7 +231,18 @@ class RouterApplication:
         def on_change(state: BreakerState) -> None:
             logger.warning("worker %s: circuit breaker %s", address, state.value)
 
-        return Worker(address, CircuitBreaker(settings, time.monotonic, on_change), time.monotonic)
+        breaker = CircuitBreaker(settings, time.monotonic, on_change)
+        return Worker(address, breaker, time.monotonic, self._worker_has_room)
+
+    def _worker_has_room(self) -> None:
+        self._admission.pump()
+
+    def _most_requests(self, model: ServedModel) -> float:
+        return self._config.requests_per_worker or 2 * model.max_running or math.inf
+
+    def _registry_changed(self) -> None:
+        self._admission.pump()
+        self._readiness_changed()
 
 
 def _report_crash(task: asyncio.Task[None]) -> None:

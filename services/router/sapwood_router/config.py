@@ -10,7 +10,9 @@ from pydantic_settings import SettingsConfigDict
 
 from sapwood_common.config import ServiceConfig
 
-PolicyName = Literal["cache_aware", "round_robin", "random", "least_load", "power_of_two"]
+PolicyName = Literal[
+    "cache_aware", "round_robin", "random", "least_load", "power_of_two", "prefix_hash", "consistent_hash"
+]
 
 
 class RouterConfig(ServiceConfig):
@@ -51,6 +53,12 @@ class RouterConfig(ServiceConfig):
     cache_index_bytes: int = Field(
         64 * 1024 * 1024, ge=0, description="Memory for the cache_aware policy's index of prefixes, in bytes."
     )
+    kv_events: bool = Field(
+        True, description="Follow the workers' KV events, so that the cache_aware policy knows what each of them holds."
+    )
+    block_index_bytes: int = Field(
+        256 * 1024 * 1024, ge=0, description="Memory for what the workers' KV events tell, in bytes."
+    )
     health_interval: float = Field(1.0, gt=0, description="Seconds between health checks of the tokenizer.")
     heartbeat_ms: int = Field(200, ge=10, description="Workers say something at least this often.")
     worker_silence: float = Field(1.0, gt=0, description="Seconds without a word from a worker after which it is lost.")
@@ -59,6 +67,13 @@ class RouterConfig(ServiceConfig):
     )
     resume_grace: float = Field(
         10.0, ge=0, description="Seconds that a request whose worker was lost waits for another if there is none."
+    )
+    requests_per_worker: int = Field(
+        0, ge=0, description="Requests a worker is given at a time, others wait; 0 is twice what it runs at once."
+    )
+    queue_size: int = Field(1024, ge=0, description="Requests that may wait for workers to have room.")
+    queue_wait: float = Field(
+        30.0, gt=0, description="Seconds that one may wait; what would wait longer, or past its deadline, is refused."
     )
     retry_attempts: int = Field(4, ge=1, description="Most workers asked for a request that workers refuse.")
     retry_budget: float = Field(0.2, ge=0, description="Most retries of refused requests, as a share of all requests.")

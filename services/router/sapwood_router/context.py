@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sapwood_common.errors import SapwoodError
+from sapwood_router.caller import NOBODY, Caller
 from sapwood_router.logprobs import TokenLogprobs
 from sapwood_router.output import Output, OutputOptions
 from sapwood_router.structure import AnswerGrammar, ToolChoice
@@ -161,6 +162,7 @@ class RequestContext:
         compiled_grammar: The grammar of the output as workers take it; empty if it is free (prepare).
         fields: How the client spells them.
         deadline: On the event loop's clock.
+        caller: Who asks.
         worker_request_id: Unique among all requests, also where clients reuse an id.
         token_ids: The prompt's tokens (prepare).
         worker, reason: Address of the worker that answers, and why it was chosen (select).
@@ -184,6 +186,7 @@ class RequestContext:
     grammar: AnswerGrammar | None = None
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
+    caller: Caller = NOBODY
     compiled_grammar: bytes = b""
     token_ids: list[int] = field(default_factory=list)
     worker: str = "-"

@@ -229,6 +229,7 @@ def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
         page_size=max(1, message.page_size),
         num_pages=message.num_pages,
         epoch=message.epoch,
+        max_running=message.max_running,
         eos_token_ids=frozenset(message.eos_token_ids),
     )
 
@@ -287,6 +288,9 @@ def load_of(message: worker_pb2.LoadReport) -> Load:
         num_pages=message.num_pages,
         prompt_tokens=message.prompt_tokens,
         cached_tokens=message.cached_tokens,
+        epoch=message.epoch,
+        kv_seq=message.kv_seq,
+        kv_digest=message.kv_digest,
     )
 
 

@@ -17,3 +17,6 @@ class Load:
     num_pages: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    epoch: int = 0
+    kv_seq: int = 0
+    kv_digest: int = 0

@@ -14,8 +14,9 @@ Bound: ``byte_budget`` bytes over all workers, kept on insert, at ENTRY_BYTES an
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 ENTRY_BYTES = 200
 """What an entry costs CPython at most: a 16-byte key (64 as allocated), its node and its slots in an OrderedDict. Measured
@@ -27,14 +28,15 @@ class PrefixIndex:
 
     Args:
         byte_budget: Bound on its memory in bytes.
+        clock: Seconds, monotonic.
     """
 
-    def __init__(self, byte_budget: int) -> None:
+    def __init__(self, byte_budget: int, clock: Callable[[], float]) -> None:
         self._most_entries = byte_budget // ENTRY_BYTES
-        self._held: dict[str, OrderedDict[bytes, int]] = {}
+        self._clock = clock
+        self._held: dict[str, OrderedDict[bytes, float]] = {}
         self._capacity: dict[str, int] = {}
         self._entries = 0
-        self._tick = 0
 
     @property
     def bytes_used(self) -> int:
@@ -50,15 +52,22 @@ class PrefixIndex:
         self._entries -= len(self._held.pop(worker, ()))
         self._capacity[worker] = capacity
 
-    def overlap(self, worker: str, hashes: Sequence[bytes]) -> int:
-        """How many of a prompt's pages, from its start, a worker is believed to hold."""
+    def overlap(self, worker: str, hashes: Sequence[bytes], within: float = math.inf) -> int:
+        """How many of a prompt's pages, from its start, a worker is believed to hold since it used them last.
+
+        Args:
+            worker: Its address.
+            hashes: The prompt's page hashes.
+            within: Only pages used in the last so many seconds count.
+        """
+        since = self._clock() - within
         held = self._held.get(worker)
         if not held:
             return 0
         low, high = 0, len(hashes)
         while low < high:
             middle = (low + high + 1) // 2
-            if hashes[middle - 1] in held:
+            if held.get(hashes[middle - 1], -math.inf) > since:
                 low = middle
             else:
                 high = middle - 1
@@ -68,9 +77,9 @@ class PrefixIndex:
         """A worker holds these pages from now on, and used them last."""
         held = self._held.setdefault(worker, OrderedDict())
         before = len(held)
-        self._tick += 1
+        now = self._clock()
         for page in reversed(hashes):
-            held[page] = self._tick
+            held[page] = now
             held.move_to_end(page)
         capacity = self._capacity.get(worker)
         if capacity is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable
 
 from sapwood_common.errors import InvalidArgumentError, NotFoundError, UnavailableError
@@ -22,6 +23,7 @@ class Registry:
         on_change: Called after each change of availability.
         on_reset: Called with a worker's address and its model when what it had cached is gone: it restarted (or was
             first seen).
+        most_requests: How many requests at a time a worker that serves this is given.
     """
 
     def __init__(
@@ -29,11 +31,13 @@ class Registry:
         workers: Iterable[Worker],
         on_change: Callable[[], None] = lambda: None,
         on_reset: Callable[[str, ServedModel], None] = lambda address, model: None,
+        most_requests: Callable[[ServedModel], float] = lambda model: math.inf,
     ) -> None:
         self._workers = {worker.address: worker for worker in workers}
         self._available: dict[str, tuple[Worker, ...]] = {}
         self._on_change = on_change
         self._on_reset = on_reset
+        self._most_requests = most_requests
         self._changed = asyncio.Event()
 
     def all(self) -> tuple[Worker, ...]:
@@ -88,6 +92,7 @@ class Registry:
             return
         restarted = worker.model is None or worker.model.epoch != model.epoch
         worker.model = model
+        worker.most_requests = self._most_requests(model)
         worker.problem = None
         worker.available = True
         if restarted:

@@ -6,11 +6,13 @@ from collections.abc import Iterable
 
 from sapwood_common.metrics import AtMost, MetricSet, OneOf, Reading
 from sapwood_common.rpc_telemetry import CODES
+from sapwood_router.admission_control import AdmissionControl
+from sapwood_router.block_index import BlockIndex
 from sapwood_router.circuit_breaker import BreakerState
 from sapwood_router.registry import Registry
 from sapwood_router.worker import Worker
 
-STAGES = ("prepare", "select", "dispatch", "execute")
+STAGES = ("prepare", "queue", "select", "dispatch", "execute")
 _MOST_MODELS = 32
 _MOST_REASONS = 32
 _MOST_WORKERS = 256
@@ -67,9 +69,35 @@ class RouterMetrics:
             "Sessions with a worker that broke or fell silent.",
             worker=AtMost(_MOST_WORKERS),
         )
+        self.drifts = metrics.counter(
+            "sapwood_router_kv_event_drifts_total",
+            "Times that a worker's KV events were found incomplete and asked for anew.",
+            worker=AtMost(_MOST_WORKERS),
+        )
 
-    def watch(self, registry: Registry) -> None:
-        """Adds what is read from the registry when it is asked for."""
+    def watch_index(self, blocks: BlockIndex) -> None:
+        """Adds what is read from the exact index when it is asked for."""
+        self._metrics.polled(
+            "gauge",
+            "sapwood_router_block_index_bytes",
+            "Memory of the index of what workers hold.",
+            lambda: [((), blocks.bytes_used)],
+        )
+        self._metrics.polled(
+            "counter",
+            "sapwood_router_block_index_refused_pages_total",
+            "Pages that workers hold and the index had no room for.",
+            lambda: [((), blocks.refused)],
+        )
+
+    def watch(self, registry: Registry, admission: AdmissionControl) -> None:
+        """Adds what is read from registry and queue when it is asked for."""
+        self._metrics.polled(
+            "gauge",
+            "sapwood_router_queued_requests",
+            "Requests that wait for a worker with room.",
+            lambda: [((), float(admission.waiting))],
+        )
 
         def polled(name: str, text: str, read: str) -> None:
             self._metrics.polled("gauge", name, text, lambda: _of_each(registry, read), worker=AtMost(_MOST_WORKERS))

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a worker serves; ``epoch`` differs after a restart, ``eos_token_ids`` are the model's own end tokens."""
+    """What a worker serves.
+
+    Attributes:
+        epoch: Differs after a restart.
+        max_running: Requests that it runs at once; 0 if it does not say.
+        eos_token_ids: The model's own end tokens.
+    """
 
     model: str
     context_length: int
@@ -15,4 +21,5 @@ class ServedModel:
     page_size: int
     num_pages: int
     epoch: int
+    max_running: int = 0
     eos_token_ids: frozenset[int] = frozenset()

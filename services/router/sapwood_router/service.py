@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ import grpc
 
 from sapwood.v1 import router_pb2, router_pb2_grpc
 from sapwood_common.telemetry import REQUEST_ID_KEY, request_id_var
+from sapwood_router.caller import caller_of
 from sapwood_router.context import RequestContext
 from sapwood_router.continuations import continuations
 from sapwood_router.convert import (
@@ -22,6 +23,7 @@ from sapwood_router.convert import (
     to_response,
     tool_choice_of,
 )
+from sapwood_router.guard import key_name_var
 from sapwood_router.output import OutputOptions
 from sapwood_router.pipeline.merge import merged
 from sapwood_router.pipeline.pipeline import Pipeline, close_all
@@ -55,11 +57,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.RouterGenerateRequest, context: Context
     ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
         """Streams the continuation of a prompt."""
-        request_id = accept_request_id(request.request_id or _from_metadata(context), "request_id")
+        metadata = dict(_metadata(context))
+        request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
         request_id_var.set(request_id)
         await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
         prompt, fields = prompt_of(request)
         left = context.time_remaining()
+        caller = caller_of(metadata.get, key_name_var.get())
         deadline = asyncio.get_running_loop().time() + (
             self._request_timeout if left is None else min(left, self._request_timeout)
         )
@@ -78,6 +82,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 fields=fields,
                 deadline=deadline,
                 model=request.model if request.HasField("model") else None,
+                caller=caller,
                 grammar=grammar_of(request),
                 tool_choice=tool_choice_of(request),
                 parallel_tool_calls=request.parallel_tool_calls if request.HasField("parallel_tool_calls") else True,
@@ -135,8 +140,7 @@ def _count(request: router_pb2.RouterGenerateRequest) -> int:
     return request.sampling.n if request.sampling.HasField("n") else 1
 
 
-def _from_metadata(context: Context) -> str:
+def _metadata(context: Context) -> Iterator[tuple[str, str]]:
     for key, value in context.invocation_metadata() or ():
-        if key == REQUEST_ID_KEY and isinstance(value, str):
-            return value
-    return ""
+        if isinstance(value, str):
+            yield key, value

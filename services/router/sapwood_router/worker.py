@@ -59,6 +59,7 @@ class Lease:
             self._held = False
             self.prefilled()
             self._worker.in_flight -= 1
+            self._worker.on_room()
 
 
 class Worker:
@@ -70,23 +71,38 @@ class Worker:
         address: ``host:port`` or any gRPC target.
         breaker: Its circuit breaker.
         clock: Seconds, monotonic.
+        on_room: Called after a request has left it.
     """
 
-    def __init__(self, address: str, breaker: CircuitBreaker, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        address: str,
+        breaker: CircuitBreaker,
+        clock: Callable[[], float],
+        on_room: Callable[[], None] = lambda: None,
+    ) -> None:
         self.address = address
         self.breaker = breaker
         self.session: WorkerSession | None = None
         self.model: ServedModel | None = None
         self.available = False
         self.problem: str | None = "not reached yet"
+        self.most_requests = math.inf
+        """Requests that this router gives it at a time."""
         self.in_flight = 0
         self.pending_tokens = 0
         self.load = Load()
+        self.on_room = on_room
         self._clock = clock
         self._foreign_requests = 0
         self._foreign_tokens = 0
         self._recent = 0.0
         self._recent_at = clock()
+
+    @property
+    def room(self) -> float:
+        """How many more requests it may be given; not less than 0."""
+        return max(0.0, self.most_requests - self.in_flight)
 
     def report(self, load: Load) -> None:
         """Takes a pushed report. What it has beyond this router's own requests is other routers' work."""

@@ -7,7 +7,8 @@ import secrets
 from array import array
 
 from sapwood.v1 import common_pb2, worker_pb2
-from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.errors import InvalidArgumentError, NotFoundError
+from sapwood_common.page_hash import cache_namespace
 from sapwood_common.telemetry import is_valid_request_id
 from sapwood_worker.cache.kv_events import BlockRemoved, BlockStored, KvEvent, Medium, split_hashes
 from sapwood_worker.kv_event_stream import KvEventBatch, KvEventStream
@@ -15,6 +16,7 @@ from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.output import RequestOutput, TokenLogprobs
+from sapwood_worker.scheduler.terms import Terms
 
 _FINISH = {
     "stop": common_pb2.FINISH_REASON_STOP,
@@ -22,6 +24,7 @@ _FINISH = {
 }
 
 
+MOST_TENANT, MOST_SALT = 128, 256
 MOST_BIASED, MOST_CONTINUATIONS, MOST_LOGPROBS = 1024, 128, 20
 
 _MEDIUM: dict[Medium, worker_pb2.KvMedium] = {
@@ -54,6 +57,27 @@ def check_prompt(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> 
             f"output_tokens is {request.output_tokens}, more than the {len(request.token_ids)} token_ids",
             field="output_tokens",
         )
+
+
+def to_terms(request: worker_pb2.WorkerGenerateRequest, seconds: float | None) -> Terms:
+    """On what terms it is served; ``seconds`` are left to it, if they are limited.
+
+    Raises:
+        InvalidArgumentError: A name is too long.
+        NotFoundError: There is no such LoRA.
+    """
+    if len(request.tenant) > MOST_TENANT:
+        raise InvalidArgumentError(f"tenant has more than {MOST_TENANT} characters", field="tenant")
+    return Terms(request.priority, request.tenant, to_namespace(request.cache_salt, request.lora_name), seconds)
+
+
+def to_namespace(cache_salt: str, lora_name: str) -> bytes:
+    """Within which requests share cached pages; raises as :func:`to_terms`."""
+    if len(cache_salt) > MOST_SALT:
+        raise InvalidArgumentError(f"cache_salt has more than {MOST_SALT} characters", field="cache_salt")
+    if lora_name:
+        raise NotFoundError(f"no LoRA {lora_name!r} is loaded", field="lora_name")
+    return cache_namespace(cache_salt)
 
 
 def to_sampling(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> tuple[SamplingParams, int]:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
+import time
 from array import array
+from collections import deque
+from contextlib import suppress
 from typing import Protocol
 
-from sapwood_common.errors import SapwoodError
+from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_worker.grammar.matcher import GrammarMatcher
 from sapwood_worker.grammar.pending import PendingGrammars
 from sapwood_worker.grammar.store import GrammarStore
 from sapwood_worker.messages import (
+    CACHE_FIELDS,
     Abort,
-    CacheAnswer,
+    Answered,
     CacheCommand,
-    CacheVerb,
-    Flush,
-    Flushed,
+    CallFailed,
     FromScheduler,
     Refused,
     Shutdown,
@@ -24,8 +26,10 @@ from sapwood_worker.messages import (
     Submit,
     ToScheduler,
 )
+from sapwood_worker.operations import Operations
+from sapwood_worker.progress import StepProgress
 from sapwood_worker.scheduler.load import Load
-from sapwood_worker.scheduler.output import RequestOutput, Runner
+from sapwood_worker.scheduler.output import LaunchedStep, RequestOutput, Runner
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler
 from sapwood_worker.step_clock import StepClock
@@ -61,7 +65,11 @@ class Mailbox(Protocol):
 
 
 class EventLoop:
-    """Runs one scheduler and one runner, a step at a time: the normal loop, without overlap.
+    """Runs one scheduler and one runner: step by step (the normal loop), or overlapped.
+
+    Overlapped, the host plans and launches step N + 1 while the device computes step N, then hands out N's tokens. Ends and
+    aborts that N brings are seen one step late: what N + 1 computes of such a request is thrown away. The outputs are the
+    same. Requests with a grammar go step by step, as a grammar must see each token before the next.
 
     A step that the runner fails ends the requests in it; an error of the scheduler itself ends the process.
 
@@ -70,7 +78,10 @@ class EventLoop:
         runner: The model.
         mailbox: The way to the gRPC front.
         grammars: Makes the matchers of requests with a grammar; without it none come.
+        operations: Carries out what operators ask for; None: flush, pin and pause, but no profile.
+        progress: Is told when steps begin and end; None: nobody watches.
         tiering: The KV cache's lower tiers, which the scheduler knows; None: there are none.
+        overlap: Plan and launch a step while the one before is computed, if the runner computes by itself.
     """
 
     def __init__(
@@ -79,14 +90,22 @@ class EventLoop:
         runner: Runner,
         mailbox: Mailbox,
         grammars: GrammarStore | None = None,
+        operations: Operations | None = None,
+        progress: StepProgress | None = None,
         tiering: Tiering | None = None,
+        *,
+        overlap: bool = True,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._mailbox = mailbox
         self._grammars: PendingGrammars[Submit] | None = None if grammars is None else PendingGrammars(grammars)
+        self._operations = operations or Operations(scheduler)
+        self._progress = progress
         self._tiering = tiering
         self._clock = StepClock()
+        self._overlap = overlap and runner.asynchronous
+        self._launched: deque[LaunchedStep] = deque()
         self._failures = 0
         self._reported: Load | None = None
 
@@ -102,16 +121,24 @@ class EventLoop:
             if self._tiering is not None:
                 self._tiering.poll()
             opening = self._tiering is not None and self._tiering.busy
-            idle = (
-                not self._scheduler.has_work and not self._scheduler.has_copies and not self._grammars and not opening
-            )
+            busy = self._scheduler.can_step or self._scheduler.has_copies or self._launched or opening
+            idle = not busy and not self._grammars
+            if idle and self._progress is not None:
+                self._progress.idle()
             for message in self._mailbox.receive(wait=idle):
                 if isinstance(message, Shutdown):
                     return
                 self._take(message)
             self._admit_built()
             worked = self._scheduler.has_work
-            self._report(self._step() if worked or self._scheduler.has_copies or opening else [])
+            outputs = self._scheduler.expire()
+            if self._scheduler.can_step or self._scheduler.has_copies or self._launched or opening:
+                if self._progress is not None:
+                    self._progress.begin()
+                outputs += self._step()
+                if self._progress is not None:
+                    self._progress.end()
+            self._report(outputs)
             if worked and not self._scheduler.has_work:
                 self._scheduler.check_idle()
 
@@ -127,18 +154,22 @@ class EventLoop:
                 self._clock.aborted(serial)
                 if self._grammars is None or not self._grammars.abort(serial):
                     self._scheduler.abort(serial)
-            case CacheCommand(call, verb, argument):
-                self._command(call, verb, argument)
-            case Flush(call):
-                self._mailbox.send(Flushed(call, self._scheduler.flush_cache()))
+            case Shutdown():
+                raise AssertionError("the loop ends before")
+            case CacheCommand():
+                self._command(message)
+            case operation:
+                self._mailbox.send(self._operations.run(operation))
 
-    def _command(self, call: int, verb: CacheVerb, argument: str) -> None:
+    def _command(self, command: CacheCommand) -> None:
         """Carries out a command on the cache's tiers; some are answered later."""
+        call, verb, argument = command.call, command.verb, command.argument
 
         def answer(error: str) -> None:
             load = self._scheduler.load()
-            reports = device_report(load) if self._tiering is None else self._tiering.report(load)
-            self._mailbox.send(CacheAnswer(call, reports, error))
+            tiers = device_report(load) if self._tiering is None else self._tiering.report(load)
+            failed = CallFailed(call, InvalidArgumentError.__name__, error, CACHE_FIELDS.get(verb))
+            self._mailbox.send(failed if error else Answered(call, tiers=tiers))
 
         if verb == "clear" and argument in ("device", "all"):
             self._scheduler.flush_cache()
@@ -164,13 +195,18 @@ class EventLoop:
 
     def _add(self, message: Submit, grammar: GrammarMatcher | None) -> None:
         prompt = array("I", message.token_ids)
+        terms = message.terms
         request = Request(
             message.serial,
             message.request_id,
             prompt,
             message.sampling,
-            grammar=grammar,
-            output_tokens=message.output_tokens,
+            terms.namespace,
+            grammar,
+            message.output_tokens,
+            priority=terms.priority,
+            tenant=terms.tenant,
+            deadline=None if terms.seconds is None else time.monotonic() + terms.seconds,
         )
         try:
             self._scheduler.add(request)
@@ -184,24 +220,46 @@ class EventLoop:
         self._mailbox.send(Refused(serial, type(error).__name__, error.message, error.field, error.retry_after))
 
     def _step(self) -> list[RequestOutput]:
+        """Launches a step, if there is one, and takes the results of those before it; without overlap its own too."""
+        outputs: list[RequestOutput] = []
+        if not self._scheduler.plans_ahead:
+            outputs += self._take_results(0)
         planned = self._scheduler.schedule()
-        if not planned:  # all there was to do has been aborted, or waits for the cache's third tier
+        if planned:
+            self._clock.planned(planned)
+            try:
+                self._launched.append(self._runner.launch(planned))
+            except Exception as error:
+                return outputs + self._take_results(0) + self._fail(error)
+        elif not self._launched:  # all there was to do has been aborted, or waits for the cache's third tier
             self._scheduler.wait_for_storage(_STORAGE_WAIT_SECONDS)
-            return []
-        self._clock.planned(planned)
-        try:
-            result = self._runner.execute(planned)
-        except Exception as error:
-            names = ", ".join(request.request_id for request in planned.requests)
-            logger.exception("step %d failed; it was computing %s", planned.step, names)
-            self._failures += 1
-            if self._failures >= MOST_FAILURES:
-                raise RuntimeError(f"{MOST_FAILURES} steps in a row failed") from error
+        return outputs + self._take_results(1 if planned and self._overlap else 0)
+
+    def _take_results(self, keep: int) -> list[RequestOutput]:
+        """Waits for the launched steps, oldest first, but for ``keep`` of them."""
+        outputs: list[RequestOutput] = []
+        while len(self._launched) > keep:
+            try:
+                result = self._launched.popleft().result()
+            except Exception as error:
+                while self._launched:  # what follows a failed step is worth nothing, but is to be over
+                    with suppress(Exception):
+                        self._launched.popleft().result()
+                return outputs + self._fail(error)
+            self._failures = 0
+            outputs += self._scheduler.update(result)
             self._clock.done()
-            return self._scheduler.fail_step("the model failed to compute this step; the worker's log has the details")
-        self._failures = 0
-        outputs = self._scheduler.update(result)
-        self._clock.done()
+        return outputs
+
+    def _fail(self, error: Exception) -> list[RequestOutput]:
+        """Ends what is in flight."""
+        outputs = self._scheduler.fail_step("the model failed to compute this step; the worker's log has the details")
+        self._clock.failed()
+        serials = ", ".join(str(output.serial) for output in outputs)
+        logger.error("a step failed; it was computing the requests of serials %s", serials, exc_info=error)
+        self._failures += 1
+        if self._failures >= MOST_FAILURES:
+            raise RuntimeError(f"{MOST_FAILURES} steps in a row failed") from error
         return outputs
 
     def _report(self, outputs: list[RequestOutput]) -> None:

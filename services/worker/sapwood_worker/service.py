@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple, cast
 
 import grpc
@@ -12,7 +13,15 @@ from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_common.telemetry import is_valid_traceparent, traceparent_var
 from sapwood_worker.cache.report import TierReport
-from sapwood_worker.convert import check_prompt, to_kv_events, to_load_report, to_response, to_sampling
+from sapwood_worker.convert import (
+    check_prompt,
+    to_kv_events,
+    to_load_report,
+    to_namespace,
+    to_response,
+    to_sampling,
+    to_terms,
+)
 from sapwood_worker.convert_cache import to_tier_names, to_tier_stats
 from sapwood_worker.engine import Engine
 from sapwood_worker.generation import Generation
@@ -25,6 +34,8 @@ SERVICE = "sapwood.v1.Worker"
 UNCOUNTED = frozenset(f"/{SERVICE}/{method}" for method in ("WatchLoad", "Session", "SubscribeKvEvents"))
 """Calls that last as long as the worker: a drain does not wait for them, they end by themselves."""
 
+MOST_NAME = 128
+"""Characters of a pin's name."""
 DEFAULT_INTERVAL_MS, LEAST_INTERVAL_MS = 100, 10
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -37,6 +48,7 @@ class ServedModel(NamedTuple):
     info: ModelInfo
     epoch: int
     grammars: RequestGrammars
+    max_running: int
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -44,15 +56,17 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     Args:
         engine: The way to the scheduler.
-        draining: Set when the service is about to stop.
+        draining: Set when the service is about to stop or has been told to drain.
+        begin_drain: Sets it and turns the service unhealthy.
 
     Attributes:
         model: Set once it is loaded; until then calls are refused UNAVAILABLE.
     """
 
-    def __init__(self, engine: Engine, draining: asyncio.Event) -> None:
+    def __init__(self, engine: Engine, draining: asyncio.Event, begin_drain: Callable[[], Awaitable[None]]) -> None:
         self._engine = engine
         self._draining = draining
+        self._begin_drain = begin_drain
         self.model: ServedModel | None = None
         self._sessions: set[Session] = set()
         self._idle = asyncio.Event()
@@ -108,9 +122,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._idle.set()
 
     async def _start(self, request: worker_pb2.WorkerGenerateRequest, seconds: float | None) -> Generation:
-        _, info, _, grammars = self._loaded()
+        _, info, _, grammars, _ = self._loaded()
+        if self._draining.is_set():
+            raise UnavailableError("this worker is draining", retry_after=1.0)
         check_prompt(request, info)
         sampling, count = to_sampling(request, info)
+        terms = to_terms(request, seconds)
         grammar = await grammars.compiled(request, seconds)
         return self._engine.submit(
             request.request_id,
@@ -120,10 +137,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             request.output_tokens,
             count,
             request.traceparent if is_valid_traceparent(request.traceparent) else traceparent_var.get(),
+            terms,
         )
 
     def _info(self) -> worker_pb2.GetModelInfoResponse:
-        name, info, epoch, _ = self._loaded()
+        name, info, epoch, _, max_running = self._loaded()
         return worker_pb2.GetModelInfoResponse(
             model=name,
             architecture=info.architecture,
@@ -134,6 +152,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             page_size=info.page_size,
             num_pages=info.num_pages,
             epoch=epoch,
+            max_running=max_running,
         )
 
     async def WatchLoad(
@@ -228,7 +247,58 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await batches.aclose()
         raise UnavailableError("this worker is shutting down", retry_after=1.0)
 
+    async def PinPrefix(self, request: worker_pb2.PinPrefixRequest, context: Context) -> worker_pb2.PinPrefixResponse:
+        """Keeps a cached prefix."""
+        self._loaded()
+        if not 0 < len(request.name) <= MOST_NAME:
+            raise InvalidArgumentError(f"name must have 1 to {MOST_NAME} characters", field="name")
+        namespace = to_namespace(request.cache_salt, request.lora_name)
+        seconds = float(request.ttl_seconds) if request.HasField("ttl_seconds") else None
+        pinned = await self._engine.pin(request.name, request.token_ids, namespace, seconds)
+        return worker_pb2.PinPrefixResponse(pinned_tokens=pinned)
+
+    async def UnpinPrefix(
+        self, request: worker_pb2.UnpinPrefixRequest, context: Context
+    ) -> worker_pb2.UnpinPrefixResponse:
+        """Lets go of a pinned prefix."""
+        self._loaded()
+        return worker_pb2.UnpinPrefixResponse(found=await self._engine.unpin(request.name))
+
+    async def Pause(self, request: worker_pb2.PauseRequest, context: Context) -> worker_pb2.PauseResponse:
+        """Stops computing."""
+        self._loaded()
+        await self._engine.pause(retract=request.retract)
+        return worker_pb2.PauseResponse()
+
+    async def Resume(self, request: worker_pb2.ResumeRequest, context: Context) -> worker_pb2.ResumeResponse:
+        """Goes on computing."""
+        self._loaded()
+        await self._engine.resume()
+        return worker_pb2.ResumeResponse()
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:
+        """Refuses what is new and waits for what runs."""
+        await self._begin_drain()
+        await self._engine.wait_idle()
+        return worker_pb2.DrainResponse()
+
+    async def StartProfile(
+        self, request: worker_pb2.StartProfileRequest, context: Context
+    ) -> worker_pb2.StartProfileResponse:
+        """Begins to record."""
+        self._loaded()
+        folder = request.folder or tempfile.mkdtemp(prefix="sapwood-profile-")
+        await self._engine.start_profile(folder)
+        return worker_pb2.StartProfileResponse(folder=folder)
+
+    async def StopProfile(
+        self, request: worker_pb2.StopProfileRequest, context: Context
+    ) -> worker_pb2.StopProfileResponse:
+        """Ends a recording."""
+        self._loaded()
+        return worker_pb2.StopProfileResponse(path=await self._engine.stop_profile())
+
     def _loaded(self) -> ServedModel:
         if self.model is None:
-            raise UnavailableError("the model is still being loaded", retry_after=1.0)
+            raise UnavailableError("the model is being loaded", retry_after=1.0)
         return self.model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -39,7 +40,7 @@ class StepClock:
         self._clock = clock
         self._waiting: set[int] = set()
         self._times: list[StepTime] = []
-        self._current: tuple[float, int, int, list[int]] | None = None
+        self._current: deque[tuple[float, int, int, list[int]]] = deque()
 
     def submitted(self, serial: int) -> None:
         """A request waits."""
@@ -61,14 +62,17 @@ class StepClock:
             if item.serial in self._waiting:
                 self._waiting.discard(item.serial)
                 started.append(item.serial)
-        self._current = (self._clock(), prefill, decode, started)
+        self._current.append((self._clock(), prefill, decode, started))
 
     def done(self) -> None:
-        """The step planned last has ended."""
-        assert self._current is not None
-        at, prefill, decode, started = self._current
+        """Of the steps that have not ended the one planned first has."""
+        at, prefill, decode, started = self._current.popleft()
         self._times.append(StepTime(self._clock() - at, prefill, decode, started, at))
-        self._current = None
+
+    def failed(self) -> None:
+        """All steps that have not ended have failed."""
+        while self._current:
+            self.done()
 
     def take(self) -> list[StepTime]:
         """The steps since the last call; the caller owns the list."""

@@ -44,6 +44,9 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     request = convert(given, ChatRequest, CHAT_NEUTRAL, IGNORED)
     stream, include_usage = wants_stream(request)
     contexts = _contexts(request, tools_of(request, given.get("tools")), exchange.request_id, deadline)
+    caller = exchange.caller()
+    for context in contexts:
+        context.caller = caller
     runs = [pipeline.open(context) for context in contexts]
     exchange.on_disconnect(lambda: close_all(runs))
     answer_id, created = f"chatcmpl-{exchange.request_id}", int(time.time())

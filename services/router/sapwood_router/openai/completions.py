@@ -41,6 +41,9 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     stream, include_usage = wants_stream(request)
     echo, prompt_only = request.echo is True, request.echo is True and request.max_tokens == 0
     contexts, count = _contexts(request, exchange.request_id, deadline)
+    caller = exchange.caller()
+    for context in contexts:
+        context.caller = caller
     runs = [pipeline.open(context) for context in contexts]
     exchange.on_disconnect(lambda: close_all(runs))
     answer_id, created = f"cmpl-{exchange.request_id}", int(time.time())

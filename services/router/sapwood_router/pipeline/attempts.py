@@ -8,6 +8,7 @@ import logging
 from typing import Protocol
 
 from sapwood_common.errors import InternalError, SapwoodError, UnavailableError
+from sapwood_router.admission_control import AdmissionControl
 from sapwood_router.context import FinishReason, RequestContext
 from sapwood_router.detokenize_stream import DetokenizeStream
 from sapwood_router.field_names import to_client_field
@@ -23,6 +24,9 @@ from sapwood_router.registry import Registry
 from sapwood_router.resume import Failover
 from sapwood_router.worker import Worker
 
+_USUAL_TOKENS = 256
+"""What a request that sets no max_tokens is taken to generate, where shares are counted."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -30,6 +34,7 @@ class Shared(Protocol):
     """What the pipeline lends to each request."""
 
     registry: Registry
+    admission: AdmissionControl
     policy: Policy
     resume_grace: float
 
@@ -56,7 +61,7 @@ class Attempts:
         self._failover = shared.failover()
         self._execution: Execution | None = None
         self._worker: Worker | None = None
-        self._prompt = PromptPages(context.token_ids)
+        self._prompt = PromptPages(context.token_ids, context.caller.session)
         self._prompt_output = 0
         """How many output tokens are part of ``_prompt``."""
 
@@ -127,8 +132,10 @@ class Attempts:
         """Chooses a worker; after a loss, waits for one if there is none."""
         context, shared = self._context, self._shared
         if len(context.output_ids) != self._prompt_output:
-            self._prompt = PromptPages(context.token_ids + context.output_ids)
+            self._prompt = PromptPages(context.token_ids + context.output_ids, context.caller.session)
             self._prompt_output = len(context.output_ids)
+        if last is None:
+            await self._admit()
         loop = asyncio.get_running_loop()
         give_up = loop.time() + shared.resume_grace
         while True:
@@ -144,6 +151,14 @@ class Attempts:
                     raise _told(last) from error  # what a worker said tells the client more than that none is left
                 with contextlib.suppress(TimeoutError):  # a breaker's time passes without a change
                     await asyncio.wait_for(changed.wait(), min(left, 0.25))
+
+    async def _admit(self) -> None:
+        """Waits for its turn where all workers are busy. What was let in once does not queue again."""
+        context = self._context
+        context.model = self._shared.registry.resolve(context.model)
+        cost = len(context.token_ids) + (context.sampling.max_tokens or _USUAL_TOKENS)
+        with self._watch.stage("queue"):
+            await self._shared.admission.admit(context.model, context.caller, cost, context.deadline)
 
     def _complete(self) -> bool:
         """Whether the lost worker had nothing left to generate but to say so."""

@@ -11,6 +11,7 @@ import grpc
 
 from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
 from sapwood_common.status import row_of
+from sapwood_router.admission_control import AdmissionControl
 from sapwood_router.context import Delta, RequestContext
 from sapwood_router.detokenize_pool import DetokenizePool
 from sapwood_router.detokenize_stream import DetokenizeStream
@@ -35,6 +36,7 @@ class Pipeline:
         tokenizer: Encodes prompts.
         session: Decodes tokens.
         registry: Knows the workers.
+        admission: Where requests wait for one.
         policy: Chooses one.
         failover: Makes each request's account of failures.
         retry: Grants retries, and counts requests for its budget.
@@ -47,6 +49,7 @@ class Pipeline:
         tokenizer: TokenizerClient,
         session: DetokenizePool,
         registry: Registry,
+        admission: AdmissionControl,
         policy: Policy,
         retry: RetryPolicy,
         failover: Callable[[], Failover],
@@ -56,6 +59,7 @@ class Pipeline:
         self.tokenizer = tokenizer
         self.session = session
         self.registry = registry
+        self.admission = admission
         self.policy = policy
         self.retry = retry
         self.failover = failover

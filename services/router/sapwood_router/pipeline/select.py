@@ -27,6 +27,7 @@ def select(
     ]
     if not workers:
         raise UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER)
+    workers = [worker for worker in workers if worker.room] or workers
     length = len(prompt.token_ids)
     roomy = [worker for worker in workers if worker.model is not None and length <= worker.model.context_length]
     if not roomy:

@@ -11,10 +11,16 @@ from sapwood_router.worker import WorkerView
 
 
 class PromptPages:
-    """A prompt as policies see it: its tokens, and its page hashes for whoever asks (computed once a page size)."""
+    """A prompt as policies see it: its tokens, and its page hashes for whoever asks (computed once a page size).
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
+    Args:
+        token_ids: The prompt.
+        session: What the client named as its session; may be empty.
+    """
+
+    def __init__(self, token_ids: Sequence[int], session: str = "") -> None:
         self.token_ids = token_ids
+        self.session = session
         self._hashes: dict[int, list[bytes]] = {}
 
     def hashes(self, page_size: int) -> list[bytes]:

@@ -1,6 +1,10 @@
 """The worker that costs least to give the prompt to: it holds the longest prefix, unless it has so much to do that another
 computes the rest sooner, or has been given so much more than the others that its cache would be fought over.
 
+What a worker holds: exactly what its KV events say, each page weighted by the tier it is in, or what this router has just sent
+there, whichever is more (a burst of siblings follows the first of them before its event can arrive); for a worker without events,
+whatever this router has sent there and the worker has had room for.
+
 Algorithm: for each worker, cost in tokens =
     RECOMPUTE_WEIGHT x prompt tokens it does not hold (computing them takes time *and* puts a second copy into some cache)
   + tokens queued before them
@@ -17,7 +21,9 @@ Complexity: O(workers x log pages) to choose, O(pages) to remember. Bound: the p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from sapwood_router.block_index import BlockIndex
 from sapwood_router.policies.base import Choice, LoadKey, PromptPages, load_key
 from sapwood_router.prefix_index import PrefixIndex
 from sapwood_router.worker import WorkerView
@@ -29,45 +35,72 @@ QUIET = 8192
 # Found by simulation of multi-turn workloads with ample and with scarce cache (tests/router/test_policy_workloads.py):
 # hit rate as with one fixed worker a conversation, while loads stay within a few per cent of each other.
 
+_EVENT_SECONDS = 5.0
+"""How long a placement counts although no event has confirmed it: the prompt may wait in the worker's queue."""
+
 _SLACK_SHARE = 1.5
 _SLACK_REQUESTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Of a prompt, the tokens that a worker holds, and what they save, in tokens computed."""
+
+    tokens: int
+    saved: float
 
 
 class CacheAware:
     """The default policy.
 
     Args:
-        index: What each worker is believed to hold; this policy is its only writer.
+        index: What each worker is believed to hold from this router's placements; this policy is its only writer.
+        blocks: What each worker holds by its own account; written by the monitors of their events.
     """
 
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(self, index: PrefixIndex, blocks: BlockIndex) -> None:
         self._index = index
+        self._blocks = blocks
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
         """See :class:`~sapwood_router.policies.base.Policy`. Reasons: cache_hit, cache_spill, cache_miss."""
         least = min(workers, key=load_key)
-        overlaps = [
-            self._index.overlap(view.address, prompt.hashes(view.page_size)) * view.page_size for view in workers
-        ]
-        longest = max(overlaps)
-        if longest == 0:
+        held = self._held(workers, prompt)
+        most = max(each.saved for each in held)
+        if most == 0:
             return Choice(least.address, "cache_miss")
         limit = least.requests * _SLACK_SHARE + _SLACK_REQUESTS
-        chosen, overlap = min(
-            ((view, held) for view, held in zip(workers, overlaps, strict=True) if view.requests <= limit),
+        chosen, found = min(
+            ((view, each) for view, each in zip(workers, held, strict=True) if view.requests <= limit),
             key=self._cost(workers, len(prompt.token_ids)),
         )
-        return Choice(chosen.address, "cache_hit" if overlap == longest else "cache_spill", overlap)
+        return Choice(chosen.address, "cache_hit" if found.saved == most else "cache_spill", found.tokens)
+
+    def _held(self, workers: Sequence[WorkerView], prompt: PromptPages) -> list[_Held]:
+        exact = {size: self._blocks.overlaps(prompt.hashes(size)) for size in {view.page_size for view in workers}}
+        result = []
+        for view in workers:
+            size, hashes = view.page_size, prompt.hashes(view.page_size)
+            if not self._blocks.knows(view.address):
+                pages = self._index.overlap(view.address, hashes)
+                result.append(_Held(pages * size, float(pages * size)))
+                continue
+            pages, weight = exact[size].get(view.address, (0, 0.0))
+            sent = self._index.overlap(view.address, hashes, _EVENT_SECONDS)
+            result.append(_Held(max(pages, sent) * size, max(weight, float(sent)) * size))
+        return result
 
     @staticmethod
-    def _cost(workers: Sequence[WorkerView], length: int) -> Callable[[tuple[WorkerView, int]], tuple[float, LoadKey]]:
+    def _cost(
+        workers: Sequence[WorkerView], length: int
+    ) -> Callable[[tuple[WorkerView, _Held]], tuple[float, LoadKey]]:
         least_given = min(view.recent_work for view in workers)
         share = BALANCE / (sum(view.recent_work for view in workers) / len(workers) + QUIET)
 
-        def cost(item: tuple[WorkerView, int]) -> tuple[float, LoadKey]:
+        def cost(item: tuple[WorkerView, _Held]) -> tuple[float, LoadKey]:
             view, held = item
             tokens = (
-                RECOMPUTE_WEIGHT * (length - held)
+                RECOMPUTE_WEIGHT * (length - held.saved)
                 + view.queued_tokens
                 + REQUEST_COST * view.requests
                 + share * (view.recent_work - least_given)

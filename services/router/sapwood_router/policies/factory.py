@@ -4,25 +4,49 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from sapwood_router.block_index import BlockIndex
 from sapwood_router.config import PolicyName, RouterConfig
 from sapwood_router.policies.base import Policy
 from sapwood_router.policies.cache_aware import CacheAware
+from sapwood_router.policies.consistent_hash import ConsistentHash
 from sapwood_router.policies.least_load import LeastLoad
 from sapwood_router.policies.power_of_two import PowerOfTwo
+from sapwood_router.policies.prefix_hash import PrefixHash
 from sapwood_router.policies.random import Random
 from sapwood_router.policies.round_robin import RoundRobin
 from sapwood_router.prefix_index import PrefixIndex
 
-_MAKERS: dict[PolicyName, Callable[[RouterConfig, random.Random], Policy]] = {
-    "cache_aware": lambda config, rng: CacheAware(PrefixIndex(config.cache_index_bytes)),
-    "round_robin": lambda config, rng: RoundRobin(),
-    "random": lambda config, rng: Random(rng),
-    "least_load": lambda config, rng: LeastLoad(),
-    "power_of_two": lambda config, rng: PowerOfTwo(rng),
+
+@dataclass(frozen=True, slots=True)
+class PolicyParts:
+    """What policies are made of.
+
+    Attributes:
+        config: The router's.
+        rng: For those that draw.
+        clock: Seconds, monotonic.
+        blocks: The exact index of what workers hold.
+    """
+
+    config: RouterConfig
+    rng: random.Random
+    clock: Callable[[], float]
+    blocks: BlockIndex
+
+
+_MAKERS: dict[PolicyName, Callable[[PolicyParts], Policy]] = {
+    "cache_aware": lambda parts: CacheAware(PrefixIndex(parts.config.cache_index_bytes, parts.clock), parts.blocks),
+    "round_robin": lambda parts: RoundRobin(),
+    "random": lambda parts: Random(parts.rng),
+    "least_load": lambda parts: LeastLoad(),
+    "prefix_hash": lambda parts: PrefixHash(),
+    "consistent_hash": lambda parts: ConsistentHash(),
+    "power_of_two": lambda parts: PowerOfTwo(parts.rng),
 }
 
 
-def make_policy(config: RouterConfig, rng: random.Random) -> Policy:
+def make_policy(parts: PolicyParts) -> Policy:
     """The policy that the configuration names."""
-    return _MAKERS[config.policy](config, rng)
+    return _MAKERS[parts.config.policy](parts)

@@ -107,6 +107,17 @@ class FlashInferBackend:
             for kind, prefill in self._prefill.items()
         }
 
+        self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def begin_plan(self) -> None:
+        """Waits until the last plan's host buffers, which the next will write to, have been read. That is before its step's
+        computation: a step may be planned while the device is at the one before."""
+        self._planned.synchronize()
+
+    def end_plan(self) -> None:
+        """All copies of a plan have been asked for."""
+        self._planned.record()
+
     def decode_attention(self, batch: int, workspace: Tensor, kind: Variant) -> DecodeAttention | SplitDecodeAttention:
         """The attention of ``batch`` decodes at fixed addresses, by the faster of two kernels."""
         if batch <= MOST_SPLIT:
@@ -115,6 +126,12 @@ class FlashInferBackend:
 
     def plan(self, batch: AttentionBatch) -> FlashInferPlan:
         """See :class:`AttentionBackend`."""
+        self.begin_plan()
+        plan = self._plan(batch)
+        self.end_plan()
+        return plan
+
+    def _plan(self, batch: AttentionBatch) -> FlashInferPlan:
         keys = paged_keys(batch, self._pool.page_size, self.indices)
         query_indptr = torch.from_numpy(batch.query_starts.astype(np.int32))
         longer = np.flatnonzero(np.diff(batch.query_starts) > 1)

@@ -39,11 +39,13 @@ class DecodeResult:
         logits: float32 [B, vocab_size].
         largest: float32 [B]: each row's largest logit.
         greedy: int64 [B]: where it is.
+        slots: int64 [B]: the rows of the page table, as given.
     """
 
     logits: Tensor
     largest: Tensor
     greedy: Tensor
+    slots: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +64,27 @@ class DecodeGraphs:
         pool: Keys and values.
         max_running: The largest batch.
         scratch_page: The page that padding rows write to.
+        last_tokens: int64 [rows of the page table]: stands in where a request's token is not known on the host.
     """
 
     def __init__(
-        self, model: DecoderModel, backend: FlashInferBackend, pool: DevicePool, max_running: int, scratch_page: int
+        self,
+        model: DecoderModel,
+        backend: FlashInferBackend,
+        pool: DevicePool,
+        max_running: int,
+        scratch_page: int,
+        last_tokens: Tensor,
     ) -> None:
         self._model = model
         self._backend = backend
         self._pool = pool
         self._scratch_page = scratch_page
+        self._last_tokens = last_tokens
         self._sizes = ladder(max_running)
-        # Rows: token ids, positions, cache slots. One copy a step brings all three over.
-        self._inputs = torch.zeros(3, max_running, dtype=torch.int64, device=pool.device)
-        self._staging = torch.zeros(3, max_running, dtype=torch.int64).pin_memory()
+        # Rows: token ids, positions, cache slots, rows of the page table. One copy a step brings all four over.
+        self._inputs = torch.zeros(4, max_running, dtype=torch.int64, device=pool.device)
+        self._staging = torch.zeros(4, max_running, dtype=torch.int64).pin_memory()
         self._captured: dict[int, _Captured] = {}
         memory: Any = None  # torch's handle of the graphs' memory pool; its type is private
         workspace = DecodeAttention.workspace(pool.device)
@@ -89,15 +99,21 @@ class DecodeGraphs:
         return self._sizes[-1]
 
     def run(
-        self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], page_table: npt.NDArray[np.int32]
+        self,
+        token_ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        page_table: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int64],
     ) -> DecodeResult:
         """Computes one token of each of B requests, writes its KV, and leaves its logits; asynchronous.
 
         Args:
-            token_ids: [B].
+            token_ids: [B]; -1 for one that is among ``last_tokens`` only.
             positions: [B].
             page_table: [B, P]: pages in order; entries beyond the position's page are undefined.
+            slots: [B]: where each request's is in ``last_tokens``.
         """
+        self._backend.begin_plan()
         count = len(token_ids)
         size = self._sizes[bisect_left(self._sizes, count)]
         captured = self._captured[size]
@@ -110,15 +126,17 @@ class DecodeGraphs:
             page_table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
         )
         staged[2, count:size] = self._scratch_page * page_size
+        staged[3, :count] = slots
         self._inputs.copy_(self._staging, non_blocking=True)
         lengths = np.ones(size, np.int64)
         lengths[:count] = positions + 1
         pages = np.full((size, page_table.shape[1]), self._scratch_page, np.int32)
         pages[:count] = page_table
         self._plan(captured.attentions, lengths, pages)
+        self._backend.end_plan()
         captured.graph.replay()
         result = captured.result
-        return DecodeResult(result.logits[:count], result.largest[:count], result.greedy[:count])
+        return DecodeResult(result.logits[:count], result.largest[:count], result.greedy[:count], result.slots[:count])
 
     def _plan(
         self,
@@ -150,7 +168,9 @@ class DecodeGraphs:
         return _Captured(graph, attentions, result)
 
     def _step(self, size: int, plan: FlashInferPlan) -> DecodeResult:
-        hidden = self._model(self._inputs[0, :size], self._inputs[1, :size], plan)
+        token_ids = self._inputs[0, :size]
+        token_ids = torch.where(token_ids < 0, self._last_tokens.index_select(0, self._inputs[3, :size]), token_ids)
+        hidden = self._model(token_ids, self._inputs[1, :size], plan)
         logits = self._model.logits(hidden)
         largest, greedy = row_max(logits)
-        return DecodeResult(logits, largest, greedy)
+        return DecodeResult(logits, largest, greedy, self._inputs[3, :size])

@@ -7,9 +7,9 @@ from concurrent.futures import Future, wait
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
+from sapwood_kernels.device_copy import to_device
 from sapwood_kernels.token_bitmask import apply_token_bitmask
 from sapwood_worker.grammar.token_masks import TokenMasks
 from sapwood_worker.scheduler.output import ScheduledRequest
@@ -50,9 +50,10 @@ class StepMasks:
         """
         if self._filled is None:
             return
-        bitmask = torch.from_numpy(self._filled.result()).to(logits.device)
+        bitmask = to_device(self._filled.result(), logits.device)
         every = len(self._rows) == self._count
-        apply_token_bitmask(logits, bitmask, None if every else torch.tensor(self._rows, device=logits.device))
+        rows = None if every else to_device(np.array(self._rows), logits.device)
+        apply_token_bitmask(logits, bitmask, rows)
 
 
 class GrammarMasks:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sapwood_kernels.device_copy import to_device
 from sapwood_worker.attention.backend import AttentionBatch
 from sapwood_worker.runner.forward_batch import ForwardBatch
 from sapwood_worker.scheduler.output import SchedulerOutput
@@ -16,13 +17,16 @@ from sapwood_worker.scheduler.output import SchedulerOutput
 IntArray = npt.NDArray[np.int64]
 
 
-def build_forward_batch(output: SchedulerOutput, page_size: int, device: torch.device) -> ForwardBatch:
+def build_forward_batch(
+    output: SchedulerOutput, page_size: int, device: torch.device, last_tokens: Tensor | None = None
+) -> ForwardBatch:
     """The step's input; O(tokens), no Python loop over tokens' positions or pages.
 
     Args:
         output: At least one request, each with at least one token.
         page_size: Tokens a page.
         device: Where tensors go.
+        last_tokens: int64 [rows of the page table] on the device: stands in where a request's token is not known on the host.
     """
     requests = output.requests
     count = len(requests)
@@ -41,10 +45,15 @@ def build_forward_batch(output: SchedulerOutput, page_size: int, device: torch.d
     last_rows = starts[1:][samples] - 1
 
     def move(array: IntArray) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+        return to_device(array, device)
 
+    tokens = move(token_ids)
+    unknown = np.flatnonzero(token_ids < 0)
+    if len(unknown):
+        assert last_tokens is not None, "a token is not known"
+        tokens = tokens.index_copy(0, move(unknown), last_tokens.index_select(0, move(slots[owner[unknown]])))
     return ForwardBatch(
-        token_ids=move(token_ids),
+        token_ids=tokens,
         positions=move(positions),
         attention=AttentionBatch(
             query_starts=starts, seq_lens=begins + lengths, page_table=pages, cache_slots=move(cache_slots)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary
+from sapwood_kernels.device_copy import to_device
 from sapwood_worker.attention.backend import AttentionBackend
 from sapwood_worker.attention.torch_native import TorchNativeBackend
 from sapwood_worker.cache.copies import NOTHING, CopyReport
@@ -26,9 +27,10 @@ from sapwood_worker.models.loader import LoadFormat, load_model
 from sapwood_worker.runner.forward_batch import ForwardBatch
 from sapwood_worker.runner.grammar_masks import GrammarMasks, StepMasks
 from sapwood_worker.runner.input_builder import build_forward_batch
+from sapwood_worker.runner.launched_step import LaunchedStep
 from sapwood_worker.runner.token_sampler import SampledTokens, TokenSampler
-from sapwood_worker.sampling.logprobs import prompt_logprobs
-from sapwood_worker.scheduler.output import ModelOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
+from sapwood_worker.sampling.logprobs import Distribution, Logprobs, join
+from sapwood_worker.scheduler.output import ModelOutput, ScheduledRequest, SchedulerOutput
 
 if TYPE_CHECKING:
     from sapwood_worker.runner.cuda_graph import DecodeGraphs
@@ -96,6 +98,7 @@ class ModelRunner:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         self._device = torch.device(options.device)
+        self.asynchronous = self._device.type == "cuda"
         default = "float32" if self._device.type == "cpu" else "bfloat16"
         name = default if options.dtype == "auto" else options.dtype
         dtype = _DTYPES[name]
@@ -120,6 +123,8 @@ class ModelRunner:
         )
         self._masks = GrammarMasks(config.vocab_size)
         self._sampler = TokenSampler(options.max_running, config.vocab_size, loaded.eos_token_ids, self._device)
+        # The latest token of the request in each row of the page table.
+        self._last_tokens = torch.zeros(options.max_running, dtype=torch.int64, device=self._device)
         self._graphs: DecodeGraphs | None = None
         if self._device.type == "cuda" and dtype != torch.float32:
             self._use_flashinfer(options, config, dtype)
@@ -145,40 +150,49 @@ class ModelRunner:
         backend = FlashInferBackend(self._pool, shape, tuple(dict.fromkeys(kinds)))
         self._backend = backend
         self._graphs = DecodeGraphs(
-            self._model, backend, self._pool, options.max_running, self._pool.num_pages - _SCRATCH_PAGES
+            self._model,
+            backend,
+            self._pool,
+            options.max_running,
+            self._pool.num_pages - _SCRATCH_PAGES,
+            self._last_tokens,
         )
 
-    @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelOutput:
+        """See :class:`sapwood_worker.scheduler.output.Runner`."""
+        return self.launch(output).result()
+
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """See :class:`sapwood_worker.scheduler.output.Runner`."""
         requests = output.requests
         if output.copies is not None:
             assert self._transfer is not None, "there is no second tier to copy to"
             self._transfer.start(output.copies)
         if not requests:
-            return ModelOutput(output.step, [], self._copied())
+            return LaunchedStep(output, (), None, {}, self._copied)
         graphs = self._graphs
         decodes = graphs is not None and all(len(each.token_ids) == 1 and each.samples for each in requests)
         if graphs is not None and decodes and len(requests) <= graphs.largest:
             with self._masks.start(requests) as masks:
-                replayed = self._replay(graphs, output, masks)
-                return _answer(output, list(range(len(requests))), replayed, self._copied())
-        batch = build_forward_batch(output, self._pool.page_size, self._device)
+                tokens: SampledTokens | None = self._replay(graphs, output, masks)
+            return LaunchedStep(output, range(len(requests)), tokens, {}, self._copied)
+        batch = build_forward_batch(output, self._pool.page_size, self._device, self._last_tokens)
         sampled = [i for i, request in enumerate(requests) if request.samples]
-        with self._masks.start([requests[i] for i in sampled]) as masks:
+        sampling = [requests[i] for i in sampled]
+        with self._masks.start(sampling) as masks:
             hidden = self._forward(batch)
-            tokens: SampledTokens | None = None
+            tokens = None
             if sampled:
                 rows = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
-                tokens = self._sampler.sample(self._model.logits(rows), [requests[i] for i in sampled], masks)
-        answer = _answer(output, sampled, tokens, self._copied())
+                tokens = self._sampler.sample(self._model.logits(rows), sampling, masks)
+                self._keep(tokens, to_device(np.array([request.slot for request in sampling]), self._device))
+        prompts: dict[int, Logprobs] = {}
         for i, request in enumerate(requests):
-            if request.prompt_logprobs is not None:
+            if request.prompt_logprobs is not None and request.start + 1 < request.prompt_length:
                 first = int(batch.attention.query_starts[i])
-                answer.prompt_logprobs[i] = self._prompt_logprobs(
-                    hidden[first : first + len(request.token_ids)], request
-                )
-        return answer
+                prompts[i] = self._prompt_logprobs(hidden[first : first + len(request.token_ids)], request)
+        return LaunchedStep(output, sampled, tokens, prompts, self._copied)
 
     def cache_identity(self) -> str:
         """What a page's content depends on besides its tokens, other than the page size: equal only if it can be exchanged.
@@ -211,34 +225,27 @@ class ModelRunner:
         slots = np.fromiter((request.slot for request in requests), np.int64, count)
         width = int(positions.max()) // self._pool.page_size + 1
         self._pool.await_all()
-        result = graphs.run(token_ids, positions, output.page_table[slots, :width])
-        return self._sampler.sample(result.logits, requests, masks, (result.largest, result.greedy))
+        result = graphs.run(token_ids, positions, output.page_table[slots, :width], slots)
+        tokens = self._sampler.sample(result.logits, requests, masks, (result.largest, result.greedy))
+        self._keep(tokens, result.slots)
+        return tokens
 
-    def _prompt_logprobs(self, hidden: Tensor, request: ScheduledRequest) -> list[TokenLogprobs]:
-        """Of the prompt tokens after each of a chunk's, whose hidden states are given."""
+    def _keep(self, tokens: SampledTokens, slots: Tensor) -> None:
+        """Notes a step's tokens on the device for the next step. Where there is none the request ends; 0 will do."""
+        self._last_tokens.index_copy_(0, slots, tokens.tokens.clamp(min=0))
+
+    def _prompt_logprobs(self, hidden: Tensor, request: ScheduledRequest) -> Logprobs:
+        """Of the prompt tokens, at least one, after each of a chunk's, whose hidden states are given."""
         assert request.prompt_logprobs is not None
         first = request.start + 1
         following = request.history[first : min(first + len(hidden), request.prompt_length)]
-        result: list[TokenLogprobs] = []
-        for start in range(0, len(following), _LOGPROB_ROWS):
-            tokens = torch.tensor(following[start : start + _LOGPROB_ROWS], device=self._device)
-            logits = self._model.logits(hidden[start : start + len(tokens)])
-            result += prompt_logprobs(logits, tokens, request.prompt_logprobs)
-        return result
-
-
-def _answer(
-    output: SchedulerOutput, sampled: list[int], tokens: SampledTokens | None, copied: CopyReport
-) -> ModelOutput:
-    """The answer to a step; waits for the device. ``sampled``: the requests that the tokens are for."""
-    token_ids = [-1] * len(output.requests)
-    if tokens is None:
-        return ModelOutput(output.step, token_ids, copied)
-    values: list[int] = tokens.tokens.tolist()
-    for i, token in zip(sampled, values, strict=True):
-        token_ids[i] = token
-    logprobs = {sampled[row]: each for row, each in tokens.token_logprobs(values).items()}
-    return ModelOutput(output.step, token_ids, copied, logprobs)
+        tokens = to_device(np.array(following, np.int64), self._device)
+        parts = []
+        for start in range(0, len(tokens), _LOGPROB_ROWS):
+            chosen = tokens[start : start + _LOGPROB_ROWS]
+            logits = self._model.logits(hidden[start : start + len(chosen)])
+            parts.append(Distribution(logits, request.prompt_logprobs).of(chosen))
+        return join(parts)
 
 
 def _build_pool(options: RunnerOptions, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DevicePool:

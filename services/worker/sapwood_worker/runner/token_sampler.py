@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sapwood_kernels.device_copy import to_device
 from sapwood_worker.runner.grammar_masks import StepMasks
 from sapwood_worker.sampling.logprobs import Distribution, Logprobs
 from sapwood_worker.sampling.penalties import TokenCounts
 from sapwood_worker.sampling.row_settings import IntArray, RowSettings
 from sapwood_worker.sampling.sampler import row_max, sample
-from sapwood_worker.scheduler.output import ScheduledRequest, TokenLogprobs
+from sapwood_worker.scheduler.output import ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,6 @@ class SampledTokens:
     logprobs: Logprobs | None = None
     rows: tuple[int, ...] = ()
     alternatives: tuple[int, ...] = ()
-
-    def token_logprobs(self, tokens: list[int]) -> dict[int, TokenLogprobs]:
-        """By row, for rows that have a token; waits for the device. ``tokens`` are those above, on the host."""
-        if self.logprobs is None:
-            return {}
-        found = zip(self.rows, self.logprobs.to_list(list(self.alternatives)), strict=True)
-        return {row: each for row, each in found if tokens[row] >= 0}
 
 
 class TokenSampler:
@@ -84,7 +78,7 @@ class TokenSampler:
         wanted = settings.logprobs(slots)
         distribution = None
         if wanted is not None:
-            at = torch.from_numpy(wanted[0]).to(self._device)
+            at = to_device(wanted[0], self._device)
             distribution = Distribution(logits.index_select(0, at), int(wanted[1].max()))
         masks.apply(logits)
         penalties = settings.penalties(slots)

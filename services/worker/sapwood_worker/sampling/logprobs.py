@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sapwood_worker.scheduler.output import TokenLogprobs
@@ -11,7 +13,7 @@ from sapwood_worker.scheduler.output import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of S tokens, on the device.
+    """Of S tokens.
 
     Attributes:
         chosen: float32 [S].
@@ -23,13 +25,19 @@ class Logprobs:
     top_ids: Tensor
     top: Tensor
 
-    def to_list(self, alternatives: list[int]) -> list[TokenLogprobs]:
-        """As plain data; waits for the device.
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All of it."""
+        return self.chosen, self.top_ids, self.top
+
+    def to_list(self, alternatives: Sequence[int] | None = None) -> list[TokenLogprobs]:
+        """As plain data; waits for the device, if it is there.
 
         Args:
-            alternatives: How many of the K are wanted for each token.
+            alternatives: How many of the K are wanted for each token; None: all.
         """
-        columns = zip(self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist(), alternatives, strict=True)
+        counts = [self.top.shape[1]] * len(self.chosen) if alternatives is None else alternatives
+        columns = zip(self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist(), counts, strict=True)
         return [TokenLogprobs(chosen, ids[:count], top[:count]) for chosen, ids, top, count in columns]
 
 
@@ -52,7 +60,7 @@ class Distribution:
         return Logprobs(chosen[:, 0], self._top.indices, self._top.values - self._total)
 
 
-def prompt_logprobs(logits: Tensor, tokens: Tensor, alternatives: int) -> list[TokenLogprobs]:
-    """Those of ``tokens`` int64 [S], each by its row of ``logits`` float32 [S, V]; waits for the device."""
-    found = Distribution(logits, alternatives).of(tokens)
-    return found.to_list([alternatives] * len(tokens))
+def join(parts: Sequence[Logprobs]) -> Logprobs:
+    """Those of all parts, of at least one, with the same K."""
+    chosen, top_ids, top = (torch.cat(tensors) for tensors in zip(*(part.tensors for part in parts), strict=True))
+    return Logprobs(chosen, top_ids, top)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sapwood_kernels.device_copy import to_device
 from sapwood_worker.sampling.sampling_batch import Penalties
 
 
@@ -45,7 +46,7 @@ class TokenCounts:
             counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
             self._tables = counts, torch.zeros(self._shape, dtype=torch.bool, device=self._device)
         counts, seen = self._tables[0][row], self._tables[1][row]
-        ids = torch.from_numpy(np.frombuffer(tokens, np.uint32).astype(np.int64)).to(self._device)
+        ids = to_device(np.frombuffer(tokens, np.uint32).astype(np.int64), self._device)
         counts.zero_()
         counts.index_add_(0, ids[output_start:], torch.ones_like(ids[output_start:], dtype=torch.int32))
         seen.zero_()

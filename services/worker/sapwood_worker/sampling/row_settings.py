@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sapwood_kernels.device_copy import to_device
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.sampling.random_numbers import uniform
 from sapwood_worker.sampling.sampling_batch import Additions, Penalties, SamplingBatch
@@ -144,7 +145,7 @@ class RowSettings:
         return Additions(self._move(flat.ravel()), self._move(values.ravel()))
 
     def _move(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return to_device(array, self._device)
 
 
 def _fill(

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -51,6 +53,38 @@ def _logprobs(token: int, alternatives: int, vocab_size: int) -> TokenLogprobs:
     return TokenLogprobs(-math.log(token + 2), list(top), [-math.log(each + 2) for each in top])
 
 
+class FakeStep:
+    """A step of :class:`FakeRunner`.
+
+    Args:
+        output: A copy of the step.
+        run: Computes it.
+        at: When its result may be taken, on ``time.monotonic``'s clock.
+    """
+
+    def __init__(self, output: SchedulerOutput, run: Callable[[FakeStep], None], at: float) -> None:
+        self.output = output
+        self.answer: ModelOutput | None = None
+        self.error: RuntimeError | None = None
+        self._run = run
+        self._at = at
+
+    @property
+    def done(self) -> bool:
+        """Whether it has been computed."""
+        return self.answer is not None or self.error is not None
+
+    def result(self) -> ModelOutput:
+        """See :class:`~sapwood_worker.scheduler.output.LaunchedStep`."""
+        if (seconds := self._at - time.monotonic()) > 0:
+            time.sleep(seconds)
+        self._run(self)
+        if self.error is not None:
+            raise self.error
+        assert self.answer is not None
+        return self.answer
+
+
 class FakeRunner:
     """Implements the Runner protocol over an array that stands for the KV pool.
 
@@ -64,7 +98,7 @@ class FakeRunner:
         poison: A step that computes a prompt beginning with this token fails with RuntimeError and leaves wrong KV behind.
         vocabulary: What grammars are masked with; a row with a grammar takes one of the tokens that its mask allows.
         host_pool: The second tier's memory, of pages of ``page_size * 8`` bytes.
-        chance: Makes copies to it late.
+        chance: Makes copies to it late, and steps be computed when they are launched or when their result is taken.
         copy_failures: Share of these that fail.
     """
 
@@ -81,7 +115,13 @@ class FakeRunner:
         self.info = info
         self.host_pool = host_pool
         self.vocabulary = vocabulary
+        self.asynchronous = True
         self._step_seconds = step_seconds
+        self._busy_until = 0.0
+        self._chance = chance
+        self._launched: deque[FakeStep] = deque()
+        # By row of the page table: what the latest step sampled.
+        self._last_tokens: dict[int, int] = {}
         self._poison = poison
         self._pool = np.full((info.num_pages, info.page_size), -1, dtype=np.int64)
         self._transfer = None if host_pool is None else FakeTransfer(self._pool, host_pool, chance, copy_failures)
@@ -96,19 +136,42 @@ class FakeRunner:
         Raises:
             RuntimeError: A prompt begins with the poison token.
         """
-        if self._step_seconds:
-            time.sleep(self._step_seconds)
+        return self.launch(output).result()
+
+    def launch(self, output: SchedulerOutput) -> FakeStep:
+        """See :class:`~sapwood_worker.scheduler.output.Runner`."""
+        self._busy_until = max(self._busy_until, time.monotonic()) + self._step_seconds
+        step = FakeStep(replace(output, page_table=output.page_table.copy()), self._run, self._busy_until)
+        self._launched.append(step)
+        if self._chance is None or self._chance.random() < 0.5:
+            self._run(step)
+        return step
+
+    def _run(self, last: FakeStep) -> None:
+        """Computes what has been launched, in order, up to a step."""
+        while not last.done:
+            step = self._launched.popleft()
+            try:
+                step.answer = self._compute(step.output)
+            except RuntimeError as error:
+                step.error = error
+
+    def _compute(self, output: SchedulerOutput) -> ModelOutput:
         if output.copies is not None:
             assert self._transfer is not None
             self._transfer.start(output.copies)
         # All KV is written before any is read for sampling: two requests that write the same page show it.
         for request in output.requests:
             assert request.token_ids, f"nothing to compute for {request.request_id}"
+            if request.token_ids == [-1]:
+                request.token_ids = [self._last_tokens[request.slot]]
             self._write(request, output.page_table[request.slot])
         tokens = [
             self._sampled(request, output.page_table[request.slot]) if request.samples else -1
             for request in output.requests
         ]
+        for request, token in zip(output.requests, tokens, strict=True):
+            self._last_tokens[request.slot] = token
         logprobs = {
             i: _logprobs(token, request.sampling.logprobs, self.info.vocab_size)
             for i, (request, token) in enumerate(zip(output.requests, tokens, strict=True))

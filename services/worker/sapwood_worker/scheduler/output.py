@@ -36,7 +36,8 @@ class ScheduledRequest:
     Attributes:
         request_id: For error messages and traces.
         slot: The request's row in the page table; stable while the request runs.
-        token_ids: The tokens to compute, at positions ``start`` .. ``start + len(token_ids) - 1``. One token for a decode.
+        token_ids: The tokens to compute, at positions ``start`` .. ``start + len(token_ids) - 1``. One token for a decode; -1
+            if it is the one that the step before samples and the host does not know it yet.
         start: How many tokens before them have their KV in the cache already.
         samples: Whether to sample the token that follows the last of ``token_ids``: false for all but the last chunk of a
             prompt.
@@ -146,8 +147,30 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     index: int = 0
 
 
+class LaunchedStep(Protocol):
+    """A step that is being computed."""
+
+    def result(self) -> ModelOutput:
+        """Waits for the step and returns its answer; to be called once. If the step failed this raises."""
+        ...
+
+
 class Runner(Protocol):
-    """Runs the model on a step's batch."""
+    """Runs the model on a step's batch.
+
+    Attributes:
+        asynchronous: Whether it computes while its caller goes on.
+    """
+
+    asynchronous: bool
+
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        """Begins a step, which is computed after those launched before. At most one other may be unfinished.
+
+        A request that an unfinished step samples for may be in this one too: its token, which the host does not know yet, is
+        then -1. Copies what it needs of ``output`` before it returns. Mutates as :meth:`execute` does.
+        """
+        ...
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
         """Starts the step's copies, computes the KV of every scheduled token, writes it into the page pool in place, and samples.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.retraction import NewTokenRatio
 from sapwood_worker.scheduler.running_batch import RunningBatch
@@ -17,13 +20,21 @@ class PrefillAdder:
         running: The running requests; admitted ones join them.
         budget: Tokens this step may prefill.
         ratio: How much of their ``max_tokens`` requests will generate; pages for that stay in reserve.
+        computing: What steps in flight compute, as ``chunks``.
 
     Attributes:
         chunks: What was added: a request and how many of its tokens.
     """
 
-    def __init__(self, running: RunningBatch, budget: int, ratio: NewTokenRatio) -> None:
+    def __init__(
+        self,
+        running: RunningBatch,
+        budget: int,
+        ratio: NewTokenRatio,
+        computing: Sequence[tuple[Request, int]] = (),
+    ) -> None:
         self._running = running
+        self._computing = computing
         self._budget = budget
         self._ratio = ratio
         self._reserved: int | None = None
@@ -37,16 +48,18 @@ class PrefillAdder:
     def continue_running(self) -> None:
         """Adds the next chunk of each running request that is not through its prompt, by rank."""
         for request in self._running.requests:
-            if request.remaining > 1 and self._budget > 0:
+            if request.remaining > 1 and self._budget > 0 and not request.over:
                 self._add(request)
 
     def should_wait(self, request: Request) -> bool:
-        """Whether a waiting request does better to wait because one in this step is computing much of its prompt.
+        """Whether a waiting request does better to wait because one in this step or in flight computes much of its prompt.
 
         That one goes on in every step and shares each chunk when it is done, so the wait ends, with a cache hit.
         """
         return any(
-            self._running.tokens_gained(request, other) >= WORTH_WAITING for other, count in self.chunks if count > 1
+            self._running.tokens_gained(request, other) >= WORTH_WAITING
+            for other, count in chain(self.chunks, self._computing)
+            if count > 1
         )
 
     def admit(self, request: Request) -> bool:

@@ -37,8 +37,12 @@ class Request:
         waited: Steps that it waited in the queue before it ran last.
         rank: Set when it is admitted; the lower it is the later it is retracted.
         retractions: How often it was sent back to the queue.
+        over: It has ended for its client, but steps in flight still compute it: it keeps its row until they are done.
+        planned: As ``computed``, steps in flight included.
+        in_flight: Steps in flight that compute it.
+        unknown: Tokens, 0 or 1, that a step in flight samples for it.
+        shared: Whether what is computed of it may be shared when it ends.
         held: It waits for pages that are being fetched and is not to be admitted meanwhile.
-        aborted: Its end was asked for while a step was computing it.
         output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of before.
         admission: Unique for each time it is given a row.
         prompt_logprobs: Those that no output carried yet.
@@ -59,7 +63,6 @@ class Request:
     __slots__ = (
         "_scored",
         "_state",
-        "aborted",
         "admission",
         "arrival",
         "cached",
@@ -67,9 +70,12 @@ class Request:
         "deadline",
         "grammar",
         "held",
+        "in_flight",
         "max_length",
         "namespace",
         "output_start",
+        "over",
+        "planned",
         "priority",
         "prompt_length",
         "prompt_logprobs",
@@ -79,9 +85,11 @@ class Request:
         "retractions",
         "sampling",
         "serial",
+        "shared",
         "slot",
         "tenant",
         "token_ids",
+        "unknown",
         "waited",
     )
 
@@ -118,8 +126,12 @@ class Request:
         self.tenant = tenant
         self.deadline = deadline
         self.retractions = 0
+        self.over = False
+        self.planned = 0
+        self.in_flight = 0
+        self.unknown = 0
+        self.shared = True
         self.held = False
-        self.aborted = False
         self.output_start = len(prompt) - output_tokens
         self.admission = -1
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -133,8 +145,8 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens whose KV is still to be computed; 1 while it decodes."""
-        return len(self.token_ids) - self.computed
+        """Tokens whose KV no step computes yet; 1 while it decodes."""
+        return len(self.token_ids) + self.unknown - self.planned
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:

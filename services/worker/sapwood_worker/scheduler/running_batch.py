@@ -84,25 +84,32 @@ class RunningBatch:
         allocated = self._cache.allocate(request.slot, missing)
         assert allocated, f"request {request.request_id} was started without pages for it"
         request.computed += self._cache.load(request.slot)
+        request.planned = request.computed
         insort(self.requests, request, key=lambda other: other.rank)
 
     def make_room(self, request: Request) -> bool:
         """Sees to a page for the request's next token; False, and nothing done, if there is none."""
-        if request.computed < self._table.length(request.slot) * self._page_size:
+        if request.planned < self._table.length(request.slot) * self._page_size:
             return True
         return self._cache.allocate(request.slot, 1)
 
     def commit(self, request: Request) -> None:
         """Shares the full pages of what is computed of a request with those to come."""
-        self._cache.commit(request.slot, request.token_ids, request.computed)
+        # Of a request that was aborted with steps in flight more is computed than its known tokens.
+        known = len(request.token_ids)
+        self._cache.commit(request.slot, request.token_ids, min(request.computed, known))
 
     def stop(self, request: Request, state: RequestState, *, keep: bool = True) -> None:
-        """Takes a request's row; what it computed stays in the cache, unlocked, unless ``keep`` is false."""
+        """Takes a request's row; what it computed stays in the cache, unlocked, unless ``keep`` is false.
+
+        No step in flight may compute it.
+        """
+        assert not request.in_flight, f"request {request.request_id} is still being computed"
         if keep:
             self.commit(request)
         self._cache.close(request.slot)
         self._table.close(request.slot)
         self.requests.remove(request)
         request.slot = -1
-        request.computed = 0
+        request.computed = request.planned = request.unknown = 0
         request.become(state)

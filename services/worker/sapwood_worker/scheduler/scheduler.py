@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_worker.cache.hierarchical import HierarchicalCache
@@ -47,8 +49,18 @@ from sapwood_worker.scheduler.waiting_queue import WaitingQueue
 _NO_LOGPROBS: list[TokenLogprobs] = []
 
 
+class _Item(NamedTuple):
+    """What a step in flight computes of a request, and whether it samples."""
+
+    request: Request
+    tokens: int
+    samples: bool
+
+
 class Scheduler:
-    """The core of the worker. Single-threaded; ``schedule`` and ``update`` alternate.
+    """The core of the worker. Single-threaded.
+
+    ``schedule`` and ``update`` alternate, or ``schedule`` runs ahead of ``update`` by one step.
 
     Args:
         config: See :class:`SchedulerConfig`.
@@ -90,12 +102,12 @@ class Scheduler:
             starved_after=config.starved_after,
         )
         self._ratio = NewTokenRatio(config.conservativeness)
-        self._in_flight: list[tuple[Request, int]] | None = None
+        self._in_flight: deque[list[_Item]] = deque()
         self._steps = 0
         self._arrivals = 0
         self._prompt_tokens = 0
         self._cached_tokens = 0
-        self._paused = False
+        self._paused = self._retract_all = False
         self.num_retractions = 0
         """Retractions for want of pages since the start."""
         self.num_preemptions = 0
@@ -110,6 +122,11 @@ class Scheduler:
     def paused(self) -> bool:
         """Whether nothing is scheduled until :meth:`resume`."""
         return self._paused
+
+    @property
+    def can_step(self) -> bool:
+        """Whether :meth:`schedule` would have something to do for a request."""
+        return bool(self._requests) and (not self._paused or self._retract_all)
 
     @property
     def has_copies(self) -> bool:
@@ -154,18 +171,15 @@ class Scheduler:
             request.held = self._tiers.queued(request.serial, request.reusable[:-1], request.namespace, cached)
 
     def abort(self, serial: int) -> bool:
-        """Ends a request; its pages are free before the next step (after the step in flight, if it is part of one).
+        """Ends a request; its pages are free before the next step (after the steps in flight, if it is part of one).
 
         Returns:
             Whether there was such a request. It gets no further output.
         """
         request = self._requests.get(serial)
-        if request is None or request.aborted:
+        if request is None or request.over:
             return False
-        if self._in_flight is not None and any(request is scheduled for scheduled, _ in self._in_flight):
-            request.aborted = True
-        else:
-            self._finish(request)
+        self._end(request)
         return True
 
     def expire(self) -> list[RequestOutput]:
@@ -173,43 +187,56 @@ class Scheduler:
         outputs: list[RequestOutput] = []
         for serial in self._deadlines.passed(self._clock()):
             request = self._requests.get(serial)
-            if request is not None and not request.aborted:
+            if request is not None and not request.over:
                 outputs.append(self._output(request, [], "deadline"))
                 self.abort(serial)
         self._cache.expire_pins(self._clock())
         return outputs
 
     def pause(self, *, retract: bool = False) -> None:
-        """Schedules nothing until :meth:`resume`; requests may still come and be aborted. No step may be in flight.
+        """Schedules nothing until :meth:`resume`; requests may still come, end by the step in flight, and be aborted.
 
         Args:
-            retract: Send the running requests back to the queue, so that no page is held; else they keep theirs.
+            retract: Send the running requests back to the queue, so that no page is held, now or, if a step is in flight, when
+                :meth:`schedule` is called next; else they keep theirs.
         """
-        assert self._in_flight is None, "a step is in flight"
         self._paused = True
-        if retract:
-            while self._running.requests:
-                self._put_back(choose_victim(self._running.requests))
+        self._retract_all = retract
+        self._halt()
 
     def resume(self) -> None:
         """Ends a pause."""
-        self._paused = False
+        self._paused = self._retract_all = False
+
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether the next step may be planned while one is in flight: a grammar must see each token before the next."""
+        return len(self._in_flight) < 2 and not any(
+            item.samples and item.request.grammar is not None for step in self._in_flight for item in step
+        )
 
     def schedule(self) -> SchedulerOutput:
-        """Plans the next step; it is false if there is nothing to do.
+        """Plans the next step; it is false if there is nothing to do, or nothing until :meth:`update`.
 
-        ``update`` or ``fail_step`` must follow before the next call, unless it is false.
+        With a step in flight (``plans_ahead`` must be true then) the next one goes on where that one will end: its tokens are
+        taken to be no end tokens. What this computes too much is thrown away, and no request is retracted meanwhile.
         """
-        assert self._in_flight is None, "the last step was not updated"
+        assert self.plans_ahead, "a step in flight was not updated"
         for serial in self._tiers.poll() if self._tiers is not None else ():
             self._requests[serial].held = False
         if self._paused:
+            self._halt()
             return SchedulerOutput(self._steps, self._running.rows, [])
         if self._order.by_priority and len(self._running) and len(self._waiting):
-            self._preempt()
+            obstructed = self._preempt()
+            if obstructed:
+                return SchedulerOutput(self._steps, self._running.rows, [])
         decodes, retracted = self._plan_decodes()
+        if decodes is None:
+            return SchedulerOutput(self._steps, self._running.rows, [])
         budget = max(1, self._config.max_step_tokens - len(decodes))
-        adder = PrefillAdder(self._running, budget, self._ratio)
+        computing = [(item.request, item.tokens) for each in self._in_flight for item in each]
+        adder = PrefillAdder(self._running, budget, self._ratio, computing)
         adder.continue_running()
         if not retracted:
             self._ratio.step()
@@ -218,39 +245,46 @@ class Scheduler:
         copies = self._tiers.take() if self._tiers is not None else None
         output = SchedulerOutput(self._steps, self._running.rows, [_scheduled(*item) for item in step], copies)
         if output:
-            self._in_flight = step
+            self._in_flight.append([_launched(*item) for item in step])
             self._steps += 1
         return output
 
     def update(self, output: ModelOutput) -> list[RequestOutput]:
-        """Takes a step's tokens; returns what each request gets."""
-        step, self._in_flight = self._in_flight, None
-        assert step is not None and len(step) == len(output.token_ids) and output.step == self._steps - 1
+        """Takes the tokens of the step longest in flight; returns what each request gets."""
+        assert output.step == self._steps - len(self._in_flight)
+        step = self._in_flight.popleft()
+        assert len(step) == len(output.token_ids)
         if self._tiers is not None:
             self._tiers.ended(output.copied)
         outputs: list[RequestOutput] = []
-        for index, ((request, count), token) in enumerate(zip(step, output.token_ids, strict=True)):
+        for index, ((request, count, samples), token) in enumerate(zip(step, output.token_ids, strict=True)):
             if index in output.prompt_logprobs:
                 request.add_prompt_logprobs(request.computed, output.prompt_logprobs[index])
             request.computed += count
-            if request.aborted:
-                self._finish(request)
+            request.in_flight -= 1
+            request.unknown -= samples
+            if request.over:
+                if not request.in_flight:
+                    self._finish(request)
                 continue
             prefill = count > 1 or request.generated == 0
-            if request.remaining == 0:
+            if samples:
                 outputs.append(self._take_token(request, token, output.logprobs.get(index)))
             if prefill and request.state is RequestState.RUNNING:
                 self._running.commit(request)  # who shares the prompt finds it from now on
         return outputs
 
     def fail_step(self, error: str) -> list[RequestOutput]:
-        """The step in flight came to nothing: ends its requests, and nothing more of them is shared."""
-        step, self._in_flight = self._in_flight, None
+        """The steps in flight came to nothing: ends their requests, and nothing more of them is shared."""
         outputs: list[RequestOutput] = []
-        for request, _ in step or ():
-            if not request.aborted:
+        failed = {item.request.serial: item.request for step in self._in_flight for item in step}
+        self._in_flight.clear()
+        for request in failed.values():
+            if not request.over:
                 outputs.append(self._output(request, [], "error", error))
-            self._finish(request, keep=False)
+            request.in_flight = 0
+            request.shared = False
+            self._finish(request)
         return outputs
 
     def flush_cache(self) -> int:
@@ -326,22 +360,33 @@ class Scheduler:
         assert tokens == self._waiting.num_tokens and len(found) == len(self._waiting), "the queue is miscounted"
         ranks = [request.rank for request in self._running.requests]
         assert ranks == sorted(ranks), "what runs is not in order"
+        flights = Counter(item.request.serial for step in self._in_flight for item in step)
         for request in self._running.requests:
             assert request.state is RequestState.RUNNING and request.slot >= 0
+            assert request.in_flight == flights[request.serial], "steps in flight are miscounted"
+            assert request.in_flight or (request.planned == request.computed and not request.unknown)
+            assert request.in_flight or not request.over, "a request is over, but still there"
             found.add(request)
         assert len(found) == len(self._waiting) + len(self._running), "a request is in two places"
         assert found == set(self._requests.values()), "a request is nowhere"
         if not self._requests:
             self.check_idle()
 
-    def _plan_decodes(self) -> tuple[list[tuple[Request, int]], bool]:
-        """One token of each request that decodes, by rank, and whether any was retracted to make room."""
+    def _plan_decodes(self) -> tuple[list[tuple[Request, int]] | None, bool]:
+        """One token of each request that decodes, by rank, and whether any was retracted to make room.
+
+        None: one would have to be retracted that a step in flight may compute.
+        """
         decodes: list[tuple[Request, int]] = []
         retracted = False
         for request in tuple(self._running.requests):
-            if request.remaining != 1 or request.state is not RequestState.RUNNING:
+            if request.remaining != 1 or request.state is not RequestState.RUNNING or request.over:
+                continue
+            if len(request.token_ids) + request.unknown >= request.max_length:  # the token in flight is its last
                 continue
             while request.state is RequestState.RUNNING and not self._running.make_room(request):
+                if self._in_flight:
+                    return None, False
                 self._retract(choose_victim(self._running.requests))
                 retracted = True
             if request.state is RequestState.RUNNING:
@@ -361,18 +406,31 @@ class Scheduler:
         request.queued_at = self._steps
         self._waiting.put_back(request)
 
-    def _preempt(self) -> None:
-        """Makes room for the first waiting request at the cost of running ones of a lower level."""
+    def _halt(self) -> None:
+        if not self._in_flight:
+            while self._retract_all and self._running.requests:
+                self._put_back(choose_victim(self._running.requests))
+            self._retract_all = False
+
+    def _preempt(self) -> bool:
+        """Makes room for the first waiting request at the cost of running ones of a lower level.
+
+        Returns:
+            Whether it cannot be done while a step is in flight.
+        """
         first = next(self._order.order(self._waiting, self._steps), None)
         if first is None:  # all of them wait for pages that are being fetched
-            return
+            return False
         level = self._order.level(first, self._steps)
         running = self._running.requests
         while running and -running[-1].rank[0] < level:
             if self._running.num_free_slots and PrefillAdder(self._running, 1, self._ratio).fits(first):
-                break
+                return False
+            if self._in_flight:
+                return True
             self._put_back(running[-1])
             self.num_preemptions += 1
+        return False
 
     def _admit(self, adder: PrefillAdder) -> None:
         if adder.num_admissible < 1 or not len(self._waiting):
@@ -396,12 +454,13 @@ class Scheduler:
 
     def _take_token(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
         if token < 0:
+            request.shared = False
             output = self._output(request, [], "error", "the model's logits are not finite numbers")
-            self._finish(request, keep=False)
+            self._end(request)
             return output
         if request.grammar is not None and not request.grammar.accept(token):
             output = self._output(request, [], "error", f"grammar: {request.grammar.error}", "grammar")
-            self._finish(request)
+            self._end(request)
             return output
         request.token_ids.append(token)
         self._fairness.charge(request.tenant, 1)
@@ -409,7 +468,7 @@ class Scheduler:
         output = self._output(request, [token], reason, logprobs=[] if logprobs is None else [logprobs])
         request.prompt_logprobs = []
         if reason is not None:
-            self._finish(request)
+            self._end(request)
         return output
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
@@ -442,14 +501,21 @@ class Scheduler:
             request.prompt_logprobs,
         )
 
-    def _finish(self, request: Request, *, keep: bool = True) -> None:
+    def _end(self, request: Request) -> None:
+        """Ends a request once no step in flight computes it."""
+        if request.in_flight:
+            request.over = True
+        else:
+            self._finish(request)
+
+    def _finish(self, request: Request) -> None:
         if request.state is RequestState.WAITING:
             self._waiting.remove(request, request.remaining)
             request.become(RequestState.FINISHED)
             if self._tiers is not None:
                 self._tiers.settle(request.serial)
         else:
-            self._running.stop(request, RequestState.FINISHED, keep=keep)
+            self._running.stop(request, RequestState.FINISHED, keep=request.shared)
         if request.grammar is not None:
             request.grammar.close()
         self._fairness.ended(request.tenant)
@@ -462,15 +528,25 @@ class Scheduler:
         return self._cache.path(request.reusable, request.namespace)
 
 
+def _launched(request: Request, count: int) -> _Item:
+    """Notes that a step is on its way."""
+    request.planned += count
+    request.in_flight += 1
+    samples = request.remaining == 0
+    request.unknown += samples
+    return _Item(request, count, samples)
+
+
 def _scheduled(request: Request, count: int) -> ScheduledRequest:
-    start = request.computed
+    start = request.planned
     end = start + count
+    token_ids = request.token_ids[start:end].tolist()
     return ScheduledRequest(
         request_id=request.request_id,
         slot=request.slot,
-        token_ids=request.token_ids[start:end].tolist(),
+        token_ids=token_ids if len(token_ids) == count else [*token_ids, -1],
         start=start,
-        samples=end == len(request.token_ids),
+        samples=end == len(request.token_ids) + request.unknown,
         sampling=request.sampling,
         grammar=request.grammar,
         admission=request.admission,

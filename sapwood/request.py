@@ -1,0 +1,116 @@
+"""Plain Python values to the message that asks for a generation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sapwood.generation import Options
+from sapwood.v1 import common_pb2, router_pb2
+
+_CHOICES = {
+    "auto": router_pb2.TOOL_CHOICE_AUTO,
+    "none": router_pb2.TOOL_CHOICE_NONE,
+    "required": router_pb2.TOOL_CHOICE_REQUIRED,
+}
+
+
+def build_request(
+    text: str | None,
+    messages: Iterable[Mapping[str, Any]] | None,
+    token_ids: Iterable[int] | None,
+    options: Options,
+) -> router_pb2.RouterGenerateRequest:
+    """The request message.
+
+    Raises:
+        ValueError: Not exactly one of the three prompts is given, more than one grammar is, or a value is beyond what its field
+            can hold.
+        TypeError: A value is of another type than its field.
+    """
+    if sum(prompt is not None for prompt in (text, messages, token_ids)) != 1:
+        raise ValueError("give exactly one of text, messages and token_ids")
+    stop, choice = options.get("stop", ()), options.get("tool_choice")
+    tools = options.get("tools")
+    if choice is not None and choice not in _CHOICES:
+        raise ValueError(f"tool_choice is one of {', '.join(_CHOICES)}, not {choice!r}")
+    request = router_pb2.RouterGenerateRequest(
+        request_id=options.get("request_id", ""),
+        model=options.get("model"),
+        sampling=_sampling(options),
+        stop=[stop] if isinstance(stop, str) else stop,
+        skip_special_tokens=options.get("skip_special_tokens"),
+        tools="" if tools is None else json.dumps(list(tools), ensure_ascii=False),
+        tool_choice=None if choice is None else _CHOICES[choice],
+        tool_choice_function=options.get("tool_choice_function", ""),
+        parallel_tool_calls=options.get("parallel_tool_calls"),
+        grammar=_grammar(options),
+    )
+    if text is not None:
+        request.text = text
+    elif messages is not None:
+        request.messages.CopyFrom(router_pb2.ChatMessages(messages=[_message(turn) for turn in messages]))
+    else:
+        request.tokens.CopyFrom(common_pb2.TokenIds(ids=token_ids))
+    return request
+
+
+def _sampling(options: Options) -> common_pb2.SamplingParams:
+    return common_pb2.SamplingParams(
+        temperature=options.get("temperature"),
+        top_k=options.get("top_k"),
+        top_p=options.get("top_p"),
+        min_p=options.get("min_p"),
+        seed=options.get("seed"),
+        max_tokens=options.get("max_tokens"),
+        stop_token_ids=options.get("stop_token_ids", ()),
+        ignore_eos=options.get("ignore_eos"),
+        frequency_penalty=options.get("frequency_penalty"),
+        presence_penalty=options.get("presence_penalty"),
+        repetition_penalty=options.get("repetition_penalty"),
+        logit_bias=options.get("logit_bias"),
+        min_tokens=options.get("min_tokens"),
+        n=options.get("n"),
+        logprobs=options.get("logprobs"),
+        prompt_logprobs=options.get("prompt_logprobs"),
+    )
+
+
+def _grammar(options: Options) -> common_pb2.Grammar | None:
+    schema, tag = options.get("json_schema"), options.get("structural_tag")
+    given = {
+        "json_schema": schema,
+        "regex": options.get("regex"),
+        "ebnf": options.get("ebnf"),
+        "structural_tag": tag,
+    }
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise ValueError(f"give only one of {' and '.join(named)}")
+    if not named:
+        return None
+    return common_pb2.Grammar(
+        json_schema=_json(schema), regex=options.get("regex"), ebnf=options.get("ebnf"), structural_tag=_json(tag)
+    )
+
+
+def _json(value: Mapping[str, Any] | str | None) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _message(turn: Mapping[str, Any]) -> common_pb2.ChatMessage:
+    """A turn; calls of tools may be in this package's form or in that of OpenAI's API."""
+    return common_pb2.ChatMessage(
+        role=turn["role"],
+        content=turn.get("content"),
+        name=turn.get("name"),
+        tool_calls=[_call(call) for call in turn.get("tool_calls") or ()],
+        tool_call_id=turn.get("tool_call_id"),
+        reasoning=turn.get("reasoning"),
+    )
+
+
+def _call(call: Mapping[str, Any]) -> common_pb2.ToolCall:
+    function = call.get("function", call)
+    return common_pb2.ToolCall(id=call["id"], name=function["name"], arguments=function["arguments"])

@@ -1,0 +1,67 @@
+"""Who asks, and how a request is to be treated for it: what the edges read from metadata and headers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sapwood_common.errors import InvalidArgumentError
+
+TENANT_KEY = "x-tenant"
+PRIORITY_KEY = "x-priority"
+SESSION_KEY = "x-session-id"
+
+_LONGEST = 128
+_MOST = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Attributes of a request beside what it asks for.
+
+    Attributes:
+        tenant: Whom its share of a busy cluster is counted to: the name of its API key; without keys, what it says itself.
+        priority: -100 to 100; larger goes first where requests wait.
+        session: What consistent_hash keeps on one worker; empty for nothing.
+    """
+
+    tenant: str = ""
+    priority: int = 0
+    session: str = ""
+
+
+NOBODY = Caller()
+
+
+def caller_of(get: Callable[[str], str | None], key_name: str | None) -> Caller:
+    """The caller that metadata or headers name.
+
+    Args:
+        get: The value of a key, None if it is not there.
+        key_name: The name of its API key, if keys are asked for.
+
+    Raises:
+        InvalidArgumentError: A value makes no sense.
+    """
+    tenant = key_name or get(TENANT_KEY)
+    priority, session = get(PRIORITY_KEY), get(SESSION_KEY)
+    if not tenant and not priority and not session:
+        return NOBODY
+    for key, value in ((TENANT_KEY, tenant), (SESSION_KEY, session)):
+        if value is not None and len(value) > _LONGEST:
+            raise InvalidArgumentError(f"{key} is longer than {_LONGEST} characters", field=key)
+    return Caller(tenant or "", _priority(priority), session or "")
+
+
+def _priority(value: str | None) -> int:
+    if not value:
+        return 0
+    try:
+        number = int(value)
+    except ValueError:
+        number = _MOST + 1
+    if not -_MOST <= number <= _MOST:
+        raise InvalidArgumentError(
+            f"{PRIORITY_KEY} must be a whole number in -{_MOST}..{_MOST}, got {value[:20]!r}", field=PRIORITY_KEY
+        )
+    return number

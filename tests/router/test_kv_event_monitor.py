@@ -1,0 +1,198 @@
+"""The exact index follows a worker's events: against the worker's own bookkeeping, over lost, reordered and corrupt messages,
+and from a real worker's process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import sys
+import time
+
+import pytest
+
+from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from sapwood_common.channel import Dialer, open_channel
+from sapwood_common.page_hash import hash_pages
+from sapwood_router.block_index import BlockIndex, Tier
+from sapwood_router.circuit_breaker import BreakerSettings, CircuitBreaker
+from sapwood_router.convert import load_of
+from sapwood_router.kv_event_monitor import DriftError, KvEventFollower, KvEventMonitor
+from sapwood_router.load import Load
+from sapwood_router.worker import Worker
+from sapwood_worker.cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Medium
+from sapwood_worker.convert import to_kv_events
+from sapwood_worker.kv_event_stream import KvEventBatch, KvEventStream
+
+TIERS = {"GPU": Tier.GPU, "CPU_TIER1": Tier.HOST, "CPU_TIER2": Tier.REMOTE}
+
+
+class Publisher:
+    """A worker's stream fed with random changes; keeps what is cached, and every message."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self.stream = KvEventStream()
+        self.sent: list[KvEventBatch] = []
+        self.stream.listen(self.sent.append)
+        self.held: dict[Medium, set[bytes]] = {"GPU": set(), "CPU_TIER1": set(), "CPU_TIER2": set()}
+        self.stream.begin(7)
+
+    def change(self) -> None:
+        medium: Medium = self._rng.choice(["GPU", "CPU_TIER1", "CPU_TIER2"])
+        held = self.held[medium]
+        if held and self._rng.random() < 0.4:
+            gone = self._rng.sample(sorted(held), self._rng.randint(1, len(held)))
+            held.difference_update(gone)
+            self.stream.apply([BlockRemoved(b"".join(gone), medium)])
+        elif self._rng.random() < 0.02:
+            for each in self.held.values():
+                each.clear()
+            self.stream.apply([AllBlocksCleared()])
+        else:
+            new = [page for page in (self._rng.randbytes(16) for _ in range(3)) if page not in held]
+            held.update(new)
+            self.stream.apply([BlockStored(b"".join(new), b"", b"\0" * 4 * len(new), medium=medium)])
+
+    def snapshot(self) -> list[worker_pb2.SubscribeKvEventsResponse]:
+        return [to_kv_events(part, 1, token_ids=False) for part in self.stream.snapshot()]
+
+    def messages(self, start: int) -> list[worker_pb2.SubscribeKvEventsResponse]:
+        return [to_kv_events(batch, 1, token_ids=False) for batch in self.sent[start:]]
+
+    def load(self) -> Load:
+        return Load(epoch=self.stream.epoch, kv_seq=self.stream.seq, kv_digest=self.stream.digest)
+
+
+def is_true(index: BlockIndex, publisher: Publisher) -> bool:
+    return all(index.pages("w", TIERS[medium]) == held for medium, held in publisher.held.items())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_snapshot_and_the_changes_after_it_make_the_index_true(seed: int):
+    publisher, index = Publisher(seed), BlockIndex(1 << 24)
+    for _ in range(50):
+        publisher.change()
+    follower = KvEventFollower("w", index)
+    for message in publisher.snapshot():
+        follower.apply(message)
+    assert is_true(index, publisher)
+    assert follower.agrees(publisher.load())
+    at = len(publisher.sent)
+    for _ in range(200):
+        publisher.change()
+    for message in publisher.messages(at):
+        follower.apply(message)
+    assert is_true(index, publisher)
+    assert follower.agrees(publisher.load())
+
+
+@pytest.mark.parametrize("damage", ["lost", "reordered", "corrupt"])
+def test_what_is_damaged_on_the_way_is_noticed_at_once(damage: str):
+    publisher, index = Publisher(1), BlockIndex(1 << 24)
+    follower = KvEventFollower("w", index)
+    for message in publisher.snapshot():
+        follower.apply(message)
+    at = len(publisher.sent)
+    for _ in range(10):
+        publisher.change()
+    messages = publisher.messages(at)
+    if damage == "lost":
+        del messages[4]
+    elif damage == "reordered":
+        messages[4], messages[5] = messages[5], messages[4]
+    else:
+        messages[4].events[0].Clear()
+    with pytest.raises(DriftError):
+        for message in messages:
+            follower.apply(message)
+
+
+def test_a_silent_stream_is_told_from_an_old_report():
+    publisher, index = Publisher(2), BlockIndex(1 << 24)
+    before = publisher.load()
+    publisher.change()
+    follower = KvEventFollower("w", index)
+    assert follower.agrees(publisher.load())  # nothing has been heard yet
+    for message in publisher.snapshot():
+        follower.apply(message)
+    assert follower.agrees(before)
+    publisher.change()
+    assert not follower.agrees(publisher.load())
+
+
+def test_a_scheduler_started_anew_behind_the_same_front_holds_nothing():
+    publisher, index = Publisher(3), BlockIndex(1 << 24)
+    for _ in range(5):
+        publisher.change()
+    follower = KvEventFollower("w", index)
+    for message in publisher.snapshot():
+        follower.apply(message)
+    at = len(publisher.sent)
+    publisher.stream.begin(8)
+    for message in publisher.messages(at):
+        follower.apply(message)
+    assert index.knows("w")
+    assert not any(index.pages("w", tier) for tier in Tier)
+    assert follower.agrees(publisher.load())
+
+
+@contextlib.asynccontextmanager
+async def worker_process():
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "sapwood_worker.testing.fake_worker", "--port", "0", "--step-ms", "0"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(60):
+        while not (found := re.search(r"listening on (\S+:\d+)", (await process.stderr.readline()).decode())):
+            pass
+    reading = asyncio.ensure_future(process.stderr.read())
+    try:
+        yield found[1]
+    finally:
+        process.kill()
+        await process.wait()
+        await reading
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def test_a_worker_process_is_followed_and_a_drift_is_repaired():
+    async with worker_process() as address, open_channel(address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        index, drifts = BlockIndex(1 << 24), []
+        worker = Worker(address, CircuitBreaker(BreakerSettings(), time.monotonic), time.monotonic)
+        monitor = asyncio.create_task(KvEventMonitor(worker, index, Dialer(), lambda: drifts.append(1)).run())
+        page_size = (await stub.GetModelInfo(worker_pb2.GetModelInfoRequest())).page_size
+        prompt = list(range(1, 6 * page_size))
+
+        async def generate(tokens: list[int]) -> None:
+            request = worker_pb2.WorkerGenerateRequest(
+                request_id=str(tokens[0]), token_ids=tokens, sampling=common_pb2.SamplingParams(max_tokens=2)
+            )
+            async for _ in stub.Generate(request):
+                pass
+
+        await generate(prompt)
+        hashes = hash_pages(prompt, page_size)
+        assert len(hashes) == 5
+        await until(lambda: index.overlaps(hashes) == {address: (5, 5.0)})
+
+        # Something is lost unseen: the index lacks a page's worth of truth, and the reports show a state never heard of.
+        worker.report(Load(epoch=worker.load.epoch, kv_seq=10**6, kv_digest=1))
+        report = await anext(aiter(stub.WatchLoad(worker_pb2.WatchLoadRequest())))
+        worker.report(Load(epoch=report.load.epoch, kv_seq=10**6, kv_digest=1))
+        await until(lambda: bool(drifts))
+        worker.report(load_of(report.load))
+        await until(lambda: index.overlaps(hashes) == {address: (5, 5.0)})
+
+        await stub.FlushCache(worker_pb2.FlushCacheRequest())
+        await until(lambda: not index.overlaps(hashes))
+        monitor.cancel()
+        await asyncio.wait([monitor])
+        assert not index.knows(address)

@@ -86,6 +86,8 @@ class Worker:
         self.session: WorkerSession | None = None
         self.model: ServedModel | None = None
         self.available = False
+        """Whether it is connected and takes requests; ``draining``: whether an operator wants it to get none."""
+        self.draining = False
         self.problem: str | None = "not reached yet"
         self.most_requests = math.inf
         """Requests that this router gives it at a time."""

@@ -207,6 +207,7 @@ class EventLoop:
             priority=terms.priority,
             tenant=terms.tenant,
             deadline=None if terms.seconds is None else time.monotonic() + terms.seconds,
+            pooling=message.pooling,
         )
         try:
             self._scheduler.add(request)

@@ -15,7 +15,7 @@ from sapwood_worker.cache.report import TierReport
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
-from sapwood_worker.scheduler.output import RequestOutput
+from sapwood_worker.scheduler.output import Pooling, RequestOutput
 from sapwood_worker.scheduler.terms import USUAL, Terms
 from sapwood_worker.step_clock import StepTime
 
@@ -25,6 +25,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
     ``token_ids``: native uint32. ``grammar``: a compiled grammar, empty for none; ``output_tokens``: so many of
     ``token_ids``, at the end, are output of before. ``terms``: its place among others.
+    ``pooling``: how its hidden states become an embedding; empty: it generates.
     """
 
     serial: int
@@ -34,6 +35,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     grammar: bytes = b""
     output_tokens: int = 0
     terms: Terms = USUAL
+    pooling: Pooling = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -14,10 +14,13 @@ from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_common.telemetry import is_valid_traceparent, traceparent_var
 from sapwood_worker.cache.report import TierReport
 from sapwood_worker.convert import (
+    check_inputs,
     check_prompt,
+    from_pooling,
     to_kv_events,
     to_load_report,
     to_namespace,
+    to_pooling,
     to_response,
     to_sampling,
     to_terms,
@@ -152,6 +155,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             page_size=info.page_size,
             num_pages=info.num_pages,
             epoch=epoch,
+            embedding_size=info.embedding_size,
+            pooling=from_pooling(info),
+            embeds_only=not info.generates,
             max_running=max_running,
         )
 
@@ -297,6 +303,27 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Ends a recording."""
         self._loaded()
         return worker_pb2.StopProfileResponse(path=await self._engine.stop_profile())
+
+    async def Embed(self, request: worker_pb2.WorkerEmbedRequest, context: Context) -> worker_pb2.WorkerEmbedResponse:
+        """Embeds all inputs. A call that is cancelled takes its inputs out of the scheduler."""
+        info = self._loaded().info
+        if self._draining.is_set():
+            raise UnavailableError("this worker is draining", retry_after=1.0)
+        check_inputs(request, info)
+        self._engine.check()
+        inputs = [each.ids for each in request.inputs]
+        pooling = to_pooling(request.pooling, info)
+        vectors = await self._engine.embeddings.embed(
+            request.request_id or "embed",
+            inputs,
+            pooling,
+            to_terms(request, context.time_remaining()),
+            normalize=request.normalize if request.HasField("normalize") else True,
+        )
+        return worker_pb2.WorkerEmbedResponse(
+            embeddings=[worker_pb2.Embedding(values=vector.tolist()) for vector in vectors],
+            prompt_tokens=sum(map(len, inputs)),
+        )
 
     def _loaded(self) -> ServedModel:
         if self.model is None:

@@ -137,7 +137,7 @@ class Run:
         if self._closed:
             raise RequestCancelledError("the client left")
         fix_seed(context)
-        stream = pipeline.session.open(context.output)
+        stream = pipeline.session.open(context.output, whole=context.whole)
         self._attempts = Attempts(pipeline, context, stream, self._watch)
         self._driver = asyncio.ensure_future(self._attempts.run())
         self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire, stream)

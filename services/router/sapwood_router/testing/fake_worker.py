@@ -12,7 +12,13 @@ from typing import Any, cast
 import grpc
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from sapwood_common.errors import InvalidArgumentError, NotFoundError, SapwoodError, UnavailableError
+from sapwood_common.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    SapwoodError,
+    UnavailableError,
+    UnimplementedError,
+)
 from sapwood_common.page_hash import hash_pages
 from sapwood_common.server import ServiceServer
 from sapwood_common.status import code_number
@@ -330,6 +336,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             changed = self._load_changed
             yield worker_pb2.WatchLoadResponse(load=self.load)
             await changed.wait()
+
+    async def SubscribeKvEvents(  # noqa: N802
+        self, request: worker_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.SubscribeKvEventsResponse]:
+        """It has none."""
+        raise UnimplementedError("this worker publishes no KV events")
+        yield worker_pb2.SubscribeKvEventsResponse()
 
     async def FlushCache(  # noqa: N802
         self, request: worker_pb2.FlushCacheRequest, context: Context

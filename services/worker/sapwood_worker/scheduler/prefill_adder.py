@@ -68,6 +68,8 @@ class PrefillAdder:
         With nothing running it always fits. Otherwise there must also be pages for what it and the running requests are
         expected to generate, at least one for each.
         """
+        if request.whole and request.remaining > self._budget and self.chunks:
+            return False  # it has a step of its own
         if not self.fits(request):
             return False
         growth = self._growth(request)
@@ -89,6 +91,6 @@ class PrefillAdder:
         return max(1, self._running.pages_for(self._ratio.expected_tokens(request)))
 
     def _add(self, request: Request) -> None:
-        count = min(request.remaining, self._budget)
+        count = request.remaining if request.whole else min(request.remaining, self._budget)
         self._budget -= count
         self.chunks.append((request, count))

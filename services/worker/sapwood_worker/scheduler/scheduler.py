@@ -152,13 +152,14 @@ class Scheduler:
         assert request.serial not in self._requests, f"serial {request.serial} is taken"
         if not request.prompt_length:
             raise InvalidArgumentError("token_ids is empty: there is no prompt", field="token_ids")
-        if request.prompt_length >= self._limit:
+        if request.prompt_length >= self._limit + bool(request.pooling):
             raise InvalidArgumentError(
                 f"prompt of {request.prompt_length} tokens leaves no room in the context of {self._limit} tokens",
                 field="token_ids",
             )
         if not self._order.by_priority:
             request.priority = 0
+        request.whole = self._config.whole_prompts
         self._waiting.add(request)
         self._requests[request.serial] = request
         self._fairness.arrived(request.tenant)
@@ -269,6 +270,12 @@ class Scheduler:
                 if not request.in_flight:
                     self._finish(request)
                 continue
+            if request.pooling:
+                request.add_pooled(request.computed - count, output.pooled[index])
+                if request.computed == request.prompt_length:
+                    outputs.append(self._output(request, [], "stop", embedding=request.embedding))
+                    self._finish(request)
+                    continue
             prefill = count > 1 or request.generated == 0
             if samples:
                 outputs.append(self._take_token(request, token, output.logprobs.get(index)))
@@ -489,6 +496,7 @@ class Scheduler:
         error: str = "",
         error_field: str = "",
         logprobs: list[TokenLogprobs] = _NO_LOGPROBS,
+        embedding: bytes = b"",
     ) -> RequestOutput:
         return RequestOutput(
             request.serial,
@@ -501,6 +509,7 @@ class Scheduler:
             error_field,
             logprobs,
             request.prompt_logprobs,
+            embedding=embedding,
         )
 
     def _end(self, request: Request) -> None:
@@ -534,7 +543,7 @@ def _launched(request: Request, count: int) -> _Item:
     """Notes that a step is on its way."""
     request.planned += count
     request.in_flight += 1
-    samples = request.remaining == 0
+    samples = request.remaining == 0 and not request.pooling
     request.unknown += samples
     return _Item(request, count, samples)
 
@@ -548,7 +557,7 @@ def _scheduled(request: Request, count: int) -> ScheduledRequest:
         slot=request.slot,
         token_ids=token_ids if len(token_ids) == count else [*token_ids, -1],
         start=start,
-        samples=end == len(request.token_ids) + request.unknown,
+        samples=end == len(request.token_ids) + request.unknown and not request.pooling,
         sampling=request.sampling,
         grammar=request.grammar,
         admission=request.admission,
@@ -557,4 +566,5 @@ def _scheduled(request: Request, count: int) -> ScheduledRequest:
         prompt_length=request.prompt_length,
         prompt_logprobs=request.wanted_prompt_logprobs,
         serial=request.serial,
+        pooling=request.pooling,
     )

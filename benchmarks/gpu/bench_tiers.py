@@ -1,4 +1,4 @@
-"""The second tier on one GPU: bandwidth of load-back, what a hit is worth, what write-through costs, a working set beyond the pool.
+"""The second tier on one GPU: bandwidth of load-back, what a hit is worth, what write-through costs, more than the pool holds.
 
     python benchmarks/gpu/bench_tiers.py --model benchmarks/gpu/configs/llama-3.1-8b
 

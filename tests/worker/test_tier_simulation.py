@@ -184,13 +184,13 @@ def run_seeds(first: int, steps: int) -> dict[str, int]:
             simulation.run(80)
         except Exception as error:
             raise AssertionError(f"seed {seed}, step {simulation.steps}: {error!r}") from error
+        counters = dataclasses.asdict(simulation.tiers.counters)
         storage = dataclasses.asdict(simulation.storage.counters)
         happened = {
             "steps": simulation.steps,
             "aborted": simulation.aborted,
             "retractions": simulation.scheduler.num_retractions,
-            **dataclasses.asdict(simulation.tiers.counters),
-            **{name: count for name, count in storage.items() if not name.startswith("seconds")},
+            **{name: count for name, count in (counters | storage).items() if "seconds" not in name},
         }
         for name, count in happened.items():
             totals[name] = totals.get(name, 0) + count

@@ -53,6 +53,8 @@ class TierCounters:
         store_failures: Meant to be, but the copy failed.
         no_room: Not copied because the second tier had no page to give.
         fences: Steps that had to wait for the stores before them.
+        store_seconds: Time that copies to the second tier took.
+        load_seconds: Time that copies from it took.
     """
 
     device_hits: int = 0
@@ -61,6 +63,8 @@ class TierCounters:
     store_failures: int = 0
     no_room: int = 0
     fences: int = 0
+    store_seconds: float = 0.0
+    load_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -221,7 +225,9 @@ class HierarchicalCache:
         return Copies(stored, loaded, fence)
 
     def ended(self, report: CopyReport) -> None:
-        """Takes the runner's report of stores that have ended."""
+        """Takes the runner's report of copies that have ended."""
+        self.counters.store_seconds += report.store_seconds
+        self.counters.load_seconds += report.load_seconds
         for number in report.done:
             entries = self._end(number)
             self.host.written(entries)

@@ -195,6 +195,22 @@ class StorageTier:
             self._writing += len(batch)
             connection.call(partial(self._put, connection, batch), partial(self._written, batch), urgent=False)
 
+    def clear(self, done: Callable[[str], None]) -> None:
+        """Has this model's objects removed from the store; ``done`` is called with what went wrong, in a later :meth:`poll`."""
+        connection = self.connection
+        if connection is None:
+            done("no store is attached")
+            return
+
+        def ended(fine: bool | None) -> None:
+            done("" if fine else connection.last_error or "the store did not do it")
+
+        def job() -> bool:
+            connection.backend.clear(connection.namespace)
+            return True
+
+        connection.call(job, ended, urgent=True)
+
     def poll(self) -> list[int]:
         """Takes the ends of calls; returns the requests that need not wait any longer."""
         for connection in (*self._closing, *(() if self.connection is None else (self.connection,))):

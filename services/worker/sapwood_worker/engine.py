@@ -11,12 +11,15 @@ import msgspec
 
 from sapwood_common import errors
 from sapwood_common.child_seed import child_seed
+from sapwood_worker.cache.report import TierReport
 from sapwood_worker.embedding_calls import EmbeddingCalls
 from sapwood_worker.generation import Generation
 from sapwood_worker.kv_event_stream import KvEventStream
 from sapwood_worker.messages import (
     Abort,
     Answered,
+    CacheCommand,
+    CacheVerb,
     CallFailed,
     Flush,
     FromScheduler,
@@ -181,7 +184,7 @@ class Engine:
         """
         return (await self._ask(StopProfile)).text
 
-    async def _ask(self, make: Callable[[int], Operation]) -> Answered:
+    async def _ask(self, make: Callable[[int], Operation | CacheCommand]) -> Answered:
         self.check()
         call = next(self._serials)
         future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
@@ -191,6 +194,14 @@ class Engine:
             return await future
         finally:
             del self._calls[call]
+
+    async def cache_command(self, verb: CacheVerb, argument: str = "") -> list[TierReport]:
+        """Shows or changes the tiers of the KV cache; returns them as they are afterwards.
+
+        Raises:
+            InvalidArgumentError: It could not be done; the message says why.
+        """
+        return (await self._ask(lambda call: CacheCommand(call, verb, argument))).tiers
 
     async def load_after(self, version: int) -> None:
         """Returns once :attr:`load_version` is not ``version`` any more."""

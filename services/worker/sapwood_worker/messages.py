@@ -6,9 +6,12 @@ moment its old request is cancelled, while outputs of that are still on their wa
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from sapwood_worker.cache.kv_events import KvEvent
+from sapwood_worker.cache.report import TierReport
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
@@ -93,11 +96,28 @@ class StopProfile(msgspec.Struct, frozen=True, tag="stop-profile"):
 Operation = Flush | Pin | Unpin | Pause | Resume | StartProfile | StopProfile
 
 
+CacheVerb = Literal["stats", "clear", "attach", "detach"]
+CACHE_FIELDS: dict[CacheVerb, str] = {"attach": "url", "clear": "tiers"}
+"""Which field of its caller's a command's argument comes from."""
+
+
+class CacheCommand(msgspec.Struct, frozen=True, tag="cache"):
+    """Show or change the tiers of the KV cache; answered like an operation, with the tiers as they are
+    then.
+
+    ``clear`` takes the name of a tier or ``all``, ``attach`` the URL of a store; the others take nothing.
+    """
+
+    call: int
+    verb: CacheVerb
+    argument: str = ""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Exit now."""
 
 
-ToScheduler = Submit | Abort | Operation | Shutdown
+ToScheduler = Submit | Abort | Operation | CacheCommand | Shutdown
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -144,6 +164,7 @@ class Answered(msgspec.Struct, frozen=True, tag="answered"):
     call: int
     number: int = 0
     text: str = ""
+    tiers: list[TierReport] = []
 
 
 class CallFailed(msgspec.Struct, frozen=True, tag="call-failed"):

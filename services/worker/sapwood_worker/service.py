@@ -12,6 +12,7 @@ import grpc
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_common.telemetry import is_valid_traceparent, traceparent_var
+from sapwood_worker.cache.report import TierReport
 from sapwood_worker.convert import (
     check_inputs,
     check_prompt,
@@ -24,6 +25,7 @@ from sapwood_worker.convert import (
     to_sampling,
     to_terms,
 )
+from sapwood_worker.convert_cache import to_tier_names, to_tier_stats
 from sapwood_worker.engine import Engine
 from sapwood_worker.generation import Generation
 from sapwood_worker.grammar.front import RequestGrammars
@@ -191,6 +193,41 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Empties the prefix cache."""
         self._loaded()
         return worker_pb2.FlushCacheResponse(freed_pages=await self._engine.flush_cache())
+
+    async def GetCacheStats(
+        self, request: worker_pb2.GetCacheStatsRequest, context: Context
+    ) -> worker_pb2.GetCacheStatsResponse:
+        """Shows the tiers of the KV cache."""
+        self._loaded()
+        return worker_pb2.GetCacheStatsResponse(tiers=to_tier_stats(await self._engine.cache_command("stats")))
+
+    async def ClearCache(
+        self, request: worker_pb2.ClearCacheRequest, context: Context
+    ) -> worker_pb2.ClearCacheResponse:
+        """Empties tiers."""
+        self._loaded()
+        reports: list[TierReport] = []
+        for tier in to_tier_names(request):
+            reports = await self._engine.cache_command("clear", tier)
+        return worker_pb2.ClearCacheResponse(tiers=to_tier_stats(reports))
+
+    async def AttachStorage(
+        self, request: worker_pb2.AttachStorageRequest, context: Context
+    ) -> worker_pb2.AttachStorageResponse:
+        """Attaches a store; returns when it is, or fails with what the store said and goes on trying."""
+        self._loaded()
+        if not request.url:
+            raise InvalidArgumentError("url is missing", field="url")
+        return worker_pb2.AttachStorageResponse(
+            tiers=to_tier_stats(await self._engine.cache_command("attach", request.url))
+        )
+
+    async def DetachStorage(
+        self, request: worker_pb2.DetachStorageRequest, context: Context
+    ) -> worker_pb2.DetachStorageResponse:
+        """Detaches the store."""
+        self._loaded()
+        return worker_pb2.DetachStorageResponse(tiers=to_tier_stats(await self._engine.cache_command("detach")))
 
     async def SubscribeKvEvents(
         self, request: worker_pb2.SubscribeKvEventsRequest, context: Context

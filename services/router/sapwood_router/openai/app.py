@@ -38,6 +38,7 @@ from sapwood_router.guard import Guard
 from sapwood_router.openai.body import read_body
 from sapwood_router.openai.chat import chat
 from sapwood_router.openai.completions import complete
+from sapwood_router.openai.embeddings import embed
 from sapwood_router.openai.errors import error_object
 from sapwood_router.openai.exchange import Exchange
 from sapwood_router.openai.models import get_model, list_models
@@ -122,7 +123,11 @@ class OpenAIFront:
         self._idle.set()
         self._direct: dict[tuple[str, str], ASGIApp] = {
             ("POST", path): Endpoint(self, self._generates(generate), guard)
-            for path, generate in (("/v1/completions", complete), ("/v1/chat/completions", chat))
+            for path, generate in (
+                ("/v1/completions", complete),
+                ("/v1/chat/completions", chat),
+                ("/v1/embeddings", embed),
+            )
         }
         self._routed = Starlette(
             routes=[

@@ -15,6 +15,7 @@ from sapwood_router.admission_control import AdmissionControl
 from sapwood_router.context import Delta, RequestContext
 from sapwood_router.detokenize_pool import DetokenizePool
 from sapwood_router.detokenize_stream import DetokenizeStream
+from sapwood_router.embedding import Embedder
 from sapwood_router.observer import RequestObserver
 from sapwood_router.pipeline.attempts import Attempts
 from sapwood_router.pipeline.build import fix_seed
@@ -57,6 +58,7 @@ class Pipeline:
         observer: RequestObserver,
     ) -> None:
         self.tokenizer = tokenizer
+        self.embedder = Embedder(tokenizer, registry)
         self.session = session
         self.registry = registry
         self.admission = admission

@@ -16,7 +16,7 @@ SOURCES := pyproject.toml hatch_build.py $(wildcard protos/sapwood/v1/*.proto)
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-slow test-containers audit lint fmt proto docs bench-cpu bench-tokenizer node clean
+.PHONY: help up test test-slow test-containers audit lint fmt proto docs bench-cpu bench-scheduler bench-tokenizer node clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ docs: $(BIN)/.installed-dev ## Write docs/configuration.md, docs/metrics.md and 
 
 bench-cpu: $(BIN)/.installed-dev ## Measure beside transformers on this CPU: ARGS='--plot bench.png' draws
 	$(BIN)/python benchmarks/bench_cpu.py $(ARGS)
+
+bench-scheduler: $(BIN)/.installed-dev ## Measure what scheduler and prefix cache cost the host, and each policy's hit rate
+	$(BIN)/python benchmarks/bench_scheduler.py $(ARGS)
 
 bench-tokenizer: $(BIN)/.installed-dev ## Measure the tokenizer service beside the tokenizers library: ARGS='--model DIR'
 	$(BIN)/python benchmarks/bench_tokenizer.py $(ARGS)

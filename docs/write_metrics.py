@@ -7,11 +7,15 @@ python docs/write_metrics.py --check    exits 1 if it is not up to date
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 from sapwood_common.metrics import MetricSet, MetricSpec
 from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_common.tracing import NoTracing
+from sapwood_router.admission import AdmissionSettings
+from sapwood_router.admission_control import AdmissionControl
+from sapwood_router.block_index import BlockIndex
 from sapwood_router.registry import Registry
 from sapwood_router.router_metrics import RouterMetrics
 from sapwood_tokenizer.tokenizer_metrics import add_metrics
@@ -45,7 +49,9 @@ def render() -> str:
     """The whole page."""
     every, router, tokenizer, worker = MetricSet(), MetricSet(), MetricSet(), MetricSet()
     RpcTelemetry(every, NoTracing())
-    RouterMetrics(router).watch(Registry([]))
+    registry, router_metrics = Registry([]), RouterMetrics(router)
+    router_metrics.watch(registry, AdmissionControl(registry, AdmissionSettings(), time.monotonic))
+    router_metrics.watch_index(BlockIndex(0))
     add_metrics(tokenizer, dict, lambda: 0)
     WorkerMetrics(worker).watch(Load)
     sections = [("Every service", every), ("Router", router), ("Tokenizer", tokenizer), ("Worker", worker)]

@@ -199,6 +199,17 @@ def test_with_scarce_cache_it_is_as_good_as_a_fixed_worker_a_conversation(concur
     assert ours.imbalance <= 1.15
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3, 4, 5])
+def test_the_goals_hold_with_every_seed(seed) -> None:
+    easy = conversations(new_cache_aware(), **EASY, concurrency=8, seed=seed)
+    assert easy.hit_rate >= 0.92
+    assert easy.imbalance <= 1.25
+    tight = conversations(new_cache_aware(), **TIGHT, concurrency=8, seed=seed)
+    sticky = conversations(Sticky(), **TIGHT, concurrency=8, seed=seed)
+    assert tight.hit_rate >= sticky.hit_rate - 0.005
+    assert tight.imbalance <= 1.15
+
+
 @pytest.mark.parametrize("system", [0, 500])
 def test_a_single_conversation_never_changes_its_worker(system) -> None:
     result = conversations(new_cache_aware(), count=1, cache_share=8.0, concurrency=1, seed=3, turns=40, system=system)

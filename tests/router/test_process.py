@@ -65,7 +65,9 @@ async def fakes():
     await tokenizer.kill()
 
 
-@pytest.mark.parametrize("policy", ["cache_aware", "round_robin", "random", "least_load", "power_of_two"])
+@pytest.mark.parametrize(
+    "policy", ["cache_aware", "round_robin", "random", "least_load", "power_of_two", "prefix_hash", "consistent_hash"]
+)
 async def test_it_serves_with_every_policy(fakes, policy) -> None:
     tokenizer, worker = fakes
     async with router("--tokenizer", tokenizer.address, "--workers", worker.address, "--policy", policy) as running:

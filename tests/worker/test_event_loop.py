@@ -13,8 +13,8 @@ import pytest
 from sapwood_worker.event_loop import MOST_FAILURES, EventLoop
 from sapwood_worker.messages import (
     Abort,
+    Answered,
     Flush,
-    Flushed,
     FromScheduler,
     Refused,
     Shutdown,
@@ -162,7 +162,7 @@ def test_what_is_refused_is_answered_and_harms_nobody() -> None:
 
 def test_flushing_frees_what_finished_requests_left_behind() -> None:
     mailbox = run([submit(0, list(range(10)), 2)], [], [], [Flush(7)])
-    assert [message for message in mailbox.sent if isinstance(message, Flushed)] == [Flushed(7, 2)]
+    assert [message for message in mailbox.sent if isinstance(message, Answered)] == [Answered(7, 2)]
     last = mailbox.sent[-1]
     assert isinstance(last, Step)
     assert last.load.used_pages == 0

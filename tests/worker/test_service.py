@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -318,21 +317,6 @@ async def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(start)
         tokens += await rest_of(call)
         assert tokens == expected([3], 100)
     assert worker.wait() == 0
-
-
-async def test_when_the_scheduler_is_killed_requests_end_unavailable_and_the_worker_exits(start) -> None:
-    worker = start(step_ms=5)
-    async with grpc.aio.insecure_channel(worker.address) as channel:
-        stub = worker_pb2_grpc.WorkerStub(channel)
-        calls = [stub.Generate(request(f"r{n}", [n])) for n in range(4)]
-        for call in calls:
-            await call.read()
-        os.kill(worker.scheduler_pid(), signal.SIGKILL)
-        for call in calls:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await rest_of(call)
-            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-    assert worker.wait() == 1
 
 
 def test_the_scheduler_dies_with_its_front(start) -> None:

@@ -25,8 +25,11 @@ from sapwood_router.block_index import BlockIndex
 from sapwood_router.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
 from sapwood_router.config import RouterConfig
 from sapwood_router.detokenize_pool import DetokenizePool
+from sapwood_router.endpoint_slices import follow_endpoint_slices, in_cluster_api, parse_service
+from sapwood_router.fleet import CONFIGURED, Fleet
 from sapwood_router.guard import Guard
 from sapwood_router.kv_event_monitor import KvEventMonitor
+from sapwood_router.membership import follow_dns, follow_file, follow_leases
 from sapwood_router.observer import RequestObserver
 from sapwood_router.openai.app import OpenAIFront
 from sapwood_router.openai.http_server import HttpServer
@@ -66,10 +69,13 @@ class RouterApplication:
         self._detokenizers = DetokenizePool(self._replicas, config.tokenizer_grace, self._tokenizer.forget)
         self._blocks = BlockIndex(config.block_index_bytes)
         self._policy = make_policy(PolicyParts(config, random.Random(), time.monotonic, self._blocks))
-        workers = [self._make_worker(address) for address in dict.fromkeys(config.workers)]
-        self.registry = Registry(workers, self._registry_changed, self._worker_reset, self._most_requests)
+        self.registry = Registry([], self._registry_changed, self._worker_reset, self._most_requests)
         settings = AdmissionSettings(most_waiting=config.queue_size, most_wait=config.queue_wait)
         self._admission = AdmissionControl(self.registry, settings, asyncio.get_running_loop().time)
+        self._slices = (
+            None if config.kubernetes_service is None else (in_cluster_api(), parse_service(config.kubernetes_service))
+        )
+        self._fleet = Fleet(self.registry, self._policy, self._make_worker, self._watch_worker, time.monotonic)
         router_metrics.watch(self.registry, self._admission)
         router_metrics.watch_index(self._blocks)
         observer = RequestObserver(router_metrics, self._tracing)
@@ -104,7 +110,7 @@ class RouterApplication:
             guard=guard.check_call,
             max_request_bytes=config.max_body_bytes,
         )
-        service = RouterService(pipeline, config.request_timeout)
+        service = RouterService(pipeline, self._fleet, config.request_timeout)
         router_pb2_grpc.add_RouterServicer_to_server(service, self._server.grpc)
         self._admin: ServiceServer | None = None
         if config.admin_port is not None:
@@ -160,21 +166,19 @@ class RouterApplication:
         for replica in self._replicas:
             monitor = replica.monitor(self._config.health_interval, self._replica_changed)
             self._spawn(monitor, f"health of tokenizer {replica.address}")
-        for worker in self.registry.all():
-            connection = WorkerConnection(
-                worker,
-                self.registry,
-                self._config.heartbeat_ms,
-                self._config.worker_silence,
-                self._worker_lost,
-                time.monotonic,
-                self._dialer,
+        self._fleet.name(CONFIGURED, self._config.workers)
+        self._spawn(follow_leases(self._fleet), "leases of registered workers")
+        if self._config.workers_file is not None:
+            self._spawn(follow_file(self._config.workers_file, self._fleet), "workers file")
+        if self._config.workers_dns is not None:
+            lookups = follow_dns(self._config.workers_dns, self._fleet, self._config.workers_dns_interval)
+            self._spawn(lookups, "workers in DNS")
+        if self._slices is not None:
+            api, service = self._slices
+            followed = follow_endpoint_slices(
+                api, service, lambda found: self._fleet.name(f"service {service.name}", found)
             )
-            self._spawn(connection.run(), f"connection to {worker.address}")
-            if self._config.kv_events and self._config.policy == "cache_aware":
-                drifts = self._router_metrics.drifts.at(worker=worker.address)
-                monitor = KvEventMonitor(worker, self._blocks, self._dialer, drifts.inc).run()
-                self._spawn(monitor, f"KV events of {worker.address}")
+            self._spawn(followed, "EndpointSlices")
 
     async def serve(self) -> None:
         """Serves until SIGTERM or SIGINT, drains, and stops."""
@@ -197,10 +201,11 @@ class RouterApplication:
             await asyncio.to_thread(self._metrics_server.close)
         await asyncio.to_thread(self._tracing.close)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(_report_crash)
         self._tasks.append(task)
+        return task
 
     def _readiness_changed(self) -> None:
         if not self._server.draining.is_set():
@@ -213,6 +218,24 @@ class RouterApplication:
     def _replica_changed(self, replica: TokenizerReplica) -> None:
         self._detokenizers.replica_changed(replica)
         self._readiness_changed()
+
+    def _watch_worker(self, worker: Worker) -> list[asyncio.Task[None]]:
+        config = self._config
+        connection = WorkerConnection(
+            worker,
+            self.registry,
+            config.heartbeat_ms,
+            config.worker_silence,
+            self._worker_lost,
+            time.monotonic,
+            self._dialer,
+        )
+        tasks = [self._spawn(connection.run(), f"connection to {worker.address}")]
+        if config.kv_events and config.policy == "cache_aware":
+            drifts = self._router_metrics.drifts.at(worker=worker.address)
+            monitor = KvEventMonitor(worker, self._blocks, self._dialer, drifts.inc).run()
+            tasks.append(self._spawn(monitor, f"KV events of {worker.address}"))
+        return tasks
 
     def _worker_reset(self, address: str, model: ServedModel) -> None:
         self._policy.reset(address, model.num_pages)

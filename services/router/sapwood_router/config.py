@@ -10,7 +10,9 @@ from pydantic_settings import SettingsConfigDict
 
 from sapwood_common.config import ServiceConfig
 
-PolicyName = Literal["cache_aware", "round_robin", "random", "least_load", "power_of_two"]
+PolicyName = Literal[
+    "cache_aware", "round_robin", "random", "least_load", "power_of_two", "prefix_hash", "consistent_hash"
+]
 
 
 class RouterConfig(ServiceConfig):
@@ -46,7 +48,21 @@ class RouterConfig(ServiceConfig):
         min_length=1,
         description="Address of the tokenizer service; of several replicas of it, with commas between them.",
     )
-    workers: tuple[str, ...] = Field(("127.0.0.1:50061",), min_length=1, description="Addresses of the workers.")
+    workers: tuple[str, ...] = Field(
+        ("127.0.0.1:50061",), description="Addresses of the workers; more can be named by the next two, or register."
+    )
+    workers_file: Path | None = Field(
+        None, description="File of further workers, one host:port a line; followed as it changes."
+    )
+    workers_dns: str | None = Field(
+        None, description="name:port whose every address is a worker, looked up again and again: a headless service."
+    )
+    kubernetes_service: str | None = Field(
+        None,
+        description="NAMESPACE/NAME:PORT of a Kubernetes service whose endpoints are further workers, followed through the "
+        "API server (EndpointSlices); PORT is the port's name or number.",
+    )
+    workers_dns_interval: float = Field(5.0, gt=0, description="Seconds between two of these lookups.")
     policy: PolicyName = Field("cache_aware", description="How a worker is chosen for a request.")
     cache_index_bytes: int = Field(
         64 * 1024 * 1024, ge=0, description="Memory for the cache_aware policy's index of prefixes, in bytes."

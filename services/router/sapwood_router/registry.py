@@ -44,6 +44,22 @@ class Registry:
         """Every worker, available or not."""
         return tuple(self._workers.values())
 
+    def add(self, worker: Worker) -> None:
+        """There is one more worker; it is down until it is marked up."""
+        self._workers[worker.address] = worker
+
+    def remove(self, worker: Worker) -> None:
+        """The worker is no longer one of them."""
+        del self._workers[worker.address]
+        worker.available = False
+        worker.problem = "it was removed"
+        self._refresh()
+
+    def set_draining(self, worker: Worker, draining: bool) -> None:
+        """An operator wants the worker to get no new requests, or no longer wants so."""
+        worker.draining = draining
+        self._refresh()
+
     def models(self) -> dict[str, tuple[Worker, ...]]:
         """Every model that a worker was ever seen to serve, with its available workers."""
         known = {worker.model.model: () for worker in self._workers.values() if worker.model is not None}
@@ -87,7 +103,9 @@ class Registry:
         return self._changed
 
     def mark_up(self, worker: Worker, model: ServedModel) -> None:
-        """The worker answered its checks and serves ``model``."""
+        """The worker answered and serves ``model``. Does nothing for one that was removed."""
+        if self._workers.get(worker.address) is not worker:
+            return
         if worker.available and worker.model == model:
             return
         restarted = worker.model is None or worker.model.epoch != model.epoch
@@ -111,7 +129,7 @@ class Registry:
     def _refresh(self) -> None:
         grouped: dict[str, list[Worker]] = {}
         for worker in self._workers.values():
-            if worker.available and worker.model is not None:
+            if worker.available and not worker.draining and worker.model is not None:
                 grouped.setdefault(worker.model.model, []).append(worker)
         self._available = {model: tuple(workers) for model, workers in grouped.items()}
         self._changed.set()

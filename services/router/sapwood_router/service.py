@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any, cast
 
 import grpc
 
-from sapwood.v1 import router_pb2, router_pb2_grpc
-from sapwood_common.telemetry import REQUEST_ID_KEY, request_id_var
+from sapwood.v1 import router_pb2, router_pb2_grpc, worker_pb2
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.telemetry import REQUEST_ID_KEY, new_request_id, request_id_var
 from sapwood_router.caller import caller_of
 from sapwood_router.context import RequestContext
 from sapwood_router.continuations import continuations
 from sapwood_router.convert import (
     add_logprobs,
+    embed_request_of,
     grammar_of,
     prompt_of,
     sampling_of,
@@ -23,10 +26,14 @@ from sapwood_router.convert import (
     to_response,
     tool_choice_of,
 )
+from sapwood_router.convert_explain import to_explanation
+from sapwood_router.explain import explain
+from sapwood_router.fleet import Fleet
 from sapwood_router.guard import key_name_var
 from sapwood_router.output import OutputOptions
 from sapwood_router.pipeline.merge import merged
 from sapwood_router.pipeline.pipeline import Pipeline, close_all
+from sapwood_router.pipeline.prepare import prepare
 from sapwood_router.request_ids import accept_request_id, unique_id
 
 SERVICE_NAME = "sapwood.v1.Router"
@@ -46,11 +53,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     Args:
         pipeline: Runs the requests.
+        fleet: Adds, drains and removes workers.
         request_timeout: Seconds a request may take if its client sets no earlier deadline.
     """
 
-    def __init__(self, pipeline: Pipeline, request_timeout: float) -> None:
+    def __init__(self, pipeline: Pipeline, fleet: Fleet, request_timeout: float) -> None:
         self._pipeline = pipeline
+        self._fleet = fleet
         self._request_timeout = request_timeout
 
     async def Generate(
@@ -61,13 +70,37 @@ class RouterService(router_pb2_grpc.RouterServicer):
         request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
         request_id_var.set(request_id)
         await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+        contexts = self._contexts(request, request_id, metadata, context.time_remaining())
+        runs = [self._pipeline.open(item) for item in contexts]
+        # A client that leaves while a response is being written ends the call without this generator's knowledge.
+        context.add_done_callback(cast(Any, lambda _: close_all(runs)))
+        try:
+            async with aclosing(merged(runs)) as deltas:
+                told = not request.sampling.HasField("prompt_logprobs")
+                async for index, delta in deltas:
+                    response = to_response(delta, index)
+                    if index == 0 and not told:
+                        told = True
+                        add_logprobs(response.prompt_logprobs, contexts[0].prompt_logprobs)
+                    yield response
+            context.set_trailing_metadata(
+                (
+                    (WORKER_KEY, contexts[0].worker),
+                    (RESUMPTIONS_KEY, str(sum(item.resumptions for item in contexts))),
+                )
+            )
+        finally:
+            close_all(runs)
+
+    def _contexts(
+        self, request: router_pb2.RouterGenerateRequest, request_id: str, metadata: dict[str, str], left: float | None
+    ) -> list[RequestContext]:
         prompt, fields = prompt_of(request)
-        left = context.time_remaining()
         caller = caller_of(metadata.get, key_name_var.get())
         deadline = asyncio.get_running_loop().time() + (
             self._request_timeout if left is None else min(left, self._request_timeout)
         )
-        contexts = [
+        return [
             RequestContext(
                 request_id=request_id,
                 worker_request_id=unique_id(request_id),
@@ -89,26 +122,22 @@ class RouterService(router_pb2_grpc.RouterServicer):
             )
             for sampling in continuations(sampling_of(request.sampling), _count(request), fields)
         ]
-        runs = [self._pipeline.open(item) for item in contexts]
-        # A client that leaves while a response is being written ends the call without this generator's knowledge.
-        context.add_done_callback(cast(Any, lambda _: close_all(runs)))
-        try:
-            async with aclosing(merged(runs)) as deltas:
-                told = not request.sampling.HasField("prompt_logprobs")
-                async for index, delta in deltas:
-                    response = to_response(delta, index)
-                    if index == 0 and not told:
-                        told = True
-                        add_logprobs(response.prompt_logprobs, contexts[0].prompt_logprobs)
-                    yield response
-            context.set_trailing_metadata(
-                (
-                    (WORKER_KEY, contexts[0].worker),
-                    (RESUMPTIONS_KEY, str(sum(item.resumptions for item in contexts))),
-                )
-            )
-        finally:
-            close_all(runs)
+
+    async def Embed(self, request: router_pb2.RouterEmbedRequest, context: Context) -> router_pb2.RouterEmbedResponse:
+        """Turns texts or token sequences into vectors."""
+        metadata = dict(_metadata(context))
+        request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
+        request_id_var.set(request_id)
+        left = context.time_remaining()
+        deadline = asyncio.get_running_loop().time() + (
+            self._request_timeout if left is None else min(left, self._request_timeout)
+        )
+        found = await self._pipeline.embedder.embed(embed_request_of(request, request_id, deadline))
+        return router_pb2.RouterEmbedResponse(
+            embeddings=[worker_pb2.Embedding(values=vector) for vector in found.vectors],
+            prompt_tokens=found.prompt_tokens,
+            model=found.model,
+        )
 
     async def ListModels(
         self, request: router_pb2.ListModelsRequest, context: Context
@@ -132,8 +161,48 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 model=worker.model.model if worker.model is not None else "",
                 in_flight=worker.in_flight,
                 load=to_load(worker.load),
+                problem="" if worker.available else worker.problem,
+                draining=worker.draining,
+                breaker=worker.breaker.state.value,
+                epoch=worker.model.epoch if worker.model is not None else 0,
             )
         return response
+
+    async def RegisterWorker(
+        self, request: router_pb2.RegisterWorkerRequest, context: Context
+    ) -> router_pb2.RegisterWorkerResponse:
+        """Adds a worker, or renews its lease."""
+        host, colon, port = request.address.rpartition(":")
+        if not host or not colon or not port.isdigit():
+            raise InvalidArgumentError(f"{request.address!r} is not host:port", field="address")
+        lease = request.lease_seconds if request.HasField("lease_seconds") else None
+        if lease is not None and not 0 < lease < math.inf:
+            raise InvalidArgumentError("lease_seconds must be more than 0", field="lease_seconds")
+        self._fleet.register(request.address, lease)
+        return router_pb2.RegisterWorkerResponse()
+
+    async def DrainWorker(
+        self, request: router_pb2.DrainWorkerRequest, context: Context
+    ) -> router_pb2.DrainWorkerResponse:
+        """A worker gets no new requests, or gets them again."""
+        worker = self._fleet.drain(request.address, not request.undo)
+        return router_pb2.DrainWorkerResponse(in_flight=worker.in_flight)
+
+    async def RemoveWorker(
+        self, request: router_pb2.RemoveWorkerRequest, context: Context
+    ) -> router_pb2.RemoveWorkerResponse:
+        """Forgets a worker."""
+        self._fleet.remove(request.address)
+        return router_pb2.RemoveWorkerResponse()
+
+    async def ExplainRoute(
+        self, request: router_pb2.ExplainRouteRequest, context: Context
+    ) -> router_pb2.ExplainRouteResponse:
+        """Where a request would go now, and why."""
+        pipeline = self._pipeline
+        asked = self._contexts(request.request, new_request_id(), dict(_metadata(context)), context.time_remaining())[0]
+        await prepare(asked, pipeline.tokenizer)
+        return to_explanation(explain(asked, pipeline.registry, pipeline.policy))
 
 
 def _count(request: router_pb2.RouterGenerateRequest) -> int:

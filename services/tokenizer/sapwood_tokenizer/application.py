@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import time
@@ -88,6 +89,7 @@ def run(config: TokenizerConfig) -> int:
     started = time.monotonic()
     try:
         model = load_model(config)
+        gc.freeze()  # what is loaded stays: collections need not look at it, nor processes copy it
         if config.processes == 1:
             return uvloop.run(serve(config, model, lambda port: announce_model(config.host, port, model, started)))
         return _run_group(config, model, started)

@@ -8,7 +8,6 @@ listen (SO_REUSEPORT); all calls of one connection go to one process.
 from __future__ import annotations
 
 import ctypes
-import gc
 import logging
 import os
 import signal
@@ -90,7 +89,6 @@ class ProcessGroup:
 
     def run(self) -> int:
         """Returns the exit code when all have ended: 0 after a signal, else that of the first that could not start."""
-        gc.freeze()  # what is loaded stays; collections in the processes need not copy it
         with _signals_as_bytes(signal.SIGTERM, signal.SIGINT) as signals:
             for number in range(len(self._slots)):
                 self._start(number)

@@ -25,6 +25,7 @@ from sapwood_worker.launch import MODEL_RUNNER, SchedulerProcess
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.observer import EngineObserver
 from sapwood_worker.service import SERVICE, UNCOUNTED, ServedModel, WorkerService
+from sapwood_worker.supervisor import Supervisor
 from sapwood_worker.worker_metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
@@ -38,37 +39,30 @@ _LAST_MESSAGE_SECONDS = 0.1
 
 
 async def serve(config: WorkerConfig, runner: str = MODEL_RUNNER) -> int:
-    """Runs a worker until it is told to stop or its scheduler dies.
+    """Runs a worker until it is told to stop.
 
-    It listens at once, but is healthy, and says that it is listening, when the model is loaded.
+    It listens at once, but is healthy, and says that it is listening, when the model is loaded. A scheduler that dies is started
+    anew.
 
     Args:
         config: The configuration.
         runner: What makes the runner in the scheduler process.
 
     Returns:
-        The exit code: 0 after a signal, 1 if the scheduler could not start or died.
+        The exit code: 0 after a signal, 1 if the scheduler could not start or dies again and again.
     """
     try:
         name = config.served_model_name or model_name(config.model)
-        scheduler = SchedulerProcess(config, runner)
-        try:
-            return await _serve(config, name, scheduler)
-        finally:
-            await scheduler.stop()
+        return await _serve(config, name, runner)
     except ConfigError as error:
         logger.error("%s", error)
         return 1
 
 
-async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -> int:
-    started = time.monotonic()
-    await scheduler.start()
+async def _serve(config: WorkerConfig, name: str, runner: str) -> int:
     metrics = MetricSet()
     tracing = start_tracing("sapwood-worker", config.trace_endpoint, config.trace_ratio)
     worker_metrics = WorkerMetrics(metrics)
-    engine = Engine(scheduler.send, EngineObserver(worker_metrics, tracing))
-    worker_metrics.watch(lambda: engine.load)
     server = ServiceServer(
         config.host,
         config.port,
@@ -77,49 +71,120 @@ async def _serve(config: WorkerConfig, name: str, scheduler: SchedulerProcess) -
         telemetry=RpcTelemetry(metrics, tracing),
         tls=server_tls(config.tls_cert, config.tls_key, config.tls_client_ca),
     )
+    health = _Health(server)
+    scheduler = Supervisor(lambda: SchedulerProcess(config, runner), config.watchdog_timeout, health.stuck)
+    await scheduler.start()
+    engine = Engine(scheduler.send, EngineObserver(worker_metrics, tracing))
+    worker_metrics.watch(lambda: engine.load)
     exposed = MetricsServer(
         metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
     )
     logger.info("metrics at http://%s:%d/metrics", config.host, exposed.port)
-    service = WorkerService(engine, server.draining)
+    service = WorkerService(engine, server.draining, health.drain)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
-    port = await server.start()
-    starting = asyncio.ensure_future(scheduler.ready())
-    serving = asyncio.ensure_future(
-        serve_until_stopped(server, drain_timeout=config.drain_timeout, drained=service.wait_idle)
-    )
-    ends: set[asyncio.Future[Any]] = {starting, serving}
-    grammars: RequestGrammars | None = None
+    running: asyncio.Future[int] | None = None
+    serving: asyncio.Future[None] | None = None
     try:
+        port = await server.start()
+        serving = asyncio.ensure_future(
+            serve_until_stopped(server, drain_timeout=config.drain_timeout, drained=service.wait_idle)
+        )
+        running = asyncio.ensure_future(_run(config, name, port, scheduler, engine, service, server, health))
+        ends: set[asyncio.Future[Any]] = {running, serving}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
+        if serving.done():
             await serving
             return 0
-        info = await starting
-        logger.info(
-            "%s (%s, %s) loaded in %.1f s: %d pages of %d tokens",
-            *(name, info.architecture, info.dtype, time.monotonic() - started, info.num_pages, info.page_size),
-        )
-        grammars = RequestGrammars(info, CompilerLimits(timeout=config.grammar_timeout))
-        publisher = _publisher(config, engine, info)
-        try:
-            epoch = time.time_ns()
-            engine.kv_events.begin(epoch)
-            service.model = ServedModel(name, info, epoch, grammars, config.max_running)
-            await server.set_serving(True)
-            announce(logger, "listening on %s:%d", config.host, port)
-            return await _until_the_end(scheduler, engine, server, serving, publisher)
-        finally:
-            if publisher is not None:
-                publisher.close()
+        return await running
     finally:
-        starting.cancel()
-        serving.cancel()
+        if running is not None:
+            running.cancel()
+            await asyncio.wait({running})
+        if serving is not None:
+            serving.cancel()
         await server.stop()
-        if grammars is not None:
-            await grammars.close()
+        await scheduler.stop()
         await asyncio.to_thread(tracing.close)
         await asyncio.to_thread(exposed.close)
+
+
+async def _run(
+    config: WorkerConfig,
+    name: str,
+    port: int,
+    scheduler: Supervisor,
+    engine: Engine,
+    service: WorkerService,
+    server: ServiceServer,
+    health: _Health,
+) -> int:
+    """Serves one scheduler process after the other; returns the exit code when that makes no sense any more."""
+    grammars: RequestGrammars | None = None
+    publisher: KvEventPublisher | None = None
+    replays: asyncio.Future[None] | None = None
+    try:
+        while True:
+            started = time.monotonic()
+            info = await scheduler.ready()
+            logger.info(
+                "%s (%s, %s) loaded in %.1f s: %d pages of %d tokens",
+                *(name, info.architecture, info.dtype, time.monotonic() - started, info.num_pages, info.page_size),
+            )
+            if grammars is None:
+                grammars = RequestGrammars(info, CompilerLimits(timeout=config.grammar_timeout))
+                publisher = _publisher(config, engine, info)
+                replays = None if publisher is None else asyncio.ensure_future(publisher.serve_replays())
+            epoch = time.time_ns()
+            engine.scheduler_started(epoch)
+            service.model = ServedModel(name, info, epoch, grammars, config.max_running)
+            await health.loaded(True)
+            announce(logger, "listening on %s:%d", config.host, port)
+            reason = await scheduler.run(engine.receive)
+            logger.error("the scheduler process stopped: %s", reason)
+            service.model = None
+            engine.scheduler_lost(reason)
+            await health.loaded(False)
+            if scheduler.hopeless:
+                await server.drain(_LAST_WORDS_SECONDS)
+                await asyncio.sleep(_LAST_MESSAGE_SECONDS)
+                return 1
+            await scheduler.start()
+    finally:
+        if replays is not None:
+            replays.cancel()
+        if publisher is not None:
+            publisher.close()
+        if grammars is not None:
+            await grammars.close()
+
+
+class _Health:
+    """What grpc.health says: healthy while a scheduler is ready, no step is stuck and nobody drains the worker."""
+
+    def __init__(self, server: ServiceServer) -> None:
+        self._server = server
+        self._is_loaded = False
+        self._is_stuck = False
+        self._telling: asyncio.Future[None] | None = None
+
+    async def loaded(self, is_loaded: bool) -> None:
+        """A scheduler is ready, or has ended."""
+        self._is_loaded = is_loaded
+        await self._tell()
+
+    def stuck(self, seconds: float | None) -> None:
+        """A step has been stuck for so long; None: it has ended."""
+        self._is_stuck = seconds is not None
+        self._telling = asyncio.ensure_future(self._tell())
+
+    async def drain(self) -> None:
+        """Nothing new is to come."""
+        self._server.draining.set()
+        await self._tell()
+
+    async def _tell(self) -> None:
+        draining = self._server.draining.is_set()
+        await self._server.set_serving(self._is_loaded and not self._is_stuck and not draining)
 
 
 def _publisher(config: WorkerConfig, engine: Engine, info: ModelInfo) -> KvEventPublisher | None:
@@ -137,30 +202,3 @@ def _publisher(config: WorkerConfig, engine: Engine, info: ModelInfo) -> KvEvent
     engine.kv_events.listen(publisher.publish)
     announce(logger, "KV events on %s, replay on %s", publisher.address, publisher.replay_address or "no port")
     return publisher
-
-
-async def _until_the_end(
-    scheduler: SchedulerProcess,
-    engine: Engine,
-    server: ServiceServer,
-    serving: asyncio.Future[None],
-    publisher: KvEventPublisher | None,
-) -> int:
-    replays = asyncio.ensure_future(publisher.serve_replays()) if publisher is not None else None
-    lost = asyncio.ensure_future(scheduler.run(engine.receive))
-    ends: set[asyncio.Future[Any]] = {lost, serving}
-    try:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            await serving
-            return 0
-        reason = await lost
-        logger.error("the scheduler process stopped: %s", reason)
-        engine.scheduler_lost(reason)
-        await server.drain(_LAST_WORDS_SECONDS)
-        await asyncio.sleep(_LAST_MESSAGE_SECONDS)
-        return 1
-    finally:
-        lost.cancel()
-        if replays is not None:
-            replays.cancel()

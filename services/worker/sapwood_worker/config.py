@@ -48,8 +48,21 @@ class WorkerConfig(ServiceConfig):
         description="On a GPU, plan and launch a step while the one before is computed; costs up to one step's work for a "
         "request that ends at an end token.",
     )
-    policy: Literal["fcfs", "lpm"] = Field(
-        "fcfs", description="Order of the queue: fcfs (by arrival) or lpm (longest cached prefix first)."
+    policy: Literal["fcfs", "lpm", "dfs-weight", "lof", "priority"] = Field(
+        "fcfs",
+        description="Order of a tenant's requests in the queue: fcfs (by arrival), lpm (longest cached prefix first), "
+        "dfs-weight (the branch of the prefix tree with most requests first), lof (longest output first) or priority (the "
+        "requests' own; a higher one pushes running requests of a lower one out).",
+    )
+    starved_after: int = Field(
+        1024,
+        ge=1,
+        description="Steps of waiting after which what the policy prefers does not overtake a request any more.",
+    )
+    watchdog_timeout: float = Field(
+        300.0,
+        gt=0,
+        description="Seconds after which a step counts as stuck: its stacks are logged and the worker turns unhealthy.",
     )
     conservativeness: float = Field(
         1.0,

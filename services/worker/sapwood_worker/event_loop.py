@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections import deque
 from contextlib import suppress
 from typing import Protocol
 
-from sapwood_common.errors import SapwoodError
+from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_worker.grammar.matcher import GrammarMatcher
 from sapwood_worker.grammar.pending import PendingGrammars
 from sapwood_worker.grammar.store import GrammarStore
-from sapwood_worker.messages import Abort, Flush, Flushed, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
+from sapwood_worker.messages import (
+    CACHE_FIELDS,
+    Abort,
+    Answered,
+    CacheCommand,
+    CallFailed,
+    FromScheduler,
+    Refused,
+    Shutdown,
+    Step,
+    Submit,
+    ToScheduler,
+)
+from sapwood_worker.operations import Operations
+from sapwood_worker.progress import StepProgress
 from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.output import LaunchedStep, RequestOutput, Runner
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler
 from sapwood_worker.step_clock import StepClock
-from sapwood_worker.tiering import Tiering
+from sapwood_worker.tiering import Tiering, device_report
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +78,8 @@ class EventLoop:
         runner: The model.
         mailbox: The way to the gRPC front.
         grammars: Makes the matchers of requests with a grammar; without it none come.
+        operations: Carries out what operators ask for; None: flush, pin and pause, but no profile.
+        progress: Is told when steps begin and end; None: nobody watches.
         tiering: The KV cache's lower tiers, which the scheduler knows; None: there are none.
         overlap: Plan and launch a step while the one before is computed, if the runner computes by itself.
     """
@@ -73,6 +90,8 @@ class EventLoop:
         runner: Runner,
         mailbox: Mailbox,
         grammars: GrammarStore | None = None,
+        operations: Operations | None = None,
+        progress: StepProgress | None = None,
         tiering: Tiering | None = None,
         *,
         overlap: bool = True,
@@ -81,6 +100,8 @@ class EventLoop:
         self._runner = runner
         self._mailbox = mailbox
         self._grammars: PendingGrammars[Submit] | None = None if grammars is None else PendingGrammars(grammars)
+        self._operations = operations or Operations(scheduler)
+        self._progress = progress
         self._tiering = tiering
         self._clock = StepClock()
         self._overlap = overlap and runner.asynchronous
@@ -99,15 +120,25 @@ class EventLoop:
         while True:
             if self._tiering is not None:
                 self._tiering.poll()
-            busy = self._scheduler.has_work or self._scheduler.has_copies or self._launched
+            opening = self._tiering is not None and self._tiering.busy
+            busy = self._scheduler.can_step or self._scheduler.has_copies or self._launched or opening
             idle = not busy and not self._grammars
+            if idle and self._progress is not None:
+                self._progress.idle()
             for message in self._mailbox.receive(wait=idle):
                 if isinstance(message, Shutdown):
                     return
                 self._take(message)
             self._admit_built()
             worked = self._scheduler.has_work
-            self._report(self._step() if worked or self._scheduler.has_copies or self._launched else [])
+            outputs = self._scheduler.expire()
+            if self._scheduler.can_step or self._scheduler.has_copies or self._launched or opening:
+                if self._progress is not None:
+                    self._progress.begin()
+                outputs += self._step()
+                if self._progress is not None:
+                    self._progress.end()
+            self._report(outputs)
             if worked and not self._scheduler.has_work:
                 self._scheduler.check_idle()
 
@@ -123,8 +154,30 @@ class EventLoop:
                 self._clock.aborted(serial)
                 if self._grammars is None or not self._grammars.abort(serial):
                     self._scheduler.abort(serial)
-            case Flush(call):
-                self._mailbox.send(Flushed(call, self._scheduler.flush_cache()))
+            case Shutdown():
+                raise AssertionError("the loop ends before")
+            case CacheCommand():
+                self._command(message)
+            case operation:
+                self._mailbox.send(self._operations.run(operation))
+
+    def _command(self, command: CacheCommand) -> None:
+        """Carries out a command on the cache's tiers; some are answered later."""
+        call, verb, argument = command.call, command.verb, command.argument
+
+        def answer(error: str) -> None:
+            load = self._scheduler.load()
+            tiers = device_report(load) if self._tiering is None else self._tiering.report(load)
+            failed = CallFailed(call, InvalidArgumentError.__name__, error, CACHE_FIELDS.get(verb))
+            self._mailbox.send(failed if error else Answered(call, tiers=tiers))
+
+        if verb == "clear" and argument in ("device", "all"):
+            self._scheduler.flush_cache()
+        if self._tiering is not None:
+            self._tiering.command(verb, argument, answer)
+        else:
+            known = verb == "stats" or (verb == "clear" and argument in ("device", "all"))
+            answer("" if known else "this worker's KV cache has no second tier: give it one with --host-cache-ratio")
 
     def _admit_built(self) -> None:
         """Lets the requests in whose grammar has been built."""
@@ -142,13 +195,19 @@ class EventLoop:
 
     def _add(self, message: Submit, grammar: GrammarMatcher | None) -> None:
         prompt = array("I", message.token_ids)
+        terms = message.terms
         request = Request(
             message.serial,
             message.request_id,
             prompt,
             message.sampling,
-            grammar=grammar,
-            output_tokens=message.output_tokens,
+            terms.namespace,
+            grammar,
+            message.output_tokens,
+            priority=terms.priority,
+            tenant=terms.tenant,
+            deadline=None if terms.seconds is None else time.monotonic() + terms.seconds,
+            pooling=message.pooling,
         )
         try:
             self._scheduler.add(request)

@@ -132,6 +132,9 @@ class Generation:
         if output.finish_reason is not None:
             continuation.finished = True
             self._open -= 1
+        if output.finish_reason == "deadline":
+            self.fail(errors.DeadlineExceededError("the deadline passed"))
+            return
         if output.finish_reason == "error":
             self.fail(
                 errors.InvalidArgumentError(output.error, field=output.error_field)

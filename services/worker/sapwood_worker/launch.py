@@ -26,6 +26,7 @@ from sapwood_worker.messages import (
     from_scheduler_decoder,
 )
 from sapwood_worker.model_info import ModelInfo
+from sapwood_worker.progress import PROGRESS_FILE, ProgressView
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class SchedulerProcess:
         self._runner = runner
         # Only this user may enter it, and so talk to the scheduler.
         self._folder = Path(tempfile.mkdtemp(prefix="sapwood-worker-"))
+        self.progress = ProgressView(self._folder / PROGRESS_FILE)
+        """How long it has been at its current step."""
         self._context = zmq.asyncio.Context()
         self._outbox: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.PUSH)
         self._inbox = self._context.socket(zmq.PULL)
@@ -58,7 +61,7 @@ class SchedulerProcess:
         self._ready = False
 
     async def start(self) -> None:
-        """Starts the process; to be called before gRPC has threads in this one, as it does not like a fork then."""
+        """Starts the process."""
         for socket, name in ((self._outbox, "to-scheduler"), (self._inbox, "from-scheduler")):
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)

@@ -6,13 +6,17 @@ moment its old request is cancelled, while outputs of that are still on their wa
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from sapwood_worker.cache.kv_events import KvEvent
+from sapwood_worker.cache.report import TierReport
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
-from sapwood_worker.scheduler.output import RequestOutput
+from sapwood_worker.scheduler.output import Pooling, RequestOutput
+from sapwood_worker.scheduler.terms import USUAL, Terms
 from sapwood_worker.step_clock import StepTime
 
 
@@ -20,7 +24,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """A new request.
 
     ``token_ids``: native uint32. ``grammar``: a compiled grammar, empty for none; ``output_tokens``: so many of
-    ``token_ids``, at the end, are output of before.
+    ``token_ids``, at the end, are output of before. ``terms``: its place among others.
+    ``pooling``: how its hidden states become an embedding; empty: it generates.
     """
 
     serial: int
@@ -29,6 +34,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     sampling: SamplingParams
     grammar: bytes = b""
     output_tokens: int = 0
+    terms: Terms = USUAL
+    pooling: Pooling = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -38,16 +45,79 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Flush(msgspec.Struct, frozen=True, tag="flush"):
-    """Empty the prefix cache; answered with Flushed of the same ``call``."""
+    """Empty the prefix cache. Like all operations it is answered with Answered or CallFailed of the same ``call``."""
 
     call: int
+
+
+class Pin(msgspec.Struct, frozen=True, tag="pin"):
+    """Keep what is cached of a prefix (native uint32); answered with the number of tokens."""
+
+    call: int
+    name: str
+    token_ids: bytes
+    namespace: bytes
+    seconds: float | None
+
+
+class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
+    """Let go of a pinned prefix; answered with whether there was one."""
+
+    call: int
+    name: str
+
+
+class Pause(msgspec.Struct, frozen=True, tag="pause"):
+    """Compute nothing until Resume; ``retract``: and hold no pages."""
+
+    call: int
+    retract: bool
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    """End a pause."""
+
+    call: int
+
+
+class StartProfile(msgspec.Struct, frozen=True, tag="start-profile"):
+    """Record what the process does."""
+
+    call: int
+    folder: str
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag="stop-profile"):
+    """Write what was recorded; answered with the file's path."""
+
+    call: int
+
+
+Operation = Flush | Pin | Unpin | Pause | Resume | StartProfile | StopProfile
+
+
+CacheVerb = Literal["stats", "clear", "attach", "detach"]
+CACHE_FIELDS: dict[CacheVerb, str] = {"attach": "url", "clear": "tiers"}
+"""Which field of its caller's a command's argument comes from."""
+
+
+class CacheCommand(msgspec.Struct, frozen=True, tag="cache"):
+    """Show or change the tiers of the KV cache; answered like an operation, with the tiers as they are
+    then.
+
+    ``clear`` takes the name of a tier or ``all``, ``attach`` the URL of a store; the others take nothing.
+    """
+
+    call: int
+    verb: CacheVerb
+    argument: str = ""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Exit now."""
 
 
-ToScheduler = Submit | Abort | Flush | Shutdown
+ToScheduler = Submit | Abort | Operation | CacheCommand | Shutdown
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -88,14 +158,25 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     times: list[StepTime] = []
 
 
-class Flushed(msgspec.Struct, frozen=True, tag="flushed"):
-    """The answer to Flush."""
+class Answered(msgspec.Struct, frozen=True, tag="answered"):
+    """An operation is done; what it brought."""
 
     call: int
-    freed_pages: int
+    number: int = 0
+    text: str = ""
+    tiers: list[TierReport] = []
 
 
-FromScheduler = Ready | Failed | Refused | Step | Flushed
+class CallFailed(msgspec.Struct, frozen=True, tag="call-failed"):
+    """An operation was refused; see Refused."""
+
+    call: int
+    kind: str
+    message: str
+    field: str | None
+
+
+FromScheduler = Ready | Failed | Refused | Step | Answered | CallFailed
 
 to_scheduler_decoder = msgspec.msgpack.Decoder(ToScheduler)
 from_scheduler_decoder = msgspec.msgpack.Decoder(FromScheduler)

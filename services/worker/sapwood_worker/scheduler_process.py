@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
+import importlib.util
 import logging
 import os
 import signal
@@ -28,6 +29,8 @@ from sapwood_worker.event_loop import EventLoop
 from sapwood_worker.grammar.store import GrammarStore
 from sapwood_worker.messages import Failed, FromScheduler, Ready, ToScheduler, encode, to_scheduler_decoder
 from sapwood_worker.model_info import ModelInfo
+from sapwood_worker.operations import Operations, Profiler
+from sapwood_worker.progress import PROGRESS_FILE, StepProgress
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.scheduler import Scheduler
 from sapwood_worker.tiering import TieredRunner, build_tiering
@@ -118,7 +121,9 @@ def build_scheduler(config: WorkerConfig, info: ModelInfo, tiers: HierarchicalCa
             max_waiting=config.max_waiting,
             max_step_tokens=config.max_step_tokens,
             policy=config.policy,
-            prefix_cache=config.prefix_cache,
+            starved_after=config.starved_after,
+            prefix_cache=config.prefix_cache and info.generates,
+            whole_prompts=not info.generates,
             eviction=config.eviction,
             kv_events=True,
             conservativeness=config.conservativeness,
@@ -175,12 +180,41 @@ def main() -> int:
         return 1
     mailbox.send(Ready(_with_vocabulary(runner)))
     try:
-        EventLoop(scheduler, runner, mailbox, grammars, tiering, overlap=config.overlap).run()
+        progress = StepProgress(arguments.folder / PROGRESS_FILE, config.watchdog_timeout)
+        operations = Operations(scheduler, _profiler())
+        EventLoop(scheduler, runner, mailbox, grammars, operations, progress, tiering, overlap=config.overlap).run()
     except OrphanedError:
         logger.error("the gRPC front is gone")
         return 1
     mailbox.close()
     return 0
+
+
+def _profiler() -> Profiler | None:
+    """torch's, where torch is; a worker without a model needs none."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    return LazyProfiler()
+
+
+class LazyProfiler:
+    """A :class:`~sapwood_worker.operations.Profiler` that imports torch when it is first used."""
+
+    def __init__(self) -> None:
+        self._profiler: Profiler | None = None
+
+    def start(self, folder: str) -> None:
+        """See Profiler."""
+        if self._profiler is None:
+            from sapwood_worker.runner.profiler import TorchProfiler
+
+            self._profiler = TorchProfiler()
+        self._profiler.start(folder)
+
+    def stop(self) -> str:
+        """See Profiler."""
+        assert self._profiler is not None
+        return self._profiler.stop()
 
 
 def _load(name: str) -> Any:

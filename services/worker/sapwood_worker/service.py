@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple, cast
 
 import grpc
@@ -11,7 +12,20 @@ import grpc
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_common.telemetry import is_valid_traceparent, traceparent_var
-from sapwood_worker.convert import check_prompt, to_kv_events, to_load_report, to_response, to_sampling
+from sapwood_worker.cache.report import TierReport
+from sapwood_worker.convert import (
+    check_inputs,
+    check_prompt,
+    from_pooling,
+    to_kv_events,
+    to_load_report,
+    to_namespace,
+    to_pooling,
+    to_response,
+    to_sampling,
+    to_terms,
+)
+from sapwood_worker.convert_cache import to_tier_names, to_tier_stats
 from sapwood_worker.engine import Engine
 from sapwood_worker.generation import Generation
 from sapwood_worker.grammar.front import RequestGrammars
@@ -23,6 +37,8 @@ SERVICE = "sapwood.v1.Worker"
 UNCOUNTED = frozenset(f"/{SERVICE}/{method}" for method in ("WatchLoad", "Session", "SubscribeKvEvents"))
 """Calls that last as long as the worker: a drain does not wait for them, they end by themselves."""
 
+MOST_NAME = 128
+"""Characters of a pin's name."""
 DEFAULT_INTERVAL_MS, LEAST_INTERVAL_MS = 100, 10
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -43,15 +59,17 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     Args:
         engine: The way to the scheduler.
-        draining: Set when the service is about to stop.
+        draining: Set when the service is about to stop or has been told to drain.
+        begin_drain: Sets it and turns the service unhealthy.
 
     Attributes:
         model: Set once it is loaded; until then calls are refused UNAVAILABLE.
     """
 
-    def __init__(self, engine: Engine, draining: asyncio.Event) -> None:
+    def __init__(self, engine: Engine, draining: asyncio.Event, begin_drain: Callable[[], Awaitable[None]]) -> None:
         self._engine = engine
         self._draining = draining
+        self._begin_drain = begin_drain
         self.model: ServedModel | None = None
         self._sessions: set[Session] = set()
         self._idle = asyncio.Event()
@@ -108,8 +126,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def _start(self, request: worker_pb2.WorkerGenerateRequest, seconds: float | None) -> Generation:
         _, info, _, grammars, _ = self._loaded()
+        if self._draining.is_set():
+            raise UnavailableError("this worker is draining", retry_after=1.0)
         check_prompt(request, info)
         sampling, count = to_sampling(request, info)
+        terms = to_terms(request, seconds)
         grammar = await grammars.compiled(request, seconds)
         return self._engine.submit(
             request.request_id,
@@ -119,6 +140,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             request.output_tokens,
             count,
             request.traceparent if is_valid_traceparent(request.traceparent) else traceparent_var.get(),
+            terms,
         )
 
     def _info(self) -> worker_pb2.GetModelInfoResponse:
@@ -133,6 +155,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             page_size=info.page_size,
             num_pages=info.num_pages,
             epoch=epoch,
+            embedding_size=info.embedding_size,
+            pooling=from_pooling(info),
+            embeds_only=not info.generates,
             max_running=max_running,
         )
 
@@ -169,6 +194,41 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._loaded()
         return worker_pb2.FlushCacheResponse(freed_pages=await self._engine.flush_cache())
 
+    async def GetCacheStats(
+        self, request: worker_pb2.GetCacheStatsRequest, context: Context
+    ) -> worker_pb2.GetCacheStatsResponse:
+        """Shows the tiers of the KV cache."""
+        self._loaded()
+        return worker_pb2.GetCacheStatsResponse(tiers=to_tier_stats(await self._engine.cache_command("stats")))
+
+    async def ClearCache(
+        self, request: worker_pb2.ClearCacheRequest, context: Context
+    ) -> worker_pb2.ClearCacheResponse:
+        """Empties tiers."""
+        self._loaded()
+        reports: list[TierReport] = []
+        for tier in to_tier_names(request):
+            reports = await self._engine.cache_command("clear", tier)
+        return worker_pb2.ClearCacheResponse(tiers=to_tier_stats(reports))
+
+    async def AttachStorage(
+        self, request: worker_pb2.AttachStorageRequest, context: Context
+    ) -> worker_pb2.AttachStorageResponse:
+        """Attaches a store; returns when it is, or fails with what the store said and goes on trying."""
+        self._loaded()
+        if not request.url:
+            raise InvalidArgumentError("url is missing", field="url")
+        return worker_pb2.AttachStorageResponse(
+            tiers=to_tier_stats(await self._engine.cache_command("attach", request.url))
+        )
+
+    async def DetachStorage(
+        self, request: worker_pb2.DetachStorageRequest, context: Context
+    ) -> worker_pb2.DetachStorageResponse:
+        """Detaches the store."""
+        self._loaded()
+        return worker_pb2.DetachStorageResponse(tiers=to_tier_stats(await self._engine.cache_command("detach")))
+
     async def SubscribeKvEvents(
         self, request: worker_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[worker_pb2.SubscribeKvEventsResponse]:
@@ -193,7 +253,79 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await batches.aclose()
         raise UnavailableError("this worker is shutting down", retry_after=1.0)
 
+    async def PinPrefix(self, request: worker_pb2.PinPrefixRequest, context: Context) -> worker_pb2.PinPrefixResponse:
+        """Keeps a cached prefix."""
+        self._loaded()
+        if not 0 < len(request.name) <= MOST_NAME:
+            raise InvalidArgumentError(f"name must have 1 to {MOST_NAME} characters", field="name")
+        namespace = to_namespace(request.cache_salt, request.lora_name)
+        seconds = float(request.ttl_seconds) if request.HasField("ttl_seconds") else None
+        pinned = await self._engine.pin(request.name, request.token_ids, namespace, seconds)
+        return worker_pb2.PinPrefixResponse(pinned_tokens=pinned)
+
+    async def UnpinPrefix(
+        self, request: worker_pb2.UnpinPrefixRequest, context: Context
+    ) -> worker_pb2.UnpinPrefixResponse:
+        """Lets go of a pinned prefix."""
+        self._loaded()
+        return worker_pb2.UnpinPrefixResponse(found=await self._engine.unpin(request.name))
+
+    async def Pause(self, request: worker_pb2.PauseRequest, context: Context) -> worker_pb2.PauseResponse:
+        """Stops computing."""
+        self._loaded()
+        await self._engine.pause(retract=request.retract)
+        return worker_pb2.PauseResponse()
+
+    async def Resume(self, request: worker_pb2.ResumeRequest, context: Context) -> worker_pb2.ResumeResponse:
+        """Goes on computing."""
+        self._loaded()
+        await self._engine.resume()
+        return worker_pb2.ResumeResponse()
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:
+        """Refuses what is new and waits for what runs."""
+        await self._begin_drain()
+        await self._engine.wait_idle()
+        return worker_pb2.DrainResponse()
+
+    async def StartProfile(
+        self, request: worker_pb2.StartProfileRequest, context: Context
+    ) -> worker_pb2.StartProfileResponse:
+        """Begins to record."""
+        self._loaded()
+        folder = request.folder or tempfile.mkdtemp(prefix="sapwood-profile-")
+        await self._engine.start_profile(folder)
+        return worker_pb2.StartProfileResponse(folder=folder)
+
+    async def StopProfile(
+        self, request: worker_pb2.StopProfileRequest, context: Context
+    ) -> worker_pb2.StopProfileResponse:
+        """Ends a recording."""
+        self._loaded()
+        return worker_pb2.StopProfileResponse(path=await self._engine.stop_profile())
+
+    async def Embed(self, request: worker_pb2.WorkerEmbedRequest, context: Context) -> worker_pb2.WorkerEmbedResponse:
+        """Embeds all inputs. A call that is cancelled takes its inputs out of the scheduler."""
+        info = self._loaded().info
+        if self._draining.is_set():
+            raise UnavailableError("this worker is draining", retry_after=1.0)
+        check_inputs(request, info)
+        self._engine.check()
+        inputs = [each.ids for each in request.inputs]
+        pooling = to_pooling(request.pooling, info)
+        vectors = await self._engine.embeddings.embed(
+            request.request_id or "embed",
+            inputs,
+            pooling,
+            to_terms(request, context.time_remaining()),
+            normalize=request.normalize if request.HasField("normalize") else True,
+        )
+        return worker_pb2.WorkerEmbedResponse(
+            embeddings=[worker_pb2.Embedding(values=vector.tolist()) for vector in vectors],
+            prompt_tokens=sum(map(len, inputs)),
+        )
+
     def _loaded(self) -> ServedModel:
         if self.model is None:
-            raise UnavailableError("the model is still being loaded", retry_after=1.0)
+            raise UnavailableError("the model is being loaded", retry_after=1.0)
         return self.model

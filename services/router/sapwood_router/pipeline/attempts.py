@@ -61,7 +61,7 @@ class Attempts:
         self._failover = shared.failover()
         self._execution: Execution | None = None
         self._worker: Worker | None = None
-        self._prompt = PromptPages(context.token_ids)
+        self._prompt = PromptPages(context.token_ids, context.caller.session)
         self._prompt_output = 0
         """How many output tokens are part of ``_prompt``."""
 
@@ -132,7 +132,7 @@ class Attempts:
         """Chooses a worker; after a loss, waits for one if there is none."""
         context, shared = self._context, self._shared
         if len(context.output_ids) != self._prompt_output:
-            self._prompt = PromptPages(context.token_ids + context.output_ids)
+            self._prompt = PromptPages(context.token_ids + context.output_ids, context.caller.session)
             self._prompt_output = len(context.output_ids)
         if last is None:
             await self._admit()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,10 +11,16 @@ from sapwood_router.worker import WorkerView
 
 
 class PromptPages:
-    """A prompt as policies see it: its tokens, and its page hashes for whoever asks (computed once a page size)."""
+    """A prompt as policies see it: its tokens, and its page hashes for whoever asks (computed once a page size).
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
+    Args:
+        token_ids: The prompt.
+        session: What the client named as its session; may be empty.
+    """
+
+    def __init__(self, token_ids: Sequence[int], session: str = "") -> None:
         self.token_ids = token_ids
+        self.session = session
         self._hashes: dict[int, list[bytes]] = {}
 
     def hashes(self, page_size: int) -> list[bytes]:
@@ -64,6 +70,12 @@ class Policy(Protocol):
         """The worker now holds the prompt and ``new_tokens`` after it. Mutates only what the policy remembers."""
         ...
 
+    def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
+        """For each worker's address, the prompt's tokens it holds and what it would cost; empty if the policy asks for
+        neither. Mutates nothing.
+        """
+        ...
+
     def reset(self, address: str, num_pages: int) -> None:
         """The worker (re)started: it holds nothing and has room for ``num_pages`` pages."""
         ...
@@ -77,6 +89,10 @@ class Forgetful:
 
     def finished(self, address: str, page_size: int, prompt: PromptPages, new_tokens: Sequence[int]) -> None:
         """Nothing to remember."""
+
+    def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
+        """It has no measure of cost."""
+        return {}
 
     def reset(self, address: str, num_pages: int) -> None:
         """Nothing to forget."""

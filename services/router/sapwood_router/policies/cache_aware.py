@@ -20,7 +20,7 @@ Complexity: O(workers x log pages) to choose, O(pages) to remember. Bound: the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sapwood_router.block_index import BlockIndex
@@ -75,6 +75,12 @@ class CacheAware:
             key=self._cost(workers, len(prompt.token_ids)),
         )
         return Choice(chosen.address, "cache_hit" if found.saved == most else "cache_spill", found.tokens)
+
+    def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
+        """See :class:`~sapwood_router.policies.base.Policy`."""
+        cost = self._cost(workers, len(prompt.token_ids))
+        held = self._held(workers, prompt)
+        return {view.address: (found.tokens, cost((view, found))[0]) for view, found in zip(workers, held, strict=True)}
 
     def _held(self, workers: Sequence[WorkerView], prompt: PromptPages) -> list[_Held]:
         exact = {size: self._blocks.overlaps(prompt.hashes(size)) for size in {view.page_size for view in workers}}

@@ -10,8 +10,10 @@ from sapwood_router.block_index import BlockIndex
 from sapwood_router.config import PolicyName, RouterConfig
 from sapwood_router.policies.base import Policy
 from sapwood_router.policies.cache_aware import CacheAware
+from sapwood_router.policies.consistent_hash import ConsistentHash
 from sapwood_router.policies.least_load import LeastLoad
 from sapwood_router.policies.power_of_two import PowerOfTwo
+from sapwood_router.policies.prefix_hash import PrefixHash
 from sapwood_router.policies.random import Random
 from sapwood_router.policies.round_robin import RoundRobin
 from sapwood_router.prefix_index import PrefixIndex
@@ -39,6 +41,8 @@ _MAKERS: dict[PolicyName, Callable[[PolicyParts], Policy]] = {
     "round_robin": lambda parts: RoundRobin(),
     "random": lambda parts: Random(parts.rng),
     "least_load": lambda parts: LeastLoad(),
+    "prefix_hash": lambda parts: PrefixHash(),
+    "consistent_hash": lambda parts: ConsistentHash(),
     "power_of_two": lambda parts: PowerOfTwo(parts.rng),
 }
 

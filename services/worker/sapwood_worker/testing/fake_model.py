@@ -12,6 +12,7 @@ from sapwood_worker.cache.host_pool import HostPool, host_pool_pages
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.scheduler.fake_runner import FakeRunner
+from sapwood_worker.scheduler.output import LaunchedStep, ModelOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +27,14 @@ class FakeWorkerConfig(WorkerConfig):
     load_seconds: float = Field(0.0, ge=0, description="How long loading takes.")
     vocab_size: int = Field(1000, ge=2, description="Number of token ids.")
     eos_token: int | None = Field(None, ge=0, description="The model's end token; none: there is none.")
+    stall_token: int | None = Field(
+        None, ge=0, description="A prompt that begins with it stalls the step it begins in."
+    )
+    stall_seconds: float = Field(0.0, ge=0, description="For how long.")
     poison_token: int | None = Field(None, ge=0, description="A prompt that begins with it makes its step fail.")
 
 
-def make_runner(config: FakeWorkerConfig) -> FakeRunner:
+def make_runner(config: FakeWorkerConfig) -> FakeRunner | StallingRunner:
     """The runner factory for the scheduler process."""
     num_pages = config.num_pages or 1024
     info = ModelInfo(
@@ -52,7 +57,39 @@ def make_runner(config: FakeWorkerConfig) -> FakeRunner:
         ratio=config.host_cache_ratio,
     )
     host_pool = HostPool(host_pages, config.page_size * 8) if host_pages else None
-    return FakeRunner(info, config.step_ms / 1000, config.poison_token, vocabulary, host_pool)
+    runner = FakeRunner(info, config.step_ms / 1000, config.poison_token, vocabulary, host_pool)
+    if config.stall_token is not None:
+        return StallingRunner(runner, config.stall_token, config.stall_seconds)
+    return runner
+
+
+class StallingRunner:
+    """A :class:`FakeRunner` that takes its time for the first step of some prompts.
+
+    Args:
+        runner: What computes.
+        token: A prompt that begins with it stalls the step it begins in.
+        seconds: For how long.
+    """
+
+    def __init__(self, runner: FakeRunner, token: int, seconds: float) -> None:
+        self._runner = runner
+        self._token = token
+        self._seconds = seconds
+        self.info = runner.info
+        self.vocabulary = runner.vocabulary
+        self.host_pool = runner.host_pool
+        self.asynchronous = runner.asynchronous
+
+    def execute(self, output: SchedulerOutput) -> ModelOutput:
+        """See Runner."""
+        return self.launch(output).result()
+
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        """See Runner."""
+        if any(request.start == 0 and request.token_ids[0] == self._token for request in output.requests):
+            time.sleep(self._seconds)
+        return self._runner.launch(output)
 
 
 def _vocabulary(size: int) -> TokenVocabulary:

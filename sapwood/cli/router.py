@@ -1,0 +1,150 @@
+"""`sapwood router`: what an operator asks of a running router."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sapwood.cli.errors import EXIT_CODES, FAILED, REFUSED, UNREACHABLE, CliError
+from sapwood.cli.options import add_option
+
+if TYPE_CHECKING:  # grpc is loaded only by the verbs that use it
+    from sapwood.v1 import router_pb2_grpc
+
+_TIMEOUT = 10.0
+
+
+def configure(verbs: Any) -> None:
+    """Adds the verb and its own verbs to the parser."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        "router",
+        help="look after a running router",
+        description="Asks a running router, or tells it.",
+        epilog=EXIT_CODES,
+    )
+    groups = parser.add_subparsers(metavar="WHAT", required=True)
+    workers = groups.add_parser("workers", help="its workers", epilog=EXIT_CODES)
+    actions = workers.add_subparsers(metavar="ACTION", required=True)
+    _add(actions, "list", "show the workers and how they are", _list)
+    add = _add(actions, "add", "add a worker", _register)
+    _add_address(add)
+    add.add_argument(
+        "--lease",
+        type=float,
+        metavar="SECONDS",
+        help="Removed again after this time, unless it is added again before. [default: stays]",
+    )
+    drain = _add(actions, "drain", "give a worker no new requests; what runs on it finishes", _drain)
+    _add_address(drain)
+    drain.add_argument("--undo", action="store_true", help="Give it requests again. [default: no]")
+    _add_address(_add(actions, "remove", "forget a worker; what runs on it goes on elsewhere", _remove))
+    route = groups.add_parser("route", help="its choices", epilog=EXIT_CODES)
+    route_actions = route.add_subparsers(metavar="ACTION", required=True)
+    explain = _add(route_actions, "explain", "show where a text would go, and why", _explain)
+    explain.add_argument("text", metavar="TEXT", help="the prompt")
+
+
+def _add(actions: Any, name: str, text: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + ".", epilog=EXIT_CODES, allow_abbrev=False
+    )
+    add_option(
+        parser,
+        "--address",
+        "The router's gRPC host:port; its admin port, if it has one.",
+        variable="SAPWOOD_ROUTER",
+        default="127.0.0.1:50051",
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("worker", metavar="HOST:PORT", help="the worker's address")
+
+
+@contextmanager
+def _router(arguments: argparse.Namespace) -> Iterator[router_pb2_grpc.RouterStub]:
+    import grpc
+
+    from sapwood.v1 import router_pb2_grpc
+
+    with grpc.insecure_channel(arguments.address) as channel:
+        try:
+            yield router_pb2_grpc.RouterStub(channel)
+        except grpc.RpcError as error:
+            code, details = error.code(), error.details()
+            if code == grpc.StatusCode.UNAVAILABLE:
+                raise CliError(f"router {arguments.address}: {details}", UNREACHABLE) from None
+            refused = code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+            raise CliError(f"{code.name}: {details}", REFUSED if refused else FAILED) from None
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from sapwood.v1 import router_pb2
+
+    with _router(arguments) as router:
+        workers = router.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_TIMEOUT).workers
+    rows = [("WORKER", "STATE", "MODEL", "HERE", "RUNNING", "WAITING", "PAGES", "HIT RATE", "BREAKER")]
+    for worker in workers:
+        load = worker.load
+        pages = f"{(load.used_pages - load.evictable_pages) / load.num_pages:.0%}" if load.num_pages else "-"
+        hits = f"{load.cached_tokens / load.prompt_tokens:.0%}" if load.prompt_tokens else "-"
+        state = f"down: {worker.problem}" if not worker.healthy else "draining" if worker.draining else "up"
+        counts = (str(worker.in_flight), str(load.running_requests), str(load.waiting_requests))
+        rows.append((worker.address, state, worker.model or "-", *counts, pages, hits, worker.breaker))
+    _print_table(rows)
+    return 0
+
+
+def _register(arguments: argparse.Namespace) -> int:
+    from sapwood.v1 import router_pb2
+
+    with _router(arguments) as router:
+        request = router_pb2.RegisterWorkerRequest(address=arguments.worker, lease_seconds=arguments.lease)
+        router.RegisterWorker(request, timeout=_TIMEOUT)
+    return 0
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    from sapwood.v1 import router_pb2
+
+    with _router(arguments) as router:
+        request = router_pb2.DrainWorkerRequest(address=arguments.worker, undo=arguments.undo)
+        left = router.DrainWorker(request, timeout=_TIMEOUT).in_flight
+    if not arguments.undo:
+        print(f"{left} requests of this router are still running on it")
+    return 0
+
+
+def _remove(arguments: argparse.Namespace) -> int:
+    from sapwood.v1 import router_pb2
+
+    with _router(arguments) as router:
+        router.RemoveWorker(router_pb2.RemoveWorkerRequest(address=arguments.worker), timeout=_TIMEOUT)
+    return 0
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from sapwood.v1 import router_pb2
+
+    with _router(arguments) as router:
+        asked = router_pb2.RouterGenerateRequest(text=arguments.text)
+        answer = router.ExplainRoute(router_pb2.ExplainRouteRequest(request=asked), timeout=_TIMEOUT)
+    rows = [("", "WORKER", "CACHED", "REQUESTS", "QUEUED TOKENS", "COST", "EXCLUDED")]
+    for item in answer.candidates:
+        cost = f"{item.cost:.0f}" if item.HasField("cost") else "-"
+        mark = "->" if item.address == answer.chosen else ""
+        cached = f"{item.cached_tokens} of {answer.prompt_tokens}"
+        rows.append((mark, item.address, cached, str(item.requests), str(item.queued_tokens), cost, item.excluded))
+    _print_table(rows)
+    print(f"reason: {answer.reason}")
+    return 0
+
+
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,75 @@
+"""Why a request would go where: every worker's load, what it holds of the prompt, what it would cost, and the choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sapwood_common.errors import UnavailableError
+from sapwood_router.context import RequestContext
+from sapwood_router.policies.base import Policy, PromptPages
+from sapwood_router.registry import RETRY_AFTER, Registry
+from sapwood_router.worker import Worker, WorkerView
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker as the choice sees it.
+
+    Attributes:
+        worker: The worker.
+        view: Its load; None if it is out of the choice.
+        excluded: Why it is; empty if it is not.
+        cached_tokens: Of the prompt, tokens it is believed to hold.
+        cost: In the policy's measure, the least wins; None for policies without one.
+    """
+
+    worker: Worker
+    view: WorkerView | None
+    excluded: str
+    cached_tokens: int = 0
+    cost: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A choice and all that it was made from."""
+
+    candidates: list[Candidate]
+    chosen: str
+    reason: str
+    prompt_tokens: int
+
+
+def explain(context: RequestContext, registry: Registry, policy: Policy) -> Explanation:
+    """Makes the choice for a prepared request without placing it (a policy that takes turns takes one).
+
+    Raises:
+        NotFoundError: No such model.
+        UnavailableError: No worker can be chosen.
+    """
+    model = registry.resolve(context.model)
+    prompt = PromptPages(context.token_ids, context.caller.session)
+    excluded = {worker: _excluded(worker, model) for worker in registry.all()}
+    views = [worker.view() for worker, why in excluded.items() if not why]
+    if not views:
+        raise UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER)
+    scores = policy.explain(views, prompt)
+    by_address = {view.address: view for view in views}
+    candidates = [
+        Candidate(worker, by_address.get(worker.address), why, *scores.get(worker.address, (0, None)))
+        for worker, why in excluded.items()
+    ]
+    choice = policy.choose(views, prompt)
+    return Explanation(candidates, choice.address, choice.reason, len(context.token_ids))
+
+
+def _excluded(worker: Worker, model: str) -> str:
+    if worker.model is not None and worker.model.model != model:
+        return f"serves {worker.model.model}"
+    if not worker.available or worker.model is None:
+        return worker.problem or "not available"
+    if worker.draining:
+        return "drained by an operator"
+    if not worker.breaker.admits():
+        return f"circuit breaker {worker.breaker.state.value}"
+    return "" if worker.room else "has as many requests as it is given"

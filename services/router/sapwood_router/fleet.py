@@ -1,0 +1,115 @@
+"""Which workers the router knows: named by several sources, added, drained and removed while it runs.
+
+A worker is there as long as some source names it: the configuration, a watched file, a DNS name, or its registration, which
+lapses unless it is renewed within its lease. One that no source names any more is removed: what runs on it goes on elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from sapwood_common.errors import NotFoundError
+from sapwood_router.policies.base import Policy
+from sapwood_router.registry import Registry
+from sapwood_router.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+CONFIGURED = "configuration"
+_REGISTERED = "registration "
+
+
+class Fleet:
+    """Adds and removes workers. All on one event loop.
+
+    Args:
+        registry: Where the workers are.
+        policy: Told of workers that are gone.
+        make: Makes a worker.
+        watch: Starts what follows a worker; the tasks are cancelled when it is removed.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        policy: Policy,
+        make: Callable[[str], Worker],
+        watch: Callable[[Worker], Iterable[asyncio.Task[None]]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._registry = registry
+        self._policy = policy
+        self._make = make
+        self._watch = watch
+        self._clock = clock
+        self._sources: dict[str, frozenset[str]] = {}
+        self._leases: dict[str, float] = {}
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+
+    def name(self, source: str, addresses: Iterable[str]) -> None:
+        """A source names these workers now, and no others."""
+        self._sources[source] = frozenset(addresses)
+        self._reconcile()
+
+    def register(self, address: str, lease: float | None) -> None:
+        """A worker is announced; again before ``lease`` seconds are over, or it is removed. None: for good."""
+        if lease is not None:
+            self._leases[address] = self._clock() + lease
+        else:
+            self._leases.pop(address, None)
+        self.name(_REGISTERED + address, [address])
+
+    def drain(self, address: str, draining: bool) -> Worker:
+        """From now on the worker gets nothing new, or gets requests again; what runs on it finishes.
+
+        Raises:
+            NotFoundError: There is no such worker.
+        """
+        worker = self._find(address)
+        self._registry.set_draining(worker, draining)
+        return worker
+
+    def remove(self, address: str) -> None:
+        """Forgets a worker, whoever named it; the configuration, file or DNS name names it again only when it changes.
+
+        Raises:
+            NotFoundError: There is no such worker.
+        """
+        self._find(address)
+        self._leases.pop(address, None)
+        for source, addresses in self._sources.items():
+            self._sources[source] = addresses - {address}
+        self._reconcile()
+
+    def lapse(self) -> None:
+        """Removes those whose lease is over; to be called now and then."""
+        now = self._clock()
+        for address in [address for address, until in self._leases.items() if until <= now]:
+            del self._leases[address]
+            logger.warning("worker %s did not renew its registration", address)
+            self.name(_REGISTERED + address, [])
+
+    def _find(self, address: str) -> Worker:
+        for worker in self._registry.all():
+            if worker.address == address:
+                return worker
+        raise NotFoundError(f"there is no worker {address!r}", field="address")
+
+    def _reconcile(self) -> None:
+        wanted = frozenset().union(*self._sources.values())
+        self._sources = {source: named for source, named in self._sources.items() if named}
+        present = {worker.address: worker for worker in self._registry.all()}
+        for address in sorted(wanted - set(present)):
+            worker = self._make(address)
+            self._registry.add(worker)
+            self._tasks[address] = list(self._watch(worker))
+            logger.info("worker %s added", address)
+        for address in sorted(set(present) - wanted):
+            self._registry.remove(present[address])
+            for task in self._tasks.pop(address, []):
+                task.cancel()
+            self._policy.reset(address, 0)
+            logger.info("worker %s removed", address)

@@ -1,0 +1,74 @@
+"""How long the scheduler process has been at its current step, for the gRPC front to see, even if that step never ends.
+
+Eight bytes of shared memory hold when the step began, by the machine's monotonic clock; zero between steps. Writing them takes
+neither a lock nor a message, so that a step that hangs with the interpreter's lock held is seen too.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import struct
+import sys
+import time
+from pathlib import Path
+
+PROGRESS_FILE = "progress"
+"""Its name in the folder of the sockets."""
+
+_FORMAT = struct.Struct("=d")
+
+
+class StepProgress:
+    """The scheduler process's side; also has the stacks of all threads written to standard error when a step hangs.
+
+    Args:
+        path: The shared file; :class:`ProgressView` has made it.
+        timeout: Seconds after which a step hangs.
+    """
+
+    def __init__(self, path: Path, timeout: float) -> None:
+        self._memory = _map(path)
+        self._timeout = timeout
+        self._armed_until = 0.0
+
+    def begin(self) -> None:
+        """A step begins."""
+        now = time.monotonic()
+        _FORMAT.pack_into(self._memory, 0, now)
+        # Each arming starts a thread: once in a quarter of the time is enough, and the dump comes at most that much early.
+        if now > self._armed_until:
+            self._armed_until = now + self._timeout / 4
+            faulthandler.dump_traceback_later(self._timeout, file=sys.stderr)
+
+    def end(self) -> None:
+        """The step has ended."""
+        _FORMAT.pack_into(self._memory, 0, 0.0)
+
+    def idle(self) -> None:
+        """No step will begin before something comes in."""
+        if self._armed_until:
+            self._armed_until = 0.0
+            faulthandler.cancel_dump_traceback_later()
+
+
+class ProgressView:
+    """The front's side.
+
+    Args:
+        path: The shared file; made anew.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(_FORMAT.size))
+        self._memory = _map(path)
+
+    def seconds(self) -> float:
+        """For how long the current step has been computed; 0 between steps."""
+        (began,) = _FORMAT.unpack_from(self._memory, 0)
+        return time.monotonic() - began if began else 0.0
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), _FORMAT.size)

@@ -1,0 +1,97 @@
+"""Keeps a scheduler process running: starts it, sees its end, starts another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from sapwood_worker.launch import SchedulerProcess
+from sapwood_worker.messages import FromScheduler, ToScheduler
+from sapwood_worker.model_info import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+MOST_LOSSES, WITHIN_SECONDS = 3, 120.0
+"""A scheduler that ends so often in so short a time will not get better."""
+
+_POLL_SECONDS = 0.25
+
+
+class Supervisor:
+    """The scheduler process of the moment.
+
+    Life cycle: construct, :meth:`start`, :meth:`ready`, then :meth:`run` and, when that returns, :meth:`start` and
+    :meth:`ready` again; :meth:`stop` in the end.
+
+    Args:
+        make: Makes a process.
+        watchdog_timeout: Seconds after which a step counts as stuck.
+        on_stuck: Told when a step gets stuck (the seconds it has taken) and when it has ended after all (None).
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], SchedulerProcess],
+        watchdog_timeout: float,
+        on_stuck: Callable[[float | None], None],
+    ) -> None:
+        self._make = make
+        self._timeout = watchdog_timeout
+        self._on_stuck = on_stuck
+        self._process: SchedulerProcess | None = None
+        self._losses: deque[float] = deque(maxlen=MOST_LOSSES)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it has ended so often lately that starting it anew makes no sense."""
+        return len(self._losses) == MOST_LOSSES and self._losses[-1] - self._losses[0] < WITHIN_SECONDS
+
+    async def start(self) -> None:
+        """Starts a process, after what is left of the last one is gone."""
+        await self.stop()
+        self._process = self._make()
+        await self._process.start()
+
+    async def ready(self) -> ModelInfo:
+        """Waits until the process has loaded its model; raises ConfigError if it cannot."""
+        return await self._current.ready()
+
+    def send(self, message: ToScheduler) -> None:
+        """Queues a message for the process; never blocks."""
+        self._current.send(message)
+
+    async def run(self, receive: Callable[[FromScheduler], None]) -> str:
+        """Hands each message to ``receive`` until the process ends; returns how it ended."""
+        watching = asyncio.ensure_future(self._watch(self._current))
+        try:
+            return await self._current.run(receive)
+        finally:
+            watching.cancel()
+            self._losses.append(time.monotonic())
+
+    async def stop(self) -> None:
+        """Ends the process, if there is one. Never fails."""
+        if self._process is not None:
+            await self._process.stop()
+            self._process = None
+
+    @property
+    def _current(self) -> SchedulerProcess:
+        assert self._process is not None
+        return self._process
+
+    async def _watch(self, process: SchedulerProcess) -> None:
+        stuck = False
+        while True:
+            seconds = process.progress.seconds()
+            if (seconds > self._timeout) != stuck:
+                stuck = not stuck
+                if stuck:
+                    logger.error("a step has taken %.1f s: the worker is stuck", seconds)
+                else:
+                    logger.warning("the step that was stuck has ended")
+                self._on_stuck(seconds if stuck else None)
+            await asyncio.sleep(min(_POLL_SECONDS, self._timeout / 4))

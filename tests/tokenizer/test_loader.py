@@ -122,8 +122,8 @@ def test_the_demo_model_speaks_gemmas_chat_format(demo: LoadedTokenizer) -> None
         "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n"
         "<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n"
     )
-    with pytest.raises(InvalidArgumentError, match="role tool"):
-        template.render([{"role": "tool", "content": "x"}], add_generation_prompt=True)
+    with pytest.raises(InvalidArgumentError, match="role judge"):
+        template.render([{"role": "judge", "content": "x"}], add_generation_prompt=True)
 
 
 @pytest.mark.parametrize(

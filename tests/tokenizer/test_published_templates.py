@@ -81,22 +81,23 @@ def theirs(source: str, messages: list[dict[str, Any]], **options: Any) -> str |
     return text
 
 
-def ours(source: str, special: dict[str, str], messages: list[dict[str, Any]], **options: Any) -> str | None:
+def ours(template: ChatTemplate, messages: list[dict[str, Any]], **options: Any) -> str | None:
     try:
-        return ChatTemplate(source, special).render(messages, **options)
+        return template.render(messages, **options)
     except InvalidArgumentError:
         return None
 
 
 def agree(source: str, special: dict[str, str]) -> int:
     """Compares every conversation with every option; how many of them render."""
+    template = ChatTemplate(source, special)
     rendered = 0
     for messages in map(to_messages, CONVERSATIONS.values()):
         for tools in ([], TOOLS):
             for prompted, continued in ((True, False), (False, False), (False, True)):
                 options: dict[str, Any] = {"add_generation_prompt": prompted, "continue_final_message": continued}
                 expected = theirs(source, messages, tools=tools or None, **options, **special)
-                assert ours(source, special, messages, tools=tools, **options) == expected, (messages, tools, options)
+                assert ours(template, messages, tools=tools, **options) == expected, (messages, tools, options)
                 rendered += expected is not None
     return rendered
 

@@ -24,7 +24,13 @@ MUTATIONS = [
     # The last token must be computed again, for its logits.
     Mutation("cache/prefix_cache.py", "return len(token_ids) - 1 if", "return len(token_ids) if"),
     # What a row relies on must be locked, and unlocked in the end.
-    Mutation("cache/prefix_cache.py", "        self._tree.lock(match.node)\n", ""),
+    Mutation(
+        "cache/prefix_cache.py",
+        "        self._tree.lock(match.node)\n        self._allocator.name",
+        "        self._allocator.name",
+    ),
+    # Also a pin must be given back.
+    Mutation("cache/prefix_cache.py", "            self._tree.unlock(pin.node)\n", "            pass\n"),
     Mutation(
         "cache/prefix_cache.py", "        self._tree.unlock(row.node)\n        row.node, row", "        row.node, row"
     ),
@@ -45,12 +51,18 @@ MUTATIONS = [
     Mutation("scheduler/retraction.py", "return running[-1]", "return running[0]"),
     # A request leaves the batch when it gives up its row.
     Mutation("scheduler/running_batch.py", "        self.requests.remove(request)\n", ""),
-    # A retracted request goes before the others.
+    # Who waited too long goes first.
     Mutation(
-        "scheduler/policy.py",
-        "        order = waiting.retracted()\n",
-        "        order = list(waiting.retracted())[:0]\n",
+        "scheduler/admission_order.py",
+        "return request.waited + step - request.queued_at >= self._starved_after",
+        "return False",
     ),
+    # What is admitted later ranks lower.
+    Mutation("scheduler/scheduler.py", "self._steps), request.arrival)", "self._steps), -request.arrival)"),
+    # What has a deadline ends by it.
+    Mutation("scheduler/deadlines.py", "self._heap[0][0] <= now", "self._heap[0][0] <= now - 3"),
+    # What leaves the queue is not counted in it.
+    Mutation("scheduler/waiting_queue.py", "        self.num_tokens -= tokens\n", ""),
     # An abort during a step waits for its end.
     Mutation("scheduler/scheduler.py", "            if request.over:\n", "            if False:\n"),
     # A request that ends stays until no step in flight computes it.

@@ -156,6 +156,7 @@ class RequestContext:
         request_id: The client's id, or one made for it: for logs, metadata and answers.
         prompt, model, sampling: What the client asked for.
         output: How tokens become output: what the client asked for, then what the model needs (prepare).
+        whole: The answer is told in one piece, at its end.
         grammar: What the text must match.
         tool_choice: Which calls there must be.
         parallel_tool_calls: Whether there may be several calls.
@@ -183,6 +184,7 @@ class RequestContext:
     fields: FieldNames
     deadline: float
     model: str | None = None
+    whole: bool = False
     grammar: AnswerGrammar | None = None
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True

@@ -22,6 +22,7 @@ from sapwood_router.context import (
     Turn,
     Usage,
 )
+from sapwood_router.embed_request import EmbedRequest
 from sapwood_router.load import Load
 from sapwood_router.logprobs import TokenLogprobs
 from sapwood_router.output import Output, OutputOptions, ToolCallDelta
@@ -212,6 +213,55 @@ def add_logprobs(
         target.add(logprob=item.logprob, top_ids=item.top_ids, top_logprobs=item.top_logprobs)
 
 
+_POOLING = {
+    None: worker_pb2.POOLING_UNSPECIFIED,
+    "mean": worker_pb2.POOLING_MEAN,
+    "last": worker_pb2.POOLING_LAST,
+    "cls": worker_pb2.POOLING_CLS,
+}
+_POOLING_NAMES = {value: name for name, value in _POOLING.items()}
+
+
+def to_embed_request(
+    request_id: str, sequences: Iterable[list[int]], pooling: str | None, normalize: bool | None
+) -> worker_pb2.WorkerEmbedRequest:
+    """The worker's request for embeddings."""
+    return worker_pb2.WorkerEmbedRequest(
+        request_id=request_id,
+        inputs=[common_pb2.TokenIds(ids=sequence) for sequence in sequences],
+        pooling=_POOLING[pooling],
+        normalize=normalize,
+    )
+
+
+def embed_request_of(message: router_pb2.RouterEmbedRequest, request_id: str, deadline: float) -> EmbedRequest:
+    """What a gRPC client wants embedded.
+
+    Raises:
+        InvalidArgumentError: An input is neither text nor tokens, or there is no such pooling.
+    """
+    inputs: list[str | list[int]] = []
+    names = []
+    for index, item in enumerate(message.input):
+        kind = item.WhichOneof("input")
+        if kind is None:
+            raise InvalidArgumentError("set text or tokens", field=f"input[{index}]")
+        names.append(f"input[{index}].{kind}")
+        inputs.append(item.text if kind == "text" else list(item.tokens.ids))
+    if message.pooling not in _POOLING_NAMES:
+        raise InvalidArgumentError(f"there is no pooling {message.pooling}", field="pooling")
+    return EmbedRequest(
+        request_id=request_id,
+        inputs=inputs,
+        names=names,
+        model=message.model if message.HasField("model") else None,
+        pooling=_POOLING_NAMES[message.pooling],
+        normalize=message.normalize if message.HasField("normalize") else None,
+        dimensions=None,
+        deadline=deadline,
+    )
+
+
 def generation_error(message: worker_pb2.GenerationError) -> SapwoodError:
     """The error of one stream of a session."""
     error = from_parts(message.code, message.message, message.field)
@@ -231,6 +281,7 @@ def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
         epoch=message.epoch,
         max_running=message.max_running,
         eos_token_ids=frozenset(message.eos_token_ids),
+        embedding_size=message.embedding_size,
     )
 
 

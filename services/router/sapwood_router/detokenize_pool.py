@@ -26,9 +26,10 @@ class DetokenizePool:
             replica.address: DetokenizeSession(replica, grace, self._session_lost) for replica in replicas
         }
 
-    def open(self, options: OutputOptions) -> DetokenizeStream:
-        """A new stream. The caller reads it to its end or closes it."""
-        return min(self._sessions.values(), key=lambda session: (not session.up, session.load)).open(options)
+    def open(self, options: OutputOptions, *, whole: bool = False) -> DetokenizeStream:
+        """A new stream, read in one piece at its end if ``whole``. The caller reads it to its end or closes it."""
+        session = min(self._sessions.values(), key=lambda session: (not session.up, session.load))
+        return session.open(options, whole=whole)
 
     async def run(self) -> None:
         """Keeps a call to each replica open for ever; cancel it to stop."""

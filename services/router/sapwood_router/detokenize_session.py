@@ -66,9 +66,9 @@ class DetokenizeSession:
         """Streams open."""
         return len(self._streams)
 
-    def open(self, options: OutputOptions) -> DetokenizeStream:
-        """A new stream. The caller reads it to its end or closes it."""
-        stream = DetokenizeStream(next(self._ids), options, self._on_dirty, self._on_close)
+    def open(self, options: OutputOptions, *, whole: bool) -> DetokenizeStream:
+        """A new stream, read in one piece at its end if ``whole``. The caller reads it to its end or closes it."""
+        stream = DetokenizeStream(next(self._ids), options, self._on_dirty, self._on_close, whole=whole)
         self._streams[stream.stream_id] = stream
         return stream
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from sapwood_common.errors import SapwoodError
 from sapwood_router.output import Output, OutputBuffer, OutputOptions
 
+_BATCH = 1024
+"""Tokens of an answer that is read whole that are written together."""
 WINDOW = 256
 """Tokens that may wait on either side of the tokenizer before the worker's stream is read no further."""
 
@@ -42,6 +44,7 @@ class DetokenizeStream:
         options: How its tokens become output.
         on_dirty: Called when there is something to write.
         on_close: Called once when the stream is closed before it ended.
+        whole: The output is read in one piece, at its end: fewer messages, and nothing holds the pusher back.
     """
 
     def __init__(
@@ -50,9 +53,13 @@ class DetokenizeStream:
         options: OutputOptions,
         on_dirty: Callable[[DetokenizeStream], None],
         on_close: Callable[[DetokenizeStream], None],
+        *,
+        whole: bool = False,
     ) -> None:
         self.stream_id = stream_id
         self.options = options
+        self._whole = whole
+        self._deferred = whole and not options.stop  # a stop string must be seen in time to stop the worker
         self.token_ids = array("I")
         """Everything pushed: what a lost session is replayed from."""
         self.end_pushed = False
@@ -84,12 +91,13 @@ class DetokenizeStream:
             return
         self.token_ids.extend(token_ids)
         self.end_pushed = end
-        self._on_dirty(self)
+        if end or not self._deferred or len(self.token_ids) - self.written >= _BATCH:
+            self._on_dirty(self)
 
     @property
     def full(self) -> bool:
         """Whether WINDOW tokens or more wait to be written, or to be read."""
-        return not self.over and (
+        return not (self.over or self._whole) and (
             len(self.token_ids) - self.written >= WINDOW or self._tokens - self._tokens_read >= WINDOW
         )
 
@@ -105,7 +113,7 @@ class DetokenizeStream:
         Raises:
             SapwoodError: The stream failed; what came before was read.
         """
-        while not self._fresh:
+        while not self._fresh or (self._whole and not self._ended):
             if self._error is not None:
                 raise self._error
             self._reader = asyncio.get_running_loop().create_future()
@@ -141,7 +149,8 @@ class DetokenizeStream:
         self._ended = ended
         self._stop_match = stop_match
         self._fresh = True
-        self._wake_reader()
+        if ended or not self._whole:
+            self._wake_reader()
         if ended:
             self._wake_pusher()
 

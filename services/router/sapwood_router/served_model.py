@@ -23,3 +23,4 @@ class ServedModel:
     epoch: int
     max_running: int = 0
     eos_token_ids: frozenset[int] = frozenset()
+    embedding_size: int = 0

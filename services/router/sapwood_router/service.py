@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import grpc
 
-from sapwood.v1 import router_pb2, router_pb2_grpc
+from sapwood.v1 import router_pb2, router_pb2_grpc, worker_pb2
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.telemetry import REQUEST_ID_KEY, new_request_id, request_id_var
 from sapwood_router.caller import caller_of
@@ -18,6 +18,7 @@ from sapwood_router.context import RequestContext
 from sapwood_router.continuations import continuations
 from sapwood_router.convert import (
     add_logprobs,
+    embed_request_of,
     grammar_of,
     prompt_of,
     sampling_of,
@@ -121,6 +122,22 @@ class RouterService(router_pb2_grpc.RouterServicer):
             )
             for sampling in continuations(sampling_of(request.sampling), _count(request), fields)
         ]
+
+    async def Embed(self, request: router_pb2.RouterEmbedRequest, context: Context) -> router_pb2.RouterEmbedResponse:
+        """Turns texts or token sequences into vectors."""
+        metadata = dict(_metadata(context))
+        request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
+        request_id_var.set(request_id)
+        left = context.time_remaining()
+        deadline = asyncio.get_running_loop().time() + (
+            self._request_timeout if left is None else min(left, self._request_timeout)
+        )
+        found = await self._pipeline.embedder.embed(embed_request_of(request, request_id, deadline))
+        return router_pb2.RouterEmbedResponse(
+            embeddings=[worker_pb2.Embedding(values=vector) for vector in found.vectors],
+            prompt_tokens=found.prompt_tokens,
+            model=found.model,
+        )
 
     async def ListModels(
         self, request: router_pb2.ListModelsRequest, context: Context

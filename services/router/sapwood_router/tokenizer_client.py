@@ -69,12 +69,21 @@ class TokenizerClient:
         Raises:
             SapwoodError: The service's own error; UnavailableError if it is gone; DeadlineExceededError.
         """
-        request = tokenizer_pb2.TokenizeRequest(texts=[text])
+        (encoded,) = await self.encode_texts([text], request_id, deadline)
+        return encoded
+
+    async def encode_texts(self, texts: Sequence[str], request_id: str, deadline: float) -> list[list[int]]:
+        """The tokens of several texts, special tokens added.
+
+        Raises:
+            SapwoodError: As :meth:`encode_text`.
+        """
+        request = tokenizer_pb2.TokenizeRequest(texts=texts)
         answer = await self._patiently(
             lambda stub, timeout: stub.Tokenize(request, timeout=timeout, metadata=request_metadata(request_id)),
             deadline,
         )
-        return list(answer.sequences[0].ids)
+        return [list(sequence.ids) for sequence in answer.sequences]
 
     async def encode_chat(self, prompt: ChatPrompt, request_id: str, deadline: float) -> EncodedChat:
         """The tokens of a conversation, rendered with the model's template and opened for the assistant's turn.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.context import ChatPrompt, FieldNames, Prompt, Sampling, TextPrompt
 
 MAX_STOP = 16
 MAX_N = 128
+MAX_EMBEDDED = 2048
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 _UINT32 = 2**32
@@ -28,10 +30,20 @@ def check_prompt(prompt: Prompt, fields: FieldNames) -> None:
     elif isinstance(prompt, ChatPrompt):
         if not prompt.turns:
             raise InvalidArgumentError("the conversation is empty", field=fields.prompt)
-    elif not prompt.token_ids:
-        raise InvalidArgumentError("the prompt is empty", field=fields.prompt)
-    elif not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < _UINT32:
-        raise InvalidArgumentError("token ids must be in 0..4294967295", field=fields.prompt)
+    else:
+        check_token_ids(prompt.token_ids, fields.prompt)
+
+
+def check_token_ids(token_ids: Sequence[int], field: str) -> None:
+    """Refuses none at all, and what is no token id.
+
+    Raises:
+        InvalidArgumentError: As said.
+    """
+    if not token_ids:
+        raise InvalidArgumentError("the prompt is empty", field=field)
+    if not 0 <= min(token_ids) <= max(token_ids) < _UINT32:
+        raise InvalidArgumentError("token ids must be in 0..4294967295", field=field)
 
 
 def check_stop(stop: tuple[str, ...], field: str = "stop") -> None:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from sapwood_router.circuit_breaker import CircuitBreaker
 from sapwood_router.load import Load
 from sapwood_router.served_model import ServedModel
 from sapwood_router.worker_session import WorkerSession
+
+if TYPE_CHECKING:  # the generated stubs know this name, the generated code does not
+    from sapwood.v1.worker_pb2_grpc import WorkerAsyncStub
+
+Stub: TypeAlias = "WorkerAsyncStub"
 
 _HALF_LIFE = 60.0
 """Seconds after which work handed out counts half in ``recent_work``."""
@@ -84,6 +90,8 @@ class Worker:
         self.address = address
         self.breaker = breaker
         self.session: WorkerSession | None = None
+        self.stub: Stub | None = None
+        """For calls beside the session; None while it is not connected."""
         self.model: ServedModel | None = None
         self.available = False
         """Whether it is connected and takes requests; ``draining``: whether an operator wants it to get none."""

@@ -70,7 +70,8 @@ class WorkerConnection:
     async def _carry_one_session(self) -> str:
         worker = self._worker
         async with self._dialer.open(worker.address, own_connection=True) as channel:
-            call = worker_pb2_grpc.WorkerStub(channel).Session()
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            call = stub.Session()
             try:
                 async with asyncio.timeout(max(_OPEN_TIMEOUT, self._silence)):
                     await call.write(worker_pb2.SessionRequest(heartbeat_ms=self._heartbeat_ms))
@@ -82,7 +83,7 @@ class WorkerConnection:
             if not isinstance(first, worker_pb2.SessionResponse):
                 return "it ended the session at once"
             session = WorkerSession(worker.address, call, self._heard, self._silence, self._clock)
-            worker.session = session
+            worker.session, worker.stub = session, stub
             served = served_model_of(first.info)
             if not worker.available or worker.model != served:
                 logger.info("worker %s is up: model %s, epoch %d", worker.address, served.model, served.epoch)
@@ -91,7 +92,7 @@ class WorkerConnection:
             try:
                 problem = await session.carry()
             finally:
-                worker.session = None
+                worker.session = worker.stub = None
             if worker.problem != _DRAINING:
                 worker.breaker.fault()
                 self._on_loss(worker)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from sapwood_tokenizer.stop import StopMatcher
 from sapwood_tokenizer.token_bytes import TokenBytes
 
 
-class Piece(NamedTuple):
+@dataclass(slots=True)
+class Piece:
     """What became certain.
 
     Attributes:

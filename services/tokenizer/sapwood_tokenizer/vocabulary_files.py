@@ -105,7 +105,7 @@ def _through_transformers(directory: Path) -> Vocabulary:
             "installed: pip install transformers"
         ) from error
     try:
-        loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of any class
         reason = str(error).partition("\n")[0]
         raise ConfigError(

@@ -15,7 +15,7 @@ from sapwood_worker.kv_event_stream import KvEventBatch, KvEventStream
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
-from sapwood_worker.scheduler.output import RequestOutput, TokenLogprobs
+from sapwood_worker.scheduler.output import Pooling, RequestOutput, TokenLogprobs
 from sapwood_worker.scheduler.terms import Terms
 
 _FINISH = {
@@ -24,6 +24,12 @@ _FINISH = {
 }
 
 
+_POOLING: dict[worker_pb2.Pooling, Pooling] = {
+    worker_pb2.POOLING_MEAN: "mean",
+    worker_pb2.POOLING_LAST: "last",
+    worker_pb2.POOLING_CLS: "cls",
+}
+MOST_INPUTS = 2048
 MOST_TENANT, MOST_SALT = 128, 256
 MOST_BIASED, MOST_CONTINUATIONS, MOST_LOGPROBS = 1024, 128, 20
 
@@ -36,6 +42,8 @@ _MEDIUM: dict[Medium, worker_pb2.KvMedium] = {
 
 def check_prompt(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> None:
     """Raises InvalidArgumentError naming ``request_id`` or ``token_ids`` if the prompt cannot be run."""
+    if not info.generates:
+        raise InvalidArgumentError("this model makes embeddings only")
     if not request.request_id:
         raise InvalidArgumentError("request_id is missing", field="request_id")
     if not is_valid_request_id(request.request_id):
@@ -59,7 +67,33 @@ def check_prompt(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> 
         )
 
 
-def to_terms(request: worker_pb2.WorkerGenerateRequest, seconds: float | None) -> Terms:
+def check_inputs(request: worker_pb2.WorkerEmbedRequest, info: ModelInfo) -> None:
+    """Raises InvalidArgumentError naming ``inputs`` if one of them cannot be embedded."""
+    if not info.embedding_size:
+        raise InvalidArgumentError("this model makes no embeddings")
+    if not 1 <= len(request.inputs) <= MOST_INPUTS:
+        raise InvalidArgumentError(f"{len(request.inputs)} inputs; there must be 1 to {MOST_INPUTS}", field="inputs")
+    for index, each in enumerate(request.inputs):
+        if not 1 <= len(each.ids) <= info.context_length:
+            problem = f"has {len(each.ids)} tokens; there must be 1 to {info.context_length}"
+        elif max(each.ids) >= info.vocab_size:
+            problem = f"has a token id that is not below the vocabulary size {info.vocab_size}"
+        else:
+            continue
+        raise InvalidArgumentError(f"input {index} {problem}", field="inputs")
+
+
+def to_pooling(pooling: worker_pb2.Pooling, info: ModelInfo) -> Pooling:
+    """How to pool; the model's own way if the request does not say."""
+    return _POOLING[pooling or from_pooling(info)]
+
+
+def from_pooling(info: ModelInfo) -> worker_pb2.Pooling:
+    """The model's own way to pool."""
+    return next(number for number, name in _POOLING.items() if name == info.pooling)
+
+
+def to_terms(request: worker_pb2.WorkerGenerateRequest | worker_pb2.WorkerEmbedRequest, seconds: float | None) -> Terms:
     """On what terms it is served; ``seconds`` are left to it, if they are limited.
 
     Raises:

@@ -11,11 +11,15 @@ import msgspec
 
 from sapwood_common import errors
 from sapwood_common.child_seed import child_seed
+from sapwood_worker.cache.report import TierReport
+from sapwood_worker.embedding_calls import EmbeddingCalls
 from sapwood_worker.generation import Generation
 from sapwood_worker.kv_event_stream import KvEventStream
 from sapwood_worker.messages import (
     Abort,
     Answered,
+    CacheCommand,
+    CacheVerb,
     CallFailed,
     Flush,
     FromScheduler,
@@ -58,6 +62,8 @@ class Engine:
         self._by_id: dict[str, Generation] = {}
         self._calls: dict[int, asyncio.Future[Answered]] = {}
         self._ended = asyncio.Event()
+        self.embeddings = EmbeddingCalls(send, self._serials)
+        """Embedding requests."""
         self._lost: str | None = None
         self._load_changed = asyncio.Event()
         self.kv_events = KvEventStream()
@@ -96,7 +102,7 @@ class Engine:
             AlreadyExistsError: A request of this id is running.
             UnavailableError: The scheduler process is gone.
         """
-        self._check()
+        self.check()
         if request_id in self._by_id:
             raise errors.AlreadyExistsError(f"request {request_id} is already running", field="request_id")
         serials = [next(self._serials) for _ in range(count)]
@@ -178,8 +184,8 @@ class Engine:
         """
         return (await self._ask(StopProfile)).text
 
-    async def _ask(self, make: Callable[[int], Operation]) -> Answered:
-        self._check()
+    async def _ask(self, make: Callable[[int], Operation | CacheCommand]) -> Answered:
+        self.check()
         call = next(self._serials)
         future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
@@ -188,6 +194,14 @@ class Engine:
             return await future
         finally:
             del self._calls[call]
+
+    async def cache_command(self, verb: CacheVerb, argument: str = "") -> list[TierReport]:
+        """Shows or changes the tiers of the KV cache; returns them as they are afterwards.
+
+        Raises:
+            InvalidArgumentError: It could not be done; the message says why.
+        """
+        return (await self._ask(lambda call: CacheCommand(call, verb, argument))).tiers
 
     async def load_after(self, version: int) -> None:
         """Returns once :attr:`load_version` is not ``version`` any more."""
@@ -201,6 +215,7 @@ class Engine:
                 self._observer.steps(times)
                 self._observer.outputs(outputs)
                 for output in outputs:
+                    self.embeddings.put(output)
                     # One that was closed meanwhile is not there; its last tokens concern nobody.
                     if (found := self._running.get(output.serial)) is not None:
                         generation, index = found
@@ -209,10 +224,11 @@ class Engine:
                 if kv_events or load != self.load:
                     self._load_is(load)
             case Refused(serial, kind, text, field, retry_after):
+                refusal = _REFUSALS.get(kind, errors.InternalError)(text, field=field, retry_after=retry_after)
+                self.embeddings.refuse(serial, refusal)
                 if (found := self._running.get(serial)) is not None:
-                    error = _REFUSALS.get(kind, errors.InternalError)(text, field=field, retry_after=retry_after)
                     generation, index = found
-                    generation.refuse(index, error)
+                    generation.refuse(index, refusal)
             case Answered(call):
                 if (future := self._calls.get(call)) is not None and not future.done():
                     future.set_result(message)
@@ -232,6 +248,7 @@ class Engine:
         self._load_is(Load())
         for generation in tuple(self._by_id.values()):
             generation.fail(self._gone())
+        self.embeddings.lost(self._gone())
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(self._gone())
@@ -242,7 +259,8 @@ class Engine:
         self._load_changed.set()
         self._load_changed = asyncio.Event()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises UnavailableError if the scheduler process is gone."""
         if self._lost is not None:
             raise self._gone()
 

@@ -9,11 +9,23 @@ from collections import deque
 from contextlib import suppress
 from typing import Protocol
 
-from sapwood_common.errors import SapwoodError
+from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_worker.grammar.matcher import GrammarMatcher
 from sapwood_worker.grammar.pending import PendingGrammars
 from sapwood_worker.grammar.store import GrammarStore
-from sapwood_worker.messages import Abort, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
+from sapwood_worker.messages import (
+    CACHE_FIELDS,
+    Abort,
+    Answered,
+    CacheCommand,
+    CallFailed,
+    FromScheduler,
+    Refused,
+    Shutdown,
+    Step,
+    Submit,
+    ToScheduler,
+)
 from sapwood_worker.operations import Operations
 from sapwood_worker.progress import StepProgress
 from sapwood_worker.scheduler.load import Load
@@ -21,7 +33,7 @@ from sapwood_worker.scheduler.output import LaunchedStep, RequestOutput, Runner
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler
 from sapwood_worker.step_clock import StepClock
-from sapwood_worker.tiering import Tiering
+from sapwood_worker.tiering import Tiering, device_report
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +120,8 @@ class EventLoop:
         while True:
             if self._tiering is not None:
                 self._tiering.poll()
-            busy = self._scheduler.can_step or self._scheduler.has_copies or self._launched
+            opening = self._tiering is not None and self._tiering.busy
+            busy = self._scheduler.can_step or self._scheduler.has_copies or self._launched or opening
             idle = not busy and not self._grammars
             if idle and self._progress is not None:
                 self._progress.idle()
@@ -119,7 +132,7 @@ class EventLoop:
             self._admit_built()
             worked = self._scheduler.has_work
             outputs = self._scheduler.expire()
-            if self._scheduler.can_step or self._scheduler.has_copies or self._launched:
+            if self._scheduler.can_step or self._scheduler.has_copies or self._launched or opening:
                 if self._progress is not None:
                     self._progress.begin()
                 outputs += self._step()
@@ -143,8 +156,28 @@ class EventLoop:
                     self._scheduler.abort(serial)
             case Shutdown():
                 raise AssertionError("the loop ends before")
+            case CacheCommand():
+                self._command(message)
             case operation:
                 self._mailbox.send(self._operations.run(operation))
+
+    def _command(self, command: CacheCommand) -> None:
+        """Carries out a command on the cache's tiers; some are answered later."""
+        call, verb, argument = command.call, command.verb, command.argument
+
+        def answer(error: str) -> None:
+            load = self._scheduler.load()
+            tiers = device_report(load) if self._tiering is None else self._tiering.report(load)
+            failed = CallFailed(call, InvalidArgumentError.__name__, error, CACHE_FIELDS.get(verb))
+            self._mailbox.send(failed if error else Answered(call, tiers=tiers))
+
+        if verb == "clear" and argument in ("device", "all"):
+            self._scheduler.flush_cache()
+        if self._tiering is not None:
+            self._tiering.command(verb, argument, answer)
+        else:
+            known = verb == "stats" or (verb == "clear" and argument in ("device", "all"))
+            answer("" if known else "this worker's KV cache has no second tier: give it one with --host-cache-ratio")
 
     def _admit_built(self) -> None:
         """Lets the requests in whose grammar has been built."""
@@ -174,6 +207,7 @@ class EventLoop:
             priority=terms.priority,
             tenant=terms.tenant,
             deadline=None if terms.seconds is None else time.monotonic() + terms.seconds,
+            pooling=message.pooling,
         )
         try:
             self._scheduler.add(request)

@@ -6,13 +6,16 @@ moment its old request is cancelled, while outputs of that are still on their wa
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from sapwood_worker.cache.kv_events import KvEvent
+from sapwood_worker.cache.report import TierReport
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
-from sapwood_worker.scheduler.output import RequestOutput
+from sapwood_worker.scheduler.output import Pooling, RequestOutput
 from sapwood_worker.scheduler.terms import USUAL, Terms
 from sapwood_worker.step_clock import StepTime
 
@@ -22,6 +25,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
     ``token_ids``: native uint32. ``grammar``: a compiled grammar, empty for none; ``output_tokens``: so many of
     ``token_ids``, at the end, are output of before. ``terms``: its place among others.
+    ``pooling``: how its hidden states become an embedding; empty: it generates.
     """
 
     serial: int
@@ -31,6 +35,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     grammar: bytes = b""
     output_tokens: int = 0
     terms: Terms = USUAL
+    pooling: Pooling = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -91,11 +96,28 @@ class StopProfile(msgspec.Struct, frozen=True, tag="stop-profile"):
 Operation = Flush | Pin | Unpin | Pause | Resume | StartProfile | StopProfile
 
 
+CacheVerb = Literal["stats", "clear", "attach", "detach"]
+CACHE_FIELDS: dict[CacheVerb, str] = {"attach": "url", "clear": "tiers"}
+"""Which field of its caller's a command's argument comes from."""
+
+
+class CacheCommand(msgspec.Struct, frozen=True, tag="cache"):
+    """Show or change the tiers of the KV cache; answered like an operation, with the tiers as they are
+    then.
+
+    ``clear`` takes the name of a tier or ``all``, ``attach`` the URL of a store; the others take nothing.
+    """
+
+    call: int
+    verb: CacheVerb
+    argument: str = ""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Exit now."""
 
 
-ToScheduler = Submit | Abort | Operation | Shutdown
+ToScheduler = Submit | Abort | Operation | CacheCommand | Shutdown
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -142,6 +164,7 @@ class Answered(msgspec.Struct, frozen=True, tag="answered"):
     call: int
     number: int = 0
     text: str = ""
+    tiers: list[TierReport] = []
 
 
 class CallFailed(msgspec.Struct, frozen=True, tag="call-failed"):

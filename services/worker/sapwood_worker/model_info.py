@@ -19,6 +19,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         num_pages: Pages in the pool.
         vocabulary_fingerprint: Of the tokens that grammars are masked with; empty: no structured output.
         special_tokens: Their special tokens' names, for compiling grammars.
+        embedding_size: Numbers in an embedding; 0: it makes none.
+        pooling: How embeddings are pooled unless a request says otherwise.
+        generates: Whether it generates tokens. One that does not sees its prompts whole and caches nothing.
     """
 
     architecture: str
@@ -30,3 +33,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     vocabulary_fingerprint: bytes = b""
     special_tokens: tuple[str, ...] = ()
+    embedding_size: int = 0
+    pooling: str = "last"
+    generates: bool = True

@@ -12,15 +12,20 @@ import grpc
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_common.telemetry import is_valid_traceparent, traceparent_var
+from sapwood_worker.cache.report import TierReport
 from sapwood_worker.convert import (
+    check_inputs,
     check_prompt,
+    from_pooling,
     to_kv_events,
     to_load_report,
     to_namespace,
+    to_pooling,
     to_response,
     to_sampling,
     to_terms,
 )
+from sapwood_worker.convert_cache import to_tier_names, to_tier_stats
 from sapwood_worker.engine import Engine
 from sapwood_worker.generation import Generation
 from sapwood_worker.grammar.front import RequestGrammars
@@ -150,6 +155,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             page_size=info.page_size,
             num_pages=info.num_pages,
             epoch=epoch,
+            embedding_size=info.embedding_size,
+            pooling=from_pooling(info),
+            embeds_only=not info.generates,
             max_running=max_running,
         )
 
@@ -185,6 +193,41 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Empties the prefix cache."""
         self._loaded()
         return worker_pb2.FlushCacheResponse(freed_pages=await self._engine.flush_cache())
+
+    async def GetCacheStats(
+        self, request: worker_pb2.GetCacheStatsRequest, context: Context
+    ) -> worker_pb2.GetCacheStatsResponse:
+        """Shows the tiers of the KV cache."""
+        self._loaded()
+        return worker_pb2.GetCacheStatsResponse(tiers=to_tier_stats(await self._engine.cache_command("stats")))
+
+    async def ClearCache(
+        self, request: worker_pb2.ClearCacheRequest, context: Context
+    ) -> worker_pb2.ClearCacheResponse:
+        """Empties tiers."""
+        self._loaded()
+        reports: list[TierReport] = []
+        for tier in to_tier_names(request):
+            reports = await self._engine.cache_command("clear", tier)
+        return worker_pb2.ClearCacheResponse(tiers=to_tier_stats(reports))
+
+    async def AttachStorage(
+        self, request: worker_pb2.AttachStorageRequest, context: Context
+    ) -> worker_pb2.AttachStorageResponse:
+        """Attaches a store; returns when it is, or fails with what the store said and goes on trying."""
+        self._loaded()
+        if not request.url:
+            raise InvalidArgumentError("url is missing", field="url")
+        return worker_pb2.AttachStorageResponse(
+            tiers=to_tier_stats(await self._engine.cache_command("attach", request.url))
+        )
+
+    async def DetachStorage(
+        self, request: worker_pb2.DetachStorageRequest, context: Context
+    ) -> worker_pb2.DetachStorageResponse:
+        """Detaches the store."""
+        self._loaded()
+        return worker_pb2.DetachStorageResponse(tiers=to_tier_stats(await self._engine.cache_command("detach")))
 
     async def SubscribeKvEvents(
         self, request: worker_pb2.SubscribeKvEventsRequest, context: Context
@@ -260,6 +303,27 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Ends a recording."""
         self._loaded()
         return worker_pb2.StopProfileResponse(path=await self._engine.stop_profile())
+
+    async def Embed(self, request: worker_pb2.WorkerEmbedRequest, context: Context) -> worker_pb2.WorkerEmbedResponse:
+        """Embeds all inputs. A call that is cancelled takes its inputs out of the scheduler."""
+        info = self._loaded().info
+        if self._draining.is_set():
+            raise UnavailableError("this worker is draining", retry_after=1.0)
+        check_inputs(request, info)
+        self._engine.check()
+        inputs = [each.ids for each in request.inputs]
+        pooling = to_pooling(request.pooling, info)
+        vectors = await self._engine.embeddings.embed(
+            request.request_id or "embed",
+            inputs,
+            pooling,
+            to_terms(request, context.time_remaining()),
+            normalize=request.normalize if request.HasField("normalize") else True,
+        )
+        return worker_pb2.WorkerEmbedResponse(
+            embeddings=[worker_pb2.Embedding(values=vector.tolist()) for vector in vectors],
+            prompt_tokens=sum(map(len, inputs)),
+        )
 
     def _loaded(self) -> ServedModel:
         if self.model is None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
+from sapwood_common.errors import ConfigError
 from sapwood_worker.cache.hierarchical import HierarchicalCache
 from sapwood_worker.cache.host_pages import HostPages
 from sapwood_worker.cache.host_pool import HostPool
+from sapwood_worker.cache.report import TierReport
 from sapwood_worker.cache.storage.factory import parse_storage
 from sapwood_worker.cache.storage.opener import StorageFacts, StorageOpener, measure_prefill
 from sapwood_worker.cache.storage.tier import PrefetchOptions, StorageTier
 from sapwood_worker.config import WorkerConfig
+from sapwood_worker.messages import CacheVerb
 from sapwood_worker.model_info import ModelInfo
+from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.output import Runner
 
 _OPEN_SECONDS = 10.0
@@ -53,6 +60,7 @@ class Tiering:
 
     def __init__(self, config: WorkerConfig, runner: TieredRunner, pool: HostPool) -> None:
         info = runner.info
+        self._page_size, self._page_bytes = info.page_size, pool.page_bytes
         options = PrefetchOptions(
             policy=config.storage_prefetch,
             timeout=config.storage_timeout,
@@ -62,7 +70,7 @@ class Tiering:
         if config.storage:
             parse_storage(config.storage)
         host = HostPages(pool.num_pages)
-        storage = StorageTier(host, pool, info.page_size, options, time.monotonic)
+        storage = self._storage = StorageTier(host, pool, info.page_size, options, time.monotonic)
         self.cache = HierarchicalCache(host, info.num_pages, info.page_size, config.host_write_policy, storage)
         speed = measure_prefill(
             runner, info.page_size, info.num_pages, min(config.max_step_tokens, info.context_length - 1)
@@ -73,6 +81,66 @@ class Tiering:
             self.opener.open(config.storage)
             self.opener.wait(_OPEN_SECONDS)
 
+    def command(self, verb: CacheVerb, argument: str, answer: Callable[[str], None]) -> None:
+        """Carries out what an operator wants; ``answer`` is called once, now or in a later :meth:`poll`, with what went wrong."""
+        match verb:
+            case "attach":
+                try:
+                    self.opener.open(argument, answer)
+                except ConfigError as error:
+                    answer(str(error).removeprefix("--storage: "))
+            case "detach":
+                self.opener.close()
+                answer("")
+            case "clear":
+                if argument in ("host", "all"):
+                    self.cache.host.clear()
+                if argument == "storage" or (argument == "all" and self._storage.connection is not None):
+                    self._storage.clear(answer)
+                else:
+                    answer("")
+            case "stats":
+                answer("")
+
+    def report(self, load: Load) -> list[TierReport]:
+        """The tiers as they are now."""
+        counters, store, host, size = self.cache.counters, self._storage.counters, self.cache.host, self._page_size
+        connection, content = self._storage.connection, self._page_bytes
+        [device] = device_report(load)
+        failing = connection is not None and connection.breaker.is_open
+        state = (
+            "failing" if failing else "attached" if connection is not None else "opening" if self.opener.url else "none"
+        )
+        return [
+            msgspec.structs.replace(device, hit_tokens=counters.device_hits * size),
+            TierReport(
+                tier="host",
+                pages=host.num_ready,
+                capacity=host.num_pages,
+                hit_tokens=counters.host_hits * size,
+                bytes_in=counters.stored * content,
+                bytes_out=counters.host_hits * content,
+                seconds_in=counters.store_seconds,
+                seconds_out=counters.load_seconds,
+                failures=counters.store_failures,
+                dropped_pages=counters.no_room,
+            ),
+            TierReport(
+                tier="storage",
+                hit_tokens=store.fetched * size,
+                bytes_in=store.written * content,
+                bytes_out=store.fetched * content,
+                seconds_in=store.seconds_writing,
+                seconds_out=store.seconds_reading,
+                failures=connection.failures if connection is not None else 0,
+                dropped_pages=store.dropped,
+                rejected_pages=store.rejected,
+                url=self.opener.url,
+                state=state,
+                error=connection.last_error if connection is not None else self.opener.error,
+            ),
+        ]
+
     @property
     def busy(self) -> bool:
         """Whether a store is being opened."""
@@ -81,6 +149,11 @@ class Tiering:
     def poll(self) -> None:
         """Goes on with opening a store. Never blocks."""
         self.opener.poll()
+
+
+def device_report(load: Load) -> list[TierReport]:
+    """The first tier, as far as the load tells."""
+    return [TierReport(tier="device", pages=load.used_pages, capacity=load.num_pages, hit_tokens=load.cached_tokens)]
 
 
 def build_tiering(config: WorkerConfig, runner: TieredRunner) -> Tiering | None:

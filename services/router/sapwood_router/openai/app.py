@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sapwood_common.errors import (
     DeadlineExceededError,
@@ -38,6 +38,7 @@ from sapwood_router.guard import Guard
 from sapwood_router.openai.body import read_body
 from sapwood_router.openai.chat import chat
 from sapwood_router.openai.completions import complete
+from sapwood_router.openai.embeddings import embed
 from sapwood_router.openai.errors import error_object
 from sapwood_router.openai.exchange import Exchange
 from sapwood_router.openai.models import get_model, list_models
@@ -120,10 +121,17 @@ class OpenAIFront:
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self.app = Starlette(
+        self._direct: dict[tuple[str, str], ASGIApp] = {
+            ("POST", path): Endpoint(self, self._generates(generate), guard)
+            for path, generate in (
+                ("/v1/completions", complete),
+                ("/v1/chat/completions", chat),
+                ("/v1/embeddings", embed),
+            )
+        }
+        self._routed = Starlette(
             routes=[
-                self._route("/v1/completions", self._generates(complete), "POST"),
-                self._route("/v1/chat/completions", self._generates(chat), "POST"),
+                *(Route(path, endpoint, methods=[method]) for (method, path), endpoint in self._direct.items()),
                 self._route("/v1/models", self._list_models, "GET"),
                 self._route("/v1/models/{id:path}", self._get_model, "GET"),
                 self._route("/health", self._health, "GET"),
@@ -131,6 +139,11 @@ class OpenAIFront:
             ],
             exception_handlers={HTTPException: _refuse},
         )
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application. What generates goes past the router: its coroutines would be resumed for each token."""
+        endpoint = self._direct.get((scope.get("method", ""), scope.get("path", "")))
+        await (endpoint or self._routed)(scope, receive, send)
 
     def begin(self) -> None:
         """A request came."""

@@ -109,6 +109,7 @@ def _contexts(request: ChatRequest, tools: str, request_id: str, deadline: float
             fields=fields,
             deadline=deadline,
             model=request.model,
+            whole=not request.stream,
             grammar=grammar,
             tool_choice=tool_choice_of(request),
             parallel_tool_calls=request.parallel_tool_calls is not False,

@@ -100,6 +100,7 @@ def _contexts(request: CompletionRequest, request_id: str, deadline: float) -> t
             fields=FieldNames(prompt=name, sampling="", max_tokens="max_tokens", grammar=grammar_field),
             deadline=deadline,
             model=request.model,
+            whole=not request.stream,
             grammar=grammar,
         )
         for name, prompt in named

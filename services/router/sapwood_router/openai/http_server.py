@@ -57,6 +57,8 @@ class HttpServer:
             log_level="warning",
             access_log=False,
             server_header=False,
+            interface="asgi3",
+            proxy_headers=False,
             timeout_graceful_shutdown=1,
         )
         self._server = _Server(self._config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection
 
 from sapwood_common.errors import SapwoodError
@@ -56,6 +57,8 @@ class Execution:
         """See :class:`~sapwood_router.worker_session.StreamSink`."""
         context, token_ids = self._context, output.token_ids
         if token_ids:
+            if context.whole and context.first_token is None:  # who reads the whole learns of it at the end only
+                context.first_token = time.perf_counter()
             self._lease.prefilled()
             self._permit.end(Outcome.SUCCESS)
         if output.cached_tokens is not None and not context.resumptions:

@@ -15,6 +15,7 @@ from sapwood_router.admission_control import AdmissionControl
 from sapwood_router.context import Delta, RequestContext
 from sapwood_router.detokenize_pool import DetokenizePool
 from sapwood_router.detokenize_stream import DetokenizeStream
+from sapwood_router.embedding import Embedder
 from sapwood_router.observer import RequestObserver
 from sapwood_router.pipeline.attempts import Attempts
 from sapwood_router.pipeline.build import fix_seed
@@ -57,6 +58,7 @@ class Pipeline:
         observer: RequestObserver,
     ) -> None:
         self.tokenizer = tokenizer
+        self.embedder = Embedder(tokenizer, registry)
         self.session = session
         self.registry = registry
         self.admission = admission
@@ -137,7 +139,7 @@ class Run:
         if self._closed:
             raise RequestCancelledError("the client left")
         fix_seed(context)
-        stream = pipeline.session.open(context.output)
+        stream = pipeline.session.open(context.output, whole=context.whole)
         self._attempts = Attempts(pipeline, context, stream, self._watch)
         self._driver = asyncio.ensure_future(self._attempts.run())
         self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire, stream)

@@ -158,6 +158,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     def __init__(self, model: str = "fake", *, page_size: int = 4, context_length: int = 100_000) -> None:
         self.script = Script()
         self.calls: list[SeenCall] = []
+        self.embed_calls: list[worker_pb2.WorkerEmbedRequest] = []
+        self.embedding_size = 3
         self.epoch = next(_epochs)
         self.load = worker_pb2.LoadReport(num_pages=10_000)
         self._model = model
@@ -326,6 +328,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             page_size=self._page_size,
             num_pages=self.load.num_pages,
             epoch=self.epoch,
+            embedding_size=self.embedding_size,
         )
 
     async def WatchLoad(  # noqa: N802
@@ -343,6 +346,19 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         """It has none."""
         raise UnimplementedError("this worker publishes no KV events")
         yield worker_pb2.SubscribeKvEventsResponse()
+
+    async def Embed(  # noqa: N802
+        self, request: worker_pb2.WorkerEmbedRequest, context: Context
+    ) -> worker_pb2.WorkerEmbedResponse:
+        """Of each sequence its length, first and last token; with ``script.error`` set, that."""
+        self.embed_calls.append(request)
+        if self.script.error is not None:
+            raise self.script.error
+        vectors = [(len(item.ids), item.ids[0], item.ids[-1]) for item in request.inputs]
+        return worker_pb2.WorkerEmbedResponse(
+            embeddings=[worker_pb2.Embedding(values=vector) for vector in vectors],
+            prompt_tokens=sum(vector[0] for vector in vectors),
+        )
 
     async def FlushCache(  # noqa: N802
         self, request: worker_pb2.FlushCacheRequest, context: Context

@@ -45,10 +45,19 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """Numbers of stores that have ended since the last report. A failed one left its host pages undefined."""
+    """What has ended since the last report.
+
+    Attributes:
+        done: Numbers of stores that have ended well.
+        failed: Numbers of stores that have left their host pages undefined.
+        store_seconds: Time that stores took.
+        load_seconds: Time that loads took.
+    """
 
     done: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
+    store_seconds: float = 0.0
+    load_seconds: float = 0.0
 
 
 NOTHING = CopyReport()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -46,6 +47,7 @@ class CpuTransfer:
         self._device = device
         self._host = host_tensor(device, host)
         self._done: tuple[int, ...] = ()
+        self._store_seconds = self._load_seconds = 0.0
 
     @property
     def busy(self) -> bool:
@@ -55,20 +57,23 @@ class CpuTransfer:
     def start(self, copies: Copies) -> None:
         """See Transfer."""
         if copies.store is not None:
-            self._copy(copies.store, reference.store_pages)
+            self._store_seconds += self._copy(copies.store, reference.store_pages)
             self._done += (copies.store.number,)
         if copies.load is not None:
-            self._copy(copies.load, reference.load_pages)
+            self._load_seconds += self._copy(copies.load, reference.load_pages)
 
     def poll(self) -> CopyReport:
         """See Transfer."""
-        report, self._done = CopyReport(self._done), ()
+        report = CopyReport(self._done, (), self._store_seconds, self._load_seconds)
+        self._done, self._store_seconds, self._load_seconds = (), 0.0, 0.0
         return report
 
-    def _copy(self, copy: PageCopy, kernel: Kernel) -> None:
+    def _copy(self, copy: PageCopy, kernel: Kernel) -> float:
+        began = time.perf_counter()
         device, host = (torch.from_numpy(pages).long() for pages in (copy.device, copy.host))
         for layer in range(len(self._device.key_slots)):
             kernel(self._device.key_pages(layer), self._device.value_pages(layer), self._host, layer, device, host)
+        return time.perf_counter() - began
 
 
 class CudaTransfer:
@@ -92,7 +97,9 @@ class CudaTransfer:
         self._load_kernel = load
         self._stores = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
         self._loads = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
-        self._running: list[tuple[int, torch.cuda.Event]] = []
+        # Number, beginning and end of stores; beginning and end of loads.
+        self._running: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._loading: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @property
     def busy(self) -> bool:
@@ -106,26 +113,39 @@ class CudaTransfer:
             self._stores.wait_stream(computing)
             with torch.cuda.stream(self._stores):
                 pages = self._pages(copies.store)
+                begin = self._mark(self._stores)
                 for layer in range(len(self._device.key_slots)):
                     self._copy(layer, pages, self._store_kernel)
-                self._running.append((copies.store.number, self._stores.record_event()))
+                self._running.append((copies.store.number, begin, self._mark(self._stores)))
         if copies.fence:
             computing.wait_stream(self._stores)
         if copies.load is not None:
             self._loads.wait_stream(computing)  # steps before may still use the pages under their old names
             with torch.cuda.stream(self._loads):
                 pages = self._pages(copies.load)
-                events = []
+                events = [self._mark(self._loads)]
                 for layer in range(len(self._device.key_slots)):
                     self._copy(layer, pages, self._load_kernel)
-                    events.append(self._loads.record_event())
-            self._device.arriving(events)
+                    events.append(self._mark(self._loads))
+            self._device.arriving(events[1:])
+            self._loading.append((events[0], events[-1]))
 
     def poll(self) -> CopyReport:
         """See Transfer."""
-        done = tuple(number for number, event in self._running if event.query())  # type: ignore[no-untyped-call]
-        self._running = [item for item in self._running if item[0] not in done]
-        return CopyReport(done)
+        ended = [item for item in self._running if item[2].query()]  # type: ignore[no-untyped-call]
+        self._running = [item for item in self._running if item not in ended]
+        loaded = [item for item in self._loading if item[1].query()]  # type: ignore[no-untyped-call]
+        self._loading = [item for item in self._loading if item not in loaded]
+        return CopyReport(
+            done=tuple(number for number, _, _ in ended),
+            store_seconds=sum(_seconds(begin, end) for _, begin, end in ended),
+            load_seconds=sum(_seconds(begin, end) for begin, end in loaded),
+        )
+
+    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
 
     def _copy(self, layer: int, pages: tuple[Tensor, Tensor], kernel: Kernel) -> None:
         kernel(self._device.key_pages(layer), self._device.value_pages(layer), self._host, layer, *pages)
@@ -137,6 +157,11 @@ class CudaTransfer:
             return torch.from_numpy(pages).long().pin_memory().to(self._device.device, non_blocking=True)
 
         return move(copy.device), move(copy.host)
+
+
+def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1000
 
 
 def _pin(host: HostPool) -> None:

@@ -7,10 +7,12 @@ import torch
 from sapwood_common.errors import ConfigError
 from sapwood_common.model_files import resolve_model
 from sapwood_worker.config import WorkerConfig
+from sapwood_worker.models.bert import is_bert
+from sapwood_worker.runner.encoder_runner import EncoderRunner
 from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
 
 
-def make_runner(config: WorkerConfig) -> ModelRunner:
+def make_runner(config: WorkerConfig) -> ModelRunner | EncoderRunner:
     """Loads the model.
 
     Raises:
@@ -21,9 +23,11 @@ def make_runner(config: WorkerConfig) -> ModelRunner:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return ModelRunner(
+    path = resolve_model(config.model)
+    kind = EncoderRunner if is_bert(path) else ModelRunner
+    return kind(
         RunnerOptions(
-            model_path=resolve_model(config.model),
+            model_path=path,
             load_format=config.load_format,
             device=device,
             dtype=config.dtype,

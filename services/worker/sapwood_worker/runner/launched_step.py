@@ -21,6 +21,7 @@ class LaunchedStep:
         sampled: Indices of the requests that sample.
         tokens: Their tokens; None if none does.
         prompts: By index, log probabilities of prompt tokens.
+        pooled: By index, float32 [hidden_size] of chunks that are to be pooled.
         copied: What has become of copies between tiers, asked when the result is taken.
     """
 
@@ -31,6 +32,7 @@ class LaunchedStep:
         tokens: SampledTokens | None,
         prompts: Mapping[int, Logprobs],
         copied: Callable[[], CopyReport],
+        pooled: Mapping[int, Tensor] | None = None,
     ) -> None:
         self._step = output.step
         self._count = len(output.requests)
@@ -43,6 +45,8 @@ class LaunchedStep:
             tensors = [tokens.tokens, *(tokens.logprobs.tensors if tokens.logprobs is not None else ())]
         for each in prompts.values():
             tensors += each.tensors
+        self._pooled = tuple(pooled or ())
+        tensors += (pooled or {}).values()
         self._copies = HostCopies(tensors)
 
     def result(self) -> ModelOutput:
@@ -60,4 +64,5 @@ class LaunchedStep:
                     if values[row] >= 0:
                         logprobs[self._sampled[row]] = each
         prompts = {index: Logprobs(next(tensors), next(tensors), next(tensors)).to_list() for index in self._prompts}
-        return ModelOutput(self._step, token_ids, self._copied(), logprobs, prompts)
+        pooled = {index: next(tensors).numpy() for index in self._pooled}
+        return ModelOutput(self._step, token_ids, self._copied(), logprobs, prompts, pooled)

@@ -28,6 +28,7 @@ from sapwood_worker.runner.forward_batch import ForwardBatch
 from sapwood_worker.runner.grammar_masks import GrammarMasks, StepMasks
 from sapwood_worker.runner.input_builder import build_forward_batch
 from sapwood_worker.runner.launched_step import LaunchedStep
+from sapwood_worker.runner.pooling import pool_chunk
 from sapwood_worker.runner.token_sampler import SampledTokens, TokenSampler
 from sapwood_worker.sampling.logprobs import Distribution, Logprobs, join
 from sapwood_worker.scheduler.output import ModelOutput, ScheduledRequest, SchedulerOutput
@@ -136,6 +137,7 @@ class ModelRunner:
             eos_token_ids=loaded.eos_token_ids,
             page_size=self._pool.page_size,
             num_pages=self._pool.num_pages - _SCRATCH_PAGES,
+            embedding_size=config.hidden_size,
         )
 
     @torch.inference_mode()
@@ -192,7 +194,13 @@ class ModelRunner:
             if request.prompt_logprobs is not None and request.start + 1 < request.prompt_length:
                 first = int(batch.attention.query_starts[i])
                 prompts[i] = self._prompt_logprobs(hidden[first : first + len(request.token_ids)], request)
-        return LaunchedStep(output, sampled, tokens, prompts, self._copied)
+        pooled: dict[int, Tensor] = {}
+        for i, request in enumerate(requests):
+            if request.pooling:
+                first = int(batch.attention.query_starts[i])
+                rows = self._model.norm(hidden[first : first + len(request.token_ids)])
+                pooled[i] = pool_chunk(rows, request.pooling)
+        return LaunchedStep(output, sampled, tokens, prompts, self._copied, pooled)
 
     def cache_identity(self) -> str:
         """What a page's content depends on besides its tokens, other than the page size: equal only if it can be exchanged.

@@ -26,6 +26,7 @@ class SchedulerConfig:
         eviction: Which cached prefix goes first when room is needed.
         kv_events: Whether to note what the prefix cache stores and removes; :meth:`Scheduler.take_kv_events` must then be
             called after each step.
+        whole_prompts: Whether a prompt must be computed in one step, however long it is.
         conservativeness: How much of the pages that running requests are expected to need is kept for them at admission.
     """
 
@@ -42,3 +43,4 @@ class SchedulerConfig:
     eviction: EvictionName = "lru"
     kv_events: bool = False
     conservativeness: float = 1.0
+    whole_prompts: bool = False

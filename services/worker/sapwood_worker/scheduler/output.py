@@ -29,6 +29,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float] = []
 
 
+Pooling = Literal["", "mean", "last", "cls"]
+
+
 @dataclass(slots=True)
 class ScheduledRequest:
     """The part of one request that a step computes.
@@ -52,6 +55,7 @@ class ScheduledRequest:
         prompt_length: Where in ``history`` the prompt ends that ``prompt_logprobs`` is about.
         prompt_logprobs: Whether log probabilities of the prompt's tokens are wanted, and how many alternatives.
         serial: The request's.
+        pooling: How its hidden states are to be pooled; empty: they are not, it generates.
     """
 
     request_id: str
@@ -67,6 +71,7 @@ class ScheduledRequest:
     prompt_length: int = 0
     prompt_logprobs: int | None = None
     serial: int = -1
+    pooling: Pooling = ""
 
 
 @dataclass(slots=True)
@@ -103,6 +108,8 @@ class ModelOutput:
         copied: Stores that have ended since the last report, whatever step they went with.
         logprobs: Of the sampled tokens, by index into ``SchedulerOutput.requests``, where asked for.
         prompt_logprobs: Of the prompt tokens after each that the step computed, likewise.
+        pooled: Of each chunk that is to be pooled, float32 [hidden_size]: the sum of its tokens' hidden states, the last, or
+            the first.
     """
 
     step: int
@@ -110,6 +117,7 @@ class ModelOutput:
     copied: CopyReport = NOTHING
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
 
 
 FinishReason = Literal["stop", "length", "error", "deadline"]
@@ -132,6 +140,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
         logprobs: One for each of ``token_ids``, if asked for.
         prompt_logprobs: On the first output, if asked for: one for each prompt token but the first.
         index: Which of its generation's continuations it belongs to; the gRPC front sets it.
+        embedding: Native float32, on the output of an embedding request.
     """
 
     serial: int
@@ -145,6 +154,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
     index: int = 0
+    embedding: bytes = b""
 
 
 class LaunchedStep(Protocol):
@@ -153,6 +163,21 @@ class LaunchedStep(Protocol):
     def result(self) -> ModelOutput:
         """Waits for the step and returns its answer; to be called once. If the step failed this raises."""
         ...
+
+
+class CompletedStep:
+    """A :class:`LaunchedStep` that was over at once.
+
+    Args:
+        answer: Of the step.
+    """
+
+    def __init__(self, answer: ModelOutput) -> None:
+        self._answer = answer
+
+    def result(self) -> ModelOutput:
+        """See LaunchedStep."""
+        return self._answer
 
 
 class Runner(Protocol):

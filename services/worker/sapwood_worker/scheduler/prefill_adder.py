@@ -48,7 +48,9 @@ class PrefillAdder:
     def continue_running(self) -> None:
         """Adds the next chunk of each running request that is not through its prompt, by rank."""
         for request in self._running.requests:
-            if request.remaining > 1 and self._budget > 0 and not request.over:
+            # Its ``remaining``, which would take twice as long for each of many that decode.
+            left = len(request.token_ids) + request.unknown - request.planned
+            if left > 1 and self._budget > 0 and not request.over:
                 self._add(request)
 
     def should_wait(self, request: Request) -> bool:
@@ -68,6 +70,8 @@ class PrefillAdder:
         With nothing running it always fits. Otherwise there must also be pages for what it and the running requests are
         expected to generate, at least one for each.
         """
+        if request.whole and request.remaining > self._budget and self.chunks:
+            return False  # it has a step of its own
         if not self.fits(request):
             return False
         growth = self._growth(request)
@@ -89,6 +93,6 @@ class PrefillAdder:
         return max(1, self._running.pages_for(self._ratio.expected_tokens(request)))
 
     def _add(self, request: Request) -> None:
-        count = min(request.remaining, self._budget)
+        count = request.remaining if request.whole else min(request.remaining, self._budget)
         self._budget -= count
         self.chunks.append((request, count))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from sapwood_worker.grammar.state import GrammarState
 from sapwood_worker.sampling.params import SamplingParams
-from sapwood_worker.scheduler.output import TokenLogprobs
+from sapwood_worker.scheduler.output import Pooling, TokenLogprobs
 from sapwood_worker.scheduler.state import RequestState, check_transition
 
 
@@ -27,6 +30,9 @@ class Request:
         priority: The higher goes first, where priorities count.
         tenant: Who it is for; tenants get equal shares.
         deadline: By the scheduler's clock: it ends then, wherever it stands; None: never.
+        pooling: How its hidden states become an embedding, which is then all it gets; empty: it generates.
+        pooled: What the chunks so far brought.
+        whole: Whether it must be computed in one step.
         grammar: What the output must match; stays while the request waits or is retracted, closed when it ends.
         max_length: Tokens of prompt and output at which it ends at the latest; set when it is let in.
         computed: Leading tokens whose KV is in the request's pages.
@@ -58,6 +64,7 @@ class Request:
         priority: See above.
         tenant: See above.
         deadline: See above.
+        pooling: See above.
     """
 
     __slots__ = (
@@ -76,6 +83,8 @@ class Request:
         "output_start",
         "over",
         "planned",
+        "pooled",
+        "pooling",
         "priority",
         "prompt_length",
         "prompt_logprobs",
@@ -91,6 +100,7 @@ class Request:
         "token_ids",
         "unknown",
         "waited",
+        "whole",
     )
 
     def __init__(
@@ -106,6 +116,7 @@ class Request:
         priority: int = 0,
         tenant: str = "",
         deadline: float | None = None,
+        pooling: Pooling = "",
     ) -> None:
         self.serial = serial
         self.request_id = request_id
@@ -125,6 +136,9 @@ class Request:
         self.priority = priority
         self.tenant = tenant
         self.deadline = deadline
+        self.pooling: Pooling = pooling
+        self.pooled: npt.NDArray[np.float32] | None = None
+        self.whole = False
         self.retractions = 0
         self.over = False
         self.planned = 0
@@ -156,7 +170,22 @@ class Request:
     @property
     def reusable(self) -> array[int]:
         """The tokens to look for in the prefix cache, and one more: log probabilities of the prompt need its computation."""
+        if self.pooling in ("mean", "cls"):
+            return self.token_ids[:1]
         return self.token_ids if self.wanted_prompt_logprobs is None else self.token_ids[: self._scored + 1]
+
+    def add_pooled(self, start: int, chunk: npt.NDArray[np.float32]) -> None:
+        """Joins what the chunk from ``start`` on brings with what the chunks before it brought."""
+        if self.pooled is None or start == 0 or self.pooling == "last":
+            self.pooled = chunk
+        elif self.pooling == "mean":
+            self.pooled = self.pooled + chunk
+
+    @property
+    def embedding(self) -> bytes:
+        """What its chunks came to, native float32; all of them must be there."""
+        assert self.pooled is not None
+        return (self.pooled / (self.prompt_length if self.pooling == "mean" else 1)).astype(np.float32).tobytes()
 
     def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
         """Adds those of the prompt tokens after ``start``; the first of them may be there already, from before a retraction."""

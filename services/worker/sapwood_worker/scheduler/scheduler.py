@@ -81,6 +81,8 @@ class Scheduler:
         self._allocator = PageAllocator(config.num_pages)
         table = PageTable(config.max_running, -(-self._limit // config.page_size))
         self._kv_events = KvEventLog() if config.kv_events else None
+        if tiers is not None and self._kv_events is not None:
+            tiers.host.announce(self._kv_events)
         self._cache = PrefixCache(
             self._allocator,
             table,
@@ -150,13 +152,14 @@ class Scheduler:
         assert request.serial not in self._requests, f"serial {request.serial} is taken"
         if not request.prompt_length:
             raise InvalidArgumentError("token_ids is empty: there is no prompt", field="token_ids")
-        if request.prompt_length >= self._limit:
+        if request.prompt_length >= self._limit + bool(request.pooling):
             raise InvalidArgumentError(
                 f"prompt of {request.prompt_length} tokens leaves no room in the context of {self._limit} tokens",
                 field="token_ids",
             )
         if not self._order.by_priority:
             request.priority = 0
+        request.whole = self._config.whole_prompts
         self._waiting.add(request)
         self._requests[request.serial] = request
         self._fairness.arrived(request.tenant)
@@ -267,6 +270,12 @@ class Scheduler:
                 if not request.in_flight:
                     self._finish(request)
                 continue
+            if request.pooling:
+                request.add_pooled(request.computed - count, output.pooled[index])
+                if request.computed == request.prompt_length:
+                    outputs.append(self._output(request, [], "stop", embedding=request.embedding))
+                    self._finish(request)
+                    continue
             prefill = count > 1 or request.generated == 0
             if samples:
                 outputs.append(self._take_token(request, token, output.logprobs.get(index)))
@@ -379,17 +388,22 @@ class Scheduler:
         """
         decodes: list[tuple[Request, int]] = []
         retracted = False
+        make_room = self._running.make_room
         for request in tuple(self._running.requests):
-            if request.remaining != 1 or request.state is not RequestState.RUNNING or request.over:
+            known = len(request.token_ids) + request.unknown
+            # The second: the token in flight is its last.
+            if known - request.planned != 1 or known >= request.max_length + (not request.unknown) or request.over:
                 continue
-            if len(request.token_ids) + request.unknown >= request.max_length:  # the token in flight is its last
+            if retracted and request.state is not RequestState.RUNNING:
                 continue
-            while request.state is RequestState.RUNNING and not self._running.make_room(request):
+            while not make_room(request):
                 if self._in_flight:
                     return None, False
                 self._retract(choose_victim(self._running.requests))
                 retracted = True
-            if request.state is RequestState.RUNNING:
+                if request.state is not RequestState.RUNNING:
+                    break
+            else:
                 decodes.append((request, 1))
         return decodes, retracted
 
@@ -466,7 +480,8 @@ class Scheduler:
         self._fairness.charge(request.tenant, 1)
         reason = self._finish_reason(request, token)
         output = self._output(request, [token], reason, logprobs=[] if logprobs is None else [logprobs])
-        request.prompt_logprobs = []
+        if request.prompt_logprobs:
+            request.prompt_logprobs = []
         if reason is not None:
             self._end(request)
         return output
@@ -487,6 +502,7 @@ class Scheduler:
         error: str = "",
         error_field: str = "",
         logprobs: list[TokenLogprobs] = _NO_LOGPROBS,
+        embedding: bytes = b"",
     ) -> RequestOutput:
         return RequestOutput(
             request.serial,
@@ -499,6 +515,7 @@ class Scheduler:
             error_field,
             logprobs,
             request.prompt_logprobs,
+            embedding=embedding,
         )
 
     def _end(self, request: Request) -> None:
@@ -532,7 +549,7 @@ def _launched(request: Request, count: int) -> _Item:
     """Notes that a step is on its way."""
     request.planned += count
     request.in_flight += 1
-    samples = request.remaining == 0
+    samples = request.remaining == 0 and not request.pooling
     request.unknown += samples
     return _Item(request, count, samples)
 
@@ -540,13 +557,19 @@ def _launched(request: Request, count: int) -> _Item:
 def _scheduled(request: Request, count: int) -> ScheduledRequest:
     start = request.planned
     end = start + count
-    token_ids = request.token_ids[start:end].tolist()
+    known = request.token_ids
+    if count == 1:
+        token_ids = [known[start] if start < len(known) else -1]
+    else:
+        token_ids = known[start:end].tolist()
+        if len(token_ids) < count:
+            token_ids.append(-1)
     return ScheduledRequest(
         request_id=request.request_id,
         slot=request.slot,
-        token_ids=token_ids if len(token_ids) == count else [*token_ids, -1],
+        token_ids=token_ids,
         start=start,
-        samples=end == len(request.token_ids) + request.unknown,
+        samples=end == len(request.token_ids) + request.unknown and not request.pooling,
         sampling=request.sampling,
         grammar=request.grammar,
         admission=request.admission,
@@ -555,4 +578,5 @@ def _scheduled(request: Request, count: int) -> ScheduledRequest:
         prompt_length=request.prompt_length,
         prompt_logprobs=request.wanted_prompt_logprobs,
         serial=request.serial,
+        pooling=request.pooling,
     )

@@ -6,15 +6,19 @@ has lent is gone with it, so a cluster that is to start warm has clients that do
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
 
 from sapwood_worker.cache.storage.backend import StorageError
 
+_CONNECT_SECONDS = 2.0
 _BUFFER_BYTES = 16 << 20
 """Of the client's own, for calls that bring no registered memory; ours all do."""
 
@@ -51,12 +55,18 @@ class MooncakeStorage:
     """
 
     def __init__(self, options: MooncakeOptions) -> None:
+        os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # it tells of every connection else
         try:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
             raise StorageError(
                 f"Mooncake is not installed here ({error}): pip install 'sapwood[mooncake]', and libibverbs1"
             ) from error
+        # The engine tries for minutes, holding the interpreter all the while, when nobody answers it.
+        _expect_answer(options.master)
+        metadata = urlsplit(options.metadata)
+        if metadata.scheme in ("http", "https"):
+            _expect_answer(f"{metadata.hostname}:{metadata.port or (443 if metadata.scheme == 'https' else 80)}")
         self._store: Any = MooncakeDistributedStore()
         code = self._store.setup(
             options.host,
@@ -116,6 +126,14 @@ class MooncakeStorage:
 
 
 _NOT_FOUND = -704
+
+
+def _expect_answer(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise StorageError(f"nobody answers at {address}: {error}") from error
 
 
 def _addresses(buffers: Sequence[memoryview]) -> list[int]:

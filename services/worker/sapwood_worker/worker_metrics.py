@@ -69,9 +69,9 @@ class WorkerMetrics:
         self._metrics.polled(
             "counter",
             "sapwood_worker_cache_hit_tokens_total",
-            "Of these, tokens found in the prefix cache, by where they were.",
-            lambda: [(("device",), load().cached_tokens)],
-            tier=OneOf("device", "host", "remote"),
+            "Prompt tokens found in the cache, by where: in the host's memory are also those that came there from a store.",
+            lambda: [(("device",), load().device_hit_tokens), (("host",), load().host_hit_tokens)],
+            tier=OneOf("device", "host"),
         )
 
 

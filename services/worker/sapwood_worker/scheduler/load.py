@@ -17,6 +17,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         num_pages: Pages in the pool.
         prompt_tokens: Prompt tokens of all requests that have run so far.
         cached_tokens: Of these, tokens found in the prefix cache.
+        device_hit_tokens: Tokens found in its first tier, whenever a request was started; more than once for one sent back.
+        host_hit_tokens: Tokens found in its second tier, beyond those.
     """
 
     running_requests: int = 0
@@ -27,3 +29,5 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_pages: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    device_hit_tokens: int = 0
+    host_hit_tokens: int = 0

@@ -330,6 +330,8 @@ class Scheduler:
     def load(self) -> Load:
         """The load now. O(running)."""
         prefill = sum(request.remaining for request in self._running.requests if request.remaining > 1)
+        hits = self._tiers.counters if self._tiers is not None else None
+        size = self._config.page_size
         return Load(
             running_requests=len(self._running),
             waiting_requests=len(self._waiting),
@@ -339,6 +341,8 @@ class Scheduler:
             num_pages=self._config.num_pages,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
+            device_hit_tokens=self._cached_tokens if hits is None else hits.device_hits * size,
+            host_hit_tokens=0 if hits is None else hits.host_hits * size,
         )
 
     def check_idle(self) -> None:

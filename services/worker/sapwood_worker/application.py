@@ -53,13 +53,18 @@ async def serve(config: WorkerConfig, runner: str = MODEL_RUNNER) -> int:
     """
     try:
         name = config.served_model_name or model_name(config.model)
-        return await _serve(config, name, runner)
+        scheduler = Supervisor(lambda: SchedulerProcess(config, runner), config.watchdog_timeout)
+        try:
+            return await _serve(config, name, scheduler)
+        finally:
+            await scheduler.stop()
     except ConfigError as error:
         logger.error("%s", error)
         return 1
 
 
-async def _serve(config: WorkerConfig, name: str, runner: str) -> int:
+async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
+    await scheduler.start()  # before gRPC has threads in this process: it does not like a fork then
     metrics = MetricSet()
     tracing = start_tracing("sapwood-worker", config.trace_endpoint, config.trace_ratio)
     worker_metrics = WorkerMetrics(metrics)
@@ -72,8 +77,6 @@ async def _serve(config: WorkerConfig, name: str, runner: str) -> int:
         tls=server_tls(config.tls_cert, config.tls_key, config.tls_client_ca),
     )
     health = _Health(server)
-    scheduler = Supervisor(lambda: SchedulerProcess(config, runner), config.watchdog_timeout, health.stuck)
-    await scheduler.start()
     engine = Engine(scheduler.send, EngineObserver(worker_metrics, tracing))
     worker_metrics.watch(lambda: engine.load)
     exposed = MetricsServer(
@@ -103,7 +106,6 @@ async def _serve(config: WorkerConfig, name: str, runner: str) -> int:
         if serving is not None:
             serving.cancel()
         await server.stop()
-        await scheduler.stop()
         await asyncio.to_thread(tracing.close)
         await asyncio.to_thread(exposed.close)
 
@@ -139,7 +141,7 @@ async def _run(
             service.model = ServedModel(name, info, epoch, grammars, config.max_running)
             await health.loaded(True)
             announce(logger, "listening on %s:%d", config.host, port)
-            reason = await scheduler.run(engine.receive)
+            reason = await scheduler.run(engine.receive, health.stuck)
             logger.error("the scheduler process stopped: %s", reason)
             service.model = None
             engine.scheduler_lost(reason)

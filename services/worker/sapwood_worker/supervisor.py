@@ -29,18 +29,11 @@ class Supervisor:
     Args:
         make: Makes a process.
         watchdog_timeout: Seconds after which a step counts as stuck.
-        on_stuck: Told when a step gets stuck (the seconds it has taken) and when it has ended after all (None).
     """
 
-    def __init__(
-        self,
-        make: Callable[[], SchedulerProcess],
-        watchdog_timeout: float,
-        on_stuck: Callable[[float | None], None],
-    ) -> None:
+    def __init__(self, make: Callable[[], SchedulerProcess], watchdog_timeout: float) -> None:
         self._make = make
         self._timeout = watchdog_timeout
-        self._on_stuck = on_stuck
         self._process: SchedulerProcess | None = None
         self._losses: deque[float] = deque(maxlen=MOST_LOSSES)
 
@@ -63,13 +56,19 @@ class Supervisor:
         """Queues a message for the process; never blocks."""
         self._current.send(message)
 
-    async def run(self, receive: Callable[[FromScheduler], None]) -> str:
-        """Hands each message to ``receive`` until the process ends; returns how it ended."""
-        watching = asyncio.ensure_future(self._watch(self._current))
+    async def run(self, receive: Callable[[FromScheduler], None], on_stuck: Callable[[float | None], None]) -> str:
+        """Runs until the process ends; returns how it ended.
+
+        Args:
+            receive: Gets each message.
+            on_stuck: Told when a step gets stuck (the seconds it has taken) and when it has ended after all (None).
+        """
+        watching = asyncio.ensure_future(self._watch(self._current, on_stuck))
         try:
             return await self._current.run(receive)
         finally:
             watching.cancel()
+            on_stuck(None)
             self._losses.append(time.monotonic())
 
     async def stop(self) -> None:
@@ -83,7 +82,7 @@ class Supervisor:
         assert self._process is not None
         return self._process
 
-    async def _watch(self, process: SchedulerProcess) -> None:
+    async def _watch(self, process: SchedulerProcess, on_stuck: Callable[[float | None], None]) -> None:
         stuck = False
         while True:
             seconds = process.progress.seconds()
@@ -93,5 +92,5 @@ class Supervisor:
                     logger.error("a step has taken %.1f s: the worker is stuck", seconds)
                 else:
                     logger.warning("the step that was stuck has ended")
-                self._on_stuck(seconds if stuck else None)
+                on_stuck(seconds if stuck else None)
             await asyncio.sleep(min(_POLL_SECONDS, self._timeout / 4))

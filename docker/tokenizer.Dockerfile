@@ -3,15 +3,20 @@
 # Behind a proxy with a CA of its own: --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
 
+# Of pyproject.toml only what is installed: changes of the rest rebuild nothing.
+FROM ${PYTHON_IMAGE} AS requirements
+COPY pyproject.toml docker/requirements.py /
+RUN python3 /requirements.py /pyproject.toml tokenizer otel > /requirements.txt
+
 FROM ${PYTHON_IMAGE} AS build
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PYTHONDONTWRITEBYTECODE=1
 RUN python3 -m venv /opt/sapwood
 # Dependencies first: this layer changes only with them.
-COPY pyproject.toml docker/requirements.py docker/constraints.txt /build/
+COPY --from=requirements /requirements.txt /build/
+COPY docker/constraints.txt /build/
 RUN --mount=type=secret,id=ca,required=false \
     if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
-    /opt/sapwood/bin/python /build/requirements.py /build/pyproject.toml tokenizer otel > /build/requirements.txt; \
     /opt/sapwood/bin/pip install -r /build/requirements.txt -c /build/constraints.txt
 # The sources: one small layer.
 COPY pyproject.toml hatch_build.py README.md LICENSE /src/

@@ -12,10 +12,18 @@ ENV SAPWOOD_WORKER_DEVICE=cpu
 
 # flashinfer compiles kernels on first use: hence the image with nvcc.
 FROM ${CUDA_IMAGE} AS base-cuda
-ENV SAPWOOD_WORKER_DEVICE=cuda FLASHINFER_WORKSPACE_BASE=/tmp
+ENV SAPWOOD_WORKER_DEVICE=cuda FLASHINFER_WORKSPACE_BASE=/kernels
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv ninja-build \
     && rm -rf /var/lib/apt/lists/*
+
+# Of pyproject.toml only what is installed: changes of the rest rebuild nothing.
+# hadolint ignore=DL3006
+FROM base-${VARIANT} AS requirements
+ARG VARIANT
+COPY pyproject.toml docker/requirements.py /
+RUN case "$VARIANT" in cpu) extra=worker;; cuda) extra=gpu;; esac; \
+    python3 /requirements.py /pyproject.toml "$extra" otel > /requirements.txt
 
 # hadolint ignore=DL3006
 FROM base-${VARIANT} AS build
@@ -34,11 +42,9 @@ RUN --mount=type=secret,id=ca,required=false \
     case "$VARIANT" in cpu) index="$TORCH_INDEX/cpu";; cuda) index="$TORCH_INDEX/cu130";; esac; \
     if [ -n "$wheel" ]; then /opt/sapwood/bin/pip install "$wheel" -c /build/constraints.txt; \
     else /opt/sapwood/bin/pip install "$TORCH" --index-url "$index"; fi
-COPY pyproject.toml docker/requirements.py /build/
+COPY --from=requirements /requirements.txt /build/
 RUN --mount=type=secret,id=ca,required=false \
     if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
-    case "$VARIANT" in cpu) extra=worker;; cuda) extra=gpu;; esac; \
-    /opt/sapwood/bin/python /build/requirements.py /build/pyproject.toml "$extra" otel > /build/requirements.txt; \
     /opt/sapwood/bin/pip install -r /build/requirements.txt -c /build/constraints.txt
 # The sources: one small layer.
 COPY pyproject.toml hatch_build.py README.md LICENSE /src/
@@ -58,6 +64,8 @@ LABEL org.opencontainers.image.title="sapwood-worker" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="0.1.0"
 COPY --from=build /opt/sapwood /opt/sapwood
+# Where volumes are mounted: for pages of the KV cache, and for kernels compiled on first use.
+RUN mkdir /kv /kernels && chown 10001:10001 /kv /kernels
 ENV PATH=/opt/sapwood/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 SAPWOOD_HOME=/models HOME=/tmp \
     SAPWOOD_WORKER_HOST=0.0.0.0 SAPWOOD_WORKER_LOG_FORMAT=json
 USER 10001:10001

@@ -131,10 +131,20 @@ class Engine:
             )
             self._process.send_signal(signal.SIGTERM)
             self._process.wait(timeout=60)
-        subprocess.run(["iptables-restore"], input=self._rules, text=True, check=False)
+        self._restore_rules()
         for link in re.findall(r"^\d+: (docker0|br-[0-9a-f]{12}):", run("ip", "link"), re.MULTILINE):
             subprocess.run(["ip", "link", "delete", link], check=False)
         subprocess.run(["umount", str(self.folder / "exec/netns/default")], check=False, capture_output=True)
+
+    def _restore_rules(self) -> None:
+        # Restoring touches only the tables that are named; those that were empty before are named by nobody.
+        before = set(re.findall(r"^\*(\w+)", self._rules, re.MULTILINE))
+        for table in set(re.findall(r"^\*(\w+)", run("iptables-save"), re.MULTILINE)) - before:
+            for flag in ("-F", "-X"):
+                subprocess.run(["iptables", "-t", table, flag], check=False)
+            if table == "filter":
+                subprocess.run(["iptables", "-P", "FORWARD", "ACCEPT"], check=False)
+        subprocess.run(["iptables-restore"], input=self._rules, text=True, check=False)
 
 
 def _install() -> None:

@@ -93,8 +93,18 @@ class Cluster:
     def __init__(self, model: Path) -> None:
         self.services: list[Service] = []
         try:
-            self.tokenizer = self.add("sapwood_tokenizer", "--port", "0", "--model", str(model))
-            worker = ("sapwood_worker", "--model", str(model), "--kv-cache-gb", "0.1", "--threads", "1")
+            self.tokenizer = self.add("sapwood_tokenizer", "--port", "0", "--metrics-port", "0", "--model", str(model))
+            worker = (
+                "sapwood_worker",
+                "--model",
+                str(model),
+                "--kv-cache-gb",
+                "0.1",
+                "--threads",
+                "1",
+                "--metrics-port",
+                "0",
+            )
             self.workers = [
                 self.add(*worker, "--served-model-name", "demo", "--port", str(port_of_its_own())) for _ in range(2)
             ]

@@ -49,7 +49,7 @@ class WorkerProcess:
     async def start(self) -> None:
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "sapwood_worker.testing.fake_worker", "--port", str(self.port)),
-            *("--vocab-size", str(VOCAB), "--step-ms", "10", "--context-length", "512"),
+            *("--metrics-port", "0", "--vocab-size", str(VOCAB), "--step-ms", "10", "--context-length", "512"),
             stderr=asyncio.subprocess.PIPE,
         )
         async with asyncio.timeout(60):

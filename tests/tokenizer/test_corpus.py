@@ -101,7 +101,7 @@ async def test_texts_of_all_kinds_become_the_librarys_tokens_and_come_back(
         assert streamed(table, tokens, 1) == streamed(table, tokens, 7) == decoded
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text=TEXTS, size=st.integers(1, 9))
 def test_any_text_comes_back_as_the_library_decodes_it(
     loaded: LoadedTokenizer, table: TokenBytes, text: str, size: int
@@ -126,9 +126,9 @@ async def test_a_megabyte_of_anything_is_encoded_as_the_library_does(
     encoder.close()
 
 
-def test_a_megabyte_streams_back(loaded: LoadedTokenizer, table: TokenBytes) -> None:
+def test_a_long_text_streams_back(loaded: LoadedTokenizer, table: TokenBytes) -> None:
     text = ("".join(KINDS["code"]) + "".join(KINDS["cjk"])) * 30
-    text = text[:MIB]
+    text = text[: MIB // 4]
     ids = loaded.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     assert streamed(table, ids, 16) == text
 

@@ -71,7 +71,7 @@ MARKS = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_a_text_has_the_same_tokens_with_and_without_the_caches(
     tokenizers: dict[str, Tokenizer], encoders: dict[str, BatchEncoder], name: str, data: st.DataObject

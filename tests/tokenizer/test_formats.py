@@ -83,7 +83,7 @@ def pairs(
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken", "tekken"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text=TEXTS)
 def test_any_text_is_encoded_as_by_the_library_the_file_is_from(
     pairs: dict[str, tuple[Encode, Encode]], kind: str, text: str

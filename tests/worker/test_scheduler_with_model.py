@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from sapwood_worker.runner.launched_step import LaunchedStep
 from sapwood_worker.runner.model_runner import ModelRunner
@@ -86,6 +87,92 @@ def test_greedy_tokens_do_not_depend_on_scheduling(
             logits = tiny.logits(prompt + expected[:at])[-1]
             gap = float(logits[expected[at]] - logits[received[serial][at]])
             assert gap < 1e-4, f"prompt {serial} differs at {at} by {gap}"
+
+
+@pytest.fixture(scope="module")
+def many(tiny_model: Any) -> list[tuple[list[int], list[int]]]:
+    """32 prompts, many with a common beginning, and transformers' own answers."""
+    chance = random.Random(9)
+    shared = [chance.randrange(3, 97) for _ in range(80)]
+    tiny = tiny_model("llama")
+    asked = [
+        shared[: chance.choice([0, 20, 64, 80])] + [chance.randrange(3, 97) for _ in range(chance.randint(1, 30))]
+        for _ in range(32)
+    ]
+    return [(prompt, greedy(tiny, prompt)) for prompt in asked]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "page_size", "chunk", "pages"),
+    [(1, 1, 16, 512), (2, 64, 64, 8), (4, 16, 16, 24), (8, 16, 128, 30), (16, 64, 512, 32), (32, 1, 64, 600), (32, 16, 512, 50)],
+)  # fmt: skip
+def test_batches_of_up_to_32_answer_as_transformers_does(
+    tiny_model: Any, make_runner: Any, many: Any, batch: int, page_size: int, chunk: int, pages: int, overlap: bool
+) -> None:
+    tiny = tiny_model("llama")
+    runner = make_runner(tiny.path, page_size=page_size, num_pages=max(pages, batch), max_running=batch)
+    config = SchedulerConfig(
+        page_size=page_size,
+        num_pages=max(pages, batch),
+        context_length=runner.info.context_length,
+        max_running=batch,
+        max_step_tokens=chunk,
+        conservativeness=0.0,
+    )
+    compare(tiny, many, Scheduler(config), runner, overlap)
+
+
+def compare(
+    model: Any, many: list[tuple[list[int], list[int]]], scheduler: Scheduler, runner: Any, overlap: bool
+) -> None:
+    """Lets all prompts run; where a token differs from the model's own the two must be equally likely, or nearly so."""
+    for serial, (prompt, wanted) in enumerate(many):
+        sampling = SamplingParams(temperature=0.0, max_tokens=len(wanted), ignore_eos=True)
+        scheduler.add(Request(serial, f"r{serial}", prompt, sampling))
+    received: dict[int, list[int]] = {}
+    for output in drive(scheduler, runner, overlap):
+        received.setdefault(output.serial, []).extend(output.token_ids)
+    for serial, (prompt, wanted) in enumerate(many):
+        if received[serial] != wanted:
+            at = next(i for i, token in enumerate(wanted) if received[serial][i] != token)
+            logits = model.logits(prompt + wanted[:at])[-1]
+            gap = float(logits[wanted[at]] - logits[received[serial][at]])
+            assert gap < 1e-3, f"prompt {serial} differs at {at} by {gap}"
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.timeout(1200)
+def test_the_demo_model_answers_alike_in_all_batches_chunks_and_pages(
+    demo_model: Any, demo_oracle: Any, make_runner: Any
+) -> None:
+    class Oracle:
+        def logits(self, tokens: list[int]) -> Any:
+            with torch.inference_mode():
+                return demo_oracle(torch.tensor([tokens])).logits[0]
+
+    chance = random.Random(2)
+    beginning = [2, 818, 5279, 529, 7001, 563] + [chance.randrange(1000, 20_000) for _ in range(60)]
+    many = []
+    for index in range(12):
+        prompt = beginning[: 6 + 5 * index] + [chance.randrange(1000, 20_000) for _ in range(index % 3)]
+        tokens = list(prompt)
+        for _ in range(6):
+            tokens.append(int(Oracle().logits(tokens)[-1].argmax()))
+        many.append((prompt, tokens[len(prompt) :]))
+    for batch, page_size, chunk, pages in ((1, 1, 16, 200), (4, 64, 512, 6), (12, 16, 16, 20), (12, 1, 64, 400)):
+        runner = make_runner(demo_model, page_size=page_size, num_pages=max(pages, batch), max_running=batch)
+        for overlap in (False, True):
+            config = SchedulerConfig(
+                page_size=page_size,
+                num_pages=max(pages, batch),
+                context_length=runner.info.context_length,
+                max_running=batch,
+                max_step_tokens=chunk,
+                conservativeness=0.0,
+            )
+            compare(Oracle(), many, Scheduler(config), runner, overlap)
 
 
 def test_seeded_sampling_does_not_depend_on_scheduling(tiny_model: Any, make_runner: Any) -> None:

@@ -17,10 +17,12 @@ import pytest
 from sapwood_worker.cache.hierarchical import HierarchicalCache
 from sapwood_worker.cache.host_pages import HostPages
 from sapwood_worker.cache.host_pool import HostPool
+from sapwood_worker.cache.kv_events import BlockStored, split_hashes
 from sapwood_worker.cache.storage.connection import Connection
 from sapwood_worker.cache.storage.fake import FakeExecutor, FakeStorage
 from sapwood_worker.cache.storage.record import namespace_of
 from sapwood_worker.cache.storage.tier import PrefetchOptions, StorageTier
+from sapwood_worker.kv_event_stream import KvEventStream
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
@@ -64,7 +66,9 @@ class Simulation:
             max_step_tokens=chance.choice([4, 16, 256]),
             policy=chance.choice(["fcfs", "lpm"]),
             conservativeness=0.0,
+            kv_events=True,
         )
+        self.events = KvEventStream()
         self.scheduler = Scheduler(config, self.tiers)
         self.limit = min(self.limit, pages * size)
         info = ModelInfo(
@@ -169,7 +173,18 @@ class Simulation:
                 if output.finish_reason is not None:
                     del self.expected[output.serial]
         self.scheduler.check()
+        self.check_events()
         self.steps += 1
+
+    def check_events(self) -> None:
+        """Whoever has followed the events knows what the second tier has, and that each block followed its parent."""
+        self.events.apply(self.scheduler.take_kv_events())
+        told: set[bytes] = set()
+        for batch in self.events.snapshot():
+            for event in batch.events:
+                if isinstance(event, BlockStored) and event.medium == "CPU_TIER1":
+                    told.update(split_hashes(event.hashes))
+        assert told == {entry.key.hash for entry in self.tiers.host.entries() if entry.ready}
 
     def tokens(self, count: int) -> list[int]:
         return [self.chance.randrange(POISON) for _ in range(count)]

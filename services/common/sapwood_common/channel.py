@@ -24,6 +24,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # One that comes back under its name at another address is as well: grpc's default asks DNS twice a minute at most.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )
 
 

@@ -25,6 +25,7 @@ from sapwood_router.block_index import BlockIndex
 from sapwood_router.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
 from sapwood_router.config import RouterConfig
 from sapwood_router.detokenize_pool import DetokenizePool
+from sapwood_router.endpoint_slices import follow_endpoint_slices, in_cluster_api, parse_service
 from sapwood_router.fleet import CONFIGURED, Fleet
 from sapwood_router.guard import Guard
 from sapwood_router.kv_event_monitor import KvEventMonitor
@@ -71,6 +72,9 @@ class RouterApplication:
         self.registry = Registry([], self._registry_changed, self._worker_reset, self._most_requests)
         settings = AdmissionSettings(most_waiting=config.queue_size, most_wait=config.queue_wait)
         self._admission = AdmissionControl(self.registry, settings, asyncio.get_running_loop().time)
+        self._slices = (
+            None if config.kubernetes_service is None else (in_cluster_api(), parse_service(config.kubernetes_service))
+        )
         self._fleet = Fleet(self.registry, self._policy, self._make_worker, self._watch_worker, time.monotonic)
         router_metrics.watch(self.registry, self._admission)
         router_metrics.watch_index(self._blocks)
@@ -169,6 +173,12 @@ class RouterApplication:
         if self._config.workers_dns is not None:
             lookups = follow_dns(self._config.workers_dns, self._fleet, self._config.workers_dns_interval)
             self._spawn(lookups, "workers in DNS")
+        if self._slices is not None:
+            api, service = self._slices
+            followed = follow_endpoint_slices(
+                api, service, lambda found: self._fleet.name(f"service {service.name}", found)
+            )
+            self._spawn(followed, "EndpointSlices")
 
     async def serve(self) -> None:
         """Serves until SIGTERM or SIGINT, drains, and stops."""

@@ -57,6 +57,11 @@ class RouterConfig(ServiceConfig):
     workers_dns: str | None = Field(
         None, description="name:port whose every address is a worker, looked up again and again: a headless service."
     )
+    kubernetes_service: str | None = Field(
+        None,
+        description="NAMESPACE/NAME:PORT of a Kubernetes service whose endpoints are further workers, followed through the "
+        "API server (EndpointSlices); PORT is the port's name or number.",
+    )
     workers_dns_interval: float = Field(5.0, gt=0, description="Seconds between two of these lookups.")
     policy: PolicyName = Field("cache_aware", description="How a worker is chosen for a request.")
     cache_index_bytes: int = Field(

@@ -25,7 +25,7 @@ import numpy as np
 
 from sapwood_worker.cache.copies import Copies, CopyReport, PageCopy, PageIds
 from sapwood_worker.cache.host_pages import HostPage, HostPages
-from sapwood_worker.cache.page_key import PageChain, PageKey
+from sapwood_worker.cache.page_key import PageChain, PageName
 from sapwood_worker.cache.storage.tier import StorageTier
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
@@ -103,8 +103,8 @@ class HierarchicalCache:
         self._page_size = page_size
         self._policy: WritePolicy = policy
         self._threshold = {"write_through": 1, "write_through_selective": _SELECTIVE_HITS}.get(policy)
-        # Of the tree's pages: key, hash of the page before, and how often it was wanted. Of other pages: anything.
-        self._keys: list[tuple[PageKey, bytes] | None] = [None] * num_device_pages
+        # Of the tree's pages: what they hold, and how often they were wanted. Of other pages: anything.
+        self._names: list[PageName | None] = [None] * num_device_pages
         self._wanted = np.zeros(num_device_pages, np.int32)
         self._rows: dict[int, _Row] = {}
         self._next = _Store()
@@ -141,10 +141,7 @@ class HierarchicalCache:
         chain.extend(token_ids, len(token_ids))
         found = self.host.match(chain.keys[cached:])
         self.host.touch(found)
-        start = cached + len(found)
-        return self.storage.prefetch(
-            serial, [(chain.keys[index], chain.parent(index)) for index in range(start, len(chain.keys))]
-        )
+        return self.storage.prefetch(serial, chain.pages[cached + len(found) :])
 
     def settle(self, serial: int) -> None:
         """A request has started, or has ended before that."""
@@ -157,12 +154,12 @@ class HierarchicalCache:
 
     def open(self, slot: int, token_ids: array[int], namespace: bytes, pages: PageIds) -> None:
         """See LowerTiers."""
-        known = [self._key(page) for page in pages.tolist()]
-        chain = PageChain(namespace, self._page_size, [key for key, _ in known])
+        known = [self._name(page) for page in pages.tolist()]
+        chain = PageChain(namespace, self._page_size, list(known))
         chain.extend(token_ids, len(token_ids))
         found = self.host.match(chain.keys[len(known) :])
         self.host.pin(found)
-        above = [entry for key, _ in known if (entry := self.host.find(key)) is not None]
+        above = [entry for name in known if (entry := self.host.find(name.key)) is not None]
         self.host.touch(above + found)
         self._rows[slot] = _Row(chain, found)
         self._wanted[pages] += 1
@@ -190,7 +187,7 @@ class HierarchicalCache:
         chain = self._rows[slot].chain
         chain.extend(token_ids, (start + len(pages)) * self._page_size)
         for index, page in enumerate(pages.tolist(), start):
-            self._keys[page] = (chain.keys[index], chain.parent(index))
+            self._names[page] = chain.pages[index]
         self._wanted[new] = 1
         if self._threshold == 1:
             self._store(new)
@@ -264,15 +261,15 @@ class HierarchicalCache:
         extra = [entry.pins - pins.get(entry.page, 0) for entry in self.host.entries()]
         assert min(extra, default=0) >= 0 and sum(extra) == putting, "pins are not balanced"
 
-    def _key(self, page: int) -> tuple[PageKey, bytes]:
-        known = self._keys[page]
+    def _name(self, page: int) -> PageName:
+        known = self._names[page]
         assert known is not None, f"page {page} is cached, but nobody said so"
         return known
 
     def _store(self, pages: PageIds) -> None:
         """Has those of the tree's pages copied that the second tier does not have."""
-        place = {self._key(page)[0]: page for page in pages.tolist()}
-        wanted = [self._key(page) for page in pages.tolist() if not self.host.has(self._key(page)[0])]
+        place = {self._name(page).key: page for page in pages.tolist()}
+        wanted = [self._name(page) for page in pages.tolist() if not self.host.has(self._name(page).key)]
         reserved = self.host.reserve(wanted)
         self.counters.no_room += len(wanted) - len(reserved)
         for entry in reserved:

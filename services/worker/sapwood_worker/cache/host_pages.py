@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from sapwood_worker.cache.eviction import EvictionQueue, least_recently_used
+from sapwood_worker.cache.kv_events import BlockRemoved, BlockStored, KvEventLog
 from sapwood_worker.cache.page_allocator import CACHE, TRANSFER, PageAllocator
-from sapwood_worker.cache.page_key import PageKey
+from sapwood_worker.cache.page_key import PageKey, PageName
 
 
 @dataclass(slots=True, eq=False)
@@ -23,16 +24,14 @@ class HostPage:
     """An entry.
 
     Attributes:
-        key: What it holds.
-        parent: The hash of the page before it.
+        name: What it holds.
         page: Its page id.
         ready: Whether its content is in place; until then it is being written.
         pins: How many rely on its content: it is not evicted meanwhile.
         created: See ``eviction.Candidate``, like the next three.
     """
 
-    key: PageKey
-    parent: bytes
+    name: PageName
     page: int
     ready: bool = False
     pins: int = 0
@@ -40,6 +39,11 @@ class HostPage:
     used: int = 0
     hits: int = 0
     queued: bool = False
+
+    @property
+    def key(self) -> PageKey:
+        """The key of what it holds."""
+        return self.name.key
 
 
 class HostPages:
@@ -51,6 +55,7 @@ class HostPages:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
+        self._events: KvEventLog | None = None
         self._allocator = PageAllocator(num_pages)
         self._entries: dict[bytes, HostPage] = {}
         self._children: dict[bytes, int] = {}
@@ -63,6 +68,10 @@ class HostPages:
     def num_free(self) -> int:
         """Pages that hold nothing."""
         return self._allocator.num_free
+
+    def announce(self, events: KvEventLog) -> None:
+        """From now on ``events`` takes note of what comes and goes; called before anything does."""
+        self._events = events
 
     def has(self, key: PageKey) -> bool:
         """Whether there is an entry of this hash, ready or not."""
@@ -90,27 +99,27 @@ class HostPages:
             entry.used = self._tick
             entry.hits += 1
 
-    def reserve(self, wanted: Sequence[tuple[PageKey, bytes]]) -> list[HostPage]:
+    def reserve(self, wanted: Sequence[PageName]) -> list[HostPage]:
         """Entries to be written, their pages taken from the free ones or by eviction.
 
         Args:
-            wanted: Keys, each with the hash of the page before it.
+            wanted: What they are to hold.
 
         Returns:
-            One entry for each key that was not here yet, in order, or for as many of the first as there is room.
+            One entry for each page that was not here yet, in order, or for as many of the first as there is room.
         """
-        # Keyed by the hash: of two keys that collide the first is taken.
-        new = {key.hash: (key, parent) for key, parent in reversed(wanted) if key.hash not in self._entries}
+        # Keyed by the hash: of two that collide the first is taken.
+        new = {name.key.hash: name for name in reversed(wanted) if name.key.hash not in self._entries}
         self._evict(len(new) - self._allocator.num_free)
         count = min(len(new), self._allocator.num_free)
         pages = self._allocator.allocate(count, TRANSFER).tolist()
         self._tick += 1
         reserved: list[HostPage] = []
-        for (key, parent), page in zip(islice(reversed(new.values()), count), pages, strict=True):
-            entry = HostPage(key, parent, page, created=self._tick, used=self._tick)
+        for name, page in zip(islice(reversed(new.values()), count), pages, strict=True):
+            entry = HostPage(name, page, created=self._tick, used=self._tick)
             reserved.append(entry)
-            self._entries[key.hash] = entry
-            self._children[parent] = self._children.get(parent, 0) + 1
+            self._entries[name.key.hash] = entry
+            self._children[name.parent] = self._children.get(name.parent, 0) + 1
         return reserved
 
     def written(self, entries: Sequence[HostPage]) -> None:
@@ -121,6 +130,9 @@ class HostPages:
             assert not entry.ready
             entry.ready = True
             self._offer(entry)
+            if self._events is not None:
+                name = entry.name
+                self._events.add(BlockStored(name.key.hash, name.parent, name.token_ids, "CPU_TIER1", name.lora))
 
     def abandon(self, entries: Sequence[HostPage]) -> None:
         """The content of reserved entries did not come; nobody writes to their pages any more."""
@@ -165,27 +177,32 @@ class HostPages:
         assert self.num_ready == len(ready)
         children: dict[bytes, int] = {}
         for entry in entries:
-            children[entry.parent] = children.get(entry.parent, 0) + 1
+            children[entry.name.parent] = children.get(entry.name.parent, 0) + 1
             assert entry.queued or not self._is_evictable(entry), "an entry that eviction cannot find"
         assert children == self._children, "children were miscounted"
 
     def _evict(self, count: int) -> int:
         pages: list[int] = []
+        removed: list[bytes] = []
         while len(pages) < count and (entry := self._queue.pop()) is not None:
             pages.append(entry.page)
+            removed.append(entry.key.hash)
             self._forget(entry)
+        if self._events is not None and removed:
+            self._events.add(BlockRemoved(b"".join(removed), "CPU_TIER1"))
         self._allocator.free(pages, CACHE)
         self.num_ready -= len(pages)
         return len(pages)
 
     def _forget(self, entry: HostPage) -> None:
         del self._entries[entry.key.hash]
-        left = self._children[entry.parent] - 1
+        above = entry.name.parent
+        left = self._children[above] - 1
         if left:
-            self._children[entry.parent] = left
+            self._children[above] = left
             return
-        del self._children[entry.parent]
-        parent = self._entries.get(entry.parent)
+        del self._children[above]
+        parent = self._entries.get(above)
         if parent is not None:
             self._offer(parent)
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import xxhash
 
+from sapwood_common.page_hash import lora_of
+
 
 class PageKey(NamedTuple):
     """A page's name: 16 bytes of ``hash``, 32 bytes of ``proof``; each covers all pages before it as well."""
@@ -22,29 +24,44 @@ class PageKey(NamedTuple):
     proof: bytes
 
 
+class PageName(NamedTuple):
+    """A page: its key, the hash of the page before it (empty: none), its tokens as native uint32, its LoRA."""
+
+    key: PageKey
+    parent: bytes
+    token_ids: bytes
+    lora: str
+
+
 class PageChain:
     """The keys of the full pages of one token sequence, first page first; grows with the sequence.
 
     Args:
         namespace: Sequences of different namespaces share no keys.
         page_size: Tokens a page.
-        known: Keys of the first pages, where they are known already.
+        known: The first pages, where they are known already.
+
+    Attributes:
+        pages: All pages so far.
     """
 
-    def __init__(self, namespace: bytes, page_size: int, known: list[PageKey] | None = None) -> None:
+    def __init__(self, namespace: bytes, page_size: int, known: list[PageName] | None = None) -> None:
         self._page_size = page_size
         self._root = PageKey(namespace, hashlib.sha256(namespace).digest())
-        self.keys: list[PageKey] = [] if known is None else known
+        self._lora = lora_of(namespace)
+        self.pages: list[PageName] = [] if known is None else known
+
+    @property
+    def keys(self) -> list[PageKey]:
+        """The keys of all pages so far."""
+        return [page.key for page in self.pages]
 
     def extend(self, token_ids: array[int], end: int) -> None:
-        """Adds the keys of the full pages among the sequence's first ``end`` tokens that are still missing."""
+        """Adds the full pages among the sequence's first ``end`` tokens that are still missing."""
         size = self._page_size
-        parent = self.keys[-1] if self.keys else self._root
-        for start in range(len(self.keys) * size, end - size + 1, size):
+        parent = self.pages[-1].key if self.pages else self._root
+        for start in range(len(self.pages) * size, end - size + 1, size):
             page = token_ids[start : start + size].tobytes()
+            before = parent
             parent = PageKey(xxhash.xxh3_128_digest(parent.hash + page), hashlib.sha256(parent.proof + page).digest())
-            self.keys.append(parent)
-
-    def parent(self, index: int) -> bytes:
-        """The hash of the page before page ``index``; the namespace for the first."""
-        return self.keys[index - 1].hash if index else self._root.hash
+            self.pages.append(PageName(parent, b"" if before is self._root else before.hash, page, self._lora))

@@ -94,7 +94,7 @@ class PrefixCache:
     ) -> None:
         self._allocator = allocator
         self._table = page_table
-        self._tree = RadixTree(page_size, eviction, events)
+        self._tree = RadixTree(page_size, eviction, events, alone=below is None)
         self._page_size = page_size
         self.enabled = enabled
         self._below = below if enabled else None

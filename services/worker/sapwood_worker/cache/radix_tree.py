@@ -74,10 +74,19 @@ class RadixTree:
         page_size: Tokens a page.
         eviction: Which leaf goes first.
         events: Takes note of what comes and goes; None: nobody asks.
+        alone: Whether nothing is cached anywhere once the tree is empty.
     """
 
-    def __init__(self, page_size: int, eviction: EvictionName = "lru", events: KvEventLog | None = None) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        eviction: EvictionName = "lru",
+        events: KvEventLog | None = None,
+        *,
+        alone: bool = True,
+    ) -> None:
         self._events = events
+        self._alone = alone
         self._stride = page_size * TOKEN_BYTES
         self._roots: dict[bytes, Node] = {}
         self._tick = 0
@@ -213,7 +222,8 @@ class RadixTree:
         self._pages -= len(pages)
         self._evictable -= len(pages)
         if self._events is not None and removed:
-            self._events.add(BlockRemoved(b"".join(removed)) if self._pages else AllBlocksCleared())
+            everything = not self._pages and self._alone
+            self._events.add(AllBlocksCleared() if everything else BlockRemoved(b"".join(removed)))
         return pages
 
     def nodes(self) -> Iterator[Node]:

@@ -48,7 +48,9 @@ class PrefillAdder:
     def continue_running(self) -> None:
         """Adds the next chunk of each running request that is not through its prompt, by rank."""
         for request in self._running.requests:
-            if request.remaining > 1 and self._budget > 0 and not request.over:
+            # Its ``remaining``, which would take twice as long for each of many that decode.
+            left = len(request.token_ids) + request.unknown - request.planned
+            if left > 1 and self._budget > 0 and not request.over:
                 self._add(request)
 
     def should_wait(self, request: Request) -> bool:

@@ -81,6 +81,8 @@ class Scheduler:
         self._allocator = PageAllocator(config.num_pages)
         table = PageTable(config.max_running, -(-self._limit // config.page_size))
         self._kv_events = KvEventLog() if config.kv_events else None
+        if tiers is not None and self._kv_events is not None:
+            tiers.host.announce(self._kv_events)
         self._cache = PrefixCache(
             self._allocator,
             table,
@@ -386,17 +388,22 @@ class Scheduler:
         """
         decodes: list[tuple[Request, int]] = []
         retracted = False
+        make_room = self._running.make_room
         for request in tuple(self._running.requests):
-            if request.remaining != 1 or request.state is not RequestState.RUNNING or request.over:
+            known = len(request.token_ids) + request.unknown
+            # The second: the token in flight is its last.
+            if known - request.planned != 1 or known >= request.max_length + (not request.unknown) or request.over:
                 continue
-            if len(request.token_ids) + request.unknown >= request.max_length:  # the token in flight is its last
+            if retracted and request.state is not RequestState.RUNNING:
                 continue
-            while request.state is RequestState.RUNNING and not self._running.make_room(request):
+            while not make_room(request):
                 if self._in_flight:
                     return None, False
                 self._retract(choose_victim(self._running.requests))
                 retracted = True
-            if request.state is RequestState.RUNNING:
+                if request.state is not RequestState.RUNNING:
+                    break
+            else:
                 decodes.append((request, 1))
         return decodes, retracted
 
@@ -473,7 +480,8 @@ class Scheduler:
         self._fairness.charge(request.tenant, 1)
         reason = self._finish_reason(request, token)
         output = self._output(request, [token], reason, logprobs=[] if logprobs is None else [logprobs])
-        request.prompt_logprobs = []
+        if request.prompt_logprobs:
+            request.prompt_logprobs = []
         if reason is not None:
             self._end(request)
         return output
@@ -549,11 +557,17 @@ def _launched(request: Request, count: int) -> _Item:
 def _scheduled(request: Request, count: int) -> ScheduledRequest:
     start = request.planned
     end = start + count
-    token_ids = request.token_ids[start:end].tolist()
+    known = request.token_ids
+    if count == 1:
+        token_ids = [known[start] if start < len(known) else -1]
+    else:
+        token_ids = known[start:end].tolist()
+        if len(token_ids) < count:
+            token_ids.append(-1)
     return ScheduledRequest(
         request_id=request.request_id,
         slot=request.slot,
-        token_ids=token_ids if len(token_ids) == count else [*token_ids, -1],
+        token_ids=token_ids,
         start=start,
         samples=end == len(request.token_ids) + request.unknown and not request.pooling,
         sampling=request.sampling,

@@ -23,7 +23,7 @@ from typing import Literal
 
 from sapwood_worker.cache.host_pages import HostPage, HostPages
 from sapwood_worker.cache.host_pool import HostPool
-from sapwood_worker.cache.page_key import PageKey
+from sapwood_worker.cache.page_key import PageName
 from sapwood_worker.cache.storage.backend import StorageError
 from sapwood_worker.cache.storage.connection import Connection
 from sapwood_worker.cache.storage.record import object_name, seal, verify
@@ -80,12 +80,9 @@ class StorageCounters:
 
 @dataclass(slots=True, eq=False)
 class _Prefetch:
-    """What one waiting request is looking for.
+    """What one waiting request is looking for. Before ``cursor`` nothing is being fetched any more."""
 
-    ``wanted``: keys, each with the hash of the page before. ``cursor``: before it nothing is being fetched any more.
-    """
-
-    wanted: list[tuple[PageKey, bytes]]
+    wanted: list[PageName]
     deadline: float
     connection: Connection
     looking: bool = True
@@ -153,7 +150,7 @@ class StorageTier:
             self._closing.append(self.connection)
             self.connection = None
 
-    def prefetch(self, serial: int, wanted: list[tuple[PageKey, bytes]]) -> bool:
+    def prefetch(self, serial: int, wanted: list[PageName]) -> bool:
         """Looks for pages that a new request lacks; returns whether the request is to wait until :meth:`poll` names it."""
         connection = self.connection
         if connection is None or len(wanted) < connection.min_pages:
@@ -166,7 +163,7 @@ class StorageTier:
         patience = options.timeout + options.timeout_per_1k * len(wanted) * self._page_size / 1000
         deadline = now + (patience if options.policy == "timeout" else _LONGEST_WAIT)
         prefetch = self._prefetches[serial] = _Prefetch(wanted, deadline, connection)
-        names = [object_name(connection.namespace, key) for key, _ in wanted]
+        names = [object_name(connection.namespace, name.key) for name in wanted]
         connection.call(partial(connection.backend.exists, names), partial(self._found, prefetch), urgent=True)
         if options.policy == "best_effort":
             return False
@@ -266,7 +263,7 @@ class StorageTier:
         if prefetch.looking:
             return True
         while prefetch.cursor < len(prefetch.wanted):
-            if prefetch.wanted[prefetch.cursor][0].hash in self._fetching:
+            if prefetch.wanted[prefetch.cursor].key.hash in self._fetching:
                 return True
             prefetch.cursor += 1
         return False

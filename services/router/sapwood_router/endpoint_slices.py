@@ -1,0 +1,141 @@
+"""Workers behind a Kubernetes service, from the API server's EndpointSlices, as they come and go.
+
+A list, then a watch from its version on, then again: the API server ends watches at will, and a watch that is too old (410)
+begins with a list anew. The official client blocks, so it runs in a thread. Endpoints that are not ready count as well: the
+router watches each worker's state itself. Those that terminate do not: nothing new goes there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sapwood_common.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_WATCH_SECONDS = 300
+_PAUSE = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceName:
+    """A service and the port of its endpoints that counts."""
+
+    namespace: str
+    name: str
+    port: str
+
+
+def parse_service(text: str) -> ServiceName:
+    """``NAMESPACE/NAME:PORT``, where PORT is the port's name or number.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    namespace, slash, rest = text.partition("/")
+    name, colon, port = rest.partition(":")
+    if not (slash and colon and namespace and name and port):
+        raise ConfigError(f"--kubernetes-service: {text!r} is not NAMESPACE/NAME:PORT")
+    return ServiceName(namespace, name, port)
+
+
+def addresses_of(slices: Iterable[Any], port: str) -> frozenset[str]:
+    """``host:port`` of every endpoint that does not terminate.
+
+    Args:
+        slices: The client's V1EndpointSlice objects.
+        port: Name or number.
+    """
+    found = set()
+    for item in slices:
+        numbers = [entry.port for entry in item.ports or () if port in (entry.name, str(entry.port))]
+        for endpoint in item.endpoints or ():
+            conditions = endpoint.conditions
+            if conditions is not None and conditions.terminating:
+                continue
+            host = endpoint.addresses[0]
+            found |= {f"[{host}]:{number}" if ":" in host else f"{host}:{number}" for number in numbers}
+    return frozenset(found)
+
+
+def in_cluster_api() -> Any:
+    """The discovery API with the pod's service account.
+
+    Raises:
+        ConfigError: The client is not installed, or this is no pod.
+    """
+    try:
+        from kubernetes import client, config
+    except ImportError as missing:
+        raise ConfigError("--kubernetes-service needs: pip install 'sapwood[kubernetes]'") from missing
+    try:
+        config.load_incluster_config()  # type: ignore[no-untyped-call]
+    except config.ConfigException as error:
+        raise ConfigError(f"--kubernetes-service: {error}") from None
+    return client.DiscoveryV1Api()
+
+
+async def follow_endpoint_slices(api: Any, service: ServiceName, name: Callable[[frozenset[str]], None]) -> None:
+    """Tells ``name`` the addresses now and after each change, for ever; cancel it to stop.
+
+    Args:
+        api: A ``kubernetes.client.DiscoveryV1Api``.
+        service: Whose endpoints.
+        name: Called on the event loop.
+    """
+    loop = asyncio.get_running_loop()
+    stop = threading.Event()
+
+    def tell(addresses: frozenset[str]) -> None:
+        if not stop.is_set():
+            loop.call_soon_threadsafe(name, addresses)
+
+    # A thread of its own, not the loop's pool: a watch blocks for minutes, and the process must not wait for it at its end.
+    threading.Thread(target=_follow, args=(api, service, tell, stop), name="EndpointSlices", daemon=True).start()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        stop.set()
+
+
+def _follow(api: Any, service: ServiceName, tell: Callable[[frozenset[str]], None], stop: threading.Event) -> None:
+    known: frozenset[str] | None = None
+    while not stop.is_set():
+        try:
+            for addresses in _changes(api, service):
+                if stop.is_set():
+                    return
+                if addresses != known:
+                    known = addresses
+                    tell(addresses)
+        except Exception as error:  # the API server is away, or refuses: what is known stays, and it is asked again
+            logger.warning("EndpointSlices of %s/%s: %s", service.namespace, service.name, error)
+            time.sleep(_PAUSE)
+
+
+def _changes(api: Any, service: ServiceName) -> Iterable[frozenset[str]]:
+    from kubernetes import watch
+
+    asked = {"namespace": service.namespace, "label_selector": f"kubernetes.io/service-name={service.name}"}
+    listed = api.list_namespaced_endpoint_slice(**asked)
+    slices = {item.metadata.name: item for item in listed.items}
+    yield addresses_of(slices.values(), service.port)
+    follow: Any = watch.Watch()  # type: ignore[no-untyped-call]
+    for event in follow.stream(
+        api.list_namespaced_endpoint_slice,
+        **asked,
+        resource_version=listed.metadata.resource_version,
+        timeout_seconds=_WATCH_SECONDS,
+    ):
+        item = event["object"]
+        if event["type"] == "DELETED":
+            slices.pop(item.metadata.name, None)
+        else:
+            slices[item.metadata.name] = item
+        yield addresses_of(slices.values(), service.port)

@@ -19,6 +19,7 @@ from typing import Any, Self, Unpack, cast
 
 import grpc
 
+from sapwood.embedding import Embeddings, Pooling, build_embed_request, to_embeddings
 from sapwood.errors import (
     AlreadyExistsError,
     CancelledError,
@@ -60,6 +61,7 @@ __all__ = [
     "Client",
     "DeadlineExceededError",
     "Delta",
+    "Embeddings",
     "FinishReason",
     "Generation",
     "InvalidArgumentError",
@@ -211,6 +213,32 @@ class Client:
         request = build_request(text, messages, token_ids, options)
         return Generation(self._stub.Generate(request, timeout=self._timeout, metadata=_with_trace(self._metadata)))
 
+    def embed(
+        self,
+        inputs: str | Iterable[str | Iterable[int]],
+        *,
+        model: str | None = None,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+    ) -> Embeddings:
+        """The vectors of a text, or of several texts and token sequences.
+
+        Args:
+            inputs: A text, or texts and token sequences.
+            model: The model's name; the only one there is if left out.
+            pooling: How a sequence becomes one vector; the model's own way if left out.
+            normalize: Whether each vector has length 1; it has if left out.
+
+        Raises:
+            SapwoodError: The call failed.
+            ValueError, TypeError: An input is none.
+        """
+        request = build_embed_request(inputs, model, pooling, normalize)
+        try:
+            return to_embeddings(self._stub.Embed(request, timeout=self._timeout, metadata=_with_trace(self._metadata)))
+        except grpc.RpcError as error:
+            raise from_rpc_error(cast(grpc.Call, error)) from None
+
     def list_models(self) -> list[Model]:
         """The models that can be asked for. Raises SapwoodError."""
         try:
@@ -326,6 +354,23 @@ class AsyncClient:
         return AsyncGeneration(
             self._stub.Generate(request, timeout=self._timeout, metadata=_with_trace(self._metadata))
         )
+
+    async def embed(
+        self,
+        inputs: str | Iterable[str | Iterable[int]],
+        *,
+        model: str | None = None,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+    ) -> Embeddings:
+        """See :meth:`Client.embed`."""
+        request = build_embed_request(inputs, model, pooling, normalize)
+        try:
+            return to_embeddings(
+                await self._stub.Embed(request, timeout=self._timeout, metadata=_with_trace(self._metadata))
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
 
     async def list_models(self) -> list[Model]:
         """The models that can be asked for. Raises SapwoodError."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sapwood.v1 import common_pb2, router_pb2, router_pb2_grpc
+from sapwood.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
 from sapwood_common.server import ServiceServer
 
 
@@ -53,6 +53,13 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
             usage=common_pb2.Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=4),
             stop_match="\n",
         )
+
+    async def Embed(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.requests.append(request)
+        if self.error is not None:
+            raise self.error
+        vectors = [worker_pb2.Embedding(values=[index, 0.5]) for index, _ in enumerate(request.input)]
+        return router_pb2.RouterEmbedResponse(embeddings=vectors, prompt_tokens=7, model="demo")
 
     async def ListModels(self, request: Any, context: Any) -> Any:  # noqa: N802
         if self.error is not None:

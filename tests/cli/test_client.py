@@ -251,3 +251,21 @@ async def test_an_answer_has_its_calls_whole_and_is_the_next_requests_turn(route
     assert (turns[0].reasoning, turns[0].content) == ("Hm. So.", "Hello, world")
     assert (turns[1].tool_call_id, turns[1].name) == ("c0", "f")
     assert (turns[2].tool_calls[0].name, turns[2].HasField("content")) == ("h", False)
+
+
+async def test_texts_and_tokens_are_embedded(router: Any) -> None:
+    with Client(router.address) as client:
+        found = client.embed(["a", [5, 6]], model="demo", pooling="cls", normalize=False)
+        assert client.embed("a").vectors == ((0.0, 0.5),)
+        with pytest.raises(ValueError, match="pooling"):
+            client.embed("a", pooling="max")  # type: ignore[arg-type]
+    assert (found.vectors, found.prompt_tokens, found.model) == (((0.0, 0.5), (1.0, 0.5)), 7, "demo")
+    async with AsyncClient(router.address) as asynchronous:
+        assert await asynchronous.embed(["a", [5, 6]]) == found
+        router.error = errors.InvalidArgumentError("no", field="input[0]")
+        with pytest.raises(sapwood_client.InvalidArgumentError) as caught:
+            await asynchronous.embed("")
+    assert caught.value.field == "input[0]"
+    first = router.requests[0]
+    assert (first.input[0].text, list(first.input[1].tokens.ids), first.model) == ("a", [5, 6], "demo")
+    assert (first.pooling, first.normalize, first.HasField("normalize")) == (worker_pb2.POOLING_CLS, False, True)

@@ -143,3 +143,19 @@ def test_a_bias_and_a_minimum_are_kept(client: openai.OpenAI) -> None:
     )
     assert held.usage is not None
     assert held.usage.completion_tokens == 4
+
+
+def test_texts_are_embedded(client: openai.OpenAI) -> None:
+    texts = ["A cat sits on the mat.", "A kitten lies on the rug.", "def f(x): return x ** 2"]
+    answer = client.embeddings.create(model="demo", input=texts)
+    vectors = [item.embedding for item in answer.data]
+    assert {len(vector) for vector in vectors} == {640}
+
+    def likeness(a: int, b: int) -> float:
+        return sum(x * y for x, y in zip(vectors[a], vectors[b], strict=True))
+
+    assert all(abs(likeness(index, index) - 1) < 1e-3 for index in range(3))
+    assert likeness(0, 1) > likeness(0, 2)
+    assert client.embeddings.create(model="demo", input=texts[0]).data[0].embedding == pytest.approx(
+        vectors[0], abs=1e-4
+    )

@@ -1,0 +1,56 @@
+"""Texts to vectors: the request for them and what comes back, as plain Python values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from sapwood.v1 import common_pb2, router_pb2, worker_pb2
+
+Pooling = Literal["mean", "last", "cls"]
+
+_POOLING = {"mean": worker_pb2.POOLING_MEAN, "last": worker_pb2.POOLING_LAST, "cls": worker_pb2.POOLING_CLS}
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """One vector for each input, in order."""
+
+    vectors: tuple[tuple[float, ...], ...]
+    prompt_tokens: int
+    model: str
+
+
+def build_embed_request(
+    inputs: str | Iterable[str | Iterable[int]],
+    model: str | None,
+    pooling: Pooling | None,
+    normalize: bool | None,
+) -> router_pb2.RouterEmbedRequest:
+    """The request message.
+
+    Raises:
+        ValueError: There is no such pooling, or a token id is beyond what its field can hold.
+        TypeError: An input is neither text nor token ids.
+    """
+    if pooling is not None and pooling not in _POOLING:
+        raise ValueError(f"pooling is one of {', '.join(_POOLING)}, not {pooling!r}")
+    return router_pb2.RouterEmbedRequest(
+        model=model,
+        input=[_input(item) for item in ([inputs] if isinstance(inputs, str) else inputs)],
+        pooling=None if pooling is None else _POOLING[pooling],
+        normalize=normalize,
+    )
+
+
+def to_embeddings(response: router_pb2.RouterEmbedResponse) -> Embeddings:
+    """The answer."""
+    vectors = tuple(tuple(item.values) for item in response.embeddings)
+    return Embeddings(vectors, response.prompt_tokens, response.model)
+
+
+def _input(item: str | Iterable[int]) -> router_pb2.EmbedInput:
+    if isinstance(item, str):
+        return router_pb2.EmbedInput(text=item)
+    return router_pb2.EmbedInput(tokens=common_pb2.TokenIds(ids=item))

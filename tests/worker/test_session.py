@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from sapwood_common.child_seed import child_seed
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.fake_runner import continuation
 
@@ -246,3 +247,31 @@ async def test_when_the_scheduler_dies_every_stream_is_told_and_the_call_ends(co
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
     assert {end.code for end in client.ends.values()} == {grpc.StatusCode.UNAVAILABLE.value[0]}
     assert len(client.ends) == 30
+
+
+async def test_continuations_of_one_stream_come_together_and_end_one_by_one(connect) -> None:
+    client = await connect("--step-ms", "3", "--eos-token", "4", "--vocab-size", "20")
+    message = worker_pb2.WorkerGenerateRequest(
+        request_id="many", token_ids=[7] * 40, sampling=common_pb2.SamplingParams(seed=SEED, n=8, max_tokens=40)
+    )
+    submit = worker_pb2.SessionSubmit(stream_id=1, request=message)
+    await client.call.write(worker_pb2.SessionRequest(submits=[submit]))
+    parts: dict[int, list[worker_pb2.WorkerGenerateResponse]] = {}
+    async with asyncio.timeout(20):
+        while sum(bool(each[-1].finish_reason) for each in parts.values()) < 8:
+            for output in (await client.call.read()).outputs:
+                assert output.stream_id == 1
+                parts.setdefault(output.response.index, []).append(output.response)
+    lengths = set()
+    for index, responses in parts.items():
+        tokens = [token for response in responses for token in response.token_ids]
+        own = continuation([7] * 40, SamplingParams(seed=child_seed(SEED, index)), 20)
+        whole = list(islice(own, 40))
+        end = whole.index(4) + 1 if 4 in whole else 40
+        assert tokens == whole[:end]
+        assert [bool(response.finish_reason) for response in responses[:-1]] == [False] * (len(responses) - 1)
+        lengths.add(len(tokens))
+    assert len(lengths) > 1
+    await client.submit(1, [5], max_tokens=3)  # the stream is over: its id is not open any more
+    await client.until(lambda: 1 in client.ends)
+    assert client.tokens[1] == list(islice(continuation([5], SamplingParams(seed=SEED), 20), 3))

@@ -235,14 +235,18 @@ async def test_draining_finishes_what_runs_refuses_what_is_new_and_ends_the_call
     assert await asyncio.to_thread(client.process.wait, 20) == 0
 
 
-async def test_when_the_scheduler_dies_every_stream_is_told(connect) -> None:
+async def test_when_the_scheduler_dies_every_stream_is_told_and_the_call_ends(connect) -> None:
     client = await connect("--step-ms", "5")
-    for number in (1, 2):
+    for number in range(1, 31):
         await client.submit(number, [number])
-    await client.until(lambda: len(client.tokens) == 2)
+    await client.until(lambda: len(client.tokens) == 30)
     os.kill(scheduler_of(client.process), signal.SIGKILL)
-    await client.until(lambda: len(client.ends) == 2)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while True:
+            await client.read()
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
     assert {end.code for end in client.ends.values()} == {grpc.StatusCode.UNAVAILABLE.value[0]}
+    assert len(client.ends) == 30
 
 
 async def test_continuations_of_one_stream_come_together_and_end_one_by_one(connect) -> None:

@@ -103,7 +103,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
         """Many generations over one call."""
-        session = Session(self._start, self._engine, self._info(), self._draining, self._session_idle)
+        session = Session(self._start, self._engine, self._info(), self._epoch, self._draining, self._session_idle)
         # A call that ends while a message is being sent does not come back here.
         context.add_done_callback(cast(Any, lambda _: session.close()))
         self._sessions.add(session)
@@ -120,6 +120,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         while not all(session.idle for session in self._sessions):
             self._idle.clear()
             await self._idle.wait()
+
+    def _epoch(self) -> int | None:
+        return None if self.model is None else self.model.epoch
 
     def _session_idle(self) -> None:
         self._idle.set()

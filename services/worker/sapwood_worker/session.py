@@ -45,6 +45,7 @@ class Session:
         start: Starts a generation.
         engine: Its load is reported.
         info: Goes with the first response.
+        epoch: Of the scheduler that runs now, None without one; the session ends with the one it began with.
         draining: Set when the worker is about to stop.
         on_idle: Called whenever the last open stream ends.
     """
@@ -54,12 +55,14 @@ class Session:
         start: Start,
         engine: Engine,
         info: worker_pb2.GetModelInfoResponse,
+        epoch: Callable[[], int | None],
         draining: asyncio.Event,
         on_idle: Callable[[], None],
     ) -> None:
         self._start = start
         self._engine = engine
         self._info = info
+        self._epoch = epoch
         self._draining = draining
         self._on_idle = on_idle
         self._streams: dict[int, _Stream] = {}
@@ -82,6 +85,7 @@ class Session:
 
         Raises:
             InvalidArgumentError: A message makes no sense.
+            UnavailableError: The scheduler has ended; every stream was told so before.
         """
         loop = asyncio.get_running_loop()
         first = await anext(aiter(requests), None)
@@ -97,6 +101,8 @@ class Session:
                 yield response
                 if self._problem is not None:
                     raise self._problem
+                if self._epoch() != self._info.epoch and not self._dirty:
+                    raise UnavailableError("the worker's scheduler stopped", retry_after=1.0)
                 if self._over or (self._draining.is_set() and not self._streams):
                     return
                 timer = loop.call_later(heartbeat, self._wake.set)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 
 import numpy as np
@@ -26,7 +27,8 @@ class RunningBatch:
         self._table = table
         self._cache = cache
         self._page_size = page_size
-        self._admissions = 0
+        # Not from 0: one runner may serve several schedulers, one after the other.
+        self._admissions = time.monotonic_ns()
         self.requests: list[Request] = []
 
     def __len__(self) -> int:

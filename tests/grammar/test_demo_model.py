@@ -90,6 +90,7 @@ def check(runner, store, compile_grammar, check_json, schemas: dict[str, Any], m
     return completed
 
 
+@pytest.mark.slow
 def test_a_handful_of_schemas(runner, store, compile_grammar, check_json, json_schemas):
     chosen = {name: json_schemas[name] for name in HANDFUL}
     assert check(runner, store, compile_grammar, check_json, chosen, 100) >= 3

@@ -39,6 +39,7 @@ def test_capital_of_france_continues_as_known(demo_runner, make_driver):
     assert tokens[:8] == [506, 5279, 529, 506, 2891, 529, 7001, 236761]
 
 
+@pytest.mark.slow
 def test_greedy_tokens_equal_transformers_alone_and_together(demo_runner, demo_oracle, make_driver):
     together = make_driver(demo_runner).generate(dict(enumerate(PROMPTS)), COUNT)
     for i, prompt in enumerate(PROMPTS):

@@ -33,15 +33,9 @@ ENV SAPWOOD_WORKER_DEVICE=cuda FLASHINFER_WORKSPACE_BASE=/kernels
 RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv ninja-build \
     && rm -rf /var/lib/apt/lists/*
 
-# hadolint ignore=DL3006
-FROM base-${VARIANT} AS base
-ARG EXTRAS
-# hadolint ignore=DL3008
-RUN case " $EXTRAS " in *" mooncake "*) apt-get update && apt-get install -y --no-install-recommends libibverbs1 \
-    && rm -rf /var/lib/apt/lists/*;; esac
-
 # Of pyproject.toml only what is installed: changes of the rest install nothing again.
-FROM base AS requirements
+# hadolint ignore=DL3006
+FROM base-${VARIANT} AS requirements
 ARG VARIANT
 ARG EXTRAS
 COPY pyproject.toml docker/requirements.py /
@@ -49,7 +43,8 @@ COPY pyproject.toml docker/requirements.py /
 RUN case "$VARIANT" in cpu) extra=worker;; cuda) extra=gpu;; esac; \
     python3 /requirements.py /pyproject.toml "$extra" otel $EXTRAS > /requirements.txt
 
-FROM base AS build
+# hadolint ignore=DL3006
+FROM base-${VARIANT} AS build
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1
 ARG VARIANT
@@ -73,7 +68,13 @@ COPY --from=sapwood /wheel /wheel
 RUN /opt/sapwood/bin/pip install --no-deps /wheel/*.whl; \
     /opt/sapwood/bin/pip uninstall -y pip
 
-FROM base
+# hadolint ignore=DL3006
+FROM base-${VARIANT}
+ARG EXTRAS
+# Mooncake's library is linked with this one.
+# hadolint ignore=DL3008
+RUN case " $EXTRAS " in *" mooncake "*) apt-get update && apt-get install -y --no-install-recommends libibverbs1 \
+    && rm -rf /var/lib/apt/lists/*;; esac
 COPY --from=build /opt/sapwood /opt/sapwood
 # Where volumes are mounted: for pages of the KV cache, and for kernels compiled on first use.
 RUN mkdir /kv /kernels && chown 10001:10001 /kv /kernels

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 import urllib.parse
@@ -13,11 +14,17 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import httpx
 import openai
 import pytest
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from sapwood.client import Client, SapwoodError, UnavailableError
+from sapwood.v1 import worker_pb2, worker_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "The capital of France is"
@@ -169,6 +176,31 @@ def test_the_gpu_images_own_stages_build(engine) -> None:
     assert "/usr/bin/ninja" in engine.docker("run", "--rm", "--entrypoint", "which", "gpu-stage", "ninja")
 
 
+def test_every_profile_and_override_is_valid(engine) -> None:
+    everything = {"COMPOSE_PROFILES": "gpu,mooncake,observability"}
+    shown = json.loads(engine.compose("config", "--format", "json", **everything))["services"]
+    assert set(SERVICES) | {"worker-gpu-0", "mooncake-master", "grafana", "collector", "jaeger"} <= shown.keys()
+    files = ("-f", "compose.yaml", "-f", "docker/compose.gpus.yaml")
+    shown = json.loads(engine.compose(*files, "--profile", "gpu", "config", "--format", "json"))["services"]
+    assert {"worker-gpu-0", "worker-gpu-1"} <= shown.keys() and "worker-0" not in shown
+    ids = [shown[f"worker-gpu-{n}"]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for n in (0, 1)]
+    assert ids == [["0"], ["1"]]
+
+
+def test_promtool_finds_the_rules_right() -> None:
+    # What tests/deploy skips where Prometheus is not installed; here it is.
+    for arguments in (
+        ("check", "rules", "alerts.yml"),
+        ("test", "rules", "alerts_test.yml"),
+        ("check", "config", "prometheus.yml"),
+    ):
+        folder = ROOT / "deploy/observability/prometheus"
+        done = subprocess.run(
+            ["promtool", *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_completion_streams_through_it(stack) -> None:
     chunks = openai_client(stack).completions.create(
         model="demo", prompt=PROMPT, max_tokens=8, temperature=0, stream=True
@@ -178,13 +210,17 @@ def test_a_completion_streams_through_it(stack) -> None:
         assert client.generate(PROMPT, max_tokens=8, temperature=0).text() == GREEDY
 
 
-def test_one_request_is_one_connected_trace_over_all_services(stack, traces, wait_until) -> None:
-    trace_id, parent = os.urandom(16).hex(), os.urandom(8).hex()
-    spans = traces.keep(trace_id)
-    body = json.dumps({"model": "demo", "prompt": PROMPT, "max_tokens": 4}).encode()
-    fetch(f"http://{stack.http}/v1/completions", body, traceparent=f"00-{trace_id}-{parent}-01")
+def test_one_request_is_one_connected_trace_over_all_services(engine, stack, traces, wait_until) -> None:
+    # The caller's own span is the root: the client hands its context on, as it does in any program with OpenTelemetry.
+    provider = TracerProvider(resource=Resource({"service.name": "caller"}))
+    endpoint = engine.variables["SAPWOOD_TRACE_ENDPOINT"]
+    provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(endpoint=endpoint, insecure=True)))
+    with Client(stack.grpc, timeout=300) as client, provider.get_tracer("test").start_as_current_span("ask") as root:
+        spans = traces.keep(f"{root.get_span_context().trace_id:032x}")
+        assert client.generate(PROMPT, max_tokens=4, ignore_eos=True).text()
     wanted = {
-        ("sapwood-router", "/v1/completions"),
+        ("caller", "ask"),
+        ("sapwood-router", "sapwood.v1.Router/Generate"),
         ("sapwood-router", "generate"),
         ("sapwood-router", "prepare"),
         ("sapwood-router", "select"),
@@ -194,13 +230,13 @@ def test_one_request_is_one_connected_trace_over_all_services(stack, traces, wai
         ("sapwood-worker", "prefill"),
         ("sapwood-worker", "decode"),
     }
-    wait_until(
-        lambda: {(name, span.name) for name, span in spans()} >= wanted,
-        lambda: f"missing: {wanted - {(name, span.name) for name, span in spans()}}",
-        120,
-    )
-    known = {span.span_id.hex() for _, span in spans()} | {parent}
-    assert [(name, span.name) for name, span in spans() if span.parent_span_id.hex() not in known] == []
+
+    def missing() -> set[tuple[str, str]]:
+        return wanted - {(name, span.name) for name, span in spans()}
+
+    wait_until(lambda: not missing(), lambda: f"missing: {missing()}", 120)
+    known = {span.span_id for _, span in spans()}
+    assert [span.name for _, span in spans() if span.parent_span_id not in known] == ["ask"]
 
 
 def test_no_request_fails_when_a_worker_is_killed(engine, stack, load, settle, wait_until) -> None:
@@ -293,3 +329,48 @@ def test_stop_drains_what_runs_within_the_grace_period(engine, stack, load) -> N
     assert deltas[-1].finish_reason is not None
     for service in SERVICES:  # killed at the end of the grace period, the exit code were 137
         assert engine.inspect(service, "{{.State.Status}} {{.State.ExitCode}} {{.State.OOMKilled}}") == "exited 0 false"
+
+
+def test_with_mooncake_a_prefix_outlives_the_workers(engine, stack, traces, wait_until) -> None:
+    variables = {
+        "COMPOSE_PROFILES": "mooncake",
+        "SAPWOOD_TAG": "mooncake",
+        "SAPWOOD_WORKER_EXTRAS": "mooncake",
+        "SAPWOOD_HOST_CACHE_GB": "0.25",
+        "SAPWOOD_STORAGE": "mooncake://mooncake-master:50051?metadata=http://mooncake-master:8080/metadata",
+        "SAPWOOD_MOONCAKE_SIZE": "256 MB",
+    }
+    engine.compose("build", **variables)
+    stack.up(**variables)
+    prompt = "The quick brown fox jumps over the lazy dog. " * 20
+
+    def ask(traceparent: str) -> int:
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 2, "temperature": 0}
+        answer = fetch(f"http://{stack.http}/v1/completions", json.dumps(body).encode(), traceparent=traceparent)
+        return int(json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    def stored() -> bool:
+        return any(tier.bytes_in for service in ("worker-0", "worker-1") for tier in tiers(service))
+
+    def tiers(service: str) -> list:
+        with grpc.insecure_channel(f"{engine.address(service)}:50061") as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            found = stub.GetCacheStats(worker_pb2.GetCacheStatsRequest(), timeout=60).tiers
+        return [tier for tier in found if tier.tier == worker_pb2.CACHE_TIER_STORAGE]
+
+    assert ask(f"00-{os.urandom(16).hex()}-{os.urandom(8).hex()}-00") == 0
+    wait_until(stored, lambda: f"{[tiers(service) for service in ('worker-0', 'worker-1')]}")
+    engine.compose("restart", "worker-0", "worker-1", **variables)
+    stack.wait_healthy(*SERVICES)
+    trace_id = os.urandom(16).hex()
+    spans = traces.keep(trace_id)
+    assert ask(f"00-{trace_id}-{os.urandom(8).hex()}-01") >= 128
+    wait_until(
+        lambda: {"storage", "host"} <= {item.value.string_value for item in loads(spans())},
+        lambda: f"spans: {[(name, span.name) for name, span in spans()]}",
+        120,
+    )
+
+
+def loads(spans: list) -> list:
+    return [item for _, span in spans if span.name == "cache load" for item in span.attributes]

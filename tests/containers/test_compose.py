@@ -271,7 +271,7 @@ def test_no_request_fails_when_a_worker_has_no_network_for_5_seconds(engine, set
 @pytest.mark.parametrize("service", SERVICES)
 def test_no_request_fails_when_a_service_is_replaced(engine, stack, settle, service: str) -> None:
     before = engine.container(service)
-    engine.compose("up", "-d", "--no-deps", "--no-build", "--force-recreate", "--wait", service)
+    engine.compose("up", "-d", "--no-build", "--force-recreate", "--wait", service)
     assert engine.container(service) != before
     settle()
 

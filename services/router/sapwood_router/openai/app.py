@@ -139,7 +139,7 @@ class OpenAIFront:
                 self._route("/v1/models", self._list_models, "GET"),
                 self._route("/v1/models/{id:path}", self._get_model, "GET"),
                 self._route("/health", self._health, "GET"),
-                *([] if status is None else [self._route("/status", _show_status(status), "GET")]),
+                *([] if status is None else [Route("/status", _show_status(status), methods=["GET"])]),
                 *([] if registry is None else [Route("/metrics", _show(registry), methods=["GET"])]),
             ],
             exception_handlers={HTTPException: _refuse},
@@ -201,9 +201,9 @@ class OpenAIFront:
             await exchange.send_body(503, body, [(b"retry-after", b"1")])
 
 
-def _show_status(status: Callable[[], RouterState]) -> Handler:
-    async def show(exchange: Exchange) -> None:
-        await exchange.send_body(200, render(status()), HEADERS)
+def _show_status(status: Callable[[], RouterState]) -> Callable[[Request], Awaitable[Response]]:
+    async def show(request: Request) -> Response:  # on the event loop, where the state changes
+        return Response(render(status()), headers=HEADERS, media_type="text/html")
 
     return show
 

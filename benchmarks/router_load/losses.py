@@ -1,0 +1,3 @@
+"""."""
+def measure(engines, folder, scale):
+    return [], []

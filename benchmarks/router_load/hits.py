@@ -18,7 +18,6 @@ from statistics import mean
 import msgspec
 import uvloop
 from report import Figure, Goal
-
 from router_load.engines import OURS, Router, Times, Workers, get, running
 from router_load.load import HttpClient, http_request, percentile
 from router_load.mock_worker import BLOCK, WORD
@@ -70,9 +69,10 @@ def measure(engines: list[str], folder: Path, scale: float) -> tuple[list[Figure
             found: dict[str, list[_Outcome]] = {engine: [] for engine in engines}
             for seed in seeds:
                 for engine in engines:
-                    with running(engine, workers, folder) as router, asyncio.Runner(
-                        loop_factory=uvloop.new_event_loop
-                    ) as runner:
+                    with (
+                        running(engine, workers, folder) as router,
+                        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+                    ):
                         found[engine].append(runner.run(_converse(workload, router, workers, seed)))
         for engine, outcomes in found.items():
             hits[engine] = mean(outcome.hits for outcome in outcomes)

@@ -13,8 +13,8 @@ from typing import Any, cast
 import grpc
 import httptools
 import msgspec
-
 from router_load.mock_worker import MODEL, WORD
+
 from sapwood.v1 import common_pb2, router_pb2, router_pb2_grpc
 
 _DONE = b"data: [DONE]"
@@ -72,6 +72,7 @@ class HttpClient(asyncio.Protocol):
         self._answer: Answer | None = None
         self._parts: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._begun: asyncio.Future[None] | None = None
 
     @classmethod
     async def connect(cls, port: int) -> HttpClient:
@@ -84,6 +85,8 @@ class HttpClient(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._wake()
+        if self._begun is not None and not self._begun.done():
+            self._begun.set_result(None)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -95,6 +98,8 @@ class HttpClient(asyncio.Protocol):
         assert self._answer is not None
         if not self._parts:
             self._answer.first = time.perf_counter()
+            if self._begun is not None and not self._begun.done():
+                self._begun.set_result(None)
         self._parts.append(body)
 
     def on_message_complete(self) -> None:
@@ -104,17 +109,29 @@ class HttpClient(asyncio.Protocol):
 
     async def ask(self, request: bytes) -> Answer:
         """Sends a whole request, headers included, and waits for the whole answer."""
-        answer = self._answer = Answer(time.perf_counter())
-        self._parts = []
-        self._parser = httptools.HttpResponseParser(self)
-        self._waiter = asyncio.get_running_loop().create_future()
-        if self._transport is None:
+        answer = self.send(request)
+        if self._transport is None or self._waiter is None:
             return answer
-        self._transport.write(request)
         await self._waiter
         answer.ended = time.perf_counter()
         answer.body = b"".join(self._parts)
         return answer
+
+    def send(self, request: bytes) -> Answer:
+        """Sends it, and waits for nothing."""
+        answer = self._answer = Answer(time.perf_counter())
+        self._parts = []
+        self._parser = httptools.HttpResponseParser(self)
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._begun = asyncio.get_running_loop().create_future()
+        if self._transport is not None:
+            self._transport.write(request)
+        return answer
+
+    async def begun(self) -> None:
+        """Returns once the first of the body came, or the connection is over."""
+        assert self._begun is not None
+        await self._begun
 
     @property
     def open(self) -> bool:

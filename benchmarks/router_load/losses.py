@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import uvloop
 from report import Figure, Goal
-
 from router_load.engines import OURS, Process, Router, Times, Workers, get, running
 from router_load.load import HttpClient, http_request, is_whole, percentile
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import uvloop
 from report import Figure, Goal
-
 from router_load.engines import OURS, Times, Workers, resident_mb, running
 from router_load.load import http_load, http_request
 

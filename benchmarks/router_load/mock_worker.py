@@ -4,7 +4,8 @@ session for ours; the same simulated cache and the same times behind both.
 It keeps an LRU set of block hashes (64 characters of text or 16 tokens a block; 4 characters are a token), of prompts and
 answers. A request waits until those before it are prefilled, is prefilled for a base time and a time for each block that was
 not held, and is answered with ``max_tokens`` words: at once, or one every ``--pace-ms`` (all running requests together, as a
-scheduler steps). One process, one event loop; ``/stats`` tells what was asked and held, ``/reset`` empties the cache.
+scheduler steps). A prompt that begins with "idle" gets one word
+and no more, one that begins with "slow" a thousand at a time. One process, one event loop; ``/stats`` tells what was asked and held, ``/reset`` empties the cache.
 """
 
 from __future__ import annotations
@@ -70,9 +71,15 @@ class Engine:
         self._busy_until = max(now, self._busy_until) + cost
         return self._busy_until - now, held
 
-    def run(self, delay: float, tokens: int, emit: Callable[[int, bool], bool]) -> None:
+    def run(self, delay: float, tokens: int, emit: Callable[[int, bool], bool], prompt: bytes = b"") -> None:
         """Calls ``emit(tokens, last)`` as they come, after ``delay`` seconds, until the last or until it says no."""
         loop = asyncio.get_running_loop()
+        if prompt.startswith(b"idle"):
+            loop.call_later(delay, emit, 1, False)
+            return
+        if prompt.startswith(b"slow"):
+            loop.call_later(delay, self.run, 0.0, tokens, lambda count, last: emit(1000, last))
+            return
         if delay:
             loop.call_later(delay, self.run, 0.0, tokens, emit)
             return
@@ -287,7 +294,7 @@ class Session:
             self._wake.set()
             return True
 
-        self._engine.run(delay, asked.sampling.max_tokens, emit)
+        self._engine.run(delay, asked.sampling.max_tokens, emit, prompt)
 
     async def next_response(self) -> worker_pb2.SessionResponse:
         with contextlib.suppress(TimeoutError):

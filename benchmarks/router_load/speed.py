@@ -11,7 +11,6 @@ from typing import Any
 
 import uvloop
 from report import Figure, Goal
-
 from router_load.engines import OURS, Router, Times, Workers, cpu_seconds, running
 from router_load.load import Result, grpc_load, http_load, http_request, percentile
 from router_load.mock_tokenizer import encode
@@ -121,12 +120,12 @@ def _measure_kind(
             result = _run(load(router, 1, max(20, int(300 * scale))))
             p50.setdefault((kind.name, name), []).append(percentile(result.latencies, 0.5) * 1000)
             ninety_nine.setdefault(name, []).append(percentile(result.latencies, 0.99) * 1000)
-    for name in rates:
+    for name, rate in rates.items():
         figures.append(Figure(f"{kind.name}: CPU a 1000 requests", median(cpu[kind.name, name]), "s", name))
-        figures.append(Figure(f"{kind.name}: requests/s at 64", median(rates[name]), "1/s", name))
-    for name in ninety_nine:
+        figures.append(Figure(f"{kind.name}: requests/s at 64", median(rate), "1/s", name))
+    for name, worst in ninety_nine.items():
         figures.append(Figure(f"{kind.name}: p50 at 1", median(p50[kind.name, name]), "ms", name))
-        figures.append(Figure(f"{kind.name}: p99 at 1", median(ninety_nine[name]), "ms", name))
+        figures.append(Figure(f"{kind.name}: p99 at 1", median(worst), "ms", name))
 
 
 def _run(work: Coroutine[Any, Any, Result]) -> Result:

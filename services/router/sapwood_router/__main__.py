@@ -32,8 +32,6 @@ def _spare_the_collector() -> None:
     """A request makes hundreds of containers and hardly a cycle: at the usual threshold the collector, which looks at all that
     lives, took an eighth of the router's CPU time. What is there at the start stays and is never looked at again.
     """
-    import os
-    if os.environ.get("NOGC"): return
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECT_AFTER)

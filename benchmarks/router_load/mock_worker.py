@@ -4,8 +4,8 @@ session for ours; the same simulated cache and the same times behind both.
 It keeps an LRU set of block hashes (64 characters of text or 16 tokens a block; 4 characters are a token), of prompts and
 answers. A request waits until those before it are prefilled, is prefilled for a base time and a time for each block that was
 not held, and is answered with ``max_tokens`` words: at once, or one every ``--pace-ms`` (all running requests together, as a
-scheduler steps). A prompt that begins with "idle" gets one word
-and no more, one that begins with "slow" a thousand at a time. One process, one event loop; ``/stats`` tells what was asked and held, ``/reset`` empties the cache.
+scheduler steps). A prompt that begins with "idle" gets one word and no more, one that begins with "slow" a thousand at a
+time. One process, one event loop; ``/stats`` tells what was asked and held, ``/reset`` empties the cache.
 """
 
 from __future__ import annotations

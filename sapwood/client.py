@@ -102,9 +102,10 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
 
 def _with_trace(metadata: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
     """Adds the current span's context, in a program that uses OpenTelemetry."""
-    propagate = sys.modules.get("opentelemetry.propagate")
-    if propagate is None:
+    if "opentelemetry.trace" not in sys.modules:
         return metadata
+    from opentelemetry import propagate
+
     carrier: dict[str, str] = {}
     propagate.inject(carrier)
     return metadata + tuple(carrier.items())

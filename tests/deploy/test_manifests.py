@@ -114,7 +114,7 @@ def test_selectors_find_their_pods_and_ports_exist(overlay: str) -> None:
 
 def test_dockerfiles_pass_hadolint() -> None:
     files = sorted(map(str, (ROOT / "docker").glob("*.Dockerfile")))
-    assert len(files) == 4
+    assert len(files) == 5
     done = subprocess.run([tool("hadolint"), *files], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout
 
@@ -139,7 +139,7 @@ def test_what_images_are_built_with_is_pinned() -> None:
         for line in (ROOT / "docker/constraints.txt").read_text().splitlines()
         if "==" in line
     }
-    for extras in (["router", "otel"], ["tokenizer", "otel"], ["worker", "otel"], ["cli"]):
+    for extras in (["router", "otel"], ["tokenizer", "otel"], ["worker", "otel", "mooncake"], ["cli"]):
         command = [sys.executable, str(ROOT / "docker/requirements.py"), str(ROOT / "pyproject.toml"), *extras]
         listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
         names = {requirement.split(">")[0].split("=")[0].split("[")[0].lower() for requirement in listed}

@@ -72,6 +72,12 @@ for dtype, s, k, d in ((torch.float32, 4, 2, 6), (torch.bfloat16, 16, 8, 128), (
         triton_page_copy.load_pages(*mine, wide, layer, others, places[:2])
         reference.load_pages(*theirs, host, layer, others, places[:2])
         assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
+    pools = [each for pair in zip(keys, values) for each in pair]
+    addresses = torch.tensor([pool.data_ptr() for pool in pools])
+    staged = torch.zeros(3, 2 * layers, s * k * d * dtype.itemsize // 4, dtype=torch.int32)
+    triton_page_copy.gather_pages(addresses, staged, pages)
+    assert torch.equal(staged.view(dtype).view(3, layers, 2, s, k, d), torch.stack(
+        [torch.stack([pool[pages] for pool in (keys[i], values[i])], 1) for i in range(layers)], 1))
 print("equal")
 """
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace import TracerProvider
 
 
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
@@ -100,6 +101,16 @@ def test_over_grpc_a_trace_begins_at_the_router_and_polling_makes_none(
     assert len({span.trace_id for _, span in spans}) == 1
     (root,) = [span for _, span in spans if not span.parent_span_id]
     assert root.name == "sapwood.v1.Router/Generate"
+    # A caller that traces is the root: the client hands its span's context on.
+    with TracerProvider().get_tracer("caller").start_as_current_span("ask") as asked:
+        assert client.generate("hello", max_tokens=3, ignore_eos=True).text()
+    context = asked.get_span_context()
+    trace, root_id = context.trace_id.to_bytes(16, "big"), context.span_id.to_bytes(8, "big")
+    spans = receiver.wait_for(
+        lambda spans: {(name, span.name) for name, span in spans if span.trace_id == trace} >= WANTED
+    )
+    parents = {span.parent_span_id: span.name for _, span in spans if span.trace_id == trace}
+    assert parents[root_id] == "sapwood.v1.Router/Generate"
 
 
 def test_what_is_not_sampled_is_not_sent(start_services, connect, receiver: Receiver) -> None:

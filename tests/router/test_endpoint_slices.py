@@ -40,6 +40,7 @@ class ApiServer:
         self.events: list[tuple[int, str, dict]] = []
         self.changed = threading.Condition()
         self.breaks = 0
+        self.refusing = False
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -51,6 +52,9 @@ class ApiServer:
 
             def do_GET(self) -> None:
                 query = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)
+                if outer.refusing:
+                    self.send_error(503)
+                    return
                 outer.queries.append({"path": [urllib.parse.urlsplit(self.path).path], **query})
                 self.send_response(200)
                 self.send_header("content-type", "application/json")
@@ -155,6 +159,37 @@ async def test_the_port_may_be_a_number(api_server: ApiServer, wait_until) -> No
     following = asyncio.create_task(follow_endpoint_slices(api, parse_service("prod/worker:9161"), named.append))
     await wait_until(lambda: named == [frozenset({"10.0.0.1:9161"})])
     following.cancel()
+
+
+async def test_while_the_api_server_does_not_answer_something_else_stands_in(api_server: ApiServer, wait_until) -> None:
+    configuration = client.Configuration()
+    configuration.host = f"http://127.0.0.1:{api_server.server.server_port}"
+    configuration.proxy = None
+    configuration.retries = False
+    api = client.DiscoveryV1Api(client.ApiClient(configuration))
+    named: list[frozenset[str]] = []
+    lives: list[str] = []
+
+    async def dns() -> None:
+        lives.append("begun")
+        try:
+            named.append(frozenset({"10.9.9.9:50061"}))
+            await asyncio.Event().wait()
+        finally:
+            lives.append("ended")
+
+    api_server.refusing = True
+    following = asyncio.create_task(follow_endpoint_slices(api, parse_service("prod/worker:grpc"), named.append, dns))
+    await wait_until(lambda: lives == ["begun"])
+    api_server.put(endpoint_slice("a", "10.0.0.1"))
+    api_server.refusing = False
+    await wait_until(lambda: named == [frozenset({"10.9.9.9:50061"}), frozenset({"10.0.0.1:50061"})])
+    assert lives == ["begun", "ended"]
+    api_server.refusing = True
+    api_server.break_watches()
+    await wait_until(lambda: lives == ["begun", "ended", "begun"])
+    following.cancel()
+    await wait_until(lambda: lives == ["begun", "ended"] * 2)
 
 
 @pytest.mark.parametrize("text", ["worker", "prod/worker", "/worker:grpc", "prod/:grpc", "prod/worker:"])

@@ -102,3 +102,23 @@ async def test_a_real_replica_killed_or_stopped_under_load_fails_no_request(wait
             first.process.send_signal(how)
             texts = [text for texts in await asyncio.gather(*users) for text in texts]
             assert texts == [TEXT] * 60
+
+
+async def test_a_replica_that_drains_finishes_its_streams_where_there_is_no_other(wait_until, start_tokenizer) -> None:
+    worker = FakeWorker()
+    worker.script.delay = 0.01
+    worker.script.tokens = list
+    with start_tokenizer() as only:
+        async with running_router(wait_until, only.address, worker) as (_, client):
+            stream = await client.completions.create(model="fake", prompt=TEXT, stream=True, max_tokens=1000)
+            texts = [chunk.choices[0].text async for chunk in _first(stream, 3)]
+            only.process.send_signal(signal.SIGTERM)
+            texts += [chunk.choices[0].text async for chunk in stream]
+            assert "".join(texts) == TEXT
+            await wait_until(lambda: only.process.poll() is not None, 60)
+            assert only.process.returncode == 0
+
+
+async def _first(stream, count: int):
+    for _ in range(count):
+        yield await anext(aiter(stream))

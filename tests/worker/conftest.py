@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import subprocess
 import sys
+import threading
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -289,7 +291,8 @@ def _demo_config() -> Any:
 class FakeWorkerProcess:
     """A real worker, front and scheduler in their processes, around the runner that needs no model.
 
-    ``log`` is what it said until it listened. A prompt that begins with POISON makes its step fail.
+    ``log`` is what it has said so far, all of it after :meth:`wait`; what it says after it listens also goes to the test's own
+    standard error, which pytest shows when the test fails. A prompt that begins with POISON makes its step fail.
     """
 
     def __init__(self, *flags: str, step_ms: float = 1) -> None:
@@ -307,8 +310,17 @@ class FakeWorkerProcess:
             self.log += line
             if found := re.search(r"listening on (\S+)", line):
                 self.address = found.group(1)
+                self._reader = threading.Thread(target=self._pass_on, daemon=True)
+                self._reader.start()
                 return
-        raise AssertionError("the worker did not start")
+        raise AssertionError(f"the worker did not start: {self.log}")
+
+    def _pass_on(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log += line
+            with contextlib.suppress(ValueError):  # pytest has closed it
+                print(line, end="", file=sys.stderr)
 
     def scheduler_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -316,8 +328,9 @@ class FakeWorkerProcess:
         return int(children[0])
 
     def wait(self) -> int:
-        self.process.communicate(timeout=20)
-        return self.process.returncode
+        code = self.process.wait(timeout=60)
+        self._reader.join(timeout=60)
+        return code
 
 
 @pytest.fixture(scope="session")
@@ -339,4 +352,4 @@ def start() -> Iterator[Callable[..., FakeWorkerProcess]]:
     for worker in running:
         if worker.process.poll() is None:
             worker.process.kill()
-            worker.process.communicate()
+            worker.process.wait()

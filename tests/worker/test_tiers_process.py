@@ -150,7 +150,7 @@ async def test_restarted_and_cold_workers_answer_from_the_store(start: Any, stor
         assert await ask(stub, "a", PROMPT) == 0
         await stored(stub, 25 * 16 * 8)
     first.process.kill()
-    first.process.communicate()
+    first.process.wait()
     for _ in range(2):
         async with stub_of(start(*TIERS, "--storage", store.url)) as stub:
             assert await ask(stub, "a", [*PROMPT, 7]) == 400

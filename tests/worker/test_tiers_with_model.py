@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 
+from sapwood_common.metrics import MetricSet
 from sapwood_worker.cache.hierarchical import HierarchicalCache
 from sapwood_worker.cache.host_pages import HostPages
 from sapwood_worker.cache.storage.file import FileStorage
 from sapwood_worker.cache.storage.opener import StorageFacts, open_connection
 from sapwood_worker.cache.storage.tier import PrefetchOptions, StorageTier
+from sapwood_worker.observer import EngineObserver
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler
+from sapwood_worker.step_clock import StepClock
+from sapwood_worker.worker_metrics import WorkerMetrics
 
 TOKENS = 6
 
@@ -199,6 +203,72 @@ def test_the_hit_counts_are_what_each_request_found(tiny_model: Any, make_runner
     assert cached == [0, 64, 0, 64, 64]
     assert tiers.counters.host_hits > 0
     assert tiers.counters.device_hits + tiers.counters.host_hits == 12
+
+
+class RecordedSpan:
+    """Keeps itself in its tracing's list once it has ended."""
+
+    traceparent = "00-" + "5b" * 16 + "-" + "c7" * 8 + "-01"
+
+    def __init__(self, ended: list[tuple[str, dict[str, Any], int, int]], name: str, facts: Any, begun: int) -> None:
+        self._ended, self._name, self._facts, self._begun = ended, name, dict(facts or {}), begun
+
+    def set(self, name: str, value: Any) -> None:
+        self._facts[name] = value
+
+    def end(self, *, error: str | None = None, at_ns: int | None = None) -> None:
+        self._ended.append((self._name, self._facts, self._begun, at_ns or time.time_ns()))
+
+
+class RecordedTracing:
+    on = True
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[str, dict[str, Any], int, int]] = []
+
+    def start(
+        self, name: str, *, parent: Any, kind: Any = "internal", attributes: Any = None, at_ns: Any = None
+    ) -> Any:
+        return RecordedSpan(self.ended, name, attributes, at_ns or time.time_ns())
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_request_s_trace_shows_what_was_loaded_from_lower_tiers(
+    tiny_model: Any, make_runner: Any, tmp_path: Path
+) -> None:
+    prompt = list(range(3, 73))
+    for life in range(2):
+        runner = make_runner(tiny_model("llama").path, page_size=16, num_pages=8, max_running=3, host_cache_ratio=4.0)
+        scheduler = make_scheduler(runner, 16, 8, storage_tiers(runner, 16, tmp_path))
+        tracing, clock = RecordedTracing(), StepClock()
+        observer = EngineObserver(WorkerMetrics(MetricSet()), tracing)
+        observer.submitted(1, "r1", RecordedSpan.traceparent)
+        scheduler.add(Request(1, "r1", array("I", prompt), SamplingParams(max_tokens=2, seed=1, ignore_eos=True)))
+        clock.submitted(1)
+        while scheduler.has_work:
+            planned = scheduler.schedule()
+            if planned:
+                clock.planned(planned)
+                result = runner.execute(planned)
+                outputs = scheduler.update(result)
+                clock.done(result.copied.load_seconds)
+                observer.steps(clock.take())
+                observer.outputs(outputs)
+        observer.closed(1, active=False)
+        settle(scheduler, runner)
+        spans = {
+            (name, facts.get("sapwood.cache.tier")): (facts, begun, end) for name, facts, begun, end in tracing.ended
+        }
+        assert {("queue", None), ("prefill", None), ("decode", None)} <= spans.keys()
+        loads = {tier: spans[name, tier] for name, tier in spans if name == "cache load"}
+        assert loads.keys() == ({"storage", "host"} if life else set())
+        for facts, begun, end in loads.values():
+            assert facts["sapwood.cache.pages"] == 4
+            assert begun <= end
+        if life:  # first from the store, while it queued, then to the device
+            assert loads["storage"][2] <= loads["host"][1]
 
 
 def test_tenants_share_nothing_in_the_second_tier(tiny_model: Any, make_runner: Any) -> None:

@@ -8,6 +8,7 @@ import math
 import random
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 from sapwood.v1 import router_pb2_grpc
@@ -170,15 +171,13 @@ class RouterApplication:
         self._spawn(follow_leases(self._fleet), "leases of registered workers")
         if self._config.workers_file is not None:
             self._spawn(follow_file(self._config.workers_file, self._fleet), "workers file")
-        if self._config.workers_dns is not None:
-            lookups = follow_dns(self._config.workers_dns, self._fleet, self._config.workers_dns_interval)
-            self._spawn(lookups, "workers in DNS")
-        if self._slices is not None:
-            api, service = self._slices
-            followed = follow_endpoint_slices(
-                api, service, lambda found: self._fleet.name(f"service {service.name}", found)
-            )
-            self._spawn(followed, "EndpointSlices")
+        dns = self._config.workers_dns
+        named = partial(self._fleet.name, "service discovery")
+        lookups = None if dns is None else partial(follow_dns, dns, named, self._config.workers_dns_interval)
+        if self._slices is not None:  # names in DNS are for when the API server does not answer
+            self._spawn(follow_endpoint_slices(*self._slices, named, lookups), "EndpointSlices")
+        elif lookups is not None:
+            self._spawn(lookups(), "workers in DNS")
 
     async def serve(self) -> None:
         """Serves until SIGTERM or SIGINT, drains, and stops."""

@@ -55,7 +55,9 @@ class RouterConfig(ServiceConfig):
         None, description="File of further workers, one host:port a line; followed as it changes."
     )
     workers_dns: str | None = Field(
-        None, description="name:port whose every address is a worker, looked up again and again: a headless service."
+        None,
+        description="name:port whose every address is a worker, looked up again and again: a headless service. "
+        "Beside --kubernetes-service only while the API server does not answer.",
     )
     kubernetes_service: str | None = Field(
         None,

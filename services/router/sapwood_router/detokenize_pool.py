@@ -38,9 +38,16 @@ class DetokenizePool:
                 group.create_task(session.run())
 
     def replica_changed(self, replica: TokenizerReplica) -> None:
-        """The replica came or went: one that does not answer its checks may still hold its call."""
-        if replica.problem is not None:
-            self._sessions[replica.address].abandon(replica.problem)
+        """The replica came or went.
+
+        One that does not answer its checks may still hold its call. One that drains finishes the streams of its call, which
+        is the best there is if no other replica can take them over.
+        """
+        if replica.problem is None:
+            return
+        session = self._sessions[replica.address]
+        if not replica.answers or any(other.up for other in self._sessions.values() if other is not session):
+            session.abandon(replica.problem)
 
     def _session_lost(self, lost: DetokenizeSession) -> None:
         self._on_lost()

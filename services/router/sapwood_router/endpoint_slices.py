@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,20 +81,40 @@ def in_cluster_api() -> Any:
     return client.DiscoveryV1Api()
 
 
-async def follow_endpoint_slices(api: Any, service: ServiceName, name: Callable[[frozenset[str]], None]) -> None:
+async def follow_endpoint_slices(
+    api: Any,
+    service: ServiceName,
+    name: Callable[[frozenset[str]], None],
+    fallback: Callable[[], Coroutine[Any, Any, None]] | None = None,
+) -> None:
     """Tells ``name`` the addresses now and after each change, for ever; cancel it to stop.
 
     Args:
         api: A ``kubernetes.client.DiscoveryV1Api``.
         service: Whose endpoints.
         name: Called on the event loop.
+        fallback: What runs from when the API server fails until it answers again: another way to find the endpoints.
     """
     loop = asyncio.get_running_loop()
     stop = threading.Event()
 
-    def tell(addresses: frozenset[str]) -> None:
+    standing_in: asyncio.Task[None] | None = None
+
+    def answered(addresses: frozenset[str]) -> None:
+        nonlocal standing_in
+        if standing_in is not None:
+            standing_in.cancel()
+            standing_in = None
+        name(addresses)
+
+    def failed() -> None:
+        nonlocal standing_in
+        if standing_in is None and fallback is not None:
+            standing_in = loop.create_task(fallback())
+
+    def tell(addresses: frozenset[str] | None) -> None:
         if not stop.is_set():
-            loop.call_soon_threadsafe(name, addresses)
+            loop.call_soon_threadsafe(failed) if addresses is None else loop.call_soon_threadsafe(answered, addresses)
 
     # A thread of its own, not the loop's pool: a watch blocks for minutes, and the process must not wait for it at its end.
     threading.Thread(target=_follow, args=(api, service, tell, stop), name="EndpointSlices", daemon=True).start()
@@ -102,9 +122,14 @@ async def follow_endpoint_slices(api: Any, service: ServiceName, name: Callable[
         await asyncio.Event().wait()
     finally:
         stop.set()
+        if standing_in is not None:
+            standing_in.cancel()
 
 
-def _follow(api: Any, service: ServiceName, tell: Callable[[frozenset[str]], None], stop: threading.Event) -> None:
+def _follow(
+    api: Any, service: ServiceName, tell: Callable[[frozenset[str] | None], None], stop: threading.Event
+) -> None:
+    """Tells the addresses, and None when the API server fails."""
     known: frozenset[str] | None = None
     while not stop.is_set():
         try:
@@ -116,6 +141,8 @@ def _follow(api: Any, service: ServiceName, tell: Callable[[frozenset[str]], Non
                     tell(addresses)
         except Exception as error:  # the API server is away, or refuses: what is known stays, and it is asked again
             logger.warning("EndpointSlices of %s/%s: %s", service.namespace, service.name, error)
+            known = None
+            tell(None)
             time.sleep(_PAUSE)
 
 

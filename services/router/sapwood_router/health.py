@@ -5,6 +5,9 @@ from __future__ import annotations
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+NOT_SERVING = "it says that it is not serving"
+"""What is wrong with a service that answers, but takes nothing new: it starts, or drains."""
+
 _CHECK_TIMEOUT = 2.0
 
 
@@ -22,4 +25,4 @@ async def check(stub: health_pb2_grpc.HealthStub, service: str) -> str | None:
         return f"{error.code().name}: {error.details()}"
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return None
-    return "it says that it is not serving"
+    return NOT_SERVING

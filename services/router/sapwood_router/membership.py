@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from sapwood_router.fleet import Fleet
@@ -46,17 +47,19 @@ def read_addresses(text: str) -> list[str]:
     return [line for line in lines if line]
 
 
-async def follow_dns(target: str, fleet: Fleet, interval: float) -> None:
-    """Names every address that ``name:port`` resolves to, again each ``interval`` seconds, for ever.
+async def follow_dns(target: str, name: Callable[[frozenset[str]], None], interval: float) -> None:
+    """Tells ``name`` every address that ``host:port`` resolves to, now and after each change, for ever.
+
+    It looks again each ``interval`` seconds.
 
     A lookup that fails changes nothing: workers are worth more than a name server's word.
     """
-    name, _, port = target.rpartition(":")
+    host, _, port = target.rpartition(":")
     loop = asyncio.get_running_loop()
     known: frozenset[str] | None = None
     while True:
         try:
-            found = await loop.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
+            found = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
         except OSError as error:
             logger.warning("workers behind %s: %s", target, error)
         else:
@@ -66,7 +69,7 @@ async def follow_dns(target: str, fleet: Fleet, interval: float) -> None:
             )
             if addresses != known:
                 known = addresses
-                fleet.name(f"DNS {target}", addresses)
+                name(addresses)
         await asyncio.sleep(interval)
 
 

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2_grpc
 from sapwood.v1 import tokenizer_pb2_grpc
 from sapwood_common.errors import UnavailableError
 from sapwood_common.status import from_rpc_error
-from sapwood_router.health import check
+from sapwood_router.health import NOT_SERVING, check
 
 if TYPE_CHECKING:  # the generated stubs know this name, the generated code does not
     from sapwood.v1.tokenizer_pb2_grpc import TokenizerAsyncStub
@@ -52,6 +52,11 @@ class TokenizerReplica:
         """Unary calls under way."""
         return len(self._running)
 
+    @property
+    def answers(self) -> bool:
+        """Whether it is well, or drains: what it has it finishes."""
+        return self.problem in (None, NOT_SERVING)
+
     async def call(self, start: Callable[[Stub], grpc.aio.UnaryUnaryCall[RequestT, AnswerT]]) -> AnswerT:
         """Makes a call.
 
@@ -74,7 +79,9 @@ class TokenizerReplica:
             self._dropped.discard(running)
 
     async def monitor(self, interval: float, on_change: Callable[[TokenizerReplica], None]) -> None:
-        """Keeps ``problem`` true for ever; cancel it to stop. ``on_change`` is called when the replica comes or goes.
+        """Keeps ``problem`` true for ever; cancel it to stop.
+
+        ``on_change`` is called when the replica comes or goes, and when one that drained does not answer any more.
 
         A replica that does not answer its checks loses its calls: they can be made elsewhere.
         """
@@ -85,12 +92,13 @@ class TokenizerReplica:
             except TimeoutError:
                 problem, hangs = "health checks time out", True
             changed = (problem is None) != (self.problem is None)
-            self.problem = problem
+            answered, self.problem = self.answers, problem
             if hangs:
                 self._dropped |= self._running
                 for running in tuple(self._running):
                     running.cancel()
             if changed:
                 logger.info("tokenizer %s is %s", self.address, "up" if problem is None else f"down: {problem}")
+            if changed or (answered and not self.answers):
                 on_change(self)
             await asyncio.sleep(interval if problem is None else min(interval, _DOWN_INTERVAL))

@@ -64,7 +64,7 @@ async def serve(config: WorkerConfig, runner: str = MODEL_RUNNER) -> int:
 
 
 async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
-    await scheduler.start()  # before gRPC has threads in this process: it does not like a fork then
+    await scheduler.start()
     metrics = MetricSet()
     tracing = start_tracing("sapwood-worker", config.trace_endpoint, config.trace_ratio)
     worker_metrics = WorkerMetrics(metrics)

@@ -249,7 +249,7 @@ class EventLoop:
                 return outputs + self._fail(error)
             self._failures = 0
             outputs += self._scheduler.update(result)
-            self._clock.done()
+            self._clock.done(result.copied.load_seconds)
         return outputs
 
     def _fail(self, error: Exception) -> list[RequestOutput]:

@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 
 from sapwood_common.errors import ConfigError
+from sapwood_worker.child_process import ChildProcess
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.messages import (
     Failed,
@@ -57,25 +58,25 @@ class SchedulerProcess:
         self._context = zmq.asyncio.Context()
         self._outbox: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.PUSH)
         self._inbox = self._context.socket(zmq.PULL)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ChildProcess | None = None
         self._ready = False
 
-    async def start(self) -> None:
-        """Starts the process."""
+    def start(self) -> None:
+        """Starts the process. Called on the event loop."""
         for socket, name in ((self._outbox, "to-scheduler"), (self._inbox, "from-scheduler")):
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(f"ipc://{self._folder}/{name}")
         config_class = type(self._config)
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "sapwood_worker.scheduler_process"),
-            *("--folder", str(self._folder)),
-            *("--parent", str(os.getpid())),
-            *("--config-class", f"{config_class.__module__}:{config_class.__qualname__}"),
-            *("--config", self._config.model_dump_json()),
-            *("--runner", self._runner),
-            stdin=asyncio.subprocess.DEVNULL,
+        self._process = ChildProcess(
+            [
+                *(sys.executable, "-m", "sapwood_worker.scheduler_process"),
+                *("--folder", str(self._folder)),
+                *("--parent", str(os.getpid())),
+                *("--config-class", f"{config_class.__module__}:{config_class.__qualname__}"),
+                *("--config", self._config.model_dump_json()),
+                *("--runner", self._runner),
+            ]
         )
 
     async def ready(self) -> ModelInfo:

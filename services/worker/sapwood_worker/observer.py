@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sapwood_common.tracing import NoTracing, Span, Tracing
 from sapwood_worker.scheduler.output import RequestOutput
-from sapwood_worker.step_clock import StepTime
+from sapwood_worker.step_clock import LoadTime, StepTime
 from sapwood_worker.worker_metrics import WorkerMetrics
 
 
@@ -21,6 +21,7 @@ class _Times:
     started: float | None = None
     first: float | None = None
     last: RequestOutput | None = None
+    loads: list[LoadTime] = field(default_factory=list)
 
 
 class EngineObserver:
@@ -54,6 +55,9 @@ class EngineObserver:
                 if (times := self._running.get(serial)) is not None:
                     times.started = step.at
                     self._metrics.queue.at().observe(max(0.0, step.at - times.arrived))
+            for load in step.loads:
+                if (times := self._running.get(load.serial)) is not None:
+                    times.loads.append(load)
 
     def outputs(self, outputs: Sequence[RequestOutput]) -> None:
         """Generations got outputs."""
@@ -83,6 +87,12 @@ class EngineObserver:
             if begin is not None:
                 part = self._tracing.start(name, parent=span.traceparent, at_ns=self._unix_ns(begin))
                 part.end(at_ns=self._unix_ns(now if end is None else end))
+        for load in times.loads:
+            attributes = {"sapwood.cache.tier": load.tier, "sapwood.cache.pages": load.pages}
+            part = self._tracing.start(
+                "cache load", parent=span.traceparent, attributes=attributes, at_ns=self._unix_ns(load.began)
+            )
+            part.end(at_ns=self._unix_ns(load.ended))
         if times.last is not None:
             span.set("gen_ai.usage.input_tokens", times.last.prompt_tokens)
             span.set("gen_ai.usage.output_tokens", times.last.completion_tokens)

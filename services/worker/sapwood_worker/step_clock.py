@@ -5,10 +5,30 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
+from sapwood_worker.cache.copies import CacheLoad
 from sapwood_worker.scheduler.output import SchedulerOutput
+
+
+class LoadTime(msgspec.Struct, frozen=True, array_like=True):
+    """What a request got from a tier of the cache below the device.
+
+    Attributes:
+        serial: The request.
+        tier: ``storage``: read from the store while the request queued; ``host``: copied to the device with its first step.
+        pages: How many.
+        began: On ``time.monotonic``'s clock.
+        ended: The same.
+    """
+
+    serial: int
+    tier: Literal["storage", "host"]
+    pages: int
+    began: float
+    ended: float
 
 
 class StepTime(msgspec.Struct, frozen=True, array_like=True):
@@ -20,6 +40,7 @@ class StepTime(msgspec.Struct, frozen=True, array_like=True):
         decode_tokens: Requests that decoded a token.
         started: Requests (serials) of which it was the first, that is, which were waiting before.
         at: When it was planned, on ``time.monotonic``'s clock, which all processes of a machine share.
+        loads: What requests that started with it got from the cache's lower tiers.
     """
 
     seconds: float
@@ -27,6 +48,7 @@ class StepTime(msgspec.Struct, frozen=True, array_like=True):
     decode_tokens: int
     started: list[int]
     at: float
+    loads: list[LoadTime] = []
 
 
 class StepClock:
@@ -40,7 +62,7 @@ class StepClock:
         self._clock = clock
         self._waiting: set[int] = set()
         self._times: list[StepTime] = []
-        self._current: deque[tuple[float, int, int, list[int]]] = deque()
+        self._current: deque[tuple[float, int, int, list[int], tuple[CacheLoad, ...]]] = deque()
 
     def submitted(self, serial: int) -> None:
         """A request waits."""
@@ -62,12 +84,18 @@ class StepClock:
             if item.serial in self._waiting:
                 self._waiting.discard(item.serial)
                 started.append(item.serial)
-        self._current.append((self._clock(), prefill, decode, started))
+        loads = () if output.copies is None else output.copies.loads
+        self._current.append((self._clock(), prefill, decode, started, loads))
 
-    def done(self) -> None:
-        """Of the steps that have not ended the one planned first has."""
-        at, prefill, decode, started = self._current.popleft()
-        self._times.append(StepTime(self._clock() - at, prefill, decode, started, at))
+    def done(self, load_seconds: float = 0.0) -> None:
+        """Of the steps that have not ended the one planned first has; its loads took so many seconds."""
+        at, prefill, decode, started, loads = self._current.popleft()
+        times: list[LoadTime] = []
+        for load in loads:
+            if load.fetched:
+                times.append(LoadTime(load.serial, "storage", load.fetched, load.began, load.ended))
+            times.append(LoadTime(load.serial, "host", load.pages, at, at + load_seconds))
+        self._times.append(StepTime(self._clock() - at, prefill, decode, started, at, times))
 
     def failed(self) -> None:
         """All steps that have not ended have failed."""

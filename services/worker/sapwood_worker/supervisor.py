@@ -46,7 +46,7 @@ class Supervisor:
         """Starts a process, after what is left of the last one is gone."""
         await self.stop()
         self._process = self._make()
-        await self._process.start()
+        self._process.start()
 
     async def ready(self) -> ModelInfo:
         """Waits until the process has loaded its model; raises ConfigError if it cannot."""

@@ -26,6 +26,25 @@ class PageCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheLoad:
+    """What a request that starts with a step gets from the tiers below the device, for those who watch.
+
+    Attributes:
+        serial: The request.
+        pages: Pages that the step loads for it.
+        fetched: Pages that were read from the third tier for it before.
+        began: When that began, on the storage tier's clock.
+        ended: When the last of them had come.
+    """
+
+    serial: int
+    pages: int
+    fetched: int = 0
+    began: float = 0.0
+    ended: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Copies:
     """What a step copies before it computes: first the stores, then the loads.
 
@@ -36,11 +55,13 @@ class Copies:
         load: Host to device; None: nothing.
         fence: Neither load nor computation may begin before every store, this one and earlier ones, is done: pages that
             are being stored are about to be overwritten.
+        loads: For whom the load is.
     """
 
     store: PageCopy | None = None
     load: PageCopy | None = None
     fence: bool = False
+    loads: tuple[CacheLoad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

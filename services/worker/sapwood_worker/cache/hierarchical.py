@@ -23,7 +23,7 @@ from typing import Literal
 
 import numpy as np
 
-from sapwood_worker.cache.copies import Copies, CopyReport, PageCopy, PageIds
+from sapwood_worker.cache.copies import CacheLoad, Copies, CopyReport, PageCopy, PageIds
 from sapwood_worker.cache.host_pages import HostPage, HostPages
 from sapwood_worker.cache.page_key import PageChain, PageName
 from sapwood_worker.cache.storage.tier import StorageTier
@@ -109,6 +109,8 @@ class HierarchicalCache:
         self._rows: dict[int, _Row] = {}
         self._next = _Store()
         self._loads: list[tuple[PageIds, list[HostPage]]] = []
+        self._started: list[CacheLoad] = []
+        self._given = 0
         self._fence = False
         self._stores: dict[int, _Store] = {}
         self._storing: dict[int, int] = {}
@@ -144,9 +146,11 @@ class HierarchicalCache:
         return self.storage.prefetch(serial, chain.pages[cached + len(found) :])
 
     def settle(self, serial: int) -> None:
-        """A request has started, or has ended before that."""
-        if self.storage is not None:
-            self.storage.settle(serial)
+        """A request has started (its :meth:`load` was the last), or has ended before that."""
+        fetched = None if self.storage is None else self.storage.settle(serial)
+        if self._given:
+            self._started.append(CacheLoad(serial, self._given, *(fetched or ())))
+            self._given = 0
 
     def poll(self) -> list[int]:
         """Takes what the third tier has done; returns the requests that need not wait for it any longer. Never blocks."""
@@ -174,6 +178,7 @@ class HierarchicalCache:
         assert len(found) <= len(pages)
         if found:
             self._loads.append((pages[: len(found)].copy(), found))
+        self._given = len(found)
         return len(found)
 
     def loaded(self, slot: int) -> None:
@@ -209,6 +214,7 @@ class HierarchicalCache:
             return None
         store, self._next = self._next, _Store()
         loads, self._loads = self._loads, []
+        started, self._started = self._started, []
         fence, self._fence = self._fence, False
         self.counters.fences += fence
         stored = loaded = None
@@ -219,7 +225,7 @@ class HierarchicalCache:
             loaded = self._copy(
                 np.concatenate([pages for pages, _ in loads]), [each for _, row in loads for each in row]
             )
-        return Copies(stored, loaded, fence)
+        return Copies(stored, loaded, fence, tuple(started))
 
     def ended(self, report: CopyReport) -> None:
         """Takes the runner's report of copies that have ended."""

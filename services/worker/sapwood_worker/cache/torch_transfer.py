@@ -9,23 +9,30 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import reference
-from sapwood_worker.cache.copies import Copies, CopyReport, PageCopy, PageIds
+from sapwood_kernels.memcpy_batch import MemcpyBatch
+from sapwood_worker.cache.copies import Copies, CopyReport, PageCopy
 from sapwood_worker.cache.device_pool import DevicePool
 from sapwood_worker.cache.host_pool import HostPool
+from sapwood_worker.cache.page_movers import KernelMover, PageLoader, PageStorer, StagedStorer
 from sapwood_worker.cache.transfer import Transfer
 
 Kernel = Callable[[Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
 """See ``sapwood_kernels.reference.store_pages``."""
+
+_PROGRAMS = 64
 
 
 def make_transfer(device: DevicePool, host: HostPool) -> Transfer:
     """The transfer between two pools; pins the host's memory if the device is a GPU."""
     if device.device.type != "cuda":
         return CpuTransfer(device, host)
-    _pin(host)
-    from sapwood_kernels import triton_page_copy  # triton is there only with CUDA builds of torch
-
-    return CudaTransfer(device, host, triton_page_copy.store_pages, triton_page_copy.load_pages)
+    pin(host)
+    kernel = KernelMover(device, host_tensor(device, host), _PROGRAMS)
+    try:
+        batch = MemcpyBatch()
+    except AttributeError:  # an older driver
+        return CudaTransfer(device, kernel, kernel)
+    return CudaTransfer(device, StagedStorer(device, host, batch), kernel)
 
 
 def host_tensor(device: DevicePool, host: HostPool) -> Tensor:
@@ -85,16 +92,14 @@ class CudaTransfer:
 
     Args:
         device: The device pool.
-        host: The host pool, pinned.
-        store: Copies one layer's pages to the host.
-        load: Copies one layer's pages to the device.
+        storer: Copies pages to the host.
+        loader: Copies pages to the device.
     """
 
-    def __init__(self, device: DevicePool, host: HostPool, store: Kernel, load: Kernel) -> None:
+    def __init__(self, device: DevicePool, storer: PageStorer, loader: PageLoader) -> None:
         self._device = device
-        self._host = host_tensor(device, host)
-        self._store_kernel = store
-        self._load_kernel = load
+        self._storer = storer
+        self._loader = loader
         self._stores = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
         self._loads = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
         # Number, beginning and end of stores; beginning and end of loads.
@@ -112,21 +117,16 @@ class CudaTransfer:
         if copies.store is not None:
             self._stores.wait_stream(computing)
             with torch.cuda.stream(self._stores):
-                pages = self._pages(copies.store)
                 begin = self._mark(self._stores)
-                for layer in range(len(self._device.key_slots)):
-                    self._copy(layer, pages, self._store_kernel)
+                self._storer.store(copies.store)
                 self._running.append((copies.store.number, begin, self._mark(self._stores)))
         if copies.fence:
             computing.wait_stream(self._stores)
         if copies.load is not None:
             self._loads.wait_stream(computing)  # steps before may still use the pages under their old names
             with torch.cuda.stream(self._loads):
-                pages = self._pages(copies.load)
                 events = [self._mark(self._loads)]
-                for layer in range(len(self._device.key_slots)):
-                    self._copy(layer, pages, self._load_kernel)
-                    events.append(self._mark(self._loads))
+                events += [self._mark(self._loads) for _ in self._loader.load(copies.load)]
             self._device.arriving(events[1:])
             self._loading.append((events[0], events[-1]))
 
@@ -147,24 +147,13 @@ class CudaTransfer:
         event.record(stream)
         return event
 
-    def _copy(self, layer: int, pages: tuple[Tensor, Tensor], kernel: Kernel) -> None:
-        kernel(self._device.key_pages(layer), self._device.value_pages(layer), self._host, layer, *pages)
-
-    def _pages(self, copy: PageCopy) -> tuple[Tensor, Tensor]:
-        """The page ids on the device, int64; allocated on the current stream, which alone uses them."""
-
-        def move(pages: PageIds) -> Tensor:
-            return torch.from_numpy(pages).long().pin_memory().to(self._device.device, non_blocking=True)
-
-        return move(copy.device), move(copy.host)
-
 
 def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
     milliseconds: float = begin.elapsed_time(end)
     return milliseconds / 1000
 
 
-def _pin(host: HostPool) -> None:
+def pin(host: HostPool) -> None:
     """Registers the pool with CUDA, in place: torch's own pinned allocator would round its size up to a power of two.
 
     Raises:

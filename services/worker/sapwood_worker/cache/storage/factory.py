@@ -18,7 +18,7 @@ def parse_storage(url: str) -> Callable[[], StorageBackend]:
     """What opens the store of a URL; the opening may block and fail with StorageError, the parsing does neither.
 
     - ``file:///folder?size_gb=10``
-    - ``mooncake://master:50051?metadata=http://host:8080/metadata&protocol=tcp&devices=&host=127.0.0.1&lend_gb=0``
+    - ``mooncake://master:50051?metadata=http://host:8080/metadata&protocol=tcp&devices=&host=&lend_gb=0``
 
     Raises:
         ConfigError: It is not such a URL; the message says what is wrong with it.
@@ -42,7 +42,7 @@ def parse_storage(url: str) -> Callable[[], StorageBackend]:
                 metadata=given.pop("metadata", ""),
                 protocol=given.pop("protocol", "tcp"),
                 devices=given.pop("devices", ""),
-                host=given.pop("host", "127.0.0.1"),
+                host=given.pop("host", ""),
                 lend_bytes=int(lend * _GIB),
             )
             _expect(url, bool(parts.netloc), "name the master: mooncake://host:port")

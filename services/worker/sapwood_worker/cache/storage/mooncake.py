@@ -32,7 +32,7 @@ class MooncakeOptions:
         metadata: URL of the metadata server.
         protocol: ``tcp`` or ``rdma``.
         devices: RDMA devices, separated by commas; empty: all.
-        host: Address by which the other clients reach this one.
+        host: Address by which the other clients reach this one; empty: that from which it reaches the master.
         lend_bytes: Memory that this client lends to the store.
     """
 
@@ -40,7 +40,7 @@ class MooncakeOptions:
     metadata: str
     protocol: str = "tcp"
     devices: str = ""
-    host: str = "127.0.0.1"
+    host: str = ""
     lend_bytes: int = 0
 
 
@@ -63,13 +63,13 @@ class MooncakeStorage:
                 f"Mooncake is not installed here ({error}): pip install 'sapwood[mooncake]', and libibverbs1"
             ) from error
         # The engine tries for minutes, holding the interpreter all the while, when nobody answers it.
-        _expect_answer(options.master)
+        own_address = _expect_answer(options.master)
         metadata = urlsplit(options.metadata)
         if metadata.scheme in ("http", "https"):
             _expect_answer(f"{metadata.hostname}:{metadata.port or (443 if metadata.scheme == 'https' else 80)}")
         self._store: Any = MooncakeDistributedStore()
         code = self._store.setup(
-            options.host,
+            options.host or own_address,
             options.metadata,
             options.lend_bytes,
             _BUFFER_BYTES,
@@ -128,10 +128,12 @@ class MooncakeStorage:
 _NOT_FOUND = -704
 
 
-def _expect_answer(address: str) -> None:
+def _expect_answer(address: str) -> str:
+    """Fails unless somebody answers there; returns our own address on that way."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        with socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS) as connection:
+            return str(connection.getsockname()[0])
     except (OSError, ValueError) as error:
         raise StorageError(f"nobody answers at {address}: {error}") from error
 

@@ -83,8 +83,10 @@ class _Prefetch:
     """What one waiting request is looking for. Before ``cursor`` nothing is being fetched any more."""
 
     wanted: list[PageName]
+    began: float
     deadline: float
     connection: Connection
+    ended: float = 0.0
     looking: bool = True
     cancelled: bool = False
     cursor: int = 0
@@ -162,7 +164,7 @@ class StorageTier:
         options, now = self._options, self._clock()
         patience = options.timeout + options.timeout_per_1k * len(wanted) * self._page_size / 1000
         deadline = now + (patience if options.policy == "timeout" else _LONGEST_WAIT)
-        prefetch = self._prefetches[serial] = _Prefetch(wanted, deadline, connection)
+        prefetch = self._prefetches[serial] = _Prefetch(wanted, now, deadline, connection)
         names = [object_name(connection.namespace, name.key) for name in wanted]
         connection.call(partial(connection.backend.exists, names), partial(self._found, prefetch), urgent=True)
         if options.policy == "best_effort":
@@ -170,14 +172,21 @@ class StorageTier:
         self._held.add(serial)
         return True
 
-    def settle(self, serial: int) -> None:
-        """A request has started or ended: nothing more is fetched for it, and what was is not kept for it any longer."""
+    def settle(self, serial: int) -> tuple[int, float, float] | None:
+        """A request has started or ended: nothing more is fetched for it, and what was is not kept for it any longer.
+
+        Returns:
+            The pages that were, when that began, and when the last had come; None if there were none.
+        """
         prefetch = self._prefetches.pop(serial, None)
         self._held.discard(serial)
         if prefetch is not None:
             prefetch.cancelled = True
             self._host.unpin(prefetch.pinned)
             self._occupied -= len(prefetch.pinned)
+            if prefetch.pinned:
+                return len(prefetch.pinned), prefetch.began, prefetch.ended
+        return None
 
     def write(self, entries: Sequence[HostPage]) -> None:
         """Writes pages that the second tier has to the store, some time."""
@@ -313,6 +322,7 @@ class StorageTier:
             self._occupied -= len(batch) - len(arrived)
             self._host.pin(arrived)
             prefetch.pinned += arrived
+            prefetch.ended = self._clock()
         if fetched is not None:
             self.counters.fetched += len(arrived)
             self.counters.rejected += fetched.rejected

@@ -1,0 +1,30 @@
+# Mooncake Store, of the compose file's profile mooncake: its master, and a client that lends memory. From the top of the repository:
+#   docker build -f docker/mooncake.Dockerfile -t sapwood-mooncake .
+# Behind a proxy with a CA of its own: --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt
+ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
+FROM ${PYTHON_IMAGE}
+SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+# hadolint ignore=DL3008
+RUN apt-get update; apt-get install -y --no-install-recommends libibverbs1; rm -rf /var/lib/apt/lists/*
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/mooncake/bin:$PATH PYTHONDONTWRITEBYTECODE=1
+COPY docker/constraints.txt /build/
+RUN --mount=type=secret,id=ca,required=false --mount=type=cache,target=/root/.cache/pip \
+    if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
+    python3 -m venv /opt/mooncake; \
+    pip install mooncake-transfer-engine-non-cuda -c /build/constraints.txt; \
+    pip uninstall -y pip
+USER 10001:10001
+EXPOSE 50051 8080 9003
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=5s --timeout=15s --start-period=60s --retries=3 \
+    CMD ["python3", "-c", "import socket; socket.create_connection(('127.0.0.1', 50051), 5)"]
+ENTRYPOINT ["mooncake_master"]
+CMD ["--logtostderr=true", "--enable_http_metadata_server=true", "--http_metadata_server_host=0.0.0.0"]
+ARG PYTHON_IMAGE
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="sapwood-mooncake" \
+      org.opencontainers.image.description="Mooncake Store, for Sapwood's workers" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.base.name="${PYTHON_IMAGE}"

@@ -1,0 +1,44 @@
+"""A child process that an event loop can wait for, started without running anybody's fork handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import threading
+from collections.abc import Sequence
+
+
+class ChildProcess:
+    """A child of this process, without standard input.
+
+    It is not asyncio's: uvloop forks, and a fork in a process where gRPC's threads run gives a child that now and then ends
+    by SIGSEGV before it has become the program. ``subprocess`` calls vfork, which runs no fork handlers. A thread waits for
+    the end.
+
+    Args:
+        command: The program and its arguments.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        threading.Thread(target=self._watch, args=(asyncio.get_running_loop(),), daemon=True).start()
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, minus the number of the signal that ended it, or None while it runs."""
+        return self._ended.result() if self._ended.done() else None
+
+    async def wait(self) -> int:
+        """Waits for the end; returns :attr:`returncode`. May be cancelled, and be called by several."""
+        return await asyncio.shield(self._ended)
+
+    def kill(self) -> None:
+        """Sends SIGKILL; nothing happens after the end."""
+        self._process.kill()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        code = self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(self._ended.set_result, code)

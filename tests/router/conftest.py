@@ -26,7 +26,7 @@ from sapwood_router.testing.fake_tokenizer import FakeTokenizer
 from sapwood_router.testing.fake_worker import FakeWorker
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sapwood.cli.child import Child
 from sapwood.cli.errors import CliError
+from sapwood.cli.restarts import Restarts
 
 ResultT = TypeVar("ResultT")
 
@@ -64,10 +65,8 @@ class DiedError(CliError):
     """A service ended by itself; the message has its exit code and last lines."""
 
     def __init__(self, child: Child) -> None:
-        code = child.exit_code or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         last = "".join(f"\n  {line}" for line in child.last_lines) or " (none)"
-        super().__init__(f"{child.name} {how}; its last lines:{last}")
+        super().__init__(f"{child.name} {_end_of(child)}; its last lines:{last}")
 
 
 class Cluster:
@@ -104,8 +103,27 @@ class Cluster:
             self._on_status("")
 
     async def watch(self) -> None:
-        """Returns never; raises DiedError when a service ends."""
-        await self._or_death(asyncio.Event().wait())
+        """Starts workers that end anew, on their ports.
+
+        Raises:
+            DiedError: Another service ended, or a worker did so again and again.
+        """
+        keepers = asyncio.gather(*(self._keep(index) for index in range(len(self._workers))))
+        await self._or_death(keepers, [child for child in (self._tokenizer, self._router) if child is not None])
+
+    async def _keep(self, index: int) -> None:
+        restarts = Restarts(time.monotonic)
+        while True:
+            worker = self._workers[index]
+            await worker.exited.wait()
+            worker.kill()  # what it may have left behind
+            delay, address = restarts.next_delay(), await worker.address()
+            if delay is None or address is None:
+                raise DiedError(worker)
+            self._on_line(worker.name, f"{worker.name} {_end_of(worker)}: it is started anew in {delay:g} s")
+            await asyncio.sleep(delay)
+            flags = self._worker_flags(int(address.rpartition(":")[2]))
+            self._workers[index] = await self._child("worker", flags, worker.name)
 
     async def stop(self) -> None:
         """Drains: first the router, so that running requests still have their workers; then workers, then tokenizer."""
@@ -134,14 +152,13 @@ class Cluster:
 
     async def _start(self) -> Endpoints:
         options = self._options
-        common = ["--log-level", options.log_level, "--drain-timeout", f"{options.drain_timeout:g}"]
+        common = self._common_flags()
         self._tokenizer = await self._child(
             "tokenizer", ["--model", options.model, *_ports(options.tokenizer_port), *common]
         )
         for index in range(options.workers):
             port = options.worker_port + index if options.worker_port else 0
-            flags = ["--model", options.model, *_ports(port), "--threads", str(options.threads), *common]
-            self._workers.append(await self._child("worker", flags, f"worker-{index}"))
+            self._workers.append(await self._child("worker", self._worker_flags(port), f"worker-{index}"))
         backends = [self._tokenizer, *self._workers]
         tokenizer, *workers = await asyncio.gather(*(self._address(child) for child in backends))
         self._router = await self._child(
@@ -158,6 +175,13 @@ class Cluster:
         await self._healthy(self._router, grpc_address)
         await self._joined(grpc_address, len(workers))
         return Endpoints(grpc_address, http_address, tokenizer, tuple(workers))
+
+    def _common_flags(self) -> list[str]:
+        return ["--log-level", self._options.log_level, "--drain-timeout", f"{self._options.drain_timeout:g}"]
+
+    def _worker_flags(self, port: int) -> list[str]:
+        options = self._options
+        return ["--model", options.model, *_ports(port), "--threads", str(options.threads), *self._common_flags()]
 
     async def _child(self, service: str, flags: list[str], name: str | None = None) -> Child:
         name = name or service
@@ -202,13 +226,13 @@ class Cluster:
                     pass
                 await asyncio.sleep(_POLL_SECONDS)
 
-    async def _or_death(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """What ``work`` returns, unless a child ends first."""
+    async def _or_death(self, work: Awaitable[ResultT], watched: Sequence[Child] | None = None) -> ResultT:
+        """What ``work`` returns, unless a child ends first: one of ``watched``, or of all there are then."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=_POLL_SECONDS)
-                dead = next((child for child in self._children() if child.exited.is_set()), None)
+                dead = next((child for child in watched or self._children() if child.exited.is_set()), None)
                 if dead is not None:
                     raise DiedError(dead)
             return task.result()
@@ -227,6 +251,11 @@ def _ports(port: int) -> tuple[str, ...]:
     """The flags for a service's port and that of its metrics; where that is none for ordinary users, a free one."""
     metrics = port - _METRICS_OFFSET
     return ("--port", str(port), "--metrics-port", str(metrics if metrics >= 1024 else 0))
+
+
+def _end_of(child: Child) -> str:
+    code = child.exit_code or 0
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _reachable(address: str) -> str:

@@ -25,6 +25,8 @@ def configure(verbs: Any) -> None:
     parser.add_argument("name", help="whose it is: letters, digits and ._-")
     parser.add_argument("--file", type=Path, help="file to add the line to; without it the line goes to standard error")
     parser.add_argument("--per-minute", type=whole_number(1), metavar="N", help="most requests a minute")
+    parser.add_argument("--tokens-per-minute", type=whole_number(1), metavar="N", help="most tokens a minute")
+    parser.add_argument("--weight", type=whole_number(1, 1000), metavar="N", help="share of busy workers [default: 1]")
     parser.set_defaults(run=run)
 
 
@@ -36,7 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise CliError("name: 1 to 64 letters, digits and ._-", REFUSED)
     key = make_key()
     rate = f" {arguments.per_minute}" if arguments.per_minute else ""
-    line = f"{arguments.name} {hash_key(key)}{rate}\n"
+    tokens = f" tokens={arguments.tokens_per_minute}" if arguments.tokens_per_minute else ""
+    weight = f" weight={arguments.weight}" if arguments.weight else ""
+    line = f"{arguments.name} {hash_key(key)}{rate}{tokens}{weight}\n"
     if arguments.file is None:
         sys.stderr.write(line)
     else:

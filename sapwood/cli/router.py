@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from sapwood.cli import top
 from sapwood.cli.errors import EXIT_CODES, FAILED, REFUSED, UNREACHABLE, CliError
 from sapwood.cli.options import add_option
+from sapwood.cli.top import table, worker_rows
 
 if TYPE_CHECKING:  # grpc is loaded only by the verbs that use it
     from sapwood.v1 import router_pb2_grpc
@@ -44,6 +46,8 @@ def configure(verbs: Any) -> None:
     route_actions = route.add_subparsers(metavar="ACTION", required=True)
     explain = _add(route_actions, "explain", "show where a text would go, and why", _explain)
     explain.add_argument("text", metavar="TEXT", help="the prompt")
+    for place in (groups, verbs):
+        top.add_flags(_add(place, "top", "watch the router and its workers", _top))
 
 
 def _add(actions: Any, name: str, text: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
@@ -87,15 +91,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
     with _router(arguments) as router:
         workers = router.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_TIMEOUT).workers
-    rows = [("WORKER", "STATE", "MODEL", "HERE", "RUNNING", "WAITING", "PAGES", "HIT RATE", "BREAKER")]
-    for worker in workers:
-        load = worker.load
-        pages = f"{(load.used_pages - load.evictable_pages) / load.num_pages:.0%}" if load.num_pages else "-"
-        hits = f"{load.cached_tokens / load.prompt_tokens:.0%}" if load.prompt_tokens else "-"
-        state = f"down: {worker.problem}" if not worker.healthy else "draining" if worker.draining else "up"
-        counts = (str(worker.in_flight), str(load.running_requests), str(load.waiting_requests))
-        rows.append((worker.address, state, worker.model or "-", *counts, pages, hits, worker.breaker))
-    _print_table(rows)
+    _print_table(worker_rows(workers, rates=False))
     return 0
 
 
@@ -140,11 +136,15 @@ def _explain(arguments: argparse.Namespace) -> int:
         cached = f"{item.cached_tokens} of {answer.prompt_tokens}"
         rows.append((mark, item.address, cached, str(item.requests), str(item.queued_tokens), cost, item.excluded))
     _print_table(rows)
-    print(f"reason: {answer.reason}")
+    print(f"{answer.policy}: {answer.reason}")
+    for shadow in answer.shadows:
+        print(f"{shadow.policy} would choose {shadow.chosen}: {shadow.reason}")
     return 0
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(table(rows)))
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    return top.run(arguments, _router)

@@ -33,7 +33,8 @@ def configure(verbs: Any) -> None:
         "up",
         help="start tokenizer, workers and router here",
         description="Starts tokenizer, workers and router as processes of this machine, prints where they answer and "
-        "follows their logs. Ctrl-C or SIGTERM lets running requests finish and stops all; a second one stops at once. "
+        "follows their logs. A worker that ends is started anew, at most five times in ten minutes. Ctrl-C or SIGTERM lets "
+        "running requests finish and stops all; a second one stops at once. "
         "Further settings reach the services through their variables, such as SAPWOOD_WORKER_NUM_PAGES.",
         epilog=EXIT_CODES,
         allow_abbrev=False,

@@ -71,6 +71,21 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
         status = router_pb2.WorkerStatus(address="a:1", healthy=True, model="demo", in_flight=3, load=load)
         return router_pb2.ListWorkersResponse(workers=[status])
 
+    async def GetStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
+        up = router_pb2.WorkerStatus(
+            address="a:1", healthy=True, model="demo", in_flight=3, load=common_load(), breaker="closed"
+        )
+        up.tokens_per_second = 41.6
+        down = router_pb2.WorkerStatus(address="b:2", problem="it does not answer", breaker="open")
+        return router_pb2.GetStatusResponse(
+            uptime_seconds=65.2,
+            running_requests=3,
+            queued_requests=2,
+            resumptions=1,
+            policy="least_load",
+            workers=[up, down],
+        )
+
 
 def common_load() -> Any:
     from sapwood.v1 import worker_pb2

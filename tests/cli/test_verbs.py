@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -150,3 +151,33 @@ def test_a_file_that_is_of_no_use_is_named(
     error = capsys.readouterr().err
     assert message in error
     assert "tools.json" in error
+
+
+@pytest.mark.parametrize("verb", [["top"], ["router", "top"]])
+def test_top_shows_workers_load_hits_rates_and_breakers(
+    router: Any, capsys: pytest.CaptureFixture[str], verb: list[str]
+) -> None:
+    assert main([*verb, "--once", "--address", router.address]) == 0
+    head, _, names, up, down = capsys.readouterr().out.splitlines()
+    assert head == "up 65 s, policy least_load: 3 running, 2 queued, 42 tokens/s, 1 streams resumed"
+    assert names.split()[0] == "WORKER"
+    assert up.split() == ["a:1", "up", "demo", "3", "2", "1", "88%", "-", "closed", "42"]
+    assert down.startswith("b:2     down: it does not answer  -")
+    assert down.split()[-2:] == ["open", "0"]
+
+
+def test_top_looks_again_and_again_until_it_is_interrupted(router: Any) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "sapwood.cli.main", "top", "--address", router.address, "--interval", "0.1"],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        seen = 0
+        for line in process.stdout:
+            seen += line.startswith("up 65 s")
+            if seen == 3:
+                process.send_signal(signal.SIGINT)
+                break
+        process.stdout.read()
+    assert process.returncode == 0

@@ -17,8 +17,8 @@ def test_a_key_names_its_owner(tmp_path: Path) -> None:
     key = make_key()
     (tmp_path / "keys").write_text(f"# comment\n\nalice {hash_key(key)}  # hers\nbob {'0' * 64} 5\n")
     keys = ApiKeys(tmp_path / "keys")
-    assert keys.check(f"Bearer {key}") == "alice"
-    assert keys.check(f"bearer  {key} ") == "alice"
+    assert keys.check(f"Bearer {key}").name == "alice"
+    assert keys.check(f"bearer  {key} ").name == "alice"
     for wrong in ("", "Bearer", f"Basic {key}", f"Bearer {key}x", f"Bearer {hash_key(key)}", "Bearer " + "0" * 64):
         with pytest.raises(UnauthenticatedError):
             keys.check(wrong)
@@ -46,15 +46,59 @@ def test_a_broken_new_file_leaves_the_keys_as_they_were(tmp_path: Path) -> None:
     keys = ApiKeys(path, clock)
     path.write_text("what is this\n")
     clock.now += 5
-    assert keys.check(f"Bearer {key}") == "alice"
+    assert keys.check(f"Bearer {key}").name == "alice"
     path.write_text(f"carol {hash_key(key)}\n")
     clock.now += 5
-    assert keys.check(f"Bearer {key}") == "carol"
+    assert keys.check(f"Bearer {key}").name == "carol"
 
 
-@pytest.mark.parametrize("line", ["alice", "alice sk-sapwood-secret", f"alice {'0' * 64} fast", f"a {'0' * 64} 1 2"])
+@pytest.mark.parametrize("rest", ["fast", "1 2", "tokens=x", "weight=0", "weight=nan", "salt=x"])
+def test_a_wrong_limit_is_refused_by_number(tmp_path: Path, rest: str) -> None:
+    (tmp_path / "keys").write_text(f"# fine\na {'0' * 64} {rest}\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        ApiKeys(tmp_path / "keys")
+
+
+@pytest.mark.parametrize("line", ["alice", "alice sk-sapwood-secret"])
 def test_a_wrong_line_is_refused_by_number_and_never_shown(tmp_path: Path, line: str) -> None:
     (tmp_path / "keys").write_text(f"# fine\n{line}\n")
     with pytest.raises(ConfigError, match="line 2") as refused:
         ApiKeys(tmp_path / "keys")
     assert "secret" not in str(refused.value)
+
+
+def test_the_keys_of_a_tenant_share_what_its_first_line_says(tmp_path: Path) -> None:
+    first, second, path, clock = make_key(), make_key(), tmp_path / "keys", Clock()
+    path.write_text(f"a {hash_key(first)} 6 tokens=600 weight=2.5\nb {'1' * 64}\na {hash_key(second)}\n")
+    keys = ApiKeys(path, clock)
+    tenant = keys.check(f"Bearer {first}")
+    assert (tenant.settings.weight, tenant.settings.tokens_per_minute) == (2.5, 600)
+    with pytest.raises(ResourceExhaustedError):
+        keys.check(f"Bearer {second}")
+    clock.now += 10.5
+    assert keys.check(f"Bearer {second}") is tenant
+
+
+def test_tokens_are_paid_afterwards_and_debts_are_waited_for(tmp_path: Path) -> None:
+    key, path, clock = make_key(), tmp_path / "keys", Clock()
+    path.write_text(f"a {hash_key(key)} tokens=600\n")
+    tenant = ApiKeys(path, clock).check(f"Bearer {key}")
+    tenant.take_prompt(90)
+    tenant.take_output(60)
+    with pytest.raises(ResourceExhaustedError) as refused:
+        tenant.take_prompt(1)
+    assert refused.value.retry_after == pytest.approx(5.1)
+    clock.now += 5.2
+    tenant.take_prompt(1)
+
+
+def test_each_tenant_has_a_salt_that_survives_other_lines_and_limits(tmp_path: Path) -> None:
+    keys = [make_key(), make_key()]
+    path, clock = tmp_path / "keys", Clock()
+    path.write_text(f"a {hash_key(keys[0])}\nb {hash_key(keys[1])}\n")
+    store = ApiKeys(path, clock)
+    salts = [store.check(f"Bearer {key}").settings.cache_salt for key in keys]
+    assert len({*salts, ""}) == 3
+    path.write_text(f"c {'2' * 64}\nb {hash_key(keys[1])} tokens=6000\na {hash_key(keys[0])} 60\n")
+    clock.now += 5
+    assert [store.check(f"Bearer {key}").settings.cache_salt for key in keys] == salts

@@ -113,15 +113,27 @@ def test_a_second_ctrl_c_does_not_wait(start_cluster: Any) -> None:
         assert cluster.finish() == 130
 
 
-def test_a_dead_service_is_reported_and_the_others_stopped(start_cluster: Any) -> None:
-    with start_cluster("--workers", "1") as cluster:
-        router = cluster.service_pid("sapwood_router")
-        os.kill(cluster.service_pid("sapwood_worker"), signal.SIGKILL)
+def test_a_dead_worker_is_started_anew_and_another_dead_service_ends_the_cluster(start_cluster: Any) -> None:
+    with start_cluster("--workers", "1") as cluster, Client(cluster.grpc) as client:
+        router, first = cluster.service_pid("sapwood_router"), cluster.service_pid("sapwood_worker")
+        os.kill(first, signal.SIGKILL)
+        cluster.wait_for_line("worker-0 was killed by SIGKILL: it is started anew")
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                assert client.generate("The capital of France is", max_tokens=4, temperature=0).text()
+                break
+            except UnavailableError:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+        worker = cluster.service_pid("sapwood_worker")
+        assert worker != first
+        os.kill(router, signal.SIGKILL)
         assert cluster.finish() == 1
         shown = "\n".join(cluster.lines)
-        assert "sapwood: worker-0 was killed by SIGKILL; its last lines:\n" in shown
+        assert "sapwood: router was killed by SIGKILL; its last lines:\n" in shown
         assert shown.rpartition("its last lines:\n")[2].strip()
-        assert not _runs(router)
+        assert not _runs(worker)
 
 
 def _runs(pid: int) -> bool:

@@ -26,7 +26,7 @@ from sapwood_router.testing.fake_tokenizer import FakeTokenizer
 from sapwood_router.testing.fake_worker import FakeWorker
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
@@ -42,11 +42,11 @@ class Cluster:
         self.channel = open_channel(f"127.0.0.1:{router.grpc_port}")
         self.stub = router_pb2_grpc.RouterStub(self.channel)
         self.url = f"http://127.0.0.1:{router.http_port}"
-        self.http = httpx.AsyncClient(base_url=self.url, timeout=20, trust_env=False, verify=False)
+        self.http = httpx.AsyncClient(base_url=self.url, timeout=60, trust_env=False, verify=False)
 
     @functools.cached_property
     def openai(self) -> openai.AsyncOpenAI:
-        client = httpx.AsyncClient(timeout=20, trust_env=False, verify=False)
+        client = httpx.AsyncClient(timeout=60, trust_env=False, verify=False)
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=client)
 
     def calls(self) -> list:
@@ -65,7 +65,7 @@ class Cluster:
         await until(lambda: all(call.outcome != "running" for call in self.calls()))
         assert all(worker.pending_tokens == 0 for worker in self.router.registry.all())
 
-    async def generate(self, text: str, *, metadata=None, timeout=20, **fields) -> list:
+    async def generate(self, text: str, *, metadata=None, timeout=60, **fields) -> list:
         call = self.stub.Generate(
             router_pb2.RouterGenerateRequest(text=text, **fields), metadata=metadata, timeout=timeout
         )
@@ -89,7 +89,9 @@ def make_cluster() -> Callable:
         tokenizer, fakes = FakeTokenizer(), [FakeWorker() for _ in range(workers)]
         for service in (tokenizer, *fakes):
             await service.start()
+        # On a machine that is short of time a worker in this very process is easily silent for a second.
         settings = {"health_interval": 0.1, "heartbeat_ms": 10, "resume_grace": 0.3, **settings}
+        settings.setdefault("worker_silence", 30)
         config = RouterConfig(
             port=0, http_port=0, tokenizer=tokenizer.address, workers=tuple(f.address for f in fakes), **settings
         )

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sapwood.v1 import router_pb2
 from sapwood_common.errors import InvalidArgumentError, ResourceExhaustedError
 from sapwood_common.status import from_rpc_error
+from sapwood_common.tenant import Tenant, TenantSettings
 from sapwood_router.admission import Admission, AdmissionSettings, Ticket
 from sapwood_router.caller import Caller, caller_of
 
@@ -33,7 +34,15 @@ class Queue:
         self.gone: list[str] = []
         self.refused: dict[str, ResourceExhaustedError] = {}
 
-    def enter(self, name: str, tenant: str = "", priority: int = 0, cost: float = 1.0, deadline: float = FAR) -> Ticket:
+    def enter(
+        self,
+        name: str,
+        tenant: str = "",
+        priority: int = 0,
+        cost: float = 1.0,
+        deadline: float = FAR,
+        weight: float = 1.0,
+    ) -> Ticket:
         ticket = Ticket(
             tenant,
             priority,
@@ -41,6 +50,7 @@ class Queue:
             deadline,
             lambda: self.gone.append(name),
             lambda error: self.refused.__setitem__(name, error),
+            weight,
         )
         self.admission.enter(ticket)
         return ticket
@@ -70,9 +80,9 @@ def test_a_tenant_with_many_requests_delays_anothers_by_one_at_most() -> None:
 
 
 def test_shares_follow_weights_and_costs() -> None:
-    queue = Queue(weights={"heavy": 3.0})
+    queue = Queue()
     for number in range(40):
-        queue.enter(f"heavy-{number}", tenant="heavy", cost=10)
+        queue.enter(f"heavy-{number}", tenant="heavy", cost=10, weight=3.0)
         queue.enter(f"light-{number}", tenant="light", cost=10)
         queue.enter(f"big-{number}", tenant="big", cost=20)
     first = queue.drain()[:45]
@@ -198,8 +208,10 @@ def test_a_priority_that_makes_no_sense_is_named(value) -> None:
 
 def test_the_tenant_is_the_keys_name_where_there_are_keys() -> None:
     given = {"x-tenant": "me", "x-priority": "-3", "x-session-id": "s"}
-    assert caller_of(given.get, None) == Caller("me", -3, "s")
-    assert caller_of(given.get, "key").tenant == "key"
+    caller = caller_of(given.get, None)
+    assert (caller.tenant, caller.priority, caller.session, caller.weight) == ("me", -3, "s", 1.0)
+    account = Tenant(TenantSettings("key", weight=2.0, cache_salt="salt"), Clock())
+    assert caller_of(given.get, account) == Caller("key", -3, "s", 2.0, "salt", account)
 
 
 async def test_requests_beyond_the_workers_room_wait_their_turn(make_cluster, wait_until) -> None:
@@ -208,15 +220,15 @@ async def test_requests_beyond_the_workers_room_wait_their_turn(make_cluster, wa
         for worker in cluster.workers:
             worker.script.gate = gate
         running = [asyncio.ensure_future(cluster.generate(f"text {number}")) for number in range(12)]
-        late = asyncio.ensure_future(cluster.generate("urgent!", metadata=(("x-priority", "1"),)))
-        await wait_until(lambda: len(cluster.calls()) == 4)
-        await asyncio.sleep(0.1)
+        await wait_until(lambda: len(cluster.calls()) == 4 and cluster.router.status().queued == 8)
+        late = asyncio.ensure_future(cluster.generate("urgent!!", metadata=(("x-priority", "1"),)))
+        await wait_until(lambda: cluster.router.status().queued == 9)
         assert len(cluster.calls()) == 4
         assert "sapwood_router_queued_requests 9.0" in (await cluster.http.get("/metrics")).text
         gate.set()
         texts = ["".join(r.text for r in responses) for responses in await asyncio.gather(*running, late)]
-        assert texts == [*(f"text {number}" for number in range(12)), "urgent!"]
-        assert any(len(worker.calls[2].request.token_ids) == 8 for worker in cluster.workers)  # the next one, once
+        assert texts == [*(f"text {number}" for number in range(12)), "urgent!!"]
+        assert any(len(worker.calls[2].request.token_ids) == 9 for worker in cluster.workers)  # the next one, once
         await cluster.idle()
 
 

@@ -1,5 +1,7 @@
 """Embeddings over both edges."""
 
+import asyncio
+
 import grpc
 import openai
 import pytest
@@ -104,3 +106,31 @@ async def test_the_same_over_grpc(cluster, expect_error) -> None:
     ):
         call = cluster.stub.Embed(router_pb2.RouterEmbedRequest(input=wrong))
         assert (await expect_error(call, INVALID))[1] == field
+
+
+async def test_embeddings_wait_for_room_and_are_refused_when_the_queue_is_full(make_cluster, wait_until) -> None:
+    async with make_cluster(1, requests_per_worker=1, queue_size=1) as cluster:
+        cluster.workers[0].script.gate = asyncio.Event()
+        running = asyncio.ensure_future(cluster.generate("abc"))
+        await wait_until(lambda: len(cluster.calls()) == 1)
+        waiting = asyncio.ensure_future(cluster.http.post(PATH, json={"input": "a"}))
+        await wait_until(lambda: cluster.router.status().queued == 1)
+        refused = await cluster.http.post(PATH, json={"input": "b"})
+        assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
+        assert not cluster.workers[0].embed_calls
+        cluster.workers[0].script.gate.set()
+        await running
+        assert (await waiting).status_code == 200
+
+
+async def test_the_policy_chooses_for_embeddings_too_and_faults_open_the_breaker(make_cluster) -> None:
+    async with make_cluster(2, policy="round_robin", breaker_failures=2, breaker_open_seconds=60) as cluster:
+        for _ in range(6):
+            await cluster.http.post(PATH, json={"input": "the same text"})
+        assert [len(worker.embed_calls) for worker in cluster.workers] == [3, 3]
+        cluster.workers[0].script.error = UnavailableError("not now")
+        for _ in range(8):
+            assert (await cluster.http.post(PATH, json={"input": "a"})).status_code == 200
+        assert len(cluster.workers[0].embed_calls) == 5
+        states = {worker.address: worker.breaker.state.value for worker in cluster.router.registry.all()}
+        assert [states[worker.address] for worker in cluster.workers] == ["open", "closed"]

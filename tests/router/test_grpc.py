@@ -158,7 +158,7 @@ async def test_health_follows_the_tokenizer_and_the_workers(make_cluster, wait_u
 
         async def becomes(serving: bool) -> None:
             wanted = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-            for _ in range(2000):
+            for _ in range(12_000):
                 answer = await health.Check(health_pb2.HealthCheckRequest(service="sapwood.v1.Router"))
                 if answer.status == wanted:
                     break
@@ -168,7 +168,8 @@ async def test_health_follows_the_tokenizer_and_the_workers(make_cluster, wait_u
 
         await becomes(True)
         await cluster.workers[0].set_serving(False)
-        await wait_until(lambda: not cluster.router.registry.all()[0].available)
+        seen = {worker.address: worker for worker in cluster.router.registry.all()}
+        await wait_until(lambda: not seen[cluster.workers[0].address].available)
         await becomes(True)  # one is enough
         await cluster.workers[1].kill()
         await becomes(False)

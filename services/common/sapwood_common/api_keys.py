@@ -1,9 +1,12 @@
-"""API keys: a file holds the SHA-256 of each, never the key; a key's name says whose a request is.
+"""API keys: a file holds the SHA-256 of each, never the key; a key's name says which tenant a request is of.
 
 Keys are 256 random bits, so that a plain hash is enough: there is nothing to guess. A presented key is hashed and compared with
 every entry in constant time. The file is read again when it has changed, within a second.
 
-Each line: name, hash in hexadecimal, and optionally the most requests a minute. ``#`` begins a comment.
+Each line: name, hash in hexadecimal, and optionally the most requests a minute, ``tokens=`` the most tokens a minute and
+``weight=`` the share of busy workers (1 if not given). Lines of one name are keys of one tenant, which share what the first of
+them says; its cache salt is minted from name and first hash, so that it is the same on all routers and nobody can guess it.
+``#`` begins a comment.
 """
 
 from __future__ import annotations
@@ -11,13 +14,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sapwood_common.errors import ConfigError, ResourceExhaustedError, UnauthenticatedError
+from sapwood_common.errors import ConfigError, UnauthenticatedError
+from sapwood_common.tenant import Tenant, TenantSettings, mint_salt
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +30,6 @@ AUTHORIZATION_KEY = "authorization"
 """Metadata key and HTTP header that carry ``Bearer KEY``."""
 
 _LOOK_INTERVAL = 1.0
-_BURST_SECONDS = 10.0
 
 
 def make_key() -> str:
@@ -38,34 +42,12 @@ def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-@dataclass(slots=True)
-class _Entry:
-    """A key and its token bucket; ``per_second`` 0 is without limit."""
+@dataclass(frozen=True, slots=True)
+class KeyEntry:
+    """A line: a key's hash, and what its line says of the tenant (``settings`` without a salt)."""
 
-    name: str
     digest: str
-    per_second: float
-    tokens: float = field(init=False)
-    filled: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.tokens = self.burst
-
-    @property
-    def burst(self) -> float:
-        """How many requests may come at once."""
-        return max(1.0, self.per_second * _BURST_SECONDS)
-
-    def take(self, now: float) -> float:
-        """Takes one; returns 0, or the seconds until there is one."""
-        if not self.per_second:
-            return 0.0
-        self.tokens = min(self.burst, self.tokens + (now - self.filled) * self.per_second)
-        self.filled = now
-        if self.tokens < 1:
-            return (1 - self.tokens) / self.per_second
-        self.tokens -= 1
-        return 0.0
+    settings: TenantSettings
 
 
 class ApiKeys:
@@ -84,30 +66,43 @@ class ApiKeys:
         self._clock = clock
         self._looked = clock()
         self._version = self._stat()
+        self._tenants: dict[str, Tenant] = {}
         self._entries = parse_keys(path)
+        self._open_accounts()
 
-    def check(self, authorization: str) -> str:
-        """The name of the key in an ``authorization`` header, from whose rate one request is taken.
+    def check(self, authorization: str) -> Tenant:
+        """The tenant of the key in an ``authorization`` header, from whose rate one request is taken.
 
         Raises:
             UnauthenticatedError: There is no key, or it is not one of the file's.
-            ResourceExhaustedError: The key has no request left for now.
+            ResourceExhaustedError: The tenant has no request left for now.
         """
         self._refresh()
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise UnauthenticatedError("an API key is needed: authorization: Bearer KEY")
         digest = hash_key(key.strip())
-        found: _Entry | None = None
+        found: KeyEntry | None = None
         for entry in self._entries:
             if hmac.compare_digest(entry.digest, digest):
                 found = entry
         if found is None:
             raise UnauthenticatedError("the API key is not known")
-        wait = found.take(self._clock())
-        if wait:
-            raise ResourceExhaustedError("the API key's request rate is used up", retry_after=wait)
-        return found.name
+        tenant = self._tenants[found.settings.name]
+        tenant.begin_request()
+        return tenant
+
+    def _open_accounts(self) -> None:
+        """Who is there already and gets the same keeps his account: what was used up is not there anew."""
+        before, self._tenants = self._tenants, {}
+        for entry in self._entries:
+            name = entry.settings.name
+            if name in self._tenants:
+                continue
+            settings = replace(entry.settings, cache_salt=mint_salt(name, entry.digest))
+            old = before.get(name)
+            same = old is not None and old.settings == settings
+            self._tenants[name] = old if old is not None and same else Tenant(settings, self._clock)
 
     def _refresh(self) -> None:
         now = self._clock()
@@ -123,11 +118,8 @@ class ApiKeys:
             logger.warning("the API keys are kept as they were: %s", error)
             return
         self._version = version
-        before = {entry.digest: entry for entry in self._entries}
-        for entry in entries:  # who has used up his rate does not get it anew
-            if (old := before.get(entry.digest)) is not None and old.per_second == entry.per_second:
-                entry.tokens, entry.filled = old.tokens, old.filled
         self._entries = entries
+        self._open_accounts()
         logger.info("%d API keys read from %s", len(entries), self._path)
 
     def _stat(self) -> tuple[int, int, int]:
@@ -138,7 +130,7 @@ class ApiKeys:
         return (stat.st_mtime_ns, stat.st_size, stat.st_ino)
 
 
-def parse_keys(path: Path) -> list[_Entry]:
+def parse_keys(path: Path) -> list[KeyEntry]:
     """The entries of a file.
 
     Raises:
@@ -155,12 +147,38 @@ def parse_keys(path: Path) -> list[_Entry]:
     ]
 
 
-def _parse(words: list[str], where: str) -> _Entry:
-    if len(words) not in (2, 3):
-        raise ConfigError(f"{where}: not a name, a SHA-256 and perhaps a rate")
-    name, digest, *rate = words
+def _parse(words: list[str], where: str) -> KeyEntry:
+    if len(words) < 2:
+        raise ConfigError(f"{where}: not a name, a SHA-256 and perhaps what the key may do")
+    name, digest, *rest = words
     if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
         raise ConfigError(f"{where}: the second word is not a SHA-256 in hexadecimal")
-    if rate and not (rate[0].isdecimal() and int(rate[0]) >= 1):
-        raise ConfigError(f"{where}: the third word is not a number of requests a minute")
-    return _Entry(name, digest, int(rate[0]) / 60 if rate else 0.0)
+    requests = tokens = 0
+    weight = 1.0
+    for place, word in enumerate(rest):
+        kind, equals, value = word.partition("=")
+        if not equals and place == 0:
+            requests = _whole(word, f"{where}: the third word is not a number of requests a minute")
+        elif kind == "tokens":
+            tokens = _whole(value, f"{where}: tokens= is not followed by a number of tokens a minute")
+        elif kind == "weight":
+            weight = _weight(value, f"{where}: weight= is not followed by a number above 0, at most 1000")
+        else:
+            raise ConfigError(f"{where}: after name, SHA-256 and requests a minute come only tokens= and weight=")
+    return KeyEntry(digest, TenantSettings(name, requests, tokens, weight))
+
+
+def _whole(text: str, problem: str) -> int:
+    if not (text.isdecimal() and int(text) >= 1):
+        raise ConfigError(problem)
+    return int(text)
+
+
+def _weight(text: str, problem: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not 0 < weight <= 1000:
+        raise ConfigError(problem)
+    return weight

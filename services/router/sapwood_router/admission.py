@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_router.sliding_count import SlidingCount
@@ -32,12 +32,10 @@ class AdmissionSettings:
     Attributes:
         most_waiting: Requests that may wait.
         most_wait: Seconds that one may wait.
-        weights: Tenants' shares; 1 for those not named.
     """
 
     most_waiting: int = 1024
     most_wait: float = 30.0
-    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +49,7 @@ class Ticket:
         deadline: On the queue's clock.
         go: Called when it may go; never before :meth:`Admission.enter` returns.
         refuse: Called if it has to leave.
+        weight: Its tenant's share, relative to others'.
     """
 
     tenant: str
@@ -59,6 +58,7 @@ class Ticket:
     deadline: float
     go: Callable[[], None]
     refuse: Callable[[ResourceExhaustedError], None]
+    weight: float = 1.0
     start: float = 0.0
     finish: float = 0.0
     entered: float = 0.0
@@ -112,7 +112,7 @@ class Admission:
             self._make_room(ticket.priority)
         group = self._classes.setdefault(ticket.priority, _Class())
         ticket.start = max(group.virtual, group.finish.get(ticket.tenant, 0.0))
-        ticket.finish = ticket.start + ticket.cost / settings.weights.get(ticket.tenant, 1.0)
+        ticket.finish = ticket.start + ticket.cost / ticket.weight
         ticket.entered = now
         ticket.waiting = True
         group.finish[ticket.tenant] = ticket.finish

@@ -65,7 +65,7 @@ class AdmissionControl:
             if not turn.done():
                 turn.set_exception(error)
 
-        ticket = Ticket(caller.tenant, caller.priority, cost, deadline, go, refuse)
+        ticket = Ticket(caller.tenant, caller.priority, cost, deadline, go, refuse, caller.weight)
         queue.enter(ticket)
         try:
             await turn

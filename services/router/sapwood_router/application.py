@@ -36,10 +36,12 @@ from sapwood_router.openai.app import OpenAIFront
 from sapwood_router.openai.http_server import HttpServer
 from sapwood_router.pipeline.pipeline import Pipeline
 from sapwood_router.policies.factory import PolicyParts, make_policy
+from sapwood_router.policies.policy_book import PolicyBook
 from sapwood_router.registry import Registry
 from sapwood_router.resume import Failover
 from sapwood_router.retry import RetryPolicy, RetrySettings
 from sapwood_router.router_metrics import RouterMetrics
+from sapwood_router.router_status import StatusBoard
 from sapwood_router.served_model import ServedModel
 from sapwood_router.service import GENERATE, PUBLIC_METHODS, SERVICE_NAME, RouterService
 from sapwood_router.tokenizer_client import TokenizerClient
@@ -69,14 +71,21 @@ class RouterApplication:
         self._tokenizer = TokenizerClient(self._replicas, config.tokenizer_grace)
         self._detokenizers = DetokenizePool(self._replicas, config.tokenizer_grace, self._tokenizer.forget)
         self._blocks = BlockIndex(config.block_index_bytes)
-        self._policy = make_policy(PolicyParts(config, random.Random(), time.monotonic, self._blocks))
+        parts = PolicyParts(config, random.Random(), time.monotonic, self._blocks)
+        self._policies = PolicyBook(
+            config.policy,
+            config.policies_of_models,
+            config.shadow_policies,
+            lambda name: make_policy(name, parts),
+            router_metrics.shadow_chose,
+        )
         self.registry = Registry([], self._registry_changed, self._worker_reset, self._most_requests)
         settings = AdmissionSettings(most_waiting=config.queue_size, most_wait=config.queue_wait)
         self._admission = AdmissionControl(self.registry, settings, asyncio.get_running_loop().time)
         self._slices = (
             None if config.kubernetes_service is None else (in_cluster_api(), parse_service(config.kubernetes_service))
         )
-        self._fleet = Fleet(self.registry, self._policy, self._make_worker, self._watch_worker, time.monotonic)
+        self._fleet = Fleet(self.registry, self._policies, self._make_worker, self._watch_worker, time.monotonic)
         router_metrics.watch(self.registry, self._admission)
         router_metrics.watch_index(self._blocks)
         observer = RequestObserver(router_metrics, self._tracing)
@@ -90,7 +99,7 @@ class RouterApplication:
             self._detokenizers,
             self.registry,
             self._admission,
-            self._policy,
+            self._policies,
             retry,
             lambda: Failover(retry, config.most_resumptions),
             config.resume_grace,
@@ -111,7 +120,8 @@ class RouterApplication:
             guard=guard.check_call,
             max_request_bytes=config.max_body_bytes,
         )
-        service = RouterService(pipeline, self._fleet, config.request_timeout)
+        self.status = StatusBoard(self.registry, self._admission, router_metrics, self.problem, config.policy).snapshot
+        service = RouterService(pipeline, self._fleet, config.request_timeout, self.status)
         router_pb2_grpc.add_RouterServicer_to_server(service, self._server.grpc)
         self._admin: ServiceServer | None = None
         if config.admin_port is not None:
@@ -126,6 +136,7 @@ class RouterApplication:
             registry=self._metrics.registry if config.metrics_port is None else None,
             tracing=self._tracing,
             guard=guard,
+            status=self.status if config.shows_status else None,
         )
         self._http = HttpServer(self._front.app, config.http_host or config.host, config.http_port, tls)
         self._tasks: list[asyncio.Task[None]] = []
@@ -230,14 +241,14 @@ class RouterApplication:
             self._dialer,
         )
         tasks = [self._spawn(connection.run(), f"connection to {worker.address}")]
-        if config.kv_events and config.policy == "cache_aware":
+        if config.kv_events and self._policies.uses("cache_aware"):
             drifts = self._router_metrics.drifts.at(worker=worker.address)
             monitor = KvEventMonitor(worker, self._blocks, self._dialer, drifts.inc).run()
             tasks.append(self._spawn(monitor, f"KV events of {worker.address}"))
         return tasks
 
     def _worker_reset(self, address: str, model: ServedModel) -> None:
-        self._policy.reset(address, model.num_pages)
+        self._policies.reset(address, model.num_pages)
 
     def _worker_lost(self, worker: Worker) -> None:
         self._router_metrics.losses.at(worker=worker.address).inc()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.tenant import Tenant, mint_salt
 
 TENANT_KEY = "x-tenant"
 PRIORITY_KEY = "x-priority"
@@ -21,36 +22,47 @@ class Caller:
 
     Attributes:
         tenant: Whom its share of a busy cluster is counted to: the name of its API key; without keys, what it says itself.
+        weight: How large that share is, relative to others'.
+        cache_salt: Workers share what they cached only among requests with the same one. Made here, never by the client.
         priority: -100 to 100; larger goes first where requests wait.
         session: What consistent_hash keeps on one worker; empty for nothing.
+        account: The tenant's allowance; None where no keys are asked for.
     """
 
     tenant: str = ""
     priority: int = 0
     session: str = ""
+    weight: float = 1.0
+    cache_salt: str = ""
+    account: Tenant | None = None
 
 
 NOBODY = Caller()
 
 
-def caller_of(get: Callable[[str], str | None], key_name: str | None) -> Caller:
+def caller_of(get: Callable[[str], str | None], account: Tenant | None) -> Caller:
     """The caller that metadata or headers name.
 
     Args:
         get: The value of a key, None if it is not there.
-        key_name: The name of its API key, if keys are asked for.
+        account: Whose its API key is, if keys are asked for.
 
     Raises:
         InvalidArgumentError: A value makes no sense.
     """
-    tenant = key_name or get(TENANT_KEY)
+    tenant = get(TENANT_KEY) if account is None else account.name
     priority, session = get(PRIORITY_KEY), get(SESSION_KEY)
     if not tenant and not priority and not session:
         return NOBODY
     for key, value in ((TENANT_KEY, tenant), (SESSION_KEY, session)):
         if value is not None and len(value) > _LONGEST:
             raise InvalidArgumentError(f"{key} is longer than {_LONGEST} characters", field=key)
-    return Caller(tenant or "", _priority(priority), session or "")
+    if account is not None:
+        settings = account.settings
+        return Caller(settings.name, _priority(priority), session or "", settings.weight, settings.cache_salt, account)
+    # Without keys the tenant is whom a gateway in front names: its tenants are kept apart, too.
+    salt = mint_salt(tenant) if tenant else ""
+    return Caller(tenant or "", _priority(priority), session or "", cache_salt=salt)
 
 
 def _priority(value: str | None) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from sapwood_common.config import ServiceConfig
@@ -66,6 +66,14 @@ class RouterConfig(ServiceConfig):
     )
     workers_dns_interval: float = Field(5.0, gt=0, description="Seconds between two of these lookups.")
     policy: PolicyName = Field("cache_aware", description="How a worker is chosen for a request.")
+    model_policies: tuple[str, ...] = Field(
+        (),
+        description="MODEL=POLICY: how a worker is chosen for requests to that model, where it is to be another way.",
+    )
+    shadow_policies: tuple[PolicyName, ...] = Field(
+        (),
+        description="Policies that are asked beside the one that decides; metrics count how often they agree with it.",
+    )
     cache_index_bytes: int = Field(
         64 * 1024 * 1024, ge=0, description="Memory for the cache_aware policy's index of prefixes, in bytes."
     )
@@ -106,9 +114,34 @@ class RouterConfig(ServiceConfig):
     tokenizer_grace: float = Field(
         5.0, ge=0, description="Seconds that requests wait for a tokenizer that is gone before they fail UNAVAILABLE."
     )
+    status_page: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Whether the HTTP port shows /status, a page on the workers and their load, to whoever asks; auto: unless "
+        "there are API keys, an admin port or a metrics port.",
+    )
     max_body_bytes: int = Field(
         16 * 1024 * 1024, ge=1024, description="Largest HTTP request body and gRPC request, in bytes."
     )
+
+    @property
+    def policies_of_models(self) -> dict[str, PolicyName]:
+        """``model_policies`` by model."""
+        return {model: cast(PolicyName, name) for model, _, name in (i.rpartition("=") for i in self.model_policies)}
+
+    @field_validator("model_policies")
+    @classmethod
+    def _are_policies(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for item in given:
+            model, _, name = item.rpartition("=")
+            if not model or name not in get_args(PolicyName):
+                raise ValueError(f"{item!r} is not MODEL=POLICY with one of {', '.join(get_args(PolicyName))}")
+        return given
+
+    @property
+    def shows_status(self) -> bool:
+        """Whether there is a status page: by itself only where nothing is kept from those who reach the HTTP port."""
+        open_to_all = self.api_keys is None and self.admin_port is None and self.metrics_port is None
+        return self.status_page == "on" or (self.status_page == "auto" and open_to_all)
 
     @property
     def tokenizers(self) -> tuple[str, ...]:

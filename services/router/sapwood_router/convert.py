@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sapwood.v1 import common_pb2, router_pb2, tokenizer_pb2, worker_pb2
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.status import from_parts
+from sapwood_router.caller import Caller
 from sapwood_router.context import (
     ChatPrompt,
     Delta,
@@ -234,7 +235,9 @@ def to_embed_request(
     )
 
 
-def embed_request_of(message: router_pb2.RouterEmbedRequest, request_id: str, deadline: float) -> EmbedRequest:
+def embed_request_of(
+    message: router_pb2.RouterEmbedRequest, request_id: str, deadline: float, caller: Caller
+) -> EmbedRequest:
     """What a gRPC client wants embedded.
 
     Raises:
@@ -259,6 +262,7 @@ def embed_request_of(message: router_pb2.RouterEmbedRequest, request_id: str, de
         normalize=message.normalize if message.HasField("normalize") else None,
         dimensions=None,
         deadline=deadline,
+        caller=caller,
     )
 
 

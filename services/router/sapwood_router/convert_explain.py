@@ -9,8 +9,13 @@ from sapwood_router.explain import Explanation
 def to_explanation(explanation: Explanation) -> router_pb2.ExplainRouteResponse:
     """A choice and what it was made from, as a message."""
     response = router_pb2.ExplainRouteResponse(
-        chosen=explanation.chosen, reason=explanation.reason, prompt_tokens=explanation.prompt_tokens
+        chosen=explanation.chosen,
+        reason=explanation.reason,
+        prompt_tokens=explanation.prompt_tokens,
+        policy=explanation.policy,
     )
+    for name, choice in explanation.shadows.items():
+        response.shadows.add(policy=name, chosen=choice.address, reason=choice.reason)
     for candidate in explanation.candidates:
         view = candidate.view
         response.candidates.add(

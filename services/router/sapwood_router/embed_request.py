@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sapwood_router.caller import NOBODY, Caller
+
 
 @dataclass(frozen=True, slots=True)
 class EmbedRequest:
@@ -19,6 +21,7 @@ class EmbedRequest:
         normalize: Whether each vector is to have length 1; None for the worker's default.
         dimensions: How many numbers the client expects; None does not care.
         deadline: On the event loop's clock.
+        caller: Who asks.
     """
 
     request_id: str
@@ -29,6 +32,7 @@ class EmbedRequest:
     normalize: bool | None
     dimensions: int | None
     deadline: float
+    caller: Caller = NOBODY
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
 """Embeddings: texts become tokens, and the tokens of one request go to one worker together.
 
-No prefix of an embedding is cached, so the worker with the fewest requests gets it. One that is lost or refuses is not asked
-again; each other is asked once.
+They pass admission, policy, breaker and retry budget as generations do. No prefix of an embedding is cached: a policy that goes
+by what workers hold sees a prompt that nobody holds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import grpc
 
@@ -16,21 +17,28 @@ from sapwood_common.channel import request_metadata
 from sapwood_common.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
-    ResourceExhaustedError,
     SapwoodError,
     UnavailableError,
 )
-from sapwood_common.status import from_rpc_error
+from sapwood_common.status import from_rpc_error, row_of
+from sapwood_router.admission_control import AdmissionControl
 from sapwood_router.convert import to_embed_request
 from sapwood_router.embed_request import Embeddings, EmbedRequest
+from sapwood_router.outcome import Outcome, outcome_of
+from sapwood_router.policies.base import PromptPages
+from sapwood_router.policies.policy_book import PolicyBook
 from sapwood_router.registry import RETRY_AFTER, Registry
+from sapwood_router.resume import Failover
+from sapwood_router.retry import RetryPolicy
+from sapwood_router.router_metrics import RouterMetrics
 from sapwood_router.tokenizer_client import TokenizerClient
 from sapwood_router.validation import MAX_EMBEDDED, check_token_ids
 from sapwood_router.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-_RETRIED = (UnavailableError, ResourceExhaustedError)
+_NOT_CACHED = "embeddings"
+"""A cache salt that no worker caches under: what it holds of generations does not help."""
 
 
 class Embedder:
@@ -39,19 +47,55 @@ class Embedder:
     Args:
         tokenizer: Encodes texts.
         registry: Knows the workers.
+        admission: Where requests wait for one.
+        policies: Choose one.
+        retry: Counts requests for the retry budget.
+        failover: Makes each request's account of failures.
+        metrics: Where requests are counted.
     """
 
-    def __init__(self, tokenizer: TokenizerClient, registry: Registry) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenizerClient,
+        registry: Registry,
+        admission: AdmissionControl,
+        policies: PolicyBook,
+        retry: RetryPolicy,
+        failover: Callable[[], Failover],
+        metrics: RouterMetrics,
+    ) -> None:
         self._tokenizer = tokenizer
         self._registry = registry
+        self._admission = admission
+        self._policies = policies
+        self._retry = retry
+        self._failover = failover
+        self._metrics = metrics
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
+        """The vectors of all inputs. Raises as :meth:`_embed`."""
+        code, model, tokens = "CANCELLED", "-", 0
+        try:
+            found = await self._embed(request)
+            code, model, tokens = "OK", found.model, found.prompt_tokens
+            return found
+        except SapwoodError as error:
+            code = row_of(error).grpc.name
+            raise
+        finally:
+            tenant = request.caller.tenant or "-"
+            self._metrics.embeddings.at(model=model, code=code).inc()
+            self._metrics.tenant_requests.at(tenant=tenant, code=code).inc()
+            self._metrics.tenant_tokens.at(tenant=tenant).inc(tokens)
+
+    async def _embed(self, request: EmbedRequest) -> Embeddings:
         """The vectors of all inputs.
 
         Raises:
             InvalidArgumentError: An input is empty or too long, or the model makes no embeddings; the field is the client's.
             NotFoundError: There is no such model.
             UnavailableError: No worker is left.
+            ResourceExhaustedError: The tenant's rate is used up, or the request would wait too long.
             SapwoodError: As the tokenizer or the worker answers.
         """
         if not request.inputs:
@@ -103,28 +147,57 @@ class Embedder:
     ) -> worker_pb2.WorkerEmbedResponse:
         message = to_embed_request(request.request_id, sequences, request.pooling, request.normalize)
         tokens = sum(map(len, sequences))
-        tried: dict[str, SapwoodError] = {}
+        if request.caller.account is not None:
+            request.caller.account.take_prompt(tokens)
+        self._retry.budget.request()
+        await self._admission.admit(model, request.caller, tokens, request.deadline)
+        prompt = PromptPages(sequences[0], request.caller.session, _NOT_CACHED)
+        failover = self._failover()
+        last: SapwoodError | None = None
         while True:
-            left = [worker for worker in self._registry.available(model) if worker.address not in tried]
-            left = [worker for worker in left if worker.stub is not None]
-            if not left:
-                raise next(
-                    reversed(tried.values()),
-                    UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER),
-                )
-            timeout = request.deadline - asyncio.get_running_loop().time()
-            if timeout <= 0:
-                raise DeadlineExceededError("the deadline passed before a worker was called")
-            worker = min(left, key=lambda candidate: candidate.view().requests)
-            assert worker.stub is not None
-            lease = worker.lease(tokens)
+            worker = self._select(model, prompt, failover, last)
             try:
-                return await worker.stub.Embed(message, timeout=timeout, metadata=request_metadata(request.request_id))
-            except grpc.aio.AioRpcError as failure:
-                error = from_rpc_error(failure)
-                if not isinstance(error, _RETRIED):
-                    raise error from failure
-                tried[worker.address] = error
+                return await self._try(worker, message, tokens, request)
+            except SapwoodError as error:
+                delay = failover.after(error, worker.address, request.deadline)
+                if delay is None:
+                    raise
                 logger.info("worker %s: %s; trying another", worker.address, error.message)
-            finally:
-                lease.release()
+                self._metrics.retries.at(code=row_of(error).grpc.name).inc()
+                last = error
+            await asyncio.sleep(delay)
+
+    def _select(self, model: str, prompt: PromptPages, failover: Failover, last: SapwoodError | None) -> Worker:
+        workers = [
+            worker
+            for worker in self._registry.available(model)
+            if worker.address not in failover.refused_by and worker.breaker.admits() and worker.stub is not None
+        ]
+        workers = [worker for worker in workers if worker.room] or workers
+        if not workers:
+            if last is not None:
+                raise last
+            raise UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER)
+        choice = self._policies.of(model).choose([worker.view() for worker in workers], prompt)
+        self._metrics.selections.at(reason=choice.reason).inc()
+        return next(worker for worker in workers if worker.address == choice.address)
+
+    async def _try(
+        self, worker: Worker, message: worker_pb2.WorkerEmbedRequest, tokens: int, request: EmbedRequest
+    ) -> worker_pb2.WorkerEmbedResponse:
+        timeout = request.deadline - asyncio.get_running_loop().time()
+        if timeout <= 0:
+            raise DeadlineExceededError("the deadline passed before a worker was called")
+        assert worker.stub is not None
+        lease, permit = worker.lease(tokens), worker.breaker.begin()
+        try:
+            answer = await worker.stub.Embed(message, timeout=timeout, metadata=request_metadata(request.request_id))
+            permit.end(Outcome.SUCCESS)
+            return answer
+        except grpc.aio.AioRpcError as failure:
+            error = from_rpc_error(failure)
+            permit.end(outcome_of(error))
+            raise error from failure
+        finally:
+            permit.end(Outcome.NEUTRAL)
+            lease.release()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sapwood_common.errors import UnavailableError
 from sapwood_router.context import RequestContext
-from sapwood_router.policies.base import Policy, PromptPages
+from sapwood_router.policies.base import Choice, PromptPages
+from sapwood_router.policies.policy_book import PolicyBook
 from sapwood_router.registry import RETRY_AFTER, Registry
 from sapwood_router.worker import Worker, WorkerView
 
@@ -32,15 +34,17 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A choice and all that it was made from."""
+    """A choice and all that it was made from; ``shadows`` are what other policies would have chosen, by their names."""
 
     candidates: list[Candidate]
     chosen: str
     reason: str
     prompt_tokens: int
+    policy: str
+    shadows: Mapping[str, Choice]
 
 
-def explain(context: RequestContext, registry: Registry, policy: Policy) -> Explanation:
+def explain(context: RequestContext, registry: Registry, policies: PolicyBook) -> Explanation:
     """Makes the choice for a prepared request without placing it (a policy that takes turns takes one).
 
     Raises:
@@ -48,19 +52,27 @@ def explain(context: RequestContext, registry: Registry, policy: Policy) -> Expl
         UnavailableError: No worker can be chosen.
     """
     model = registry.resolve(context.model)
-    prompt = PromptPages(context.token_ids, context.caller.session)
+    prompt = PromptPages(context.token_ids, context.caller.session, context.caller.cache_salt)
     excluded = {worker: _excluded(worker, model) for worker in registry.all()}
     views = [worker.view() for worker, why in excluded.items() if not why]
     if not views:
         raise UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER)
+    policy = policies.of(model)
     scores = policy.explain(views, prompt)
     by_address = {view.address: view for view in views}
     candidates = [
         Candidate(worker, by_address.get(worker.address), why, *scores.get(worker.address, (0, None)))
         for worker, why in excluded.items()
     ]
-    choice = policy.choose(views, prompt)
-    return Explanation(candidates, choice.address, choice.reason, len(context.token_ids))
+    choice = policy.live.choose(views, prompt)
+    return Explanation(
+        candidates,
+        choice.address,
+        choice.reason,
+        len(context.token_ids),
+        policies.name_of(model),
+        policy.would_choose(views, prompt),
+    )
 
 
 def _excluded(worker: Worker, model: str) -> str:

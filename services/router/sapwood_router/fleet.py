@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from sapwood_common.errors import NotFoundError
-from sapwood_router.policies.base import Policy
+from sapwood_router.policies.policy_book import PolicyBook
 from sapwood_router.registry import Registry
 from sapwood_router.worker import Worker
 
@@ -26,7 +26,7 @@ class Fleet:
 
     Args:
         registry: Where the workers are.
-        policy: Told of workers that are gone.
+        policies: Told of workers that are gone.
         make: Makes a worker.
         watch: Starts what follows a worker; the tasks are cancelled when it is removed.
         clock: Seconds, monotonic.
@@ -35,13 +35,13 @@ class Fleet:
     def __init__(
         self,
         registry: Registry,
-        policy: Policy,
+        policies: PolicyBook,
         make: Callable[[str], Worker],
         watch: Callable[[Worker], Iterable[asyncio.Task[None]]],
         clock: Callable[[], float],
     ) -> None:
         self._registry = registry
-        self._policy = policy
+        self._policies = policies
         self._make = make
         self._watch = watch
         self._clock = clock
@@ -111,5 +111,5 @@ class Fleet:
             self._registry.remove(present[address])
             for task in self._tasks.pop(address, []):
                 task.cancel()
-            self._policy.reset(address, 0)
+            self._policies.reset(address, 0)
             logger.info("worker %s removed", address)

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 
 from sapwood_common.api_keys import AUTHORIZATION_KEY, ApiKeys
 from sapwood_common.errors import UnimplementedError
+from sapwood_common.tenant import Tenant
 
-key_name_var: contextvars.ContextVar[str | None] = contextvars.ContextVar("key_name", default=None)
-"""The name of the API key that the current task's request came with; None where no keys are asked for."""
+tenant_var: contextvars.ContextVar[Tenant | None] = contextvars.ContextVar("tenant", default=None)
+"""The tenant whose API key the current task's request came with; None where no keys are asked for."""
 
 
 class Guard:
@@ -44,4 +45,4 @@ class Guard:
             return
         if isinstance(authorization, bytes):
             authorization = authorization.decode("latin-1")
-        key_name_var.set(self._keys.check(authorization))
+        tenant_var.set(self._keys.check(authorization))

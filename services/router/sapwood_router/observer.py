@@ -56,7 +56,7 @@ class RequestWatch:
         self._context = context
         self._last = context.started
         self._closed = False
-        self._metrics.running.at().inc()
+        self._metrics.request_began()
         self._span: Span = self._tracing.start(
             "generate", parent=traceparent_var.get(), attributes=_asked(context) if self._tracing.on else None
         )
@@ -84,7 +84,7 @@ class RequestWatch:
 
     def resumed(self) -> None:
         """The stream goes on, on another worker, after tokens had come."""
-        self._metrics.resumptions.at().inc()
+        self._metrics.stream_resumed()
 
     def delta(self, tokens: int) -> None:
         """The client gets a delta with so many tokens."""
@@ -102,7 +102,7 @@ class RequestWatch:
         if self._closed:
             return
         self._closed = True
-        self._metrics.running.at().dec()
+        self._metrics.request_ended()
         context, metrics = self._context, self._metrics
         code = "CANCELLED" if context.usage is None else "OK"
         if context.error is not None:
@@ -115,6 +115,10 @@ class RequestWatch:
             metrics.completion_tokens.at(model=model).inc(generated)
         else:
             model = "-"
+        tenant = context.caller.tenant or "-"
+        metrics.tenant_requests.at(tenant=tenant, code=code).inc()
+        if context.worker != "-":
+            metrics.tenant_tokens.at(tenant=tenant).inc(len(context.token_ids) + len(context.output_ids))
         metrics.requests.at(model=model, code=code).inc()
         metrics.seconds.at(model=model, code=code).observe(time.perf_counter() - context.started)
         if self._tracing.on:

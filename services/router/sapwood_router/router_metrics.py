@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import get_args
 
 from sapwood_common.metrics import AtMost, MetricSet, OneOf, Reading
 from sapwood_common.rpc_telemetry import CODES
 from sapwood_router.admission_control import AdmissionControl
 from sapwood_router.block_index import BlockIndex
 from sapwood_router.circuit_breaker import BreakerState
+from sapwood_router.config import PolicyName
 from sapwood_router.registry import Registry
 from sapwood_router.worker import Worker
 
@@ -16,6 +18,7 @@ STAGES = ("prepare", "queue", "select", "dispatch", "execute")
 _MOST_MODELS = 32
 _MOST_REASONS = 32
 _MOST_WORKERS = 256
+_MOST_TENANTS = 64
 
 
 class RouterMetrics:
@@ -27,9 +30,14 @@ class RouterMetrics:
 
     def __init__(self, metrics: MetricSet) -> None:
         self._metrics = metrics
+        self.requests_running = 0
+        self.resumed = 0
         model = AtMost(_MOST_MODELS)  # of models that workers serve: an unknown name gets no metric
         self.requests = metrics.counter(
             "sapwood_router_requests_total", "Generations that ended, by gRPC status.", model=model, code=CODES
+        )
+        self.embeddings = metrics.counter(
+            "sapwood_router_embed_requests_total", "Requests for embeddings that ended.", model=model, code=CODES
         )
         self.running = metrics.gauge("sapwood_router_running_requests", "Generations under way.")
         self.first_token = metrics.histogram(
@@ -55,8 +63,24 @@ class RouterMetrics:
         self.completion_tokens = metrics.counter(
             "sapwood_router_completion_tokens_total", "Tokens generated.", model=model
         )
+        tenant = AtMost(_MOST_TENANTS)  # without API keys, clients name themselves
+        self.tenant_requests = metrics.counter(
+            "sapwood_router_tenant_requests_total",
+            "Generations that ended, by tenant: the name of the API key, or x-tenant.",
+            tenant=tenant,
+            code=CODES,
+        )
+        self.tenant_tokens = metrics.counter(
+            "sapwood_router_tenant_tokens_total", "Prompt and generated tokens, by tenant.", tenant=tenant
+        )
         self.selections = metrics.counter(
             "sapwood_router_selections_total", "Workers chosen, by the policy's reason.", reason=AtMost(_MOST_REASONS)
+        )
+        self.shadow_choices = metrics.counter(
+            "sapwood_router_shadow_choices_total",
+            "Choices of shadow policies: the same worker as was chosen, or another.",
+            policy=OneOf(*get_args(PolicyName)),
+            verdict=OneOf("agree", "differ"),
         )
         self.retries = metrics.counter(
             "sapwood_router_retries_total", "Further workers tried, by the status of the failed try.", code=CODES
@@ -74,6 +98,25 @@ class RouterMetrics:
             "Times that a worker's KV events were found incomplete and asked for anew.",
             worker=AtMost(_MOST_WORKERS),
         )
+
+    def request_began(self) -> None:
+        """A generation is under way."""
+        self.requests_running += 1
+        self.running.at().inc()
+
+    def request_ended(self) -> None:
+        """It is no longer."""
+        self.requests_running -= 1
+        self.running.at().dec()
+
+    def stream_resumed(self) -> None:
+        """A stream goes on, on another worker."""
+        self.resumed += 1
+        self.resumptions.at().inc()
+
+    def shadow_chose(self, policy: str, agrees: bool) -> None:
+        """A shadow policy was asked."""
+        self.shadow_choices.at(policy=policy, verdict="agree" if agrees else "differ").inc()
 
     def watch_index(self, blocks: BlockIndex) -> None:
         """Adds what is read from the exact index when it is asked for."""

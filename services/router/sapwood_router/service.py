@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -27,14 +27,16 @@ from sapwood_router.convert import (
     tool_choice_of,
 )
 from sapwood_router.convert_explain import to_explanation
+from sapwood_router.convert_status import to_status
 from sapwood_router.explain import explain
 from sapwood_router.fleet import Fleet
-from sapwood_router.guard import key_name_var
+from sapwood_router.guard import tenant_var
 from sapwood_router.output import OutputOptions
 from sapwood_router.pipeline.merge import merged
 from sapwood_router.pipeline.pipeline import Pipeline, close_all
 from sapwood_router.pipeline.prepare import prepare
 from sapwood_router.request_ids import accept_request_id, unique_id
+from sapwood_router.router_status import RouterState
 
 SERVICE_NAME = "sapwood.v1.Router"
 GENERATE = f"/{SERVICE_NAME}/Generate"
@@ -55,9 +57,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
         pipeline: Runs the requests.
         fleet: Adds, drains and removes workers.
         request_timeout: Seconds a request may take if its client sets no earlier deadline.
+        status: Says how the router is.
     """
 
-    def __init__(self, pipeline: Pipeline, fleet: Fleet, request_timeout: float) -> None:
+    def __init__(
+        self, pipeline: Pipeline, fleet: Fleet, request_timeout: float, status: Callable[[], RouterState]
+    ) -> None:
+        self._status = status
         self._pipeline = pipeline
         self._fleet = fleet
         self._request_timeout = request_timeout
@@ -91,12 +97,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
             )
         finally:
             close_all(runs)
+            runs.clear()  # the call and its callback refer to each other: let them keep nothing else until they are collected
 
     def _contexts(
         self, request: router_pb2.RouterGenerateRequest, request_id: str, metadata: dict[str, str], left: float | None
     ) -> list[RequestContext]:
         prompt, fields = prompt_of(request)
-        caller = caller_of(metadata.get, key_name_var.get())
+        caller = caller_of(metadata.get, tenant_var.get())
         deadline = asyncio.get_running_loop().time() + (
             self._request_timeout if left is None else min(left, self._request_timeout)
         )
@@ -132,7 +139,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         deadline = asyncio.get_running_loop().time() + (
             self._request_timeout if left is None else min(left, self._request_timeout)
         )
-        found = await self._pipeline.embedder.embed(embed_request_of(request, request_id, deadline))
+        found = await self._pipeline.embedder.embed(
+            embed_request_of(request, request_id, deadline, caller_of(metadata.get, tenant_var.get()))
+        )
         return router_pb2.RouterEmbedResponse(
             embeddings=[worker_pb2.Embedding(values=vector) for vector in found.vectors],
             prompt_tokens=found.prompt_tokens,
@@ -168,6 +177,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
             )
         return response
 
+    async def GetStatus(self, request: router_pb2.GetStatusRequest, context: Context) -> router_pb2.GetStatusResponse:
+        """How the router and its workers are now."""
+        return to_status(self._status())
+
     async def RegisterWorker(
         self, request: router_pb2.RegisterWorkerRequest, context: Context
     ) -> router_pb2.RegisterWorkerResponse:
@@ -202,7 +215,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         pipeline = self._pipeline
         asked = self._contexts(request.request, new_request_id(), dict(_metadata(context)), context.time_remaining())[0]
         await prepare(asked, pipeline.tokenizer)
-        return to_explanation(explain(asked, pipeline.registry, pipeline.policy))
+        return to_explanation(explain(asked, pipeline.registry, pipeline.policies))
 
 
 def _count(request: router_pb2.RouterGenerateRequest) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from sapwood_router.circuit_breaker import CircuitBreaker
 from sapwood_router.load import Load
 from sapwood_router.served_model import ServedModel
+from sapwood_router.sliding_count import SlidingCount
 from sapwood_router.worker_session import WorkerSession
 
 if TYPE_CHECKING:  # the generated stubs know this name, the generated code does not
@@ -17,6 +18,8 @@ if TYPE_CHECKING:  # the generated stubs know this name, the generated code does
 
 Stub: TypeAlias = "WorkerAsyncStub"
 
+RATE_SECONDS = 10.0
+"""Over how many seconds ``Worker.generated`` counts."""
 _HALF_LIFE = 60.0
 """Seconds after which work handed out counts half in ``recent_work``."""
 _REQUEST_WORK = 256
@@ -58,6 +61,10 @@ class Lease:
         """The first token came: nothing of the prompt is left to do. May be called again."""
         self._worker.pending_tokens -= self._tokens
         self._tokens = 0
+
+    def generated(self, tokens: int) -> None:
+        """So many tokens came."""
+        self._worker.generated.add(tokens)
 
     def release(self) -> None:
         """The request is over. May be called again."""
@@ -102,6 +109,8 @@ class Worker:
         self.in_flight = 0
         self.pending_tokens = 0
         self.load = Load()
+        self.generated = SlidingCount(RATE_SECONDS, clock)
+        """Tokens that came from it lately."""
         self.on_room = on_room
         self._clock = clock
         self._foreign_requests = 0

@@ -42,7 +42,9 @@ from sapwood_router.openai.embeddings import embed
 from sapwood_router.openai.errors import error_object
 from sapwood_router.openai.exchange import Exchange
 from sapwood_router.openai.models import get_model, list_models
+from sapwood_router.openai.status_page import HEADERS, render
 from sapwood_router.pipeline.pipeline import Pipeline
+from sapwood_router.router_status import RouterState
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +97,8 @@ class OpenAIFront:
         max_body_bytes: Largest request body.
         registry: The metrics that /metrics shows; None: they are shown elsewhere.
         tracing: Where spans go.
-        guard: Asks for API keys, but not for /health and /metrics.
+        guard: Asks for API keys, but not for /health, /metrics and /status.
+        status: What /status shows; None: there is no such page.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class OpenAIFront:
         registry: CollectorRegistry | None,
         tracing: Tracing,
         guard: Guard,
+        status: Callable[[], RouterState] | None = None,
     ) -> None:
         self._guard = guard
         self._pipeline = pipeline
@@ -135,6 +139,7 @@ class OpenAIFront:
                 self._route("/v1/models", self._list_models, "GET"),
                 self._route("/v1/models/{id:path}", self._get_model, "GET"),
                 self._route("/health", self._health, "GET"),
+                *([] if status is None else [Route("/status", _show_status(status), methods=["GET"])]),
                 *([] if registry is None else [Route("/metrics", _show(registry), methods=["GET"])]),
             ],
             exception_handlers={HTTPException: _refuse},
@@ -194,6 +199,13 @@ class OpenAIFront:
         else:
             body = msgspec.json.encode({"status": "unavailable", "reason": problem})
             await exchange.send_body(503, body, [(b"retry-after", b"1")])
+
+
+def _show_status(status: Callable[[], RouterState]) -> Callable[[Request], Awaitable[Response]]:
+    async def show(request: Request) -> Response:  # on the event loop, where the state changes
+        return Response(render(status()), headers=HEADERS, media_type="text/html")
+
+    return show
 
 
 def _show(registry: CollectorRegistry) -> Callable[[Request], Response]:

@@ -73,6 +73,7 @@ async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
         normalize=request.normalize,
         dimensions=request.dimensions,
         deadline=deadline,
+        caller=exchange.caller(),
     )
     exchange.on_disconnect(lambda: None)
     found = await pipeline.embedder.embed(wanted)

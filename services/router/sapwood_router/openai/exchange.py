@@ -10,7 +10,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sapwood_common.errors import SapwoodError
 from sapwood_common.telemetry import REQUEST_ID_KEY, new_request_id
 from sapwood_router.caller import Caller, caller_of
-from sapwood_router.guard import key_name_var
+from sapwood_router.guard import tenant_var
 from sapwood_router.openai.errors import error_body, http_status, retry_headers
 from sapwood_router.request_ids import accept_request_id
 
@@ -59,7 +59,7 @@ class Exchange:
         Raises:
             InvalidArgumentError: A header makes no sense.
         """
-        return caller_of(lambda key: self.headers.get(key.encode(), b"").decode("latin-1"), key_name_var.get())
+        return caller_of(lambda key: self.headers.get(key.encode(), b"").decode("latin-1"), tenant_var.get())
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         """Calls back as soon as the client leaves, and then cancels the current task. Only after the body was read."""
@@ -102,8 +102,11 @@ class Exchange:
         )
 
     async def _watch(self, task: asyncio.Task[object], callback: Callable[[], None]) -> None:
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
+        try:
+            while (await self.receive())["type"] != "http.disconnect":
+                pass
+        except asyncio.CancelledError:  # kept in the task it would hold, through its frames, the whole request
+            return
         self.client_left = True
         callback()
         task.cancel()

@@ -20,6 +20,7 @@ from sapwood_router.pipeline.dispatch import dispatch
 from sapwood_router.pipeline.execute import Execution
 from sapwood_router.pipeline.select import select
 from sapwood_router.policies.base import Choice, Policy, PromptPages
+from sapwood_router.policies.policy_book import PolicyBook
 from sapwood_router.registry import Registry
 from sapwood_router.resume import Failover
 from sapwood_router.worker import Worker
@@ -35,7 +36,7 @@ class Shared(Protocol):
 
     registry: Registry
     admission: AdmissionControl
-    policy: Policy
+    policies: PolicyBook
     resume_grace: float
 
     def failover(self) -> Failover:
@@ -61,7 +62,7 @@ class Attempts:
         self._failover = shared.failover()
         self._execution: Execution | None = None
         self._worker: Worker | None = None
-        self._prompt = PromptPages(context.token_ids, context.caller.session)
+        self._prompt = _pages_of(context, context.token_ids)
         self._prompt_output = 0
         """How many output tokens are part of ``_prompt``."""
 
@@ -85,7 +86,7 @@ class Attempts:
         worker = self._worker
         if worker is not None and worker.model is not None:
             new_tokens = self._context.output_ids[self._prompt_output :]
-            self._shared.policy.finished(worker.address, worker.model.page_size, self._prompt, new_tokens)
+            self._policy().finished(worker.address, worker.model.page_size, self._prompt, new_tokens)
 
     async def _until_finished(self) -> None:
         context = self._context
@@ -111,7 +112,7 @@ class Attempts:
             await asyncio.sleep(delay)
 
     async def _try(self, worker: Worker, choice: Choice) -> SapwoodError | None:
-        lease, permit = acquire(worker, choice, self._prompt, self._shared.policy)
+        lease, permit = acquire(worker, choice, self._prompt, self._policy())
         assert worker.model is not None, "it was chosen for its model"
         end_tokens = worker.model.eos_token_ids | set(self._context.sampling.stop_token_ids)
         execution = self._execution = Execution(self._context, self._stream, lease, permit, end_tokens)
@@ -132,7 +133,7 @@ class Attempts:
         """Chooses a worker; after a loss, waits for one if there is none."""
         context, shared = self._context, self._shared
         if len(context.output_ids) != self._prompt_output:
-            self._prompt = PromptPages(context.token_ids + context.output_ids, context.caller.session)
+            self._prompt = _pages_of(context, context.token_ids + context.output_ids)
             self._prompt_output = len(context.output_ids)
         if last is None:
             await self._admit()
@@ -142,7 +143,7 @@ class Attempts:
             changed = shared.registry.changed
             try:
                 with self._watch.stage("select"):
-                    return select(context, self._prompt, shared.registry, shared.policy, self._failover.refused_by)
+                    return select(context, self._prompt, shared.registry, self._policy(), self._failover.refused_by)
             except UnavailableError as error:
                 if last is None:
                     raise
@@ -152,10 +153,17 @@ class Attempts:
                 with contextlib.suppress(TimeoutError):  # a breaker's time passes without a change
                     await asyncio.wait_for(changed.wait(), min(left, 0.25))
 
+    def _policy(self) -> Policy:
+        """The model's; it is known once the request was admitted."""
+        assert self._context.model is not None
+        return self._shared.policies.of(self._context.model)
+
     async def _admit(self) -> None:
         """Waits for its turn where all workers are busy. What was let in once does not queue again."""
         context = self._context
         context.model = self._shared.registry.resolve(context.model)
+        if context.caller.account is not None:
+            context.caller.account.take_prompt(len(context.token_ids))
         cost = len(context.token_ids) + (context.sampling.max_tokens or _USUAL_TOKENS)
         with self._watch.stage("queue"):
             await self._shared.admission.admit(context.model, context.caller, cost, context.deadline)
@@ -168,6 +176,10 @@ class Attempts:
         context.worker_finish = FinishReason.LENGTH
         self._stream.push((), end=True)
         return True
+
+
+def _pages_of(context: RequestContext, token_ids: list[int]) -> PromptPages:
+    return PromptPages(token_ids, context.caller.session, context.caller.cache_salt)
 
 
 def _told(error: SapwoodError) -> SapwoodError:

@@ -31,6 +31,8 @@ def build(context: RequestContext) -> worker_pb2.WorkerGenerateRequest:
     request_id = context.worker_request_id if context.attempts == 1 else unique_id(context.request_id)
     request = to_worker_request(request_id, token_ids, sampling)
     request.output_tokens = done
+    request.priority, request.tenant = context.caller.priority, context.caller.tenant
+    request.cache_salt = context.caller.cache_salt
     if context.compiled_grammar:
         request.grammar.compiled = context.compiled_grammar
     request.traceparent = traceparent_var.get() or ""

@@ -60,6 +60,7 @@ class Execution:
             if context.whole and context.first_token is None:  # who reads the whole learns of it at the end only
                 context.first_token = time.perf_counter()
             self._lease.prefilled()
+            self._lease.generated(len(token_ids))
             self._permit.end(Outcome.SUCCESS)
         if output.cached_tokens is not None and not context.resumptions:
             context.cached_tokens = output.cached_tokens

@@ -21,7 +21,7 @@ from sapwood_router.pipeline.attempts import Attempts
 from sapwood_router.pipeline.build import fix_seed
 from sapwood_router.pipeline.prepare import prepare
 from sapwood_router.pipeline.respond import respond
-from sapwood_router.policies.base import Policy
+from sapwood_router.policies.policy_book import PolicyBook
 from sapwood_router.registry import Registry
 from sapwood_router.resume import Failover
 from sapwood_router.retry import RetryPolicy
@@ -38,7 +38,7 @@ class Pipeline:
         session: Decodes tokens.
         registry: Knows the workers.
         admission: Where requests wait for one.
-        policy: Chooses one.
+        policies: Choose one.
         failover: Makes each request's account of failures.
         retry: Grants retries, and counts requests for its budget.
         resume_grace: Seconds that a request whose worker was lost waits for another to come up.
@@ -51,18 +51,18 @@ class Pipeline:
         session: DetokenizePool,
         registry: Registry,
         admission: AdmissionControl,
-        policy: Policy,
+        policies: PolicyBook,
         retry: RetryPolicy,
         failover: Callable[[], Failover],
         resume_grace: float,
         observer: RequestObserver,
     ) -> None:
         self.tokenizer = tokenizer
-        self.embedder = Embedder(tokenizer, registry)
+        self.embedder = Embedder(tokenizer, registry, admission, policies, retry, failover, observer.metrics)
         self.session = session
         self.registry = registry
         self.admission = admission
-        self.policy = policy
+        self.policies = policies
         self.retry = retry
         self.failover = failover
         self.resume_grace = resume_grace
@@ -129,6 +129,8 @@ class Run:
             self._attempts.close()
         if self._stream is not None:
             self._stream.close()
+        if self._context.caller.account is not None:
+            self._context.caller.account.take_output(len(self._context.output_ids))
         self._watch.close()
         self._log()
 

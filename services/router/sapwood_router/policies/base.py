@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sapwood_common.page_hash import hash_pages
+from sapwood_common.page_hash import cache_namespace, hash_pages
 from sapwood_router.worker import WorkerView
 
 
@@ -16,25 +16,27 @@ class PromptPages:
     Args:
         token_ids: The prompt.
         session: What the client named as its session; may be empty.
+        cache_salt: The tenant's: what the worker caches for it has hashes of its own.
     """
 
-    def __init__(self, token_ids: Sequence[int], session: str = "") -> None:
+    def __init__(self, token_ids: Sequence[int], session: str = "", cache_salt: str = "") -> None:
         self.token_ids = token_ids
         self.session = session
+        self._namespace = cache_namespace(cache_salt)
         self._hashes: dict[int, list[bytes]] = {}
 
     def hashes(self, page_size: int) -> list[bytes]:
         """The hashes of the prompt's full pages. The list is shared: callers do not change it."""
         found = self._hashes.get(page_size)
         if found is None:
-            found = self._hashes[page_size] = hash_pages(self.token_ids, page_size)
+            found = self._hashes[page_size] = hash_pages(self.token_ids, page_size, salt=self._namespace)
         return found
 
     def extended(self, new_tokens: Sequence[int], page_size: int) -> list[bytes]:
         """The hashes of the full pages of the prompt followed by ``new_tokens``; hashes only what is new."""
         hashes = self.hashes(page_size)
         tail = [*self.token_ids[len(hashes) * page_size :], *new_tokens]
-        return hashes + hash_pages(tail, page_size, salt=hashes[-1] if hashes else b"")
+        return hashes + hash_pages(tail, page_size, salt=hashes[-1] if hashes else self._namespace)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,6 @@ _MAKERS: dict[PolicyName, Callable[[PolicyParts], Policy]] = {
 }
 
 
-def make_policy(parts: PolicyParts) -> Policy:
-    """The policy that the configuration names."""
-    return _MAKERS[parts.config.policy](parts)
+def make_policy(name: PolicyName, parts: PolicyParts) -> Policy:
+    """A policy by its name."""
+    return _MAKERS[name](parts)

@@ -19,7 +19,7 @@ from sapwood_common.errors import (
     UnavailableError,
     UnimplementedError,
 )
-from sapwood_common.page_hash import hash_pages
+from sapwood_common.page_hash import cache_namespace, hash_pages
 from sapwood_common.server import ServiceServer
 from sapwood_common.status import code_number
 from sapwood_common.telemetry import request_id_var
@@ -271,7 +271,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             tokens = [*tokens, self.END_TOKEN]
         if request.sampling.HasField("max_tokens") and len(tokens) > request.sampling.max_tokens:
             tokens, reason = tokens[: request.sampling.max_tokens], common_pb2.FINISH_REASON_LENGTH
-        cached = self._cache(request.token_ids)
+        cached = self._cache(request.token_ids, request.cache_salt)
         for number, start in enumerate(range(0, len(tokens), script.chunk)):
             if script.error is not None and script.fail_after == number:
                 raise script.error
@@ -291,8 +291,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 response.usage.cached_tokens = cached
             yield response
 
-    def _cache(self, token_ids: Sequence[int]) -> int:
-        hashes = hash_pages(token_ids, self._page_size)
+    def _cache(self, token_ids: Sequence[int], cache_salt: str) -> int:
+        hashes = hash_pages(token_ids, self._page_size, salt=cache_namespace(cache_salt))
         cached = 0
         for page in hashes:
             if page not in self._seen_pages:

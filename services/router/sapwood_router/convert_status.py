@@ -1,0 +1,33 @@
+"""A router's state as a message."""
+
+from __future__ import annotations
+
+from sapwood.v1 import router_pb2
+from sapwood_router.convert import to_load
+from sapwood_router.router_status import RouterState
+
+
+def to_status(state: RouterState) -> router_pb2.GetStatusResponse:
+    """A snapshot as a message."""
+    response = router_pb2.GetStatusResponse(
+        uptime_seconds=state.uptime,
+        running_requests=state.running,
+        queued_requests=state.queued,
+        resumptions=state.resumptions,
+        problem=state.problem,
+        policy=state.policy,
+    )
+    for worker in state.workers:
+        response.workers.add(
+            address=worker.address,
+            healthy=worker.state != "down",
+            model=worker.model,
+            in_flight=worker.in_flight,
+            load=to_load(worker.load),
+            problem=worker.problem,
+            draining=worker.state == "draining",
+            breaker=worker.breaker,
+            epoch=worker.load.epoch,
+            tokens_per_second=worker.tokens_per_second,
+        )
+    return response

@@ -1,0 +1,102 @@
+"""Which policy decides for which model, and shadows."""
+
+import pytest
+
+from sapwood.v1 import router_pb2
+from sapwood_router.config import RouterConfig
+from sapwood_router.policies.base import PromptPages
+from sapwood_router.policies.policy_book import PolicyBook
+from sapwood_router.worker import WorkerView
+
+WORKERS = [WorkerView("w0", requests=1), WorkerView("w1", requests=0)]
+
+
+async def counted(cluster) -> dict[tuple[str, str], float]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    return {
+        (sample.labels["policy"], sample.labels["verdict"]): sample.value
+        for family in text_string_to_metric_families((await cluster.http.get("/metrics")).text)
+        for sample in family.samples
+        if sample.name == "sapwood_router_shadow_choices_total"
+    }
+
+
+class Recorder:
+    """Chooses always the same, and writes down what it is told."""
+
+    def __init__(self, name: str, choice: str) -> None:
+        self.name, self.choice, self.told = name, choice, []
+
+    def choose(self, workers, prompt):
+        from sapwood_router.policies.base import Choice
+
+        return Choice(self.choice, self.name)
+
+    def placed(self, address, page_size, prompt):
+        self.told.append(("placed", address))
+
+    def finished(self, address, page_size, prompt, new_tokens):
+        self.told.append(("finished", address))
+
+    def explain(self, workers, prompt):
+        return {}
+
+    def reset(self, address, num_pages):
+        self.told.append(("reset", address))
+
+
+def test_each_model_has_its_policy_and_what_remembers_is_one_for_all() -> None:
+    made: list[Recorder] = []
+    seen: list[tuple[str, bool]] = []
+
+    def make(name):
+        made.append(Recorder(name, "w0" if name == "cache_aware" else "w1"))
+        return made[-1]
+
+    book = PolicyBook(
+        "round_robin",
+        {"m": "cache_aware"},
+        ["cache_aware", "random", "random"],
+        make,
+        lambda *told: seen.append(told),
+    )
+    assert [book.name_of(model) for model in ("m", "n", "o")] == ["cache_aware", "round_robin", "round_robin"]
+    assert book.of("m").choose(WORKERS, PromptPages([])).reason == "cache_aware"
+    assert seen == [("random", False)]
+    assert book.of("n").choose(WORKERS, PromptPages([])).reason == "round_robin"
+    assert seen[1:] == [("cache_aware", False), ("random", True)]
+    assert book.of("n") is book.of("n")
+    assert book.of("o").live is not book.of("n").live
+    assert sum(policy.name == "cache_aware" for policy in made) == 1
+    book.of("o").placed("w1", 16, PromptPages([]))
+    book.of("m").finished("w0", 16, PromptPages([]), [])
+    book.reset("w0", 5)
+    (remembers,) = [policy for policy in made if policy.name == "cache_aware"]
+    assert remembers.told == [("placed", "w1"), ("finished", "w0"), ("reset", "w0")]
+
+
+def test_what_is_no_policy_is_refused() -> None:
+    for wrong in ("m", "=random", "m=best"):
+        with pytest.raises(ValueError, match="MODEL=POLICY"):
+            RouterConfig(model_policies=(wrong,))
+    assert RouterConfig(model_policies=("a=b=random",)).policies_of_models == {"a=b": "random"}
+
+
+async def test_a_models_policy_decides_and_a_shadow_sees_every_selection(make_cluster) -> None:
+    settings = {"model_policies": ("fake=round_robin",), "shadow_policies": ("consistent_hash", "least_load")}
+    async with make_cluster(2, **settings) as cluster:
+        text, session = "abc", (("x-session-id", "one"),)
+        for _ in range(6):
+            await cluster.generate(text, metadata=session)
+        assert [len(worker.calls) for worker in cluster.workers] == [3, 3]
+        before = await counted(cluster)
+        assert sum(before.values()) == 12
+        assert before["consistent_hash", "agree"] == before["consistent_hash", "differ"] == 3
+        asked = router_pb2.ExplainRouteRequest(request=router_pb2.RouterGenerateRequest(text=text))
+        answer = await cluster.stub.ExplainRoute(asked, metadata=session)
+        assert answer.policy == answer.reason == "round_robin"
+        assert {shadow.policy for shadow in answer.shadows} == {"consistent_hash", "least_load"}
+        assert {shadow.chosen for shadow in answer.shadows} <= {worker.address for worker in cluster.workers}
+        assert next(s.reason for s in answer.shadows if s.policy == "consistent_hash") == "session"
+        assert await counted(cluster) == before

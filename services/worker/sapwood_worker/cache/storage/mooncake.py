@@ -64,7 +64,7 @@ class MooncakeStorage:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
             raise StorageError(
-                f"Mooncake is not installed here ({error}): pip install 'sapwood[mooncake]', and libibverbs1"
+                f"Mooncake is not installed here ({error}): pip install 'sapwood[mooncake]', and libibverbs1, libcurl4, libnuma1"
             ) from error
         # When nobody answers it, the engine tries for minutes, holding the interpreter all the while.
         own_address = _expect_answer(options.master)

@@ -16,7 +16,7 @@ SOURCES := pyproject.toml hatch_build.py $(wildcard protos/sapwood/v1/*.proto)
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-slow test-containers audit lint fmt proto docs bench-cpu bench-scheduler bench-tokenizer bench-gpu node clean
+.PHONY: help up test test-slow test-containers audit lint fmt proto docs bench-cpu bench-scheduler bench-tokenizer bench-router bench-gpu node clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ bench-scheduler: $(BIN)/.installed-dev ## Measure what scheduler and prefix cach
 
 bench-tokenizer: $(BIN)/.installed-dev ## Measure the tokenizer service beside the tokenizers library: ARGS='--model DIR'
 	$(BIN)/python benchmarks/bench_tokenizer.py $(ARGS)
+
+bench-router: $(BIN)/.installed-dev ## Measure the router beside smg, sglang-router and vllm-router: ARGS='speed hits'
+	$(BIN)/python benchmarks/bench_router.py $(ARGS)
 
 bench-gpu: $(BIN)/.installed-dev ## Check and measure the engine on this CUDA GPU: ARGS=out.jsonl
 	PATH="$(abspath $(BIN)):$$PATH" benchmarks/gpu/run.sh $(ARGS)

@@ -5,7 +5,7 @@ ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
 FROM ${PYTHON_IMAGE}
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 # hadolint ignore=DL3008
-RUN apt-get update; apt-get install -y --no-install-recommends libibverbs1; rm -rf /var/lib/apt/lists/*
+RUN apt-get update; apt-get install -y --no-install-recommends libcurl4 libibverbs1 libnuma1; rm -rf /var/lib/apt/lists/*
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/mooncake/bin:$PATH PYTHONDONTWRITEBYTECODE=1
 COPY docker/constraints.txt /build/
 RUN --mount=type=secret,id=ca,required=false --mount=type=cache,target=/root/.cache/pip \

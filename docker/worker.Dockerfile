@@ -41,7 +41,8 @@ ARG EXTRAS
 COPY pyproject.toml docker/requirements.py /
 # hadolint ignore=SC2086
 RUN case "$VARIANT" in cpu) extra=worker;; cuda) extra=gpu;; esac; \
-    python3 /requirements.py /pyproject.toml "$extra" otel $EXTRAS > /requirements.txt
+    python3 /requirements.py /pyproject.toml "$extra" otel > /requirements.txt; \
+    if [ -n "$EXTRAS" ]; then python3 /requirements.py /pyproject.toml $EXTRAS > /extras.txt; else touch /extras.txt; fi
 
 # hadolint ignore=DL3006
 FROM base-${VARIANT} AS build
@@ -64,6 +65,10 @@ COPY --from=requirements /requirements.txt /build/
 RUN --mount=type=secret,id=ca,required=false --mount=type=cache,target=/root/.cache/pip \
     if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
     /opt/sapwood/bin/pip install -r /build/requirements.txt -c /build/constraints.txt
+COPY --from=requirements /extras.txt /build/
+RUN --mount=type=secret,id=ca,required=false --mount=type=cache,target=/root/.cache/pip \
+    if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
+    if [ -s /build/extras.txt ]; then /opt/sapwood/bin/pip install -r /build/extras.txt -c /build/constraints.txt; fi
 COPY --from=sapwood /wheel /wheel
 RUN /opt/sapwood/bin/pip install --no-deps /wheel/*.whl; \
     /opt/sapwood/bin/pip uninstall -y pip
@@ -71,9 +76,10 @@ RUN /opt/sapwood/bin/pip install --no-deps /wheel/*.whl; \
 # hadolint ignore=DL3006
 FROM base-${VARIANT}
 ARG EXTRAS
-# Mooncake's library is linked with this one.
+# What Mooncake's library is linked with.
 # hadolint ignore=DL3008
-RUN case " $EXTRAS " in *" mooncake "*) apt-get update && apt-get install -y --no-install-recommends libibverbs1 \
+RUN case " $EXTRAS " in *" mooncake "*) apt-get update && apt-get install -y --no-install-recommends \
+    libcurl4 libibverbs1 libnuma1 \
     && rm -rf /var/lib/apt/lists/*;; esac
 COPY --from=build /opt/sapwood /opt/sapwood
 # Where volumes are mounted: for pages of the KV cache, and for kernels compiled on first use.

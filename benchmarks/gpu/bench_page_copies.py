@@ -13,7 +13,7 @@ import json
 import subprocess
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 
 import numpy as np
@@ -23,7 +23,7 @@ from sapwood_kernels.memcpy_batch import MemcpyBatch
 from sapwood_worker.cache.copies import PageCopy
 from sapwood_worker.cache.device_pool import DevicePool, page_bytes
 from sapwood_worker.cache.host_pool import HostPool
-from sapwood_worker.cache.page_movers import BatchLoader, KernelMover, PageLoader, PageStorer, StagedStorer
+from sapwood_worker.cache.page_movers import KernelMover, PageLoader, PageStorer, StagedStorer, record_addresses
 from sapwood_worker.cache.torch_transfer import host_tensor, pin
 
 LAYERS, PAGE, HEADS, DIM = 32, 16, 8, 128
@@ -43,6 +43,38 @@ def attempt(what: str, function: Callable[[], None]) -> None:
         torch.cuda.synchronize()
     except Exception:
         print(json.dumps({"what": what, "error": traceback.format_exc()[-1500:]}), flush=True)
+
+
+class BatchLoader:
+    """Loads by the copy engines: each layer one batch of a page's keys and a page's values.
+
+    Args:
+        device: The device pool.
+        host: The host pool, pinned.
+        batch: The driver's call.
+    """
+
+    def __init__(self, device: DevicePool, host: HostPool, batch: MemcpyBatch) -> None:
+        self._device = device
+        self._host = host
+        self._batch = batch
+
+    def load(self, copy: PageCopy) -> Iterator[None]:
+        """See PageLoader."""
+        pool = self._device
+        piece = self._host.page_bytes // (2 * len(pool.key_slots))
+        stream = torch.cuda.current_stream(pool.device).cuda_stream
+        within = copy.device.astype(np.uint64) * np.uint64(piece)
+        sources = record_addresses(self._host, copy.host)
+        for layer, (keys, values) in enumerate(zip(pool.key_slots, pool.value_slots, strict=True)):
+            first = sources + np.uint64(2 * layer * piece)
+            self._batch.copy(
+                np.concatenate([within + np.uint64(keys.data_ptr()), within + np.uint64(values.data_ptr())]),
+                np.concatenate([first, first + np.uint64(piece)]),
+                piece,
+                stream,
+            )
+            yield
 
 
 class Bench:

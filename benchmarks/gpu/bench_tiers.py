@@ -29,12 +29,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sapwood_kernels.memcpy_batch import MemcpyBatch
 from sapwood_worker.cache.copies import Copies, PageCopy
 from sapwood_worker.cache.hierarchical import HierarchicalCache
 from sapwood_worker.cache.host_pages import HostPages
-from sapwood_worker.cache.page_movers import BatchLoader, KernelMover, StagedStorer
-from sapwood_worker.cache.torch_transfer import CudaTransfer, host_tensor
 from sapwood_worker.runner.launched_step import LaunchedStep
 from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
 from sapwood_worker.sampling.params import SamplingParams
@@ -243,8 +240,6 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory; its config.json is enough")
     parser.add_argument("--pool-gb", type=float, default=12.0, help="device pool in GiB [default: 12]")
     parser.add_argument("--host-gb", type=float, default=20.0, help="host pool in GiB [default: 20]")
-    parser.add_argument("--load", default="", help="how pages are loaded: batch, or programs of the kernel")
-    parser.add_argument("--store", default="", help="how pages are stored: staged, or programs of the kernel")
     arguments = parser.parse_args()
     began = time.perf_counter()
     touch(1.2 * arguments.host_gb + 4)
@@ -252,23 +247,11 @@ def main() -> None:
     began = time.perf_counter()
     engine = Engine(arguments.model, arguments.pool_gb, arguments.host_gb)
     print(f"started in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
-    choose(engine.runner, arguments.load, arguments.store)
     for part in (bandwidth, first_token, write_through_cost, conversations):
         try:
             part(engine)
         except Exception:  # the other parts are worth having
             print(json.dumps({"what": part.__name__, "error": traceback.format_exc()[-2500:]}), flush=True)
-
-
-def choose(runner: ModelRunner, load: str, store: str) -> None:
-    """Replaces the runner's ways of moving pages."""
-    pool, host = runner._pool, runner.host_pool
-    if host is None or not (load and store):
-        return
-    tensor = host_tensor(pool, host)
-    loader = BatchLoader(pool, host, MemcpyBatch()) if load == "batch" else KernelMover(pool, tensor, int(load))
-    storer = StagedStorer(pool, host, MemcpyBatch()) if store == "staged" else KernelMover(pool, tensor, int(store))
-    runner._transfer = CudaTransfer(pool, storer, loader)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,5 @@ part() { # SECONDS COMMAND...
 }
 part 60 "$python" benchmarks/gpu/bench_page_copies.py
 part 75 "$python" benchmarks/gpu/check_tiers.py --model benchmarks/gpu/configs/qwen3-0.6b
-# The faster way of each direction that leaves the computation alone.
-ways=$("$python" benchmarks/gpu/choose_copies.py "$out")
-echo "# chosen: ${ways:=--load 64 --store staged}"
-part 150 "$python" benchmarks/gpu/bench_tiers.py --model benchmarks/gpu/configs/llama-3.1-8b $ways
+part 150 "$python" benchmarks/gpu/bench_tiers.py --model benchmarks/gpu/configs/llama-3.1-8b
 echo "# $(date +%T)"

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import pytest
@@ -111,19 +111,14 @@ class Engine:
             "SAPWOOD_TRACE_ENDPOINT": f"{BRIDGE}:{traces}",
         }
 
-    @property
-    def _pid(self) -> int | None:
-        try:
-            pid = int((self.folder / "pid").read_text())
-            os.kill(pid, 0)
-        except (OSError, ValueError):
-            return None
-        return pid
-
     def start(self) -> None:
         """Starts the daemon, unless it runs, and waits until it answers; skips the tests if it cannot run here."""
-        if self._pid is None:
-            (self.folder / "iptables").write_text(run("iptables-save"))
+        if self._pid() is None:
+            try:
+                rules = run("iptables-save")
+            except AssertionError as error:
+                skip(str(error))
+            (self.folder / "iptables").write_text(rules)
             roots = ["--data-root", self.cache / "data", "--exec-root", self.folder / "exec"]
             files = ["--pidfile", self.folder / "pid", "-H", self.variables["DOCKER_HOST"]]
             command = ["dockerd", *roots, *files, "--bip", f"{BRIDGE}/24"]
@@ -141,6 +136,14 @@ class Engine:
         )
         return done.returncode == 0
 
+    def _pid(self) -> int | None:
+        try:
+            pid = int((self.folder / "pid").read_text())
+            os.kill(pid, 0)
+        except (OSError, ValueError):
+            return None
+        return pid
+
     def docker(self, *arguments: object, timeout: float = 1200) -> str:
         """A docker command."""
         return run(DOCKER, *arguments, timeout=timeout, **self.variables)
@@ -157,13 +160,9 @@ class Engine:
         """A fact of a service's container."""
         return self.docker("inspect", "-f", template, self.container(service)).strip()
 
-    def address(self, service: str) -> str:
-        """A service's IP address."""
-        return self.inspect(service, "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}")
-
     def stop(self) -> None:
         """Removes containers and volumes, stops the daemon, and puts the machine's network back."""
-        pid = self._pid
+        pid = self._pid()
         if self._keep or not (self.folder / "iptables").exists():
             return
         if pid is not None:
@@ -171,7 +170,7 @@ class Engine:
             quietly(DOCKER, "compose", "-p", PROJECT, "down", "-v", "-t", "5", cwd=ROOT, env=environment)
             os.kill(pid, signal.SIGTERM)
             deadline = time.monotonic() + 120
-            while self._pid is not None and time.monotonic() < deadline:
+            while self._pid() is not None and time.monotonic() < deadline:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
                 time.sleep(0.2)
@@ -192,14 +191,14 @@ class Engine:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
 
 
-def skip(reason: str) -> None:
+def skip(reason: str) -> NoReturn:
     """Skips all tests, so that nobody takes it for success."""
     print(f"\n[containers] SKIPPED, no container can run here: {reason}", flush=True)
     pytest.skip(f"no container can run here: {reason}")
@@ -258,24 +257,6 @@ def _base_image(engine: Engine) -> None:
     archive.unlink()
 
 
-def _torch_wheel() -> None:
-    """Puts the torch that is meant for this machine where the worker's image takes it from: its own index knows it."""
-    wheels = ROOT / "docker/wheels"
-    if not any(wheels.glob("torch-*.whl")):
-        command = [
-            "-m",
-            "pip",
-            "download",
-            "-q",
-            "--no-deps",
-            "--only-binary",
-            ":all:",
-            "--python-version",
-            BASE_PYTHON,
-        ]
-        run(sys.executable, *command, "-d", wheels, "torch==2.13.0")
-
-
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
     """The engine with the images of the compose file's default profile."""
@@ -297,7 +278,10 @@ def engine() -> Iterator[Engine]:
             except AssertionError as error:
                 skip(str(error))
         with phase("images"):
-            _torch_wheel()
+            if not any((wheels := ROOT / "docker/wheels").glob("torch-*.whl")):
+                # This machine's own index knows which torch is meant for machines without a GPU.
+                command = ["-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
+                run(sys.executable, *command, "--python-version", BASE_PYTHON, "-d", wheels, "torch==2.13.0")
             found.compose("build", "--build-arg", f"REVISION={run('git', 'rev-parse', 'HEAD').strip()}")
         yield found
     finally:
@@ -404,16 +388,6 @@ def traces(engine: Engine) -> Iterator[Traces]:
     server.start()
     yield found
     server.stop(None)
-
-
-@pytest.fixture(scope="session")
-def image_sizes(engine: Engine) -> dict[str, float]:
-    """MB of each image of the default profile on top of the base image."""
-
-    def size(image: str) -> float:
-        return float(json.loads(engine.docker("image", "inspect", image))[0]["Size"]) / 1e6
-
-    return {name: size(f"sapwood-{name}") - size(BASE_IMAGE) for name in ("router", "tokenizer", "model", "worker")}
 
 
 @pytest.fixture(scope="session", name="wait_until")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,3 +112,21 @@ def test_the_estimate_of_memory_is_no_less_than_what_python_takes():
     finally:
         tracemalloc.stop()
     assert taken <= index.bytes_used * 1.1
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_a_million_distinct_prompts():
+    budget, held = 4_000_000, 2500
+    index = BlockIndex(budget)
+    index.reset("w")
+    resident = []
+    for number in range(1_000_000):
+        pages = [(4 * number + page).to_bytes(16) for page in range(4)]
+        index.store("w", Tier.GPU, pages)
+        if number >= held:  # the worker's cache is full: for what comes, something goes
+            index.drop("w", Tier.GPU, [(4 * (number - held) + page).to_bytes(16) for page in range(4)])
+        if number % 100_000 == 99_999:
+            assert index.bytes_used <= budget
+            resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    assert index.refused == 0
+    assert max(resident[1:]) - resident[1] < 2_000_000

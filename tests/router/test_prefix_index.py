@@ -1,10 +1,13 @@
 """The prefix index against a plain model of itself, and its bounds."""
 
 import itertools
+import os
 import random
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,3 +122,16 @@ def test_what_was_used_long_ago_counts_only_if_it_may() -> None:
     assert index.overlap("a", old) == 4
     assert index.overlap("a", old, within=5.0) == 2
     assert index.overlap("a", old, within=1.0) == 0
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_a_million_distinct_prompts() -> None:
+    budget = 4_000_000
+    index = PrefixIndex(budget, lambda: 0.0)
+    resident = []
+    for number in range(1_000_000):
+        index.insert(f"w{number % 4}", [(4 * number + page).to_bytes(16) for page in range(4)])
+        if number % 100_000 == 99_999:
+            assert budget * 0.9 < index.bytes_used <= budget
+            resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    assert max(resident[1:]) - resident[1] < 2_000_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import threading
 from array import array
 from pathlib import Path
@@ -20,6 +21,7 @@ from sapwood_worker.cache.storage.breaker import CircuitBreaker
 from sapwood_worker.cache.storage.executor import ThreadExecutor
 from sapwood_worker.cache.storage.factory import parse_storage
 from sapwood_worker.cache.storage.file import FileStorage
+from sapwood_worker.cache.storage.mooncake import MooncakeOptions, MooncakeStorage
 from sapwood_worker.cache.storage.opener import NEVER, break_even
 from sapwood_worker.cache.storage.record import namespace_of, seal, verify
 
@@ -250,3 +252,12 @@ def test_the_control_groups_limit_counts_but_not_what_it_could_drop(tmp_path: Pa
     assert available_memory(tmp_path, meminfo) == 8000
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory(tmp_path, meminfo) == 50 * 1024
+
+
+def test_a_mooncake_master_that_hangs_is_given_up() -> None:
+    pytest.importorskip("mooncake")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        options = MooncakeOptions(address, f"http://{address}/metadata")
+        with pytest.raises(StorageError, match="does not"):
+            MooncakeStorage(options, patience=1.0)

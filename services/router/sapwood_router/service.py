@@ -97,6 +97,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             )
         finally:
             close_all(runs)
+            runs.clear()  # the call and its callback refer to each other: let them keep nothing else until they are collected
 
     def _contexts(
         self, request: router_pb2.RouterGenerateRequest, request_id: str, metadata: dict[str, str], left: float | None

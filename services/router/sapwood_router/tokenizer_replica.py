@@ -68,11 +68,11 @@ class TokenizerReplica:
         try:
             answer: AnswerT = await running
             return answer
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        except asyncio.CancelledError:
+        except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
             if running in self._dropped:  # by the monitor: this task goes on
                 raise UnavailableError(f"tokenizer {self.address} does not answer", retry_after=1.0) from None
+            if isinstance(error, grpc.aio.AioRpcError):
+                raise from_rpc_error(error) from error
             raise
         finally:
             self._running.discard(running)

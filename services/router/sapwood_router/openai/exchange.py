@@ -102,8 +102,11 @@ class Exchange:
         )
 
     async def _watch(self, task: asyncio.Task[object], callback: Callable[[], None]) -> None:
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
+        try:
+            while (await self.receive())["type"] != "http.disconnect":
+                pass
+        except asyncio.CancelledError:  # kept in the task it would hold, through its frames, the whole request
+            return
         self.client_left = True
         callback()
         task.cancel()

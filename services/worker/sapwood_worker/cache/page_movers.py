@@ -1,4 +1,10 @@
-"""Ways of moving pages between a CUDA device and pinned host memory; ``benchmarks/gpu/bench_page_copies.py`` measures them."""
+"""Ways of moving pages between a CUDA device and pinned host memory.
+
+On an H200 (``benchmarks/gpu/bench_page_copies.py``; 1000 scattered pages of 2 MiB; plain pinned copies run at 55 GB/s each way):
+a kernel of few programs loads at 50 GB/s; the copy engines, with a piece for each layer's keys and values, at 47, and asking them
+takes the host 27 ms. A kernel stores at 51 GB/s while matrix products beside it take 1.4 times as long; gathered first and
+then fetched by the copy engines it is 52 GB/s and 1.05 times.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +20,7 @@ from sapwood_worker.cache.copies import PageCopy, PageIds
 from sapwood_worker.cache.device_pool import DevicePool
 from sapwood_worker.cache.host_pool import HostPool
 
+_PROGRAMS = 16
 _STAGING_BYTES = 64 << 20
 
 
@@ -42,7 +49,7 @@ class KernelMover:
         programs: How many programs of the kernel copy.
     """
 
-    def __init__(self, device: DevicePool, host: Tensor, programs: int) -> None:
+    def __init__(self, device: DevicePool, host: Tensor, programs: int = _PROGRAMS) -> None:
         from sapwood_kernels import triton_page_copy  # triton is there only with CUDA builds of torch
 
         self._device = device
@@ -65,38 +72,6 @@ class KernelMover:
         for layer in range(len(pool.key_slots)):
             keys, values = pool.key_pages(layer), pool.value_pages(layer)
             self._kernels.load_pages(keys, values, self._host, layer, *pages, programs=self._programs)
-            yield
-
-
-class BatchLoader:
-    """Implements :class:`PageLoader` by the copy engines: each layer one batch of a page's keys and a page's values.
-
-    Args:
-        device: The device pool.
-        host: The host pool, pinned.
-        batch: The driver's call.
-    """
-
-    def __init__(self, device: DevicePool, host: HostPool, batch: MemcpyBatch) -> None:
-        self._device = device
-        self._host = host
-        self._batch = batch
-
-    def load(self, copy: PageCopy) -> Iterator[None]:
-        """See PageLoader."""
-        pool = self._device
-        piece = self._host.page_bytes // (2 * len(pool.key_slots))
-        stream = torch.cuda.current_stream(pool.device).cuda_stream
-        within = copy.device.astype(np.uint64) * np.uint64(piece)
-        sources = record_addresses(self._host, copy.host)
-        for layer, (keys, values) in enumerate(zip(pool.key_slots, pool.value_slots, strict=True)):
-            first = sources + np.uint64(2 * layer * piece)
-            self._batch.copy(
-                np.concatenate([within + np.uint64(keys.data_ptr()), within + np.uint64(values.data_ptr())]),
-                np.concatenate([first, first + np.uint64(piece)]),
-                piece,
-                stream,
-            )
             yield
 
 

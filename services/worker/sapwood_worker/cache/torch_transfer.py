@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -19,15 +20,13 @@ from sapwood_worker.cache.transfer import Transfer
 Kernel = Callable[[Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
 """See ``sapwood_kernels.reference.store_pages``."""
 
-_PROGRAMS = 64
-
 
 def make_transfer(device: DevicePool, host: HostPool) -> Transfer:
     """The transfer between two pools; pins the host's memory if the device is a GPU."""
     if device.device.type != "cuda":
         return CpuTransfer(device, host)
     pin(host)
-    kernel = KernelMover(device, host_tensor(device, host), _PROGRAMS)
+    kernel = KernelMover(device, host_tensor(device, host))
     try:
         batch = MemcpyBatch()
     except AttributeError:  # an older driver
@@ -160,8 +159,11 @@ def pin(host: HostPool) -> None:
         RuntimeError: CUDA does not take it.
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = runtime.cudaHostRegister(host.records.ctypes.data, host.records.nbytes, 0)
+    address = host.records.ctypes.data
+    error = runtime.cudaHostRegister(address, host.records.nbytes, 0)
     if int(error) != 0:
         raise RuntimeError(
             f"the host cache of {host.records.nbytes} bytes could not be pinned: CUDA error {int(error)}"
         )
+    # Else the driver takes the addresses for its own when the memory is used for something else.
+    weakref.finalize(host, runtime.cudaHostUnregister, address).atexit = False

@@ -11,6 +11,10 @@ counter is kept for each busy tenant and for the ``MOST_IDLE`` that were busy la
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from sapwood_worker.scheduler.request import Request
+
 MOST_IDLE = 1024
 
 
@@ -44,6 +48,15 @@ class TenantFairness:
     def charge(self, tenant: str, tokens: int) -> None:
         """So many tokens are computed for a busy tenant."""
         self._counters[tenant] += tokens
+
+    def charge_each(self, requests: Sequence[Request]) -> None:
+        """One token is computed for each of these requests, whose tenants are busy."""
+        if len(self._busy) == 1 and requests:
+            self._counters[requests[0].tenant] += len(requests)
+            return
+        counters = self._counters
+        for request in requests:
+            counters[request.tenant] += 1
 
     def served(self, tenant: str) -> float:
         """A busy tenant's counter."""

@@ -34,7 +34,7 @@ Pooling = Literal["", "mean", "last", "cls"]
 
 @dataclass(slots=True)
 class ScheduledRequest:
-    """The part of one request that a step computes.
+    """The part of one request that a step computes. The scheduler's own: valid until the step's ``update()``.
 
     Attributes:
         request_id: For error messages and traces.

@@ -45,12 +45,10 @@ class PrefillAdder:
         """At most how many waiting requests this step could admit yet."""
         return min(self._budget, self._running.num_free_slots)
 
-    def continue_running(self) -> None:
-        """Adds the next chunk of each running request that is not through its prompt, by rank."""
-        for request in self._running.requests:
-            # Its ``remaining``, which would take twice as long for each of many that decode.
-            left = len(request.token_ids) + request.unknown - request.planned
-            if left > 1 and self._budget > 0 and not request.over:
+    def continue_running(self, requests: Sequence[Request]) -> None:
+        """Adds the next chunk of each of these running requests, by rank, which are not through their prompts."""
+        for request in requests:
+            if self._budget > 0 and request.slot >= 0:  # else it has been retracted
                 self._add(request)
 
     def should_wait(self, request: Request) -> bool:

@@ -10,8 +10,10 @@ import numpy.typing as npt
 
 from sapwood_worker.grammar.state import GrammarState
 from sapwood_worker.sampling.params import SamplingParams
-from sapwood_worker.scheduler.output import Pooling, TokenLogprobs
+from sapwood_worker.scheduler.output import Pooling, ScheduledRequest, TokenLogprobs
 from sapwood_worker.scheduler.state import RequestState, check_transition
+
+_NO_PART = ScheduledRequest("", -1, [], 0, False, SamplingParams())
 
 
 class Request:
@@ -43,10 +45,14 @@ class Request:
         waited: Steps that it waited in the queue before it ran last.
         rank: Set when it is admitted; the lower it is the later it is retracted.
         retractions: How often it was sent back to the queue.
+        capacity: Tokens that its pages hold; 0 without a row.
+        stops: The tokens that end it; set when it is let in.
+        part: What the runner was told of it last; set with the row.
+        spare: The same of the step before, to be written for the next.
         over: It has ended for its client, but steps in flight still compute it: it keeps its row until they are done.
         planned: As ``computed``, steps in flight included.
         in_flight: Steps in flight that compute it.
-        unknown: Tokens, 0 or 1, that a step in flight samples for it.
+        unknown: Tokens that steps in flight sample for it; 0 or 1 when a step is planned.
         shared: Whether what is computed of it may be shared when it ends.
         held: It waits for pages that are being fetched and is not to be admitted meanwhile.
         output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of before.
@@ -73,6 +79,7 @@ class Request:
         "admission",
         "arrival",
         "cached",
+        "capacity",
         "computed",
         "deadline",
         "grammar",
@@ -82,6 +89,7 @@ class Request:
         "namespace",
         "output_start",
         "over",
+        "part",
         "planned",
         "pooled",
         "pooling",
@@ -96,6 +104,8 @@ class Request:
         "serial",
         "shared",
         "slot",
+        "spare",
+        "stops",
         "tenant",
         "token_ids",
         "unknown",
@@ -148,6 +158,9 @@ class Request:
         self.held = False
         self.output_start = len(prompt) - output_tokens
         self.admission = -1
+        self.capacity = 0
+        self.stops: frozenset[int] = frozenset()
+        self.part = self.spare = _NO_PART
         self.prompt_logprobs: list[TokenLogprobs] = []
         self._scored = 0
         self._state = RequestState.WAITING

@@ -17,6 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sapwood_worker.scheduler.request import Request
+from sapwood_worker.scheduler.running_batch import RunningBatch
+from sapwood_worker.scheduler.state import RequestState
+from sapwood_worker.scheduler.waiting_queue import WaitingQueue
 
 _FIRST, _LEAST = 0.3, 0.05
 _DECAY = 0.995
@@ -53,6 +56,45 @@ class NewTokenRatio:
     def expected_tokens(self, request: Request) -> int:
         """Tokens that a request is expected to generate yet."""
         return int(self._conservativeness * self.ratio * _limit(request))
+
+
+class Retraction:
+    """Sends running requests back to the queue.
+
+    Args:
+        running: Where they are taken from.
+        waiting: Where they go to.
+        ratio: Is told when pages ran out.
+
+    Attributes:
+        num_retractions: For want of pages, since the start.
+        num_preemptions: To make room for a higher priority, since the start.
+    """
+
+    def __init__(self, running: RunningBatch, waiting: WaitingQueue, ratio: NewTokenRatio) -> None:
+        self._running = running
+        self._waiting = waiting
+        self._ratio = ratio
+        self.num_retractions = 0
+        self.num_preemptions = 0
+
+    def put_back(self, request: Request, step: int) -> None:
+        """Takes a request's row; it waits from ``step`` on. No step in flight may compute it."""
+        self._running.stop(request, RequestState.WAITING)
+        request.retractions += 1
+        request.queued_at = step
+        self._waiting.put_back(request)
+
+    def for_pages(self, step: int) -> None:
+        """Sends the last running request back for want of pages."""
+        self.put_back(choose_victim(self._running.requests), step)
+        self._ratio.retracted(self._running.requests)
+        self.num_retractions += 1
+
+    def for_priority(self, request: Request, step: int) -> None:
+        """Sends a request back to make room for one of a higher priority."""
+        self.put_back(request, step)
+        self.num_preemptions += 1
 
 
 def _limit(request: Request) -> int:

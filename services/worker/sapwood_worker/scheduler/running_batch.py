@@ -12,6 +12,7 @@ from sapwood_worker.cache.page_table import PageTable
 from sapwood_worker.cache.prefix_cache import PrefixCache
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.state import RequestState
+from sapwood_worker.scheduler.step_in_flight import make_part
 
 
 class RunningBatch:
@@ -87,13 +88,23 @@ class RunningBatch:
         assert allocated, f"request {request.request_id} was started without pages for it"
         request.computed += self._cache.load(request.slot)
         request.planned = request.computed
+        request.capacity = self.capacity(request)
+        request.part, request.spare = make_part(request), make_part(request)
         insort(self.requests, request, key=lambda other: other.rank)
 
-    def make_room(self, request: Request) -> bool:
-        """Sees to a page for the request's next token; False, and nothing done, if there is none."""
-        if request.planned < self._table.length(request.slot) * self._page_size:
+    def capacity(self, request: Request) -> int:
+        """Tokens that the pages of a running request hold."""
+        return self._table.length(request.slot) * self._page_size
+
+    def make_room(self, request: Request, tokens: int) -> bool:
+        """Sees to pages for so many tokens of a request; False, and nothing done, if there are none."""
+        if tokens <= request.capacity:
             return True
-        return self._cache.allocate(request.slot, 1)
+        missing = self.pages_for(tokens) - self._table.length(request.slot)
+        if not self._cache.allocate(request.slot, missing):
+            return False
+        request.capacity += missing * self._page_size
+        return True
 
     def commit(self, request: Request) -> None:
         """Shares the full pages of what is computed of a request with those to come."""
@@ -113,5 +124,6 @@ class RunningBatch:
         self._table.close(request.slot)
         self.requests.remove(request)
         request.slot = -1
+        request.capacity = 0
         request.computed = request.planned = request.unknown = 0
         request.become(state)

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_worker.cache.hierarchical import HierarchicalCache
@@ -25,36 +24,24 @@ from sapwood_worker.cache.kv_events import KvEvent, KvEventLog
 from sapwood_worker.cache.page_allocator import PageAllocator
 from sapwood_worker.cache.page_table import PageTable
 from sapwood_worker.cache.prefix_cache import PrefixCache
+from sapwood_worker.scheduler.admission import Admission
 from sapwood_worker.scheduler.admission_order import AdmissionOrder
+from sapwood_worker.scheduler.completion import end_output, stop_tokens, take_token
 from sapwood_worker.scheduler.config import SchedulerConfig
+from sapwood_worker.scheduler.consistency import check_requests
 from sapwood_worker.scheduler.deadlines import Deadlines
 from sapwood_worker.scheduler.fairness import TenantFairness
 from sapwood_worker.scheduler.load import Load
-from sapwood_worker.scheduler.output import (
-    FinishReason,
-    ModelOutput,
-    RequestOutput,
-    ScheduledRequest,
-    SchedulerOutput,
-    TokenLogprobs,
-)
+from sapwood_worker.scheduler.output import ModelOutput, RequestOutput, SchedulerOutput
 from sapwood_worker.scheduler.policy import make_policy
 from sapwood_worker.scheduler.prefill_adder import PrefillAdder
 from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.retraction import NewTokenRatio, choose_victim
+from sapwood_worker.scheduler.retraction import NewTokenRatio, Retraction
 from sapwood_worker.scheduler.running_batch import RunningBatch
+from sapwood_worker.scheduler.running_plan import plan_running
 from sapwood_worker.scheduler.state import RequestState
+from sapwood_worker.scheduler.step_in_flight import StepInFlight
 from sapwood_worker.scheduler.waiting_queue import WaitingQueue
-
-_NO_LOGPROBS: list[TokenLogprobs] = []
-
-
-class _Item(NamedTuple):
-    """What a step in flight computes of a request, and whether it samples."""
-
-    request: Request
-    tokens: int
-    samples: bool
 
 
 class Scheduler:
@@ -104,16 +91,24 @@ class Scheduler:
             starved_after=config.starved_after,
         )
         self._ratio = NewTokenRatio(config.conservativeness)
-        self._in_flight: deque[list[_Item]] = deque()
+        self._retraction = Retraction(self._running, self._waiting, self._ratio)
+        self._admission = Admission(
+            self._waiting, self._running, self._order, self._fairness, self._retraction, self._ratio, tiers
+        )
+        self._in_flight: deque[StepInFlight] = deque()
         self._steps = 0
         self._arrivals = 0
-        self._prompt_tokens = 0
-        self._cached_tokens = 0
         self._paused = self._retract_all = False
-        self.num_retractions = 0
+
+    @property
+    def num_retractions(self) -> int:
         """Retractions for want of pages since the start."""
-        self.num_preemptions = 0
+        return self._retraction.num_retractions
+
+    @property
+    def num_preemptions(self) -> int:
         """Retractions to make room for a higher priority since the start."""
+        return self._retraction.num_preemptions
 
     @property
     def has_work(self) -> bool:
@@ -166,6 +161,7 @@ class Scheduler:
         if request.deadline is not None:
             self._deadlines.add(request.serial, request.deadline, self._requests)
         request.max_length = min(self._limit, request.max_length)
+        request.stops = stop_tokens(request.sampling, self._config.eos_token_ids)
         request.arrival = self._arrivals
         request.queued_at = self._steps
         self._arrivals += 1
@@ -191,7 +187,7 @@ class Scheduler:
         for serial in self._deadlines.passed(self._clock()):
             request = self._requests.get(serial)
             if request is not None and not request.over:
-                outputs.append(self._output(request, [], "deadline"))
+                outputs.append(end_output(request, "deadline"))
                 self.abort(serial)
         self._cache.expire_pins(self._clock())
         return outputs
@@ -214,9 +210,7 @@ class Scheduler:
     @property
     def plans_ahead(self) -> bool:
         """Whether the next step may be planned while one is in flight: a grammar must see each token before the next."""
-        return len(self._in_flight) < 2 and not any(
-            item.samples and item.request.grammar is not None for step in self._in_flight for item in step
-        )
+        return len(self._in_flight) < 2 and not any(step.awaits_grammar for step in self._in_flight)
 
     def schedule(self) -> SchedulerOutput:
         """Plans the next step; it is false if there is nothing to do, or nothing until :meth:`update`.
@@ -230,25 +224,26 @@ class Scheduler:
         if self._paused:
             self._halt()
             return SchedulerOutput(self._steps, self._running.rows, [])
-        if self._order.by_priority and len(self._running) and len(self._waiting):
-            obstructed = self._preempt()
-            if obstructed:
-                return SchedulerOutput(self._steps, self._running.rows, [])
-        decodes, retracted = self._plan_decodes()
-        if decodes is None:
-            return SchedulerOutput(self._steps, self._running.rows, [])
-        budget = max(1, self._config.max_step_tokens - len(decodes))
-        computing = [(item.request, item.tokens) for each in self._in_flight for item in each]
+        nothing = SchedulerOutput(self._steps, self._running.rows, [])
+        in_flight = bool(self._in_flight)
+        if self._admission.preempt(self._steps, in_flight=in_flight):
+            return nothing
+        retractions = self.num_retractions
+        plan = plan_running(self._running, self._retraction, self._steps, in_flight=in_flight)
+        if plan is None:
+            return nothing
+        budget = max(1, self._config.max_step_tokens - len(plan.decodes))
+        computing = [chunk for step in self._in_flight for chunk in step.chunks]
         adder = PrefillAdder(self._running, budget, self._ratio, computing)
-        adder.continue_running()
-        if not retracted:
+        adder.continue_running(plan.unfinished)
+        if self.num_retractions == retractions:
             self._ratio.step()
-            self._admit(adder)
-        step = decodes + adder.chunks
+            self._admission.admit(adder, self._steps)
         copies = self._tiers.take() if self._tiers is not None else None
-        output = SchedulerOutput(self._steps, self._running.rows, [_scheduled(*item) for item in step], copies)
+        step = StepInFlight(plan.decodes, adder.chunks)
+        output = SchedulerOutput(self._steps, self._running.rows, step.parts, copies)
         if output:
-            self._in_flight.append([_launched(*item) for item in step])
+            self._in_flight.append(step)
             self._steps += 1
         return output
 
@@ -260,37 +255,35 @@ class Scheduler:
         if self._tiers is not None:
             self._tiers.ended(output.copied)
         outputs: list[RequestOutput] = []
-        for index, ((request, count, samples), token) in enumerate(zip(step, output.token_ids, strict=True)):
-            if index in output.prompt_logprobs:
-                request.add_prompt_logprobs(request.computed, output.prompt_logprobs[index])
-            request.computed += count
+        self._fairness.charge_each(step.decodes)
+        logprobs = output.logprobs
+        for index, (request, token) in enumerate(zip(step.decodes, output.token_ids, strict=False)):
+            request.computed += 1
             request.in_flight -= 1
-            request.unknown -= samples
+            request.unknown -= 1
             if request.over:
                 if not request.in_flight:
                     self._finish(request)
                 continue
-            if request.pooling:
-                request.add_pooled(request.computed - count, output.pooled[index])
-                if request.computed == request.prompt_length:
-                    outputs.append(self._output(request, [], "stop", embedding=request.embedding))
-                    self._finish(request)
-                    continue
-            prefill = count > 1 or request.generated == 0
-            if samples:
-                outputs.append(self._take_token(request, token, output.logprobs.get(index)))
-            if prefill and request.state is RequestState.RUNNING:
-                self._running.commit(request)  # who shares the prompt finds it from now on
+            taken = take_token(request, token, logprobs.get(index) if logprobs else None)
+            outputs.append(taken)
+            if taken.finish_reason is not None:
+                self._end(request)
+        first = len(step.decodes)
+        for index, ((request, count), samples) in enumerate(zip(step.chunks, step.samples, strict=True), first):
+            got = self._take_chunk(request, count, samples, index, output)
+            if got is not None:
+                outputs.append(got)
         return outputs
 
     def fail_step(self, error: str) -> list[RequestOutput]:
         """The steps in flight came to nothing: ends their requests, and nothing more of them is shared."""
         outputs: list[RequestOutput] = []
-        failed = {item.request.serial: item.request for step in self._in_flight for item in step}
+        failed = {request.serial: request for step in self._in_flight for request in step.requests}
         self._in_flight.clear()
         for request in failed.values():
             if not request.over:
-                outputs.append(self._output(request, [], "error", error))
+                outputs.append(end_output(request, "error", error))
             request.in_flight = 0
             request.shared = False
             self._finish(request)
@@ -329,7 +322,9 @@ class Scheduler:
 
     def load(self) -> Load:
         """The load now. O(running)."""
-        prefill = sum(request.remaining for request in self._running.requests if request.remaining > 1)
+        # As ``remaining``, which would take longer than all else here.
+        left = [len(each.token_ids) + each.unknown - each.planned for each in self._running.requests]
+        prefill = sum(tokens for tokens in left if tokens > 1)
         hits = self._tiers.counters if self._tiers is not None else None
         size = self._config.page_size
         return Load(
@@ -339,9 +334,9 @@ class Scheduler:
             used_pages=self._allocator.num_used,
             evictable_pages=self._cache.num_evictable,
             num_pages=self._config.num_pages,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            device_hit_tokens=self._cached_tokens if hits is None else hits.device_hits * size,
+            prompt_tokens=self._admission.prompt_tokens,
+            cached_tokens=self._admission.cached_tokens,
+            device_hit_tokens=self._admission.cached_tokens if hits is None else hits.device_hits * size,
             host_hit_tokens=0 if hits is None else hits.host_hits * size,
         )
 
@@ -364,163 +359,43 @@ class Scheduler:
         self._cache.check()
         if self._tiers is not None:
             self._tiers.check()
-        found: set[Request] = set()
-        tokens = 0
-        for request in self._waiting:
-            assert request.state is RequestState.WAITING and request.slot < 0
-            tokens += request.remaining
-            found.add(request)
-        assert tokens == self._waiting.num_tokens and len(found) == len(self._waiting), "the queue is miscounted"
-        ranks = [request.rank for request in self._running.requests]
-        assert ranks == sorted(ranks), "what runs is not in order"
-        flights = Counter(item.request.serial for step in self._in_flight for item in step)
-        for request in self._running.requests:
-            assert request.state is RequestState.RUNNING and request.slot >= 0
-            assert request.in_flight == flights[request.serial], "steps in flight are miscounted"
-            assert request.in_flight or (request.planned == request.computed and not request.unknown)
-            assert request.in_flight or not request.over, "a request is over, but still there"
-            found.add(request)
-        assert len(found) == len(self._waiting) + len(self._running), "a request is in two places"
-        assert found == set(self._requests.values()), "a request is nowhere"
+        check_requests(self._requests, self._waiting, self._running, self._in_flight)
         if not self._requests:
             self.check_idle()
-
-    def _plan_decodes(self) -> tuple[list[tuple[Request, int]] | None, bool]:
-        """One token of each request that decodes, by rank, and whether any was retracted to make room.
-
-        None: one would have to be retracted that a step in flight may compute.
-        """
-        decodes: list[tuple[Request, int]] = []
-        retracted = False
-        make_room = self._running.make_room
-        for request in tuple(self._running.requests):
-            known = len(request.token_ids) + request.unknown
-            # The second: the token in flight is its last.
-            if known - request.planned != 1 or known >= request.max_length + (not request.unknown) or request.over:
-                continue
-            if retracted and request.state is not RequestState.RUNNING:
-                continue
-            while not make_room(request):
-                if self._in_flight:
-                    return None, False
-                self._retract(choose_victim(self._running.requests))
-                retracted = True
-                if request.state is not RequestState.RUNNING:
-                    break
-            else:
-                decodes.append((request, 1))
-        return decodes, retracted
-
-    def _retract(self, request: Request) -> None:
-        """Sends the last running request back for want of pages; it has no part in the step yet, as those of a higher rank are
-        planned first."""
-        self._put_back(request)
-        self._ratio.retracted(self._running.requests)
-        self.num_retractions += 1
-
-    def _put_back(self, request: Request) -> None:
-        self._running.stop(request, RequestState.WAITING)
-        request.retractions += 1
-        request.queued_at = self._steps
-        self._waiting.put_back(request)
 
     def _halt(self) -> None:
         if not self._in_flight:
             while self._retract_all and self._running.requests:
-                self._put_back(choose_victim(self._running.requests))
+                self._retraction.put_back(self._running.requests[-1], self._steps)
             self._retract_all = False
 
-    def _preempt(self) -> bool:
-        """Makes room for the first waiting request at the cost of running ones of a lower level.
-
-        Returns:
-            Whether it cannot be done while a step is in flight.
-        """
-        first = next(self._order.order(self._waiting, self._steps), None)
-        if first is None:  # all of them wait for pages that are being fetched
-            return False
-        level = self._order.level(first, self._steps)
-        running = self._running.requests
-        while running and -running[-1].rank[0] < level:
-            if self._running.num_free_slots and PrefillAdder(self._running, 1, self._ratio).fits(first):
-                return False
-            if self._in_flight:
-                return True
-            self._put_back(running[-1])
-            self.num_preemptions += 1
-        return False
-
-    def _admit(self, adder: PrefillAdder) -> None:
-        if adder.num_admissible < 1 or not len(self._waiting):
-            return
-        for request in self._order.order(self._waiting, self._steps):
-            if adder.num_admissible < 1 or adder.should_wait(request):
-                break
-            tokens = request.remaining
-            request.rank = (-self._order.level(request, self._steps), request.arrival)
-            if not adder.admit(request):
-                break
-            self._waiting.remove(request, tokens)
-            if self._tiers is not None:
-                self._tiers.settle(request.serial)
-            request.waited += self._steps - request.queued_at
-            if request.cached is None:
-                request.cached = request.computed
-                self._prompt_tokens += request.prompt_length
-                self._cached_tokens += request.cached
-                self._fairness.charge(request.tenant, request.remaining)
-
-    def _take_token(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
-        if token < 0:
-            request.shared = False
-            output = self._output(request, [], "error", "the model's logits are not finite numbers")
+    def _take_chunk(
+        self, request: Request, count: int, samples: bool, index: int, output: ModelOutput
+    ) -> RequestOutput | None:
+        """A chunk of a prompt has been computed, the step's ``index``-th part; what the request gets."""
+        start = request.computed
+        if index in output.prompt_logprobs:
+            request.add_prompt_logprobs(start, output.prompt_logprobs[index])
+        request.computed += count
+        request.in_flight -= 1
+        request.unknown -= samples
+        if request.over:
+            if not request.in_flight:
+                self._finish(request)
+            return None
+        taken: RequestOutput | None = None
+        if request.pooling:
+            request.add_pooled(start, output.pooled[index])
+            if request.computed == request.prompt_length:
+                taken = end_output(request, "stop", embedding=request.embedding)
+        elif samples:
+            self._fairness.charge(request.tenant, 1)
+            taken = take_token(request, output.token_ids[index], output.logprobs.get(index))
+        if taken is not None and taken.finish_reason is not None:
             self._end(request)
-            return output
-        if request.grammar is not None and not request.grammar.accept(token):
-            output = self._output(request, [], "error", f"grammar: {request.grammar.error}", "grammar")
-            self._end(request)
-            return output
-        request.token_ids.append(token)
-        self._fairness.charge(request.tenant, 1)
-        reason = self._finish_reason(request, token)
-        output = self._output(request, [token], reason, logprobs=[] if logprobs is None else [logprobs])
-        if request.prompt_logprobs:
-            request.prompt_logprobs = []
-        if reason is not None:
-            self._end(request)
-        return output
-
-    def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
-        sampling = request.sampling
-        if token in sampling.stop_token_ids or (token in self._config.eos_token_ids and not sampling.ignore_eos):
-            return "stop"
-        if request.grammar is not None and request.grammar.finished:
-            return "stop"
-        return "length" if len(request.token_ids) >= request.max_length else None
-
-    def _output(
-        self,
-        request: Request,
-        tokens: list[int],
-        reason: FinishReason | None,
-        error: str = "",
-        error_field: str = "",
-        logprobs: list[TokenLogprobs] = _NO_LOGPROBS,
-        embedding: bytes = b"",
-    ) -> RequestOutput:
-        return RequestOutput(
-            request.serial,
-            tokens,
-            reason,
-            request.prompt_length,
-            request.generated,
-            request.cached or 0,
-            error,
-            error_field,
-            logprobs,
-            request.prompt_logprobs,
-            embedding=embedding,
-        )
+        if request.state is RequestState.RUNNING:
+            self._running.commit(request)  # who shares the prompt finds it from now on
+        return taken
 
     def _end(self, request: Request) -> None:
         """Ends a request once no step in flight computes it."""
@@ -547,40 +422,3 @@ class Scheduler:
 
     def _match_path(self, request: Request) -> list[int]:
         return self._cache.path(request.reusable, request.namespace)
-
-
-def _launched(request: Request, count: int) -> _Item:
-    """Notes that a step is on its way."""
-    request.planned += count
-    request.in_flight += 1
-    samples = request.remaining == 0 and not request.pooling
-    request.unknown += samples
-    return _Item(request, count, samples)
-
-
-def _scheduled(request: Request, count: int) -> ScheduledRequest:
-    start = request.planned
-    end = start + count
-    known = request.token_ids
-    if count == 1:
-        token_ids = [known[start] if start < len(known) else -1]
-    else:
-        token_ids = known[start:end].tolist()
-        if len(token_ids) < count:
-            token_ids.append(-1)
-    return ScheduledRequest(
-        request_id=request.request_id,
-        slot=request.slot,
-        token_ids=token_ids,
-        start=start,
-        samples=end == len(request.token_ids) + request.unknown and not request.pooling,
-        sampling=request.sampling,
-        grammar=request.grammar,
-        admission=request.admission,
-        history=request.token_ids,
-        output_start=request.output_start,
-        prompt_length=request.prompt_length,
-        prompt_logprobs=request.wanted_prompt_logprobs,
-        serial=request.serial,
-        pooling=request.pooling,
-    )

@@ -1,0 +1,286 @@
+"""The routers under measurement as processes: ours and its peers from PyPI, each in front of the same mock workers."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PEERS = HERE.parent / ".peers"
+_READY_SECONDS = 60.0
+_TICKS = os.sysconf("SC_CLK_TCK")
+PEER_VERSIONS = {"smg": "1.13.0", "sglang-router": "0.3.2", "vllm-router": "0.1.17"}
+_PEER_NEEDS = ("setproctitle", "orjson", "fastapi", "uvicorn", "aiohttp", "requests")
+"""What their launchers import."""
+OURS = "sapwood"
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process and of its children, all threads."""
+    total = 0.0
+    for each in (pid, *_children(pid)):
+        with contextlib.suppress(OSError):
+            # After the name, which may hold anything: the state is field 3, utime 14, stime 15.
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            total += (int(fields[11]) + int(fields[12])) / _TICKS
+    return total
+
+
+def resident_mb(pid: int) -> float:
+    """Resident memory of a process and of its children, in MB."""
+    total = 0.0
+    for each in (pid, *_children(pid)):
+        with contextlib.suppress(OSError):
+            pages = int(Path(f"/proc/{each}/statm").read_text().split()[1])
+            total += pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return total
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        direct = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return [each for child in direct for each in (child, *_children(child))]
+
+
+@dataclass
+class Process:
+    """A started process; ``stop`` ends it."""
+
+    command: list[str]
+    environment: dict[str, str]
+    log: Path
+    handle: subprocess.Popen[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        with self.log.open("ab") as log:
+            self.handle = subprocess.Popen(
+                self.command, env={**os.environ, **self.environment}, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.handle.pid
+
+    def stop(self) -> None:
+        """At once."""
+        with contextlib.suppress(ProcessLookupError):
+            self.handle.send_signal(signal.SIGCONT)
+        self.handle.kill()
+        self.handle.wait()
+
+
+@dataclass(frozen=True)
+class Times:
+    """What the mock workers take; see ``mock_worker.py``."""
+
+    blocks: int = 1_000_000
+    base_ms: float = 0.0
+    block_us: float = 0.0
+    pace_ms: float = 0.0
+    max_running: int = 256
+
+
+class Workers:
+    """Four mock workers and the mock tokenizer. Use as a context manager.
+
+    Args:
+        times: Of all workers.
+        folder: For logs.
+        count: How many.
+    """
+
+    def __init__(self, times: Times, folder: Path, count: int = 4) -> None:
+        self._times = times
+        self._folder = folder
+        self.http_ports = [free_port() for _ in range(count)]
+        self.grpc_ports = [free_port() for _ in range(count)]
+        self.tokenizer_port = free_port()
+        self.processes: list[Process] = []
+        self._epoch = 0
+
+    def start_worker(self, number: int) -> Process:
+        """Starts one, on its ports."""
+        self._epoch += 1
+        times = self._times
+        flags = {
+            "--http-port": self.http_ports[number],
+            "--grpc-port": self.grpc_ports[number],
+            "--blocks": times.blocks,
+            "--base-ms": times.base_ms,
+            "--block-us": times.block_us,
+            "--pace-ms": times.pace_ms,
+            "--max-running": times.max_running,
+            "--epoch": self._epoch,
+        }
+        return self._start("mock_worker", *(str(part) for pair in flags.items() for part in pair))
+
+    def __enter__(self) -> Workers:
+        self.processes = [self.start_worker(number) for number in range(len(self.http_ports))]
+        self.processes.append(self._start("mock_tokenizer", "--port", str(self.tokenizer_port)))
+        try:
+            for port in self.http_ports:
+                wait_for(lambda port=port: get(port, "/stats")[0] == 200, f"mock worker on {port}")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.stop()
+
+    def _start(self, module: str, *flags: str) -> Process:
+        command = [sys.executable, "-m", f"router_load.{module}", *flags]
+        return Process(command, {"PYTHONPATH": _path(HERE.parent)}, self._folder / f"{module}.log")
+
+
+@dataclass
+class Router:
+    """A running router: where it takes requests, and its process."""
+
+    engine: str
+    process: Process
+    http_port: int
+    grpc_port: int = 0
+
+    def rest(self) -> None:
+        """Waits until it has nothing left to do."""
+        before = -1.0
+        while (now := cpu_seconds(self.process.pid)) - before > 0.02:
+            before = now
+            time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def running(engine: str, workers: Workers, folder: Path, *flags: str, policy: str = "cache_aware") -> Iterator[Router]:
+    """A router in front of the workers, ready for requests."""
+    start = _start_ours if engine == OURS else _start_peer
+    router = start(engine, workers, folder, policy, flags)
+    try:
+        _await_ready(router, workers)
+        yield router
+    finally:
+        router.process.stop()
+
+
+def _start_ours(engine: str, workers: Workers, folder: Path, policy: str, flags: tuple[str, ...]) -> Router:
+    http_port, grpc_port = free_port(), free_port()
+    command = [
+        *(sys.executable, "-m", "sapwood_router", "--host", "127.0.0.1", "--log-level", "warning"),
+        *("--http-port", str(http_port), "--port", str(grpc_port), "--policy", policy),
+        *("--tokenizer", f"127.0.0.1:{workers.tokenizer_port}"),
+        *("--workers", *(f"127.0.0.1:{port}" for port in workers.grpc_ports)),
+        *flags,
+    ]
+    return Router(engine, Process(command, {}, folder / f"{engine}.log"), http_port, grpc_port)
+
+
+def _start_peer(engine: str, workers: Workers, folder: Path, policy: str, flags: tuple[str, ...]) -> Router:
+    port = free_port()
+    module = {
+        "smg": ("smg", "launch"),
+        "sglang-router": ("sglang_router", "launch"),
+        "vllm-router": ("vllm_router.launch_router",),
+    }[engine]
+    urls = [f"http://127.0.0.1:{port}" for port in workers.http_ports]
+    command = [sys.executable, "-m", *module, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--policy", policy, "--worker-urls", *urls, "--prometheus-port", str(free_port())]
+    command += ["--log-level", "warning" if engine == "vllm-router" else "warn", *flags]
+    path = _path(PEERS / engine, PEERS / "shared")
+    return Router(engine, Process(command, {"PYTHONPATH": path}, folder / f"{engine}.log"), port)
+
+
+def _await_ready(router: Router, workers: Workers) -> None:
+    """Until every worker has answered a request."""
+
+    def served() -> bool:
+        post(router.http_port, "/v1/completions", b'{"model":"mock","prompt":"%d","max_tokens":1}' % time.time_ns())
+        return all(get(port, "/stats")[1].find(b'"requests":0') < 0 for port in workers.http_ports)
+
+    def answers() -> bool:
+        assert router.process.handle.poll() is None, f"{router.engine} ended; see {router.process.log}"
+        body = b'{"model":"mock","prompt":"Hello","max_tokens":1}'
+        return post(router.http_port, "/v1/completions", body)[0] == 200
+
+    wait_for(answers, router.engine)
+    with contextlib.suppress(TimeoutError):  # a cache-aware router may well keep to one worker
+        wait_for(served, router.engine, 3.0)
+    for port in workers.http_ports:
+        get(port, "/reset")
+
+
+def get(port: int, path: str) -> tuple[int, bytes]:
+    """One HTTP request; status 0 if nobody answers."""
+    return _ask("GET", port, path, None)
+
+
+def post(port: int, path: str, body: bytes) -> tuple[int, bytes]:
+    """The same with a JSON body."""
+    return _ask("POST", port, path, body)
+
+
+def _ask(method: str, port: int, path: str, body: bytes | None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request(method, path, body, {"content-type": "application/json"} if body is not None else {})
+        response = connection.getresponse()
+        return response.status, response.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = _READY_SECONDS) -> None:
+    """Returns once the condition holds.
+
+    Raises:
+        TimeoutError: It did not within ``seconds``.
+    """
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            raise TimeoutError(f"{what} is not ready after {seconds:g} s")
+        time.sleep(0.05)
+
+
+def install_peers() -> list[str]:
+    """Installs what is missing of the peers, each into a folder of its own, and returns the names of those that are there."""
+    present = []
+    for name, version in PEER_VERSIONS.items():
+        target = PEERS / name
+        if target.exists() or _pip("--no-deps", "--target", str(target), f"{name}=={version}"):
+            present.append(name)
+        else:
+            print(f"{name} {version} cannot be installed here: left out", file=sys.stderr)
+    if present and not (PEERS / "shared").exists():
+        _pip("--target", str(PEERS / "shared"), *_PEER_NEEDS)
+    return present
+
+
+def _pip(*arguments: str) -> bool:
+    command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+def _path(*folders: Path) -> str:
+    return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)

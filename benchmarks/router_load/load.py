@@ -1,0 +1,230 @@
+"""Closed-loop load on a router: so many clients, each with a connection of its own, ask one request after another."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import grpc
+import httptools
+import msgspec
+from router_load.mock_worker import MODEL, WORD
+
+from sapwood.v1 import common_pb2, router_pb2, router_pb2_grpc
+
+_DONE = b"data: [DONE]"
+
+
+@dataclass
+class Result:
+    """What a load saw. Latencies and times of the first byte of the body in seconds, of requests that went well."""
+
+    seconds: float = 0.0
+    latencies: list[float] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    statuses: dict[int, int] = field(default_factory=dict)
+    broken: int = 0
+    """Answers that ended early, or that were not complete."""
+    ended_at: list[float] = field(default_factory=list)
+
+    def add(self, answer: Answer, whole: bool) -> None:
+        self.statuses[answer.status] = self.statuses.get(answer.status, 0) + 1
+        if answer.status == 200 and whole:
+            self.latencies.append(answer.ended - answer.began)
+            self.first.append(answer.first - answer.began)
+            self.ended_at.append(answer.ended)
+        elif answer.status == 200:
+            self.broken += 1
+
+    @property
+    def failed(self) -> int:
+        return self.broken + sum(count for status, count in self.statuses.items() if status != 200)
+
+
+def percentile(values: list[float], share: float) -> float:
+    """A percentile; 0 of nothing."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
+
+
+@dataclass
+class Answer:
+    """A response as it came; status 0 if the connection broke before it."""
+
+    began: float
+    status: int = 0
+    first: float = 0.0
+    ended: float = 0.0
+    body: bytes = b""
+
+
+class HttpClient(asyncio.Protocol):
+    """One keep-alive connection."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._parser: Any = None
+        self._answer: Answer | None = None
+        self._parts: list[bytes] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._begun: asyncio.Future[None] | None = None
+
+    @classmethod
+    async def connect(cls, port: int) -> HttpClient:
+        _, client = await asyncio.get_running_loop().create_connection(cls, "127.0.0.1", port)
+        return client
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._wake()
+        if self._begun is not None and not self._begun.done():
+            self._begun.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.close()
+
+    def on_body(self, body: bytes) -> None:
+        assert self._answer is not None
+        if not self._parts:
+            self._answer.first = time.perf_counter()
+            if self._begun is not None and not self._begun.done():
+                self._begun.set_result(None)
+        self._parts.append(body)
+
+    def on_message_complete(self) -> None:
+        assert self._answer is not None
+        self._answer.status = self._parser.get_status_code()
+        self._wake()
+
+    async def ask(self, request: bytes) -> Answer:
+        """Sends a whole request, headers included, and waits for the whole answer."""
+        answer = self.send(request)
+        if self._transport is None or self._waiter is None:
+            return answer
+        await self._waiter
+        answer.ended = time.perf_counter()
+        answer.body = b"".join(self._parts)
+        return answer
+
+    def send(self, request: bytes) -> Answer:
+        """Sends it, and waits for nothing."""
+        answer = self._answer = Answer(time.perf_counter())
+        self._parts = []
+        self._parser = httptools.HttpResponseParser(self)
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._begun = asyncio.get_running_loop().create_future()
+        if self._transport is not None:
+            self._transport.write(request)
+        return answer
+
+    async def begun(self) -> None:
+        """Returns once the first of the body came, or the connection is over."""
+        assert self._begun is not None
+        await self._begun
+
+    @property
+    def open(self) -> bool:
+        return self._transport is not None
+
+    def pause(self) -> None:
+        """Reads no more."""
+        assert self._transport is not None
+        self._transport.pause_reading()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def http_request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
+    """A request as bytes."""
+    raw = msgspec.json.encode({"model": MODEL, **body})
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+    return head.encode() + raw
+
+
+def is_whole(answer: Answer, tokens: int, stream: bool) -> bool:
+    """Whether all of the text is there: a router may end a broken stream as if nothing had happened."""
+    words = answer.body.count(WORD.encode())
+    return words == tokens and (not stream or _DONE in answer.body) and b'"error"' not in answer.body
+
+
+async def http_load(
+    port: int, make: Callable[[int], bytes], tokens: int, stream: bool, *, concurrency: int, count: int
+) -> Result:
+    """``count`` requests, made by ``make`` from their numbers."""
+    result = Result()
+    numbers = itertools.count()
+
+    async def client() -> None:
+        connection = await HttpClient.connect(port)
+        while (number := next(numbers)) < count:
+            if not connection.open:
+                connection = await HttpClient.connect(port)
+            answer = await connection.ask(make(number))
+            result.add(answer, is_whole(answer, tokens, stream))
+        connection.close()
+
+    began = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(min(concurrency, count))))
+    result.seconds = time.perf_counter() - began
+    return result
+
+
+async def grpc_load(
+    port: int, make: Callable[[int], list[int]], tokens: int, *, concurrency: int, count: int, channels: int = 8
+) -> Result:
+    """The same over gRPC, with streams of token ids."""
+    result = Result()
+    numbers = itertools.count()
+    async with _stubs(port, channels) as stubs:
+
+        async def client(which: int) -> None:
+            stub = stubs[which % len(stubs)]
+            while (number := next(numbers)) < count:
+                request = router_pb2.RouterGenerateRequest(
+                    tokens=common_pb2.TokenIds(ids=make(number)),
+                    sampling=common_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True),
+                )
+                answer = Answer(time.perf_counter())
+                got = 0
+                try:
+                    async for response in stub.Generate(request):
+                        answer.first = answer.first or time.perf_counter()
+                        got += len(response.token_ids)
+                    answer.status = 200
+                except grpc.aio.AioRpcError:
+                    answer.status = 500
+                answer.ended = time.perf_counter()
+                result.add(answer, got == tokens)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(client(which) for which in range(min(concurrency, count))))
+        result.seconds = time.perf_counter() - began
+    return result
+
+
+@asynccontextmanager
+async def _stubs(port: int, count: int) -> AsyncIterator[list[Any]]:
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    channels = [grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) for _ in range(count)]
+    try:
+        yield [router_pb2_grpc.RouterStub(channel) for channel in channels]
+    finally:
+        for channel in channels:
+            await channel.close()

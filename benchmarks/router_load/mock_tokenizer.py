@@ -1,0 +1,78 @@
+"""A tokenizer service that costs next to nothing: four bytes of text are a token, every token is a word.
+
+What a real one costs is measured elsewhere (``bench_tokenizer.py``); here it would only hide what the router costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from array import array
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import uvloop
+from router_load.mock_worker import CHARACTERS_A_TOKEN, WORD
+
+from sapwood.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+from sapwood_common.server import ServiceServer, serve_until_stopped
+
+_NAME = "sapwood.v1.Tokenizer"
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def encode(text: str) -> array[int]:
+    """Its tokens."""
+    raw = text.encode()
+    return array("I", raw + b" " * (-len(raw) % CHARACTERS_A_TOKEN))
+
+
+class MockTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
+    async def Tokenize(  # noqa: N802
+        self, request: tokenizer_pb2.TokenizeRequest, context: Context
+    ) -> tokenizer_pb2.TokenizeResponse:
+        return tokenizer_pb2.TokenizeResponse(sequences=[common_pb2.TokenIds(ids=encode(t)) for t in request.texts])
+
+    async def GetInfo(  # noqa: N802
+        self, request: tokenizer_pb2.GetInfoRequest, context: Context
+    ) -> tokenizer_pb2.GetInfoResponse:
+        return tokenizer_pb2.GetInfoResponse(model="mock", vocab_size=2**32 - 1, has_chat_template=True)
+
+    async def ApplyChatTemplate(  # noqa: N802
+        self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: Context
+    ) -> tokenizer_pb2.ApplyChatTemplateResponse:
+        text = "".join(message.content for message in request.messages)
+        return tokenizer_pb2.ApplyChatTemplateResponse(text=text, tokens=common_pb2.TokenIds(ids=encode(text)))
+
+    async def Detokenize(  # noqa: N802
+        self, request_iterator: AsyncIterator[tokenizer_pb2.DetokenizeRequest], context: Context
+    ) -> AsyncIterator[tokenizer_pb2.DetokenizeResponse]:
+        read: dict[int, int] = {}
+        async for request in request_iterator:
+            response = tokenizer_pb2.DetokenizeResponse()
+            for item in request.inputs:
+                count = read.pop(item.stream_id, 0) + len(item.token_ids)
+                if item.cancel:
+                    continue
+                if not item.end:
+                    read[item.stream_id] = count
+                text = WORD * len(item.token_ids)
+                response.outputs.add(stream_id=item.stream_id, text=text, ended=item.end, tokens_consumed=count)
+            if response.outputs:
+                yield response
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    server = ServiceServer(
+        "127.0.0.1", parser.parse_args().port, [_NAME], uncounted=frozenset({f"/{_NAME}/Detokenize"})
+    )
+    tokenizer_pb2_grpc.add_TokenizerServicer_to_server(MockTokenizer(), server.grpc)
+    await server.start()
+    await server.set_serving(True)
+    await serve_until_stopped(server, drain_timeout=0.1)
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

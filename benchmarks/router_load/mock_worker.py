@@ -1,0 +1,384 @@
+"""A worker without a model, for every router alike: OpenAI's API over HTTP for those that speak HTTP to workers, Sapwood's gRPC
+session for ours; the same simulated cache and the same times behind both.
+
+It keeps an LRU set of block hashes (64 characters of text or 16 tokens a block; 4 characters are a token), of prompts and
+answers. A request waits until those before it are prefilled, is prefilled for a base time and a time for each block that was
+not held, and is answered with ``max_tokens`` words: at once, or one every ``--pace-ms`` (all running requests together, as a
+scheduler steps). A prompt that begins with "idle" gets one word and no more, one that begins with "slow" a thousand at a
+time. One process, one event loop; ``/stats`` tells what was asked and held, ``/reset`` empties the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
+
+import grpc
+import httptools
+import msgspec
+import uvloop
+
+from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from sapwood_common.errors import UnimplementedError
+from sapwood_common.page_hash import hash_run
+from sapwood_common.server import ServiceServer
+
+BLOCK = 64
+CHARACTERS_A_TOKEN = 4
+WORD = " tok"
+MODEL = "mock"
+_NAME = "sapwood.v1.Worker"
+
+
+class Engine:
+    """Times and cache.
+
+    Args:
+        blocks: Blocks the cache holds.
+        base: Seconds a prefill takes.
+        per_block: Seconds each block not held adds.
+        pace: Seconds between two tokens; 0 sends all at once.
+    """
+
+    def __init__(self, blocks: int, base: float, per_block: float, pace: float) -> None:
+        self._blocks, self._base, self._per_block, self._pace = blocks, base, per_block, pace
+        self._held: OrderedDict[bytes, None] = OrderedDict()
+        self._busy_until = 0.0
+        self._steps: list[Callable[[], bool]] = []
+        self._stepping = False
+        self.requests = self.asked = self.hits = self.running = 0
+
+    def prefill(self, prompt: bytes, tokens: int) -> tuple[float, int]:
+        """Takes a prompt: the seconds until its first token, and the blocks that were held."""
+        hashes = hash_run(b"", prompt, BLOCK)
+        held = next((index for index, page in enumerate(hashes) if page not in self._held), len(hashes))
+        self.requests += 1
+        self.asked += len(hashes)
+        self.hits += held
+        for page in reversed(hash_run(b"", prompt + WORD.encode() * max(0, tokens - 1), BLOCK)):
+            self._held[page] = None
+            self._held.move_to_end(page)
+        while len(self._held) > self._blocks:
+            self._held.popitem(last=False)
+        cost = self._base + self._per_block * (len(hashes) - held)
+        if cost == 0:
+            return 0.0, held
+        now = asyncio.get_running_loop().time()
+        self._busy_until = max(now, self._busy_until) + cost
+        return self._busy_until - now, held
+
+    def run(self, delay: float, tokens: int, emit: Callable[[int, bool], bool], prompt: bytes = b"") -> None:
+        """Calls ``emit(tokens, last)`` as they come, after ``delay`` seconds, until the last or until it says no."""
+        loop = asyncio.get_running_loop()
+        if prompt.startswith(b"idle"):
+            loop.call_later(delay, emit, 1, False)
+            return
+        if prompt.startswith(b"slow"):
+            loop.call_later(delay, self.run, 0.0, tokens, lambda count, last: emit(1000, last))
+            return
+        if delay:
+            loop.call_later(delay, self.run, 0.0, tokens, emit)
+            return
+        if not self._pace:
+            for number in range(tokens):
+                if not emit(1, number == tokens - 1):
+                    return
+            return
+        left = tokens
+
+        def step() -> bool:
+            nonlocal left
+            left -= 1
+            return emit(1, left == 0) and left > 0
+
+        self._steps.append(step)
+        if not self._stepping:
+            self._stepping = True
+            loop.call_later(self._pace, self._step, loop.time() + self._pace)
+
+    def _step(self, due: float) -> None:
+        self._steps = [step for step in self._steps if step()]
+        self._stepping = bool(self._steps)
+        if self._stepping:
+            loop = asyncio.get_running_loop()
+            due = max(due + self._pace, loop.time())
+            loop.call_at(due, self._step, due)
+
+    def reset(self) -> None:
+        self._held.clear()
+        self.requests = self.asked = self.hits = 0
+
+    def stats(self) -> dict[str, int]:
+        return {"requests": self.requests, "asked": self.asked, "hits": self.hits, "running": self.running}
+
+
+class HttpConnection(asyncio.Protocol):
+    """One connection of a router; requests on it come one after another."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self._path = b""
+        self._body: list[bytes] = []
+        self._transport: asyncio.WriteTransport | None = None
+        self._open = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+        self._open = True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._open = False
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_url(self, url: bytes) -> None:
+        self._path = url
+        self._body = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"expect" and self._transport is not None:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        path = self._path.partition(b"?")[0]
+        if path in (b"/v1/completions", b"/v1/chat/completions", b"/generate"):
+            self._generate(path, msgspec.json.decode(b"".join(self._body)))
+        elif path == b"/stats":
+            self._answer(self._engine.stats())
+        elif path == b"/reset":
+            self._engine.reset()
+            self._answer({})
+        elif path == b"/v1/models":
+            self._answer({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "mock"}]})
+        elif path.endswith(b"/render") or path == b"/tokenize":
+            self._tokenize(msgspec.json.decode(b"".join(self._body)))
+        else:  # /health, /get_model_info, /server_info and so on: whatever a router asks a worker about itself
+            self._answer({"status": "ok", "model_path": MODEL, "served_model_name": MODEL, "is_generation": True})
+
+    def _tokenize(self, request: dict[str, Any]) -> None:
+        text = request.get("prompt") or _chat_text(request.get("messages", []))
+        raw = text.encode()
+        ids = [int.from_bytes(raw[at : at + 4].ljust(4), "little") for at in range(0, len(raw), CHARACTERS_A_TOKEN)]
+        self._answer({"tokens": ids, "token_ids": ids, "prompt_token_ids": ids, "count": len(ids)})
+
+    def _generate(self, path: bytes, request: dict[str, Any]) -> None:
+        engine = self._engine
+        engine.running += 1
+        chat = path == b"/v1/chat/completions"
+        text: str = _chat_text(request["messages"]) if chat else request.get("prompt") or request.get("text") or ""
+        tokens: int = request.get("max_tokens") or request.get("max_completion_tokens") or 1
+        prompt = text.encode()
+        delay, held = engine.prefill(prompt, tokens)
+        usage = {
+            "prompt_tokens": len(prompt) // CHARACTERS_A_TOKEN,
+            "completion_tokens": tokens,
+            "total_tokens": len(prompt) // CHARACTERS_A_TOKEN + tokens,
+            "prompt_tokens_details": {"cached_tokens": held * BLOCK // CHARACTERS_A_TOKEN},
+        }
+        head: dict[str, Any] = {"id": "x", "object": "text_completion", "created": 1, "model": MODEL}
+        if not request.get("stream"):
+            choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "logprobs": None}
+            said = WORD * tokens
+            choice |= {"message": {"role": "assistant", "content": said}} if chat else {"text": said}
+
+            def whole(count: int, last: bool) -> bool:
+                if last:
+                    engine.running -= 1
+                    self._answer({**head, "choices": [choice], "usage": usage})
+                return self._open
+
+            engine.run(delay, tokens, whole)
+            return
+        delta = {"delta": {"content": WORD}} if chat else {"text": WORD}
+        events = [
+            b"data: "
+            + msgspec.json.encode(
+                {**head, "choices": [{"index": 0, "finish_reason": reason, "logprobs": None, **delta}]}
+            )
+            + b"\n\n"
+            for reason in (None, "length")
+        ]
+        chunks = [b"%x\r\n%b\r\n" % (len(event), event) for event in events]
+        end = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+        opening = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        begun = False
+
+        def part(count: int, last: bool) -> bool:
+            nonlocal begun
+            if self._open and self._transport is not None:
+                self._transport.write((b"" if begun else opening) + (chunks[1] + end if last else chunks[0]))
+            begun = True
+            if last or not self._open:
+                engine.running -= 1
+            return self._open
+
+        engine.run(delay, tokens, part)
+
+    def _answer(self, value: object) -> None:
+        body = msgspec.json.encode(value)
+        if self._open and self._transport is not None:
+            self._transport.write(
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+            )
+
+
+def _chat_text(messages: list[dict[str, Any]]) -> str:
+    return "".join(str(message.get("content") or "") for message in messages)
+
+
+class Session:
+    """One router's session: what came since the last message was written goes out in the next."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._ready: dict[int, worker_pb2.SessionOutput] = {}
+        self._open: set[int] = set()
+        self._paused: set[int] = set()
+        self._wake = asyncio.Event()
+        self._heartbeat = 0.2
+
+    async def read(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
+        async for request in requests:
+            if request.HasField("heartbeat_ms"):
+                self._heartbeat = request.heartbeat_ms / 1000
+            for stream_id in request.aborts:
+                self._end(stream_id)
+                self._ready.pop(stream_id, None)
+            self._paused |= set(request.pauses)
+            self._paused -= set(request.resumes)
+            for submit in request.submits:
+                self._submit(submit)
+            self._wake.set()
+
+    def _end(self, stream_id: int) -> None:
+        if stream_id in self._open:
+            self._open.discard(stream_id)
+            self._paused.discard(stream_id)
+            self._engine.running -= 1
+
+    def _submit(self, submit: worker_pb2.SessionSubmit) -> None:
+        stream_id, asked = submit.stream_id, submit.request
+        self._engine.running += 1
+        self._open.add(stream_id)
+        # A token is four characters of the text, so both edges see the same blocks.
+        prompt = b"".join(token.to_bytes(4, "little") for token in asked.token_ids)
+        delay, held = self._engine.prefill(prompt, asked.sampling.max_tokens)
+        cached, first = held * BLOCK // CHARACTERS_A_TOKEN, True
+
+        def emit(count: int, last: bool) -> bool:
+            nonlocal first
+            if stream_id not in self._open:
+                return False
+            output = self._ready.get(stream_id)
+            if output is None:
+                output = self._ready[stream_id] = worker_pb2.SessionOutput(stream_id=stream_id)
+            output.response.token_ids.extend([_WORD_TOKEN] * count)
+            if first:
+                first = False
+                output.response.usage.cached_tokens = cached
+            if last:
+                output.response.finish_reason = common_pb2.FINISH_REASON_LENGTH
+                output.response.usage.cached_tokens = cached
+                output.response.usage.prompt_tokens = len(asked.token_ids)
+                output.response.usage.completion_tokens = asked.sampling.max_tokens
+                self._end(stream_id)
+            self._wake.set()
+            return True
+
+        self._engine.run(delay, asked.sampling.max_tokens, emit, prompt)
+
+    async def next_response(self) -> worker_pb2.SessionResponse:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._heartbeat):
+                await self._wake.wait()
+        self._wake.clear()
+        if self._paused:
+            taken = [stream_id for stream_id in self._ready if stream_id not in self._paused]
+            outputs = [self._ready.pop(stream_id) for stream_id in taken]
+        else:
+            outputs = list(self._ready.values())
+            self._ready.clear()
+        return worker_pb2.SessionResponse(outputs=outputs)
+
+    def close(self) -> None:
+        for stream_id in tuple(self._open):
+            self._end(stream_id)
+
+
+_WORD_TOKEN = int.from_bytes(WORD.encode(), "little")
+
+
+class MockWorker(worker_pb2_grpc.WorkerServicer):
+    """The gRPC edge."""
+
+    def __init__(self, engine: Engine, blocks: int, max_running: int, epoch: int) -> None:
+        self._engine, self._blocks, self._max_running, self._epoch = engine, blocks, max_running, epoch
+
+    async def Session(  # noqa: N802
+        self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        session = Session(self._engine)
+        reader = asyncio.ensure_future(session.read(request_iterator))
+        try:
+            yield worker_pb2.SessionResponse(info=await self.GetModelInfo(worker_pb2.GetModelInfoRequest(), context))
+            while not reader.done():
+                yield await session.next_response()
+        finally:
+            reader.cancel()
+            session.close()
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: worker_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.GetModelInfoResponse:
+        return worker_pb2.GetModelInfoResponse(
+            model=MODEL,
+            context_length=1_000_000,
+            vocab_size=2**32 - 1,
+            page_size=BLOCK // CHARACTERS_A_TOKEN,
+            num_pages=self._blocks,
+            epoch=self._epoch,
+            max_running=self._max_running,
+        )
+
+    async def SubscribeKvEvents(  # noqa: N802
+        self, request: worker_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.SubscribeKvEventsResponse]:
+        raise UnimplementedError("this worker publishes no KV events")
+        yield worker_pb2.SubscribeKvEventsResponse()
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--http-port", type=int, required=True)
+    parser.add_argument("--grpc-port", type=int, required=True)
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--base-ms", type=float, default=0.0)
+    parser.add_argument("--block-us", type=float, default=0.0)
+    parser.add_argument("--pace-ms", type=float, default=0.0)
+    parser.add_argument("--max-running", type=int, default=256)
+    parser.add_argument("--epoch", type=int, default=1)
+    args = parser.parse_args()
+    engine = Engine(args.blocks, args.base_ms / 1000, args.block_us / 1e6, args.pace_ms / 1000)
+    server = ServiceServer("127.0.0.1", args.grpc_port, [_NAME], uncounted=frozenset({f"/{_NAME}/Session"}))
+    worker_pb2_grpc.add_WorkerServicer_to_server(
+        MockWorker(engine, args.blocks, args.max_running, args.epoch), server.grpc
+    )
+    await server.start()
+    await server.set_serving(True)
+    http = await asyncio.get_running_loop().create_server(
+        lambda: HttpConnection(engine), "127.0.0.1", args.http_port, backlog=4096
+    )
+    await http.serve_forever()
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

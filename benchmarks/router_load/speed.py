@@ -1,0 +1,151 @@
+"""CPU time a request and latency."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import uvloop
+from report import Figure, Goal
+from router_load.engines import OURS, Router, Times, Workers, cpu_seconds, running
+from router_load.load import Result, grpc_load, http_load, http_request, percentile
+from router_load.mock_tokenizer import encode
+
+_CHUNKS = 32
+_ROUNDS = 3
+_GRPC = f"{OURS} (gRPC)"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    name: str
+    stream: bool
+    pace_ms: float
+    count: int
+
+
+_KINDS = (
+    _Kind("unary", stream=False, pace_ms=0, count=3000),
+    _Kind("stream back to back", stream=True, pace_ms=0, count=2000),
+    _Kind("stream paced 5 ms", stream=True, pace_ms=5, count=1500),
+)
+
+
+def _text(number: int) -> str:
+    """A short prompt, different for each number."""
+    return f"{number:08d} What is the capital of France, and why is it that one?"
+
+
+Load = Callable[[Router, int, int], Coroutine[Any, Any, Result]]
+
+
+def _http(kind: _Kind, ids: bool) -> Load:
+    """Prompts as token ids, which only ours takes, or as text."""
+    tokens = _CHUNKS if kind.stream else 1
+
+    def make(number: int) -> bytes:
+        prompt = encode(_text(number)).tolist() if ids else _text(number)
+        return http_request({"prompt": prompt, "max_tokens": tokens, "stream": kind.stream})
+
+    return lambda router, concurrency, count: http_load(
+        router.http_port, make, tokens, kind.stream, concurrency=concurrency, count=count
+    )
+
+
+def _grpc(kind: _Kind) -> Load:
+    tokens = _CHUNKS if kind.stream else 1
+    return lambda router, concurrency, count: grpc_load(
+        router.grpc_port, lambda number: encode(_text(number)).tolist(), tokens, concurrency=concurrency, count=count
+    )
+
+
+def measure(engines: list[str], folder: Path, scale: float) -> tuple[list[Figure], list[Goal]]:
+    """Interleaved: each round measures every router once; figures are medians over rounds."""
+    cpu: dict[tuple[str, str], list[float]] = {}
+    p50: dict[tuple[str, str], list[float]] = {}
+    figures: list[Figure] = []
+    for kind in _KINDS:
+        with Workers(Times(pace_ms=kind.pace_ms), folder) as workers:
+            routers: list[Router] = []
+            stacks = [running(engine, workers, folder, policy="round_robin") for engine in engines]
+            try:
+                routers = [stack.__enter__() for stack in stacks]
+                _measure_kind(kind, routers, workers, scale, cpu, p50, figures)
+            finally:
+                for stack in stacks[: len(routers)]:
+                    stack.__exit__(None, None, None)
+    return figures, _goals(cpu, p50)
+
+
+def _measure_kind(
+    kind: _Kind,
+    routers: list[Router],
+    workers: Workers,
+    scale: float,
+    cpu: dict[tuple[str, str], list[float]],
+    p50: dict[tuple[str, str], list[float]],
+    figures: list[Figure],
+) -> None:
+    loads: list[tuple[str, Router, Load]] = []
+    for router in routers:
+        ours = router.engine == OURS
+        loads.append((router.engine, router, _http(kind, ids=ours)))
+        if ours:
+            loads.append((f"{OURS} (text)", router, _http(kind, ids=False)))
+            loads.append((_GRPC, router, _grpc(kind)))
+    direct = Router("direct", workers.processes[0], workers.http_ports[0])
+    count = max(64, int(kind.count * scale))
+    rates: dict[str, list[float]] = {}
+    ninety_nine: dict[str, list[float]] = {}
+    for number in range(_ROUNDS + 1):  # the first warms up
+        for name, router, load in loads:
+            router.rest()
+            before = cpu_seconds(router.process.pid)
+            result = _run(load(router, 64, count if number else count // 5))
+            router.rest()
+            spent = cpu_seconds(router.process.pid) - before
+            assert result.failed == 0, f"{name}: {result.statuses}, {result.broken} broken"
+            if number:
+                cpu.setdefault((kind.name, name), []).append(spent / count * 1000)
+                rates.setdefault(name, []).append(count / result.seconds)
+        if not number:
+            continue
+        for name, router, load in [("direct", direct, _http(kind, ids=False)), *loads]:
+            if kind.pace_ms:
+                continue
+            result = _run(load(router, 1, max(20, int(300 * scale))))
+            p50.setdefault((kind.name, name), []).append(percentile(result.latencies, 0.5) * 1000)
+            ninety_nine.setdefault(name, []).append(percentile(result.latencies, 0.99) * 1000)
+    for name, rate in rates.items():
+        figures.append(Figure(f"{kind.name}: CPU a 1000 requests", median(cpu[kind.name, name]), "s", name))
+        figures.append(Figure(f"{kind.name}: requests/s at 64", median(rate), "1/s", name))
+    for name, worst in ninety_nine.items():
+        figures.append(Figure(f"{kind.name}: p50 at 1", median(p50[kind.name, name]), "ms", name))
+        figures.append(Figure(f"{kind.name}: p99 at 1", median(worst), "ms", name))
+
+
+def _run(work: Coroutine[Any, Any, Result]) -> Result:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+def _goals(cpu: dict[tuple[str, str], list[float]], p50: dict[tuple[str, str], list[float]]) -> list[Goal]:
+    goals = []
+    for kind, engine, most in (
+        ("unary", OURS, 2.0),
+        ("stream back to back", OURS, 1.0),
+        ("stream paced 5 ms", OURS, 1.0),
+        ("stream back to back", _GRPC, 2.0),
+        ("stream paced 5 ms", _GRPC, 2.0),
+    ):
+        if (kind, "smg") in cpu:
+            ratio = median(cpu[kind, engine]) / median(cpu[kind, "smg"])
+            goals.append(Goal(f"{kind}: CPU of {engine} to smg's", ratio, most=most))
+    for engine in (OURS, _GRPC):
+        added = median(p50["unary", engine]) - median(p50["unary", "direct"])
+        goals.append(Goal(f"added p50 at concurrency 1, {engine}, ms", added, most=1.0))
+    return goals

@@ -16,6 +16,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.page_hash import hash_pages
 from sapwood_worker.cache.host_pool import HostPool, available_memory, host_pool_pages
 from sapwood_worker.cache.page_key import PageChain, PageKey
+from sapwood_worker.cache.page_movers import record_addresses
 from sapwood_worker.cache.storage.backend import StorageError
 from sapwood_worker.cache.storage.breaker import CircuitBreaker
 from sapwood_worker.cache.storage.executor import ThreadExecutor
@@ -252,6 +253,12 @@ def test_the_control_groups_limit_counts_but_not_what_it_could_drop(tmp_path: Pa
     assert available_memory(tmp_path, meminfo) == 8000
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory(tmp_path, meminfo) == 50 * 1024
+
+
+def test_copy_engines_are_given_the_addresses_of_pages_contents() -> None:
+    pool = HostPool(5, 1000)
+    addresses = record_addresses(pool, np.array([3, 0, 4], np.int32)).tolist()
+    assert addresses == [pool.content[page].ctypes.data for page in (3, 0, 4)]
 
 
 def test_a_mooncake_master_that_hangs_is_given_up() -> None:

@@ -19,6 +19,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         cached_tokens: Of these, tokens found in the prefix cache.
         device_hit_tokens: Tokens found in its first tier, whenever a request was started; more than once for one sent back.
         host_hit_tokens: Tokens found in its second tier, beyond those.
+        storage_hit_tokens: Tokens fetched from its third tier into the second.
+        host_used_pages: Pages of the second tier that hold something.
+        host_num_pages: Pages of the second tier; 0: there is none.
     """
 
     running_requests: int = 0
@@ -31,3 +34,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     cached_tokens: int = 0
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
+    storage_hit_tokens: int = 0
+    host_used_pages: int = 0
+    host_num_pages: int = 0

@@ -32,6 +32,7 @@ from sapwood_worker.scheduler.consistency import check_requests
 from sapwood_worker.scheduler.deadlines import Deadlines
 from sapwood_worker.scheduler.fairness import TenantFairness
 from sapwood_worker.scheduler.load import Load
+from sapwood_worker.scheduler.load_meter import measure_load
 from sapwood_worker.scheduler.output import ModelOutput, RequestOutput, SchedulerOutput
 from sapwood_worker.scheduler.policy import make_policy
 from sapwood_worker.scheduler.prefill_adder import PrefillAdder
@@ -322,22 +323,14 @@ class Scheduler:
 
     def load(self) -> Load:
         """The load now. O(running)."""
-        # As ``remaining``, which would take longer than all else here.
-        left = [len(each.token_ids) + each.unknown - each.planned for each in self._running.requests]
-        prefill = sum(tokens for tokens in left if tokens > 1)
-        hits = self._tiers.counters if self._tiers is not None else None
-        size = self._config.page_size
-        return Load(
-            running_requests=len(self._running),
-            waiting_requests=len(self._waiting),
-            queued_tokens=self._waiting.num_tokens + prefill,
-            used_pages=self._allocator.num_used,
-            evictable_pages=self._cache.num_evictable,
-            num_pages=self._config.num_pages,
-            prompt_tokens=self._admission.prompt_tokens,
-            cached_tokens=self._admission.cached_tokens,
-            device_hit_tokens=self._admission.cached_tokens if hits is None else hits.device_hits * size,
-            host_hit_tokens=0 if hits is None else hits.host_hits * size,
+        return measure_load(
+            self._waiting,
+            self._running,
+            self._admission,
+            self._allocator,
+            self._cache,
+            self._tiers,
+            self._config.page_size,
         )
 
     def check_idle(self) -> None:

@@ -21,6 +21,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         host_hit_tokens: Tokens found in its second tier, beyond those.
         storage_hit_tokens: Tokens fetched from its third tier into the second.
         host_used_pages: Pages of the second tier that hold something.
+        forced_tokens: Tokens of output that a grammar forced and no step sampled.
         host_num_pages: Pages of the second tier; 0: there is none.
     """
 
@@ -37,3 +38,4 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     storage_hit_tokens: int = 0
     host_used_pages: int = 0
     host_num_pages: int = 0
+    forced_tokens: int = 0

@@ -21,6 +21,7 @@ def measure_load(
     cache: PrefixCache,
     tiers: HierarchicalCache | None,
     page_size: int,
+    forced_tokens: int,
 ) -> Load:
     """The load now; changes nothing."""
     # As ``remaining``, which would take longer than all else here.
@@ -35,6 +36,7 @@ def measure_load(
         prompt_tokens=admission.prompt_tokens,
         cached_tokens=admission.cached_tokens,
         device_hit_tokens=admission.cached_tokens,
+        forced_tokens=forced_tokens,
     )
     if tiers is None:
         return load

@@ -26,7 +26,7 @@ from sapwood_worker.cache.page_table import PageTable
 from sapwood_worker.cache.prefix_cache import PrefixCache
 from sapwood_worker.scheduler.admission import Admission
 from sapwood_worker.scheduler.admission_order import AdmissionOrder
-from sapwood_worker.scheduler.completion import end_output, stop_tokens, take_token
+from sapwood_worker.scheduler.completion import end_output, may_jump, stop_tokens, take_token
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.consistency import check_requests
 from sapwood_worker.scheduler.deadlines import Deadlines
@@ -99,6 +99,7 @@ class Scheduler:
         self._in_flight: deque[StepInFlight] = deque()
         self._steps = 0
         self._arrivals = 0
+        self._forced_tokens = 0
         self._paused = self._retract_all = False
 
     @property
@@ -163,6 +164,7 @@ class Scheduler:
             self._deadlines.add(request.serial, request.deadline, self._requests)
         request.max_length = min(self._limit, request.max_length)
         request.stops = stop_tokens(request.sampling, self._config.eos_token_ids)
+        request.jumps = self._config.jump_forward and may_jump(request)
         request.arrival = self._arrivals
         request.queued_at = self._steps
         self._arrivals += 1
@@ -267,6 +269,7 @@ class Scheduler:
                     self._finish(request)
                 continue
             taken = take_token(request, token, logprobs.get(index) if logprobs else None)
+            self._forced_tokens += max(0, len(taken.token_ids) - 1)
             outputs.append(taken)
             if taken.finish_reason is not None:
                 self._end(request)
@@ -331,6 +334,7 @@ class Scheduler:
             self._cache,
             self._tiers,
             self._config.page_size,
+            self._forced_tokens,
         )
 
     def check_idle(self) -> None:
@@ -384,6 +388,7 @@ class Scheduler:
         elif samples:
             self._fairness.charge(request.tenant, 1)
             taken = take_token(request, output.token_ids[index], output.logprobs.get(index))
+            self._forced_tokens += max(0, len(taken.token_ids) - 1)
         if taken is not None and taken.finish_reason is not None:
             self._end(request)
         if request.state is RequestState.RUNNING:

@@ -191,6 +191,10 @@ class Simulation:
         everyone = sum(client.longest + 2 for client in self.clients.values())
         if self.overlap:  # what is in flight may be in the way of each step
             everyone *= 2
+        if (
+            self.config.policy == "priority"
+        ):  # an older one that starves later may push it out, and its work is done again
+            everyone *= 2
         others = len(set(self.tenants)) - 1
         if not others:
             return self.step_number + everyone

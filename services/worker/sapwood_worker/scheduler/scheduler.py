@@ -235,7 +235,7 @@ class Scheduler:
         plan = plan_running(self._running, self._retraction, self._steps, in_flight=in_flight)
         if plan is None:
             return nothing
-        budget = max(1, self._config.max_step_tokens - len(plan.decodes))
+        budget = max(1, self._config.max_step_tokens - len(plan.decodes) - len(plan.last_tokens))
         computing = [chunk for step in self._in_flight for chunk in step.chunks]
         adder = PrefillAdder(self._running, budget, self._ratio, computing)
         adder.continue_running(plan.unfinished)
@@ -243,7 +243,7 @@ class Scheduler:
             self._ratio.step()
             self._admission.admit(adder, self._steps)
         copies = self._tiers.take() if self._tiers is not None else None
-        step = StepInFlight(plan.decodes, adder.chunks)
+        step = StepInFlight(plan.decodes, [*((request, 1) for request in plan.last_tokens), *adder.chunks])
         output = SchedulerOutput(self._steps, self._running.rows, step.parts, copies)
         if output:
             self._in_flight.append(step)

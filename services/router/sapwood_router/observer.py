@@ -46,7 +46,7 @@ def quiet_observer() -> RequestObserver:
 class Stage:
     """A stage of the pipeline, around a ``with`` body; with tracing on, what the body calls is traced as the stage's child."""
 
-    __slots__ = ("_metrics", "_name", "_span", "_started", "_token", "_tracing", "_traceparent")
+    __slots__ = ("_metrics", "_name", "_span", "_started", "_token", "_traceparent", "_tracing")
 
     def __init__(self, metrics: RouterMetrics, tracing: Tracing, traceparent: str | None, name: str) -> None:
         self._metrics = metrics

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 
 import grpc
 
 from sapwood_common.telemetry import REQUEST_ID_KEY, TRACEPARENT_KEY, traceparent_var
-from sapwood_common.tls import channel_credentials
+from sapwood_common.tls import channel_credentials, client_context
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """The largest message a service sends or takes: a prompt of a few million tokens fits."""
@@ -66,6 +67,10 @@ class Dialer:
     def open(self, address: str, *, own_connection: bool = False) -> grpc.aio.Channel:
         """See :func:`open_channel`."""
         return open_channel(address, own_connection=own_connection, credentials=channel_credentials(*self._files))
+
+    def context(self) -> ssl.SSLContext | None:
+        """The same for connections that are not grpcio's; None is plain text. See :func:`sapwood_common.tls.client_context`."""
+        return client_context(*self._files)
 
 
 def request_metadata(request_id: str) -> tuple[tuple[str, str], ...]:

@@ -69,7 +69,9 @@ class RouterApplication:
         self._dialer = Dialer(config.peer_ca, config.peer_cert, config.peer_key)
         self._replicas = [TokenizerReplica(address, self._dialer.open(address)) for address in config.tokenizers]
         self._tokenizer = TokenizerClient(self._replicas, config.tokenizer_grace)
-        self._detokenizers = DetokenizePool(self._replicas, config.tokenizer_grace, self._tokenizer.forget)
+        self._detokenizers = DetokenizePool(
+            self._replicas, self._dialer, config.tokenizer_grace, self._tokenizer.forget
+        )
         self._blocks = BlockIndex(config.block_index_bytes)
         parts = PolicyParts(config, random.Random(), time.monotonic, self._blocks)
         self._policies = PolicyBook(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from sapwood_common.channel import Dialer
 from sapwood_router.detokenize_session import DetokenizeSession
 from sapwood_router.detokenize_stream import DetokenizeStream
 from sapwood_router.output import OutputOptions
@@ -16,14 +17,17 @@ class DetokenizePool:
 
     Args:
         replicas: The tokenizer's replicas.
+        dialer: Connects to them.
         grace: Seconds that streams wait while every replica is gone before they fail UNAVAILABLE.
         on_lost: Called when a call is lost: the service that answers next may be another.
     """
 
-    def __init__(self, replicas: Sequence[TokenizerReplica], grace: float, on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self, replicas: Sequence[TokenizerReplica], dialer: Dialer, grace: float, on_lost: Callable[[], None]
+    ) -> None:
         self._on_lost = on_lost
         self._sessions = {
-            replica.address: DetokenizeSession(replica, grace, self._session_lost) for replica in replicas
+            replica.address: DetokenizeSession(replica, dialer, grace, self._session_lost) for replica in replicas
         }
 
     def open(self, options: OutputOptions, *, whole: bool = False) -> DetokenizeStream:

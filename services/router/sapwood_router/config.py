@@ -89,7 +89,8 @@ class RouterConfig(ServiceConfig):
     most_resumptions: int = Field(
         3,
         ge=0,
-        description="Workers that may be lost under a request, which goes on elsewhere, before it fails; not counted are those that drained or were removed.",
+        description="Workers that may be lost under a request, which goes on elsewhere, before it fails; those that drained or "
+        "were removed do not count.",
     )
     resume_grace: float = Field(
         10.0, ge=0, description="Seconds that a request whose worker was lost waits for another if there is none."

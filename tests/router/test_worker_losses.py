@@ -135,7 +135,7 @@ async def cluster(workers: int, namespaces: Sequence[Any] = (), workers_file: Pa
     await asyncio.gather(*(process.start() for process in processes))
     addresses = tuple(process.address for process in processes)
     if workers_file is not None:
-        workers_file.write_text("\n".join(addresses))
+        await asyncio.to_thread(workers_file.write_text, "\n".join(addresses))
     router = RouterApplication(
         RouterConfig(
             port=0,

@@ -6,9 +6,9 @@ goes on as it would have. Text, stop strings and parsers live behind the detoken
 
 Bounds: a lost worker costs a request at most one resumption, of which it gets ``most_losses``; they are not taken from the
 retry budget, since workers die one at a time whatever the traffic. One that went as planned costs it nothing: such a move says
-nothing about the request, and there are no more of them than somebody plans. A worker that answered with an error is asked no second
-time, and the next try needs the retry policy's consent. A request that two workers failed with an internal error is taken
-for the cause. Errors that are the client's, and its deadline, end it at once.
+nothing about the request, and there are no more of them than somebody plans. A worker that answered with an error is asked no
+second time, and the next try needs the retry policy's consent. A request that two workers failed with an internal error is
+taken for the cause. Errors that are the client's, and its deadline, end it at once.
 """
 
 from __future__ import annotations

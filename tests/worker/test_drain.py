@@ -48,11 +48,13 @@ class SlowGrammars:
 class Front:
     """The service on a real server, and what it sends to the scheduler."""
 
-    def __init__(self, channel: grpc.aio.Channel, engine: Engine, grammars: SlowGrammars) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, engine: Engine, grammars: SlowGrammars, sent: asyncio.Queue[ToScheduler]
+    ) -> None:
         self.stub = worker_pb2_grpc.WorkerStub(channel)
         self.engine = engine
         self.grammars = grammars
-        self.sent: asyncio.Queue[ToScheduler] = asyncio.Queue()
+        self.sent = sent
         self.draining = asyncio.Event()
 
     async def submitted(self) -> Submit:
@@ -76,9 +78,10 @@ class Front:
 async def front() -> AsyncIterator[Front]:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
-    engine = Engine(lambda message: made.sent.put_nowait(message), EngineObserver(WorkerMetrics(MetricSet())))
+    sent: asyncio.Queue[ToScheduler] = asyncio.Queue()
+    engine = Engine(sent.put_nowait, EngineObserver(WorkerMetrics(MetricSet())))
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
-    made = Front(channel, engine, SlowGrammars())
+    made = Front(channel, engine, SlowGrammars(), sent)
 
     async def begin_drain() -> None:
         made.draining.set()

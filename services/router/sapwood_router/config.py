@@ -46,7 +46,8 @@ class RouterConfig(ServiceConfig):
     tokenizer: str = Field(
         "127.0.0.1:50052",
         min_length=1,
-        description="Address of the tokenizer service; of several replicas of it, with commas between them.",
+        description="Address of the tokenizer service; of several replicas of it, with commas between them. A host name stands "
+        "for a replica at each address behind it, looked up again each second.",
     )
     workers: tuple[str, ...] = Field(
         ("127.0.0.1:50061",), description="Addresses of the workers; more can be named by the next two, or register."

@@ -7,6 +7,7 @@ import os
 import grpc
 import pytest
 
+from sapwood_common.channel import Dialer
 from sapwood_router.duplex_call import CallEndedError, open_call
 
 METHOD = "/test.Service/Call"
@@ -28,7 +29,7 @@ async def serving(handler, address: str = "127.0.0.1:0"):
 
 
 async def call(target: str, method: str = METHOD, most_bytes: int = MOST):
-    return await open_call(target, method, tls=None, most_bytes=most_bytes, timeout=60)
+    return await open_call(target, method, Dialer(), 60, most_bytes)
 
 
 async def echo(requests, context):

@@ -15,7 +15,7 @@ from sapwood_common import errors
 from sapwood_router.admission import Admission, AdmissionSettings, Ticket
 from sapwood_router.circuit_breaker import BreakerSettings, CircuitBreaker, Permit
 from sapwood_router.context import FieldNames, RequestContext, Sampling, TokenPrompt
-from sapwood_router.outcome import Outcome, WorkerLostError, outcome_of
+from sapwood_router.outcome import Outcome, WorkerLeftError, WorkerLostError, outcome_of
 from sapwood_router.output import OutputOptions
 from sapwood_router.pipeline.acquire import acquire
 from sapwood_router.pipeline.select import select
@@ -225,7 +225,7 @@ class Faults(RuleBasedStateMachine):
         worker = self.workers[name]
         self.registry.remove(worker)
         for request in [request for request in self.running() if request.worker is worker]:
-            self.failed(request, WorkerLostError("removed"), name)
+            self.failed(request, WorkerLeftError("removed"), name)
         self.drained.discard(name)
         self.workers[name] = Worker(name, CircuitBreaker(BREAKER, self.clock), self.clock)
         self.plain[name] = PlainBreaker()
@@ -263,7 +263,7 @@ class Faults(RuleBasedStateMachine):
         if had_permit:
             self.end_permit(request, outcome_of(error))
         self.leave_worker(request)
-        request.losses += isinstance(error, WorkerLostError)
+        request.losses += isinstance(error, WorkerLostError) and not isinstance(error, WorkerLeftError)
         delay = request.failover.after(error, name, request.deadline)
         if isinstance(error, WorkerLostError):
             assert (delay is not None) == (request.losses <= MOST_LOSSES)

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable
 
 from sapwood.v1 import tokenizer_pb2
-from sapwood_common.channel import Dialer
 from sapwood_common.errors import UnavailableError
 from sapwood_common.status import from_parts
 from sapwood_router.convert import output_of, to_options
@@ -38,16 +37,15 @@ class DetokenizeSession:
 
     Args:
         replica: Where the call goes.
-        dialer: Connects.
         grace: Seconds that streams wait for a replica that is gone before they fail UNAVAILABLE.
-        on_lost: Called with this session when its call is lost, and again for each attempt to open it anew that fails.
+        on_lost: Called with this session when its call is lost, and again, with False, for each attempt to open it anew that
+            fails.
     """
 
     def __init__(
-        self, replica: TokenizerReplica, dialer: Dialer, grace: float, on_lost: Callable[[DetokenizeSession], None]
+        self, replica: TokenizerReplica, grace: float, on_lost: Callable[[DetokenizeSession, bool], None]
     ) -> None:
         self._replica = replica
-        self._dialer = dialer
         self._grace = grace
         self._on_lost = on_lost
         self._ids = itertools.count(1)
@@ -58,6 +56,7 @@ class DetokenizeSession:
         self._lost_since: float | None = None
         self._call: DuplexCall | None = None
         self._stands = False
+        self._finishing = False
 
     @property
     def up(self) -> bool:
@@ -80,6 +79,7 @@ class DetokenizeSession:
         streams = list(self._streams.values())
         self._streams.clear()
         self._dirty.clear()
+        self._end_if_finished()
         return streams
 
     def adopt(self, stream: DetokenizeStream) -> None:
@@ -94,17 +94,23 @@ class DetokenizeSession:
         if self._call is not None:
             self._call.close(problem)
 
+    def finish(self) -> None:
+        """No stream will be opened any more: :meth:`run` returns once there is none."""
+        self._finishing = True
+        self._end_if_finished()
+
     async def run(self) -> None:
-        """Keeps the call open for ever; cancel it to stop."""
+        """Keeps the call open until :meth:`finish`; cancel it to stop."""
         loop = asyncio.get_running_loop()
-        while True:
+        while not (self._finishing and not self._streams):
             problem = await self._carry_one_call()
             self._stands = False
             now = loop.time()
+            first = self._lost_since is None
             if self._lost_since is None:
                 self._lost_since = now
                 logger.info("the detokenizer call was lost with %d streams open: %s", len(self._streams), problem)
-            self._on_lost(self)
+            self._on_lost(self, first)
             if now - self._lost_since >= self._grace:
                 for stream in tuple(self._streams.values()):
                     stream.fail(UnavailableError("the tokenizer is not available", retry_after=1.0))
@@ -116,15 +122,14 @@ class DetokenizeSession:
             stream.rewind()
         self._dirty = dict(self._streams)
         try:
-            call = self._call = await open_call(
-                self._replica.address, _METHOD, tls=self._dialer.context(), timeout=_OPEN_TIMEOUT
-            )
+            call = self._call = await open_call(self._replica.address, _METHOD, self._replica.dialer, _OPEN_TIMEOUT)
         except CallEndedError as error:
             return str(error)
         settled = asyncio.get_running_loop().call_later(_SETTLED_AFTER, self._settle, call)
         try:
             call.follow(self._take, self._flush)
             self._flush()
+            self._end_if_finished()
             return str(await call.wait_ended())
         finally:
             settled.cancel()
@@ -195,6 +200,7 @@ class DetokenizeSession:
         if output.ended:
             self._streams.pop(output.stream_id)
             self._dirty.pop(output.stream_id, None)
+            self._end_if_finished()
         stream.deliver(
             output_of(output),
             output.tokens_consumed,
@@ -212,3 +218,8 @@ class DetokenizeSession:
         if stream.opened:
             self._cancelled.append(stream.stream_id)
             self._schedule()
+        self._end_if_finished()
+
+    def _end_if_finished(self) -> None:
+        if self._finishing and not self._streams:
+            self.abandon("its replica left")

@@ -11,7 +11,6 @@ connection that is about to end, so it does not get to see these.
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import cast
@@ -34,7 +33,8 @@ from h2.events import (
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
 
-from sapwood_common.channel import MAX_MESSAGE_BYTES
+from sapwood_common.channel import MAX_MESSAGE_BYTES, Dialer
+from sapwood_common.errors import ConfigError
 
 _STREAM = 1
 """The only one of its connection."""
@@ -96,6 +96,7 @@ class DuplexCall(asyncio.Protocol):
         self._messages: deque[bytes] = deque()
         self._on_message: Callable[[bytes], None] = self._messages.append
         self._on_ready: Callable[[], None] | None = None
+        self._answered = False
         self._status: tuple[grpc.StatusCode, str] | None = None
         self._end: CallEndedError | None = None
         self._waiters: set[asyncio.Future[None]] = set()
@@ -139,6 +140,17 @@ class DuplexCall(asyncio.Protocol):
         self._on_message = on_message
         while self._messages:
             on_message(self._messages.popleft())
+
+    async def answered(self) -> None:
+        """Returns once the peer has greeted.
+
+        Raises:
+            CallEndedError: It did not.
+        """
+        while not self._answered:
+            if self._end is not None:
+                raise self._end
+            await self._change()
 
     async def wait_ended(self) -> CallEndedError:
         """Returns how the call ended, after its last message."""
@@ -259,7 +271,11 @@ class DuplexCall(asyncio.Protocol):
         elif isinstance(event, StreamReset):
             code = _OF_RESET.get(cast(ErrorCodes, event.error_code), grpc.StatusCode.UNAVAILABLE)
             self._finish(code, f"the stream was reset ({event.error_code})")
-        elif isinstance(event, WindowUpdated | RemoteSettingsChanged):
+        elif isinstance(event, RemoteSettingsChanged):
+            self._answered = True
+            self._tell_waiters()
+            self._flush()
+        elif isinstance(event, WindowUpdated):
             self._flush()
 
     def _take_messages(self) -> None:
@@ -290,6 +306,7 @@ class DuplexCall(asyncio.Protocol):
         if self._end is not None:
             return
         self._end = CallEndedError(code, details)
+        self._on_ready = None
         self._unsent.clear()
         if self._transport is not None:
             self._transport.close()
@@ -310,34 +327,46 @@ class DuplexCall(asyncio.Protocol):
 
 
 async def open_call(
-    target: str, method: str, *, tls: ssl.SSLContext | None, timeout: float, most_bytes: int = MAX_MESSAGE_BYTES
+    target: str, method: str, dialer: Dialer, timeout: float, most_bytes: int = MAX_MESSAGE_BYTES
 ) -> DuplexCall:
-    """Connects and begins a call. The caller closes it.
+    """Connects, waits until the peer is found to speak HTTP/2, and begins a call. The caller closes it.
 
     Args:
         target: ``host:port``, also with gRPC's ``dns:///``, ``ipv4:`` or ``ipv6:`` before it, or ``unix:path``.
         method: The method's path.
-        tls: For TLS; None is plain text.
-        timeout: Seconds to connect in.
+        dialer: Knows the TLS files.
+        timeout: Seconds that this may take.
         most_bytes: The largest message taken.
 
     Raises:
-        CallEndedError: There is no connection.
+        CallEndedError: There is no connection, or the TLS files are of no use.
     """
     loop = asyncio.get_running_loop()
     path, host, port = _address(target)
-    authority = "localhost" if path is not None else f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        tls = dialer.context()
+    except ConfigError as error:  # half written: they may be whole the next time
+        raise CallEndedError(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+    name = dialer.name or host
+    authority = "localhost" if path is not None else f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
     call = DuplexCall(authority, method, secure=tls is not None, most_bytes=most_bytes)
     try:
         async with asyncio.timeout(timeout):
             if path is not None:
                 await loop.create_unix_connection(lambda: call, path)
             else:
-                await loop.create_connection(lambda: call, host, port, ssl=tls)
+                await loop.create_connection(
+                    lambda: call, host, port, ssl=tls, server_hostname=None if tls is None else name
+                )
+            await call.answered()
     except TimeoutError:
+        call.close()
         raise CallEndedError(grpc.StatusCode.UNAVAILABLE, f"no connection to {target} in {timeout:g} s") from None
     except (OSError, ValueError) as error:
         raise CallEndedError(grpc.StatusCode.UNAVAILABLE, f"no connection to {target}: {error}") from error
+    except BaseException:
+        call.close()
+        raise
     return call
 
 

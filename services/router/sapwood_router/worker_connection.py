@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.channel import Dialer
+from sapwood_common.errors import ConfigError
 from sapwood_router.convert import load_of, served_model_of
 from sapwood_router.duplex_call import CallEndedError, DuplexCall, open_call
 from sapwood_router.registry import Registry
@@ -64,7 +65,10 @@ class WorkerConnection:
     async def run(self) -> None:
         """Connects, again after each loss, for ever; cancel it to stop."""
         while True:
-            problem = await self._carry_one_session()
+            try:
+                problem = await self._carry_one_session()
+            except ConfigError as error:  # TLS files that are being replaced
+                problem = str(error)
             if self._worker.available:
                 logger.warning("worker %s is down: %s", self._worker.address, problem)
             self._registry.mark_down(self._worker, problem)
@@ -97,7 +101,7 @@ class WorkerConnection:
 
     async def _open(self) -> tuple[DuplexCall, worker_pb2.SessionResponse]:
         timeout = max(_OPEN_TIMEOUT, self._silence)
-        call = await open_call(self._worker.address, _METHOD, tls=self._dialer.context(), timeout=timeout)
+        call = await open_call(self._worker.address, _METHOD, self._dialer, timeout)
         try:
             call.write(worker_pb2.SessionRequest(heartbeat_ms=self._heartbeat_ms).SerializeToString())
             async with asyncio.timeout(timeout):
@@ -110,6 +114,8 @@ class WorkerConnection:
         worker = self._worker
         if response.HasField("load"):
             worker.report(load_of(response.load))
+        if worker.session is not None:
+            worker.session.planned = response.draining
         if response.draining and worker.available:
             logger.info("worker %s is draining", worker.address)
             self._on_drain(worker)

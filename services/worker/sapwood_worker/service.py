@@ -134,17 +134,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         check_prompt(request, info)
         sampling, count = to_sampling(request, info)
         terms = to_terms(request, seconds)
-        grammar = await grammars.compiled(request, seconds)
-        return self._engine.submit(
-            request.request_id,
-            request.token_ids,
-            sampling,
-            grammar,
-            request.output_tokens,
-            count,
-            request.traceparent if is_valid_traceparent(request.traceparent) else traceparent_var.get(),
-            terms,
-        )
+        with self._engine.preparing():
+            grammar = await grammars.compiled(request, seconds)
+            return self._engine.submit(
+                request.request_id,
+                request.token_ids,
+                sampling,
+                grammar,
+                request.output_tokens,
+                count,
+                request.traceparent if is_valid_traceparent(request.traceparent) else traceparent_var.get(),
+                terms,
+            )
 
     def _info(self) -> worker_pb2.GetModelInfoResponse:
         name, info, epoch, _, max_running = self._loaded()

@@ -69,7 +69,7 @@ class Stage:
         if self._span is not None and self._token is not None:
             traceparent_var.reset(self._token)
             self._span.end(error=None if error is None else str(error) or type(error).__name__)
-        self._metrics.stage.at(stage=self._name).observe(time.perf_counter() - self._started)
+        self._metrics.stages[self._name].observe(time.perf_counter() - self._started)
 
 
 class RequestWatch:
@@ -138,7 +138,7 @@ class RequestWatch:
         self._closed = True
         self._metrics.request_ended()
         if self._responding:
-            self._metrics.stage.at(stage="respond").observe(self._responding)
+            self._metrics.stages["respond"].observe(self._responding)
         if self._respond_span is not None:
             self._respond_span.end()
         context, metrics = self._context, self._metrics

@@ -43,6 +43,14 @@ class HttpConnection(HttpToolsProtocol):
         """Sends more of a chunked body, at once. Its response has been started, and no ``send`` is being awaited."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
+    def take_body(self, scope: Scope, limit: int) -> bytes | None:
+        """The body of a request, if all of it has come and it is no larger than ``limit`` bytes; else it is to be received."""
+        cycle = self.cycle
+        if cycle is None or cycle.scope is not scope or cycle.more_body or len(cycle.body) > limit:
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        return body
+
     def watch(self, watcher: Callable[[], None]) -> None:
         """Calls ``watcher`` when the client leaves, until :meth:`unwatch`. Only after the request's body was read."""
         self.flow.resume_reading()  # or nobody would see it leave

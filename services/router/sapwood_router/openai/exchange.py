@@ -42,6 +42,7 @@ class Exchange:
         self.client_left = False
         self.started = False
         self._send = send
+        self._scope = scope
         self._connection = connection_of(scope)
         self._watcher: Callable[[], None] | None = None
 
@@ -55,13 +56,20 @@ class Exchange:
         if given:
             self.request_id = accept_request_id(given, REQUEST_ID_KEY)
 
+    def take_body(self, limit: int) -> bytes | None:
+        """The request's body, if all of it came with the headers and it is no larger than ``limit`` bytes; else ``receive`` it."""
+        return self._connection.take_body(self._scope, limit)
+
     def caller(self) -> Caller:
         """Who asks, as the headers say.
 
         Raises:
             InvalidArgumentError: A header makes no sense.
         """
-        return caller_of(lambda key: self.headers.get(key.encode(), b"").decode("latin-1"), tenant_var.get())
+        return caller_of(self._header, tenant_var.get())
+
+    def _header(self, key: str) -> str:
+        return self.headers.get(key.encode(), b"").decode("latin-1")
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         """Calls back as soon as the client leaves, and then cancels the current task. Only after the body was read."""

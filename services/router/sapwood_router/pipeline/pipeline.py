@@ -183,6 +183,8 @@ class Run:
         self._attempts.finished()
 
     def _log(self) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
         context = self._context
         now = time.perf_counter()
         if context.error is not None:

@@ -1,4 +1,4 @@
-"""What the HTTP port does beyond ASGI: several requests at once, connections that close, bodies that come late, clients that leave."""
+"""What the HTTP port does beyond ASGI: several requests at once, connections that close, late bodies, clients that leave."""
 
 import asyncio
 import json

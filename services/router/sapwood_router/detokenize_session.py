@@ -31,7 +31,8 @@ _RETRY_INTERVAL = 0.1
 _SETTLED_AFTER = 0.5
 _OPEN_TIMEOUT = 2.0
 _GATHERING = 0.002
-"""Seconds between two messages, where there is more than that to say: workers step at different times."""
+"""Seconds between two messages while there are as many streams as ``_MANY``: their workers step at different times."""
+_MANY = 16
 
 
 class DetokenizeSession:
@@ -156,7 +157,7 @@ class DetokenizeSession:
         if not self._flushing:
             self._flushing = True
             loop = asyncio.get_running_loop()
-            if loop.time() - self._flushed < _GATHERING:
+            if len(self._streams) >= _MANY and loop.time() - self._flushed < _GATHERING:
                 loop.call_later(_GATHERING, self._flush)
             else:
                 loop.call_soon(self._flush)

@@ -18,7 +18,8 @@ from sapwood_common.errors import UnavailableError
 from sapwood_common.status import from_parts
 from sapwood_router.convert import output_of, to_options
 from sapwood_router.detokenize_stream import DetokenizeStream
-from sapwood_router.duplex_call import CallEndedError, DuplexCall, open_call
+from sapwood_router.duplex_call import CallEndedError, DuplexCall
+from sapwood_router.duplex_dial import open_call
 from sapwood_router.field_names import detokenizer_error
 from sapwood_router.output import OutputOptions
 from sapwood_router.tokenizer_replica import TokenizerReplica

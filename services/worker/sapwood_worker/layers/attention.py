@@ -131,9 +131,10 @@ class Attention(Layer):
 
     def _context(self, hidden: Tensor, norm: RMSNorm, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         if self._fused is not None:
-            keys, values, slots = plan.destination(self._constants)
+            to = plan.destination(self._constants)
             cos, sin = angles
-            query = self._fused(self.qkv.normed(hidden, norm), cos[:, 0], sin[:, 0], keys, values, slots)
+            qkv = self.qkv.normed(hidden, norm)
+            query = self._fused(qkv, cos[:, 0], sin[:, 0], to.keys, to.values, to.slots, scales=to.scales)
             return plan.attend_cached(self._constants, query)
         heads = self.qkv.normed(hidden, norm).view(self._shape)
         query_key, value = heads[:, : self._rotated], heads[:, self._rotated :]

@@ -70,6 +70,38 @@ def dequantise(x: Tensor, scale: float | Tensor, dtype: torch.dtype = torch.floa
     return (x.float() * scale).to(dtype)
 
 
+def quantise_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
+    """Each row, or each ``group`` numbers of it, by a scale that brings its largest number to the largest of float8_e4m3fn.
+
+    Args:
+        x: [T, K].
+        group: Divides K; None: K.
+
+    Returns:
+        float8_e4m3fn [T, K] and the scales, float32 [T, K / group].
+    """
+    parts = x.float().view(len(x), -1, group or x.shape[1])
+    scales = _scales(parts.abs().amax(-1))
+    return quantise(parts, scales[..., None]).view(x.shape), scales
+
+
+def quantise_blocks(x: Tensor, size: int = 128) -> tuple[Tensor, Tensor]:
+    """As :func:`quantise_rows` for square blocks: [N, K] -> [N, K] and [N / size, K / size]."""
+    parts = x.float().view(x.shape[0] // size, size, x.shape[1] // size, size)
+    scales = _scales(parts.abs().amax((1, 3)))
+    return quantise(parts, scales[:, None, :, None]).view(x.shape), scales
+
+
+def dequantise_blocks(x: Tensor, scales: Tensor) -> Tensor:
+    """float8 [N, K] and a scale for each block of it, [N / n, K / k] -> float32 [N, K]."""
+    rows, columns = x.shape[0] // scales.shape[0], x.shape[1] // scales.shape[1]
+    return x.float() * scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+
+
+def _scales(largest: Tensor) -> Tensor:
+    return (largest / torch.finfo(torch.float8_e4m3fn).max).clamp_(min=1e-12)
+
+
 def store_kv(
     key: Tensor,
     value: Tensor,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sapwood_worker.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.layers.layer import Layer
-from sapwood_worker.layers.linear import Linear
+from sapwood_worker.layers.linear import Linear, Quantization
 from sapwood_worker.layers.norm import RMSNorm
 from sapwood_worker.layers.rotary import apply_rope
 from sapwood_worker.layers.weight_slot import WeightSlot, WeightSlots
@@ -103,10 +103,10 @@ class Attention(Layer):
         norms = self.qk_norm.weights(prefix) if self.qk_norm is not None else {}
         return self.qkv.weights(prefix) | self.output.weights(prefix) | norms
 
-    def prepare(self, dtype: torch.dtype) -> None:
+    def prepare(self, dtype: torch.dtype, quantization: Quantization = "none") -> None:
         """Called once when weights are loaded."""
-        self.qkv.prepare()
-        self.output.prepare()
+        self.qkv.prepare(quantization)
+        self.output.prepare(quantization)
         if self.qk_norm is not None:
             self.qk_norm.prepare(dtype)
         if self.qkv.weight.device.type == "cuda":

@@ -34,6 +34,7 @@ def make_runner(config: WorkerConfig) -> ModelRunner | EncoderRunner:
             page_size=config.page_size,
             num_pages=config.num_pages,
             kv_cache_bytes=None if config.kv_cache_gb is None else int(config.kv_cache_gb * (1 << 30)),
+            quantization=config.quantization,
             kv_cache_dtype=config.kv_cache_dtype,
             memory_fraction=config.memory_fraction,
             max_step_tokens=config.max_step_tokens,

@@ -22,6 +22,7 @@ from sapwood_worker.cache.device_pool import DevicePool, KVScales, page_bytes
 from sapwood_worker.cache.host_pool import HostPool, host_pool_pages
 from sapwood_worker.cache.torch_transfer import make_transfer
 from sapwood_worker.cache.transfer import Transfer
+from sapwood_worker.layers.linear import Quantization
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.models.config import ModelConfig
 from sapwood_worker.models.fingerprint import model_fingerprint
@@ -63,6 +64,8 @@ class RunnerOptions:
         num_pages: Pages in the pool; None: as many as fit in ``kv_cache_bytes``.
         kv_cache_bytes: Memory of the pool, unless ``num_pages`` is given; None: on CUDA what is left of ``memory_fraction``
             after a trial of the largest step, elsewhere 1 GiB.
+        quantization: Of the linear layers: ``fp8`` scales by token and output channel, ``fp8_block`` by 128 numbers of a token
+            and 128 x 128 of the weight.
         kv_cache_dtype: Of the pool: ``auto`` is the model's.
         memory_fraction: Largest share of the GPU's memory that is used, by whatever uses it.
         max_step_tokens: Most tokens in a step: how large the trial's is.
@@ -82,6 +85,7 @@ class RunnerOptions:
     page_size: int = 16
     num_pages: int | None = None
     kv_cache_bytes: int | None = None
+    quantization: Quantization = "none"
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     memory_fraction: float = 0.9
     max_step_tokens: int = 8192
@@ -125,6 +129,7 @@ class ModelRunner:
             context_length=options.context_length,
             threads=options.threads or torch.get_num_threads(),
             seed=options.seed,
+            quantization=options.quantization,
         )
         config = loaded.config
         self._options = options
@@ -290,7 +295,8 @@ class ModelRunner:
         made_up = f"dummy-{options.seed}" if options.load_format == "dummy" else ""
         shape = "x".join(map(str, (len(pool.key_slots), *pool.key_slots[0].shape[1:])))
         stored = f"{pool.dtype}{pool.scales}" if self._scales is not None else ""
-        parts = (model_fingerprint(options.model_path), made_up, self.info.dtype, stored, shape, self._device.type)
+        computed = self.info.dtype if options.quantization == "none" else f"{self.info.dtype}-{options.quantization}"
+        parts = (model_fingerprint(options.model_path), made_up, computed, stored, shape, self._device.type)
         return "|".join(parts)
 
     @torch.inference_mode()

@@ -27,7 +27,8 @@ async def test_a_request_is_counted_timed_and_its_tokens_are(cluster) -> None:
     assert found["sapwood_router_prompt_tokens_total", named(model="fake")] == usage.prompt_tokens
     assert found["sapwood_router_time_to_first_token_seconds_count", named(model="fake")] == 1
     assert found["sapwood_router_running_requests", frozenset()] == 0
-    assert found["sapwood_router_stage_seconds_count", named(stage="prepare")] == 1
+    for stage in ("prepare", "queue", "select", "acquire", "build", "dispatch", "execute", "respond"):
+        assert found["sapwood_router_stage_seconds_count", named(stage=stage)] == 1, stage
     assert sum(v for (name, _), v in found.items() if name == "sapwood_router_selections_total") == 1
     assert found["sapwood_rpc_calls_total", named(method="/sapwood.v1.Router/Generate", code="OK")] == 1
     for worker in cluster.workers:

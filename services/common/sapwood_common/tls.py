@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +34,13 @@ class ServerTls:
     def version(self) -> Version:
         """Differs after any of the files has changed."""
         files = (self.cert, self.key) if self.client_ca is None else (self.cert, self.key, self.client_ca)
-        stats = [file.stat() for file in files]
-        return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
+        return version_of(files)
+
+
+def version_of(files: Iterable[Path]) -> Version:
+    """Differs after any of the files has changed. Raises OSError if one is missing."""
+    stats = [file.stat() for file in files]
+    return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
 
 
 def server_tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> ServerTls | None:

@@ -46,7 +46,8 @@ class RouterConfig(ServiceConfig):
     tokenizer: str = Field(
         "127.0.0.1:50052",
         min_length=1,
-        description="Address of the tokenizer service; of several replicas of it, with commas between them.",
+        description="Address of the tokenizer service; of several replicas of it, with commas between them. A host name stands "
+        "for a replica at each address behind it, looked up again each second.",
     )
     workers: tuple[str, ...] = Field(
         ("127.0.0.1:50061",), description="Addresses of the workers; more can be named by the next two, or register."
@@ -87,7 +88,10 @@ class RouterConfig(ServiceConfig):
     heartbeat_ms: int = Field(200, ge=10, description="Workers say something at least this often.")
     worker_silence: float = Field(1.0, gt=0, description="Seconds without a word from a worker after which it is lost.")
     most_resumptions: int = Field(
-        3, ge=0, description="Workers that may be lost under a request, which goes on elsewhere, before it fails."
+        3,
+        ge=0,
+        description="Workers that may be lost under a request, which goes on elsewhere, before it fails; those that drained or "
+        "were removed do not count.",
     )
     resume_grace: float = Field(
         10.0, ge=0, description="Seconds that a request whose worker was lost waits for another if there is none."

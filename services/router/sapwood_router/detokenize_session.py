@@ -39,10 +39,13 @@ class DetokenizeSession:
     Args:
         replica: Where the call goes.
         grace: Seconds that streams wait for a replica that is gone before they fail UNAVAILABLE.
-        on_lost: Called with this session when its call is lost, and again for each attempt to open it anew that fails.
+        on_lost: Called with this session when its call is lost, and again, with False, for each attempt to open it anew that
+            fails.
     """
 
-    def __init__(self, replica: TokenizerReplica, grace: float, on_lost: Callable[[DetokenizeSession], None]) -> None:
+    def __init__(
+        self, replica: TokenizerReplica, grace: float, on_lost: Callable[[DetokenizeSession, bool], None]
+    ) -> None:
         self._replica = replica
         self._grace = grace
         self._on_lost = on_lost
@@ -55,6 +58,7 @@ class DetokenizeSession:
         self._call: DetokenizeCall | None = None
         self._stands = False
         self._abandoned = ""
+        self._finishing = False
 
     @property
     def up(self) -> bool:
@@ -77,6 +81,7 @@ class DetokenizeSession:
         streams = list(self._streams.values())
         self._streams.clear()
         self._dirty.clear()
+        self._end_if_finished()
         return streams
 
     def adopt(self, stream: DetokenizeStream) -> None:
@@ -92,17 +97,23 @@ class DetokenizeSession:
             self._abandoned = problem
             self._call.cancel()
 
+    def finish(self) -> None:
+        """No stream will be opened any more: :meth:`run` returns once there is none."""
+        self._finishing = True
+        self._end_if_finished()
+
     async def run(self) -> None:
-        """Keeps the call open for ever; cancel it to stop."""
+        """Keeps the call open until :meth:`finish`; cancel it to stop."""
         loop = asyncio.get_running_loop()
-        while True:
+        while not (self._finishing and not self._streams):
             problem = await self._carry_one_call()
             self._stands = False
             now = loop.time()
+            first = self._lost_since is None
             if self._lost_since is None:
                 self._lost_since = now
                 logger.info("the detokenizer call was lost with %d streams open: %s", len(self._streams), problem)
-            self._on_lost(self)
+            self._on_lost(self, first)
             if now - self._lost_since >= self._grace:
                 for stream in tuple(self._streams.values()):
                     stream.fail(UnavailableError("the tokenizer is not available", retry_after=1.0))
@@ -197,6 +208,7 @@ class DetokenizeSession:
         if output.ended:
             self._streams.pop(output.stream_id)
             self._dirty.pop(output.stream_id, None)
+            self._end_if_finished()
         stream.deliver(
             output_of(output),
             output.tokens_consumed,
@@ -214,3 +226,8 @@ class DetokenizeSession:
         if stream.opened:
             self._cancelled.append(stream.stream_id)
             self._wake.set()
+        self._end_if_finished()
+
+    def _end_if_finished(self) -> None:
+        if self._finishing and not self._streams:
+            self.abandon("its replica left")

@@ -14,7 +14,7 @@ from sapwood_router.config import PolicyName
 from sapwood_router.registry import Registry
 from sapwood_router.worker import Worker
 
-STAGES = ("prepare", "queue", "select", "dispatch", "execute")
+STAGES = ("prepare", "queue", "select", "acquire", "build", "dispatch", "execute", "respond")
 _MOST_MODELS = 32
 _MOST_REASONS = 32
 _MOST_WORKERS = 256
@@ -52,7 +52,9 @@ class RouterMetrics:
             "sapwood_router_request_seconds", "From the request to its end.", model=model, code=CODES
         )
         self.stage = metrics.histogram(
-            "sapwood_router_stage_seconds", "Time in the stages of the pipeline that take any.", stage=OneOf(*STAGES)
+            "sapwood_router_stage_seconds",
+            "Time in each stage of the pipeline; queue is the wait before select, respond all of a request's deltas.",
+            stage=OneOf(*STAGES),
         )
         self.prompt_tokens = metrics.counter(
             "sapwood_router_prompt_tokens_total", "Prompt tokens of generations that ended.", model=model

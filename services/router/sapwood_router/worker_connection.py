@@ -105,6 +105,8 @@ class WorkerConnection:
         worker = self._worker
         if response.HasField("load"):
             worker.report(load_of(response.load))
+        if worker.session is not None:
+            worker.session.planned = response.draining
         if response.draining and worker.available:
             logger.info("worker %s is draining", worker.address)
             self._on_drain(worker)

@@ -16,7 +16,7 @@ import grpc
 from sapwood.v1 import worker_pb2
 from sapwood_common.errors import SapwoodError
 from sapwood_router.convert import generation_error, worker_output_of
-from sapwood_router.outcome import WorkerLostError
+from sapwood_router.outcome import WorkerLeftError, WorkerLostError
 from sapwood_router.silence import SilenceDetector
 from sapwood_router.worker_output import WorkerOutput
 
@@ -69,6 +69,9 @@ class WorkerSession:
         on_response: Gets each message before its outputs are handed on.
         silence: Seconds without a message that are a loss.
         clock: Seconds, monotonic.
+
+    Attributes:
+        planned: Whether its end is: the worker announced it, or the router is to end it.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class WorkerSession:
         silence: float,
         clock: Callable[[], float],
     ) -> None:
+        self.planned = False
         self._address = address
         self._call = call
         self._on_response = on_response
@@ -136,7 +140,8 @@ class WorkerSession:
         try:
             self._problem = await self._read()
         finally:
-            self._problem = self._problem or "the router closed it"
+            if self._problem is None:
+                self._problem, self.planned = "the router closed it", True
             writer.cancel()
             watcher.cancel()
             self._call.cancel()
@@ -187,6 +192,8 @@ class WorkerSession:
             sink.failed(error)
 
     def _lost(self) -> WorkerLostError:
+        if self.planned:
+            return WorkerLeftError(f"worker {self._address} is gone: {self._problem}", retry_after=1.0)
         return WorkerLostError(f"worker {self._address} was lost: {self._problem}", retry_after=1.0)
 
     def _set_paused(self, stream_id: int, paused: bool) -> None:

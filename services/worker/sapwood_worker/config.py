@@ -127,8 +127,8 @@ class WorkerConfig(ServiceConfig):
     )
     storage: str = Field(
         "",
-        description="URL of the KV cache's third tier, a store that workers share: file:///folder?size_gb=10 or "
-        "mooncake://master:port?metadata=URL; needs a second tier. Empty: none.",
+        description="URL of the KV cache's third tier, a store that workers share: file:///folder?size_gb=10, "
+        "nixl://posix/folder, nixl://obj/bucket or mooncake://master:port?metadata=URL; needs a second tier. Empty: none.",
     )
     storage_prefetch: Literal["best_effort", "wait_complete", "timeout"] = Field(
         "timeout",

@@ -100,7 +100,9 @@ class Run:
             if self._stream is None:
                 self._stream = await self._start()
             chunk = await self._stream.read()
+            started = time.perf_counter()
             delta = respond(self._context, chunk, self._sent_tokens)
+            self._watch.responded(started)
         except SapwoodError as error:
             self._context.error = error
             self.close()

@@ -10,14 +10,17 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
 import openai
 import pytest
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -41,9 +44,8 @@ def fetch(url: str, body: bytes | None = None, **headers: str) -> str:
 
 
 def openai_client(stack) -> openai.OpenAI:
-    # Refused connections and 503s are tried again, with pauses of up to 8 seconds; a stream that has begun is not.
     web = httpx.Client(trust_env=False, timeout=300)
-    return openai.OpenAI(base_url=f"http://{stack.http}/v1", api_key="none", max_retries=30, http_client=web)
+    return openai.OpenAI(base_url=f"http://{stack.http}/v1", api_key="none", max_retries=0, http_client=web)
 
 
 def address(engine, service: str) -> str:
@@ -51,15 +53,21 @@ def address(engine, service: str) -> str:
 
 
 class Load:
-    """Streams one completion after another, with each of the two clients, until it is told to stop; keeps what fails."""
+    """Streams one completion after another, with each of the two clients, until it is told to stop; keeps what fails.
+
+    Nothing is tried again. Only while the one router there is gets replaced (``router_leaves``) is what it refused asked
+    again: no connection, 503, UNAVAILABLE, and only as long as nothing of the answer has come.
+    """
 
     def __init__(self, stack) -> None:
         self._stack = stack
         self._stop = threading.Event()
+        self.router_leaves = threading.Event()
         self.finished = 0
+        self.refused = 0
         self.failures: list[str] = []
-        loops = (self._openai, self._openai, self._grpc)
-        self._threads = [threading.Thread(target=self._loop, args=(index, one)) for index, one in enumerate(loops)]
+        kinds = (self._openai, self._openai, self._grpc)
+        self._threads = [threading.Thread(target=self._loop, args=(index, kind)) for index, kind in enumerate(kinds)]
         for thread in self._threads:
             thread.start()
 
@@ -73,37 +81,90 @@ class Load:
         for thread in self._threads:
             thread.join(timeout=600)
 
-    def _loop(self, index: int, one: Callable[[str], str]) -> None:
+    def _loop(self, index: int, stream: Callable[[str], Iterator[str]]) -> None:
         number = 0
         while not self._stop.is_set():
             number += 1
             try:
-                if not one(f"{index}.{number}. Once upon a time"):
-                    self.failures.append(f"{one.__name__}: nothing was generated")
+                if not self._ask(stream, f"{index}.{number}. Once upon a time"):
+                    self.failures.append(f"{stream.__name__}: nothing was generated")
             except Exception as error:
-                self.failures.append(f"{time.strftime('%X')} {one.__name__}: {error!r}")
+                self.failures.append(f"{time.strftime('%X')} {stream.__name__}: {error!r}")
+                time.sleep(0.5)
             self.finished += 1
 
-    def _openai(self, prompt: str) -> str:
-        with openai_client(self._stack).completions.create(
-            model="demo", prompt=prompt, max_tokens=16, temperature=0, stream=True
-        ) as chunks:
-            return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
-
-    def _grpc(self, prompt: str) -> str:
+    def _ask(self, stream: Callable[[str], Iterator[str]], prompt: str) -> str:
         deadline = time.monotonic() + 300
+        while True:
+            leaves = self.router_leaves.is_set()
+            answer = stream(prompt)
+            try:
+                text = next(answer)
+            except (openai.APIConnectionError, openai.InternalServerError, UnavailableError) as error:
+                refused = not isinstance(error, openai.InternalServerError) or error.status_code == 503
+                if not (refused and (leaves or self.router_leaves.is_set())) or time.monotonic() > deadline:
+                    raise
+                self.refused += 1
+                time.sleep(0.5)
+            else:
+                return text + "".join(answer)
+
+    def _openai(self, prompt: str) -> Iterator[str]:
+        with openai_client(self._stack) as client:
+            chunks = client.completions.create(model="demo", prompt=prompt, max_tokens=16, temperature=0, stream=True)
+            yield from (chunk.choices[0].text for chunk in chunks if chunk.choices)
+
+    def _grpc(self, prompt: str) -> Iterator[str]:
         with Client(self._stack.grpc, timeout=300) as client:
-            while True:
-                deltas = []
-                try:
-                    deltas += [
-                        one.text for one in client.generate(prompt, max_tokens=16, temperature=0, ignore_eos=True)
-                    ]
-                    return "".join(deltas)
-                except UnavailableError:  # what openai's client does by itself
-                    if deltas or time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.5)
+            yield from (one.text for one in client.generate(prompt, max_tokens=16, temperature=0, ignore_eos=True))
+
+
+def not_ok(stack) -> dict[str, float]:
+    """What the router has counted that did not end OK, by its labels."""
+    found = {}
+    for line in fetch(f"http://{stack.http}/metrics").splitlines():
+        name, _, value = line.rpartition(" ")
+        if name.startswith("sapwood_router_requests_total{") and 'code="OK"' not in name:
+            found[name] = float(value)
+    return found
+
+
+class Traces(trace_service_pb2_grpc.TraceServiceServicer):
+    """An OTLP receiver that keeps the spans of the traces it is told to keep."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[bytes, list[tuple[str, Any]]] = {}
+
+    def keep(self, trace_id: str) -> Callable[[], list[tuple[str, Any]]]:
+        """From now on keeps this trace; the answer gives its spans so far, each with its service's name."""
+        spans = self._kept.setdefault(bytes.fromhex(trace_id), [])
+        return lambda: list(spans)
+
+    def Export(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """The receiving end of OTLP."""
+        with self._lock:
+            for resource in request.resource_spans:
+                (name,) = [
+                    item.value.string_value for item in resource.resource.attributes if item.key == "service.name"
+                ]
+                for scope in resource.scope_spans:
+                    for span in scope.spans:
+                        if span.trace_id in self._kept:
+                            self._kept[span.trace_id].append((name, span))
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@pytest.fixture(scope="module")
+def traces(engine) -> Iterator[Traces]:
+    """What all services send their spans to."""
+    found = Traces()
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(found, server)
+    assert server.add_insecure_port(engine.variables["SAPWOOD_TRACE_ENDPOINT"])
+    server.start()
+    yield found
+    server.stop(None)
 
 
 @pytest.fixture(scope="module")
@@ -122,18 +183,22 @@ def load(stack, prometheus, wait_until):
     running.wait_for_more(wait_until)
     yield running
     running.end()
-    print(f"\n[containers] the load's requests: {running.finished}, of which failed: {len(running.failures)}")
+    told = f"{running.finished}, of which failed: {len(running.failures)}"
+    print(f"\n[containers] the load's requests: {told} (refused by the router that was replaced: {running.refused})")
 
 
 @pytest.fixture
 def settle(stack, load, wait_until) -> Callable[[], None]:
-    """Waits until all is healthy again and more requests have finished; none must have failed since the test began."""
-    before = len(load.failures)
+    """Waits until all is healthy again and more requests have finished; none must have failed since the test began, neither
+    at the clients nor by the router's own count."""
+    before, counted = len(load.failures), not_ok(stack)
 
     def check() -> None:
         stack.wait_healthy(*SERVICES)
         load.wait_for_more(wait_until)
         assert not load.failures[before:], f"{load.failures[before:]}\n{stack.logs(40)}"
+        more = {name: value for name, value in not_ok(stack).items() if value > counted.get(name, 0)}
+        assert not more, f"{more}\n{stack.logs(40)}"
 
     return check
 
@@ -206,10 +271,13 @@ def test_no_request_fails_when_a_worker_has_no_network_for_5_seconds(engine, set
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_no_request_fails_when_a_service_is_replaced(engine, stack, settle, service: str) -> None:
+def test_no_request_fails_when_a_service_is_replaced(engine, stack, load, settle, service: str) -> None:
     before = engine.container(service)
+    if service == "router":
+        load.router_leaves.set()
     engine.compose("up", "-d", "--no-build", "--force-recreate", "--wait", service)
     assert engine.container(service) != before
+    load.router_leaves.clear()
     settle()
 
 
@@ -234,7 +302,12 @@ def test_every_metric_is_there_and_every_dashboard_query_has_data(engine, promet
         return not missing
 
     wait_until(all_answered, lambda: f"no data: {missing}", 180)
-    assert len(answer("up == 1")) == len(addresses)
+    wanted = {f"{name}:{port}" for name, port in addresses.items()}
+    wait_until(
+        lambda: {item["metric"]["instance"] for item in answer("up == 1")} == wanted, lambda: str(answer("up")), 120
+    )
+    # Of the routers that were replaced as well: none has counted a request that failed.
+    assert answer('max_over_time(sapwood_router_requests_total{code!="OK"}[2h]) > 0') == []
     assert "SapwoodNoWorker" in fetch(f"{prometheus}/api/v1/rules")
     assert not load.failures[before:]
 

@@ -50,8 +50,10 @@ def receiver() -> Iterator[Receiver]:
 
 WANTED = {
     ("sapwood-router", "generate"),
-    ("sapwood-router", "prepare"),
-    ("sapwood-router", "select"),
+    *(
+        ("sapwood-router", stage)
+        for stage in ("prepare", "select", "acquire", "build", "dispatch", "execute", "respond")
+    ),
     ("sapwood-tokenizer", "sapwood.v1.Tokenizer/Tokenize"),
     ("sapwood-worker", "worker generate"),
     ("sapwood-worker", "queue"),

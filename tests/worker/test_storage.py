@@ -220,6 +220,13 @@ def test_every_job_ends_in_the_callers_thread_even_if_the_executor_closes() -> N
         ("mooncake://127.0.0.1:1", "metadata"),
         ("mooncake://?metadata=http://x", "master"),
         ("mooncake://m:1?metadata=http://x&protocol=pigeon", "tcp or rdma"),
+        ("nixl://pigeon/x", "nixl://posix/ or nixl://obj/"),
+        ("nixl://posix", "absolute folder"),
+        ("nixl://posix/x?size_gb=0", "more than 0"),
+        ("nixl://obj/", "name a bucket"),
+        ("nixl://obj/a/b", "name a bucket"),
+        ("nixl://obj/a?endpoint=host:9", "endpoint must be a URL"),
+        ("nixl://obj/a?size_gb=9", "size_gb"),
     ],
 )
 def test_a_wrong_url_is_refused_with_its_reason(url: str, problem: str) -> None:

@@ -6,14 +6,14 @@ The pipeline calls a :class:`RequestWatch`; nothing here changes what it does.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextvars import Token
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from sapwood_common.metrics import MetricSet
 from sapwood_common.status import row_of
 from sapwood_common.telemetry import traceparent_var
-from sapwood_common.tracing import Attribute, NoTracing, Span, Tracing, child_span
+from sapwood_common.tracing import Attribute, NoTracing, Span, Tracing
 from sapwood_router.router_metrics import RouterMetrics
 
 if TYPE_CHECKING:
@@ -43,6 +43,35 @@ def quiet_observer() -> RequestObserver:
     return RequestObserver(RouterMetrics(MetricSet()), NoTracing())
 
 
+class Stage:
+    """A stage of the pipeline, around a ``with`` body; with tracing on, what the body calls is traced as the stage's child."""
+
+    __slots__ = ("_metrics", "_name", "_span", "_started", "_token", "_traceparent", "_tracing")
+
+    def __init__(self, metrics: RouterMetrics, tracing: Tracing, traceparent: str | None, name: str) -> None:
+        self._metrics = metrics
+        self._tracing = tracing
+        self._traceparent = traceparent
+        self._name = name
+        self._span: Span | None = None
+        self._token: Token[str | None] | None = None
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+        if self._tracing.on:
+            self._span = self._tracing.start(self._name, parent=self._traceparent)
+            self._token = traceparent_var.set(self._span.traceparent)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._span is not None and self._token is not None:
+            traceparent_var.reset(self._token)
+            self._span.end(error=None if error is None else str(error) or type(error).__name__)
+        self._metrics.stage.at(stage=self._name).observe(time.perf_counter() - self._started)
+
+
 class RequestWatch:
     """One request under observation.
 
@@ -56,23 +85,28 @@ class RequestWatch:
         self._context = context
         self._last = context.started
         self._closed = False
+        self._responding = 0.0
+        self._respond_span: Span | None = None
         self._metrics.request_began()
         self._span: Span = self._tracing.start(
             "generate", parent=traceparent_var.get(), attributes=_asked(context) if self._tracing.on else None
         )
         self.traceparent = self._span.traceparent
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """A stage of the pipeline, around the body: what the body calls is traced as the stage's child."""
-        started = time.perf_counter()
-        token = traceparent_var.set(self.traceparent)
-        try:
-            with child_span(self._tracing, name):
-                yield
-        finally:
-            traceparent_var.reset(token)
-            self._metrics.stage.at(stage=name).observe(time.perf_counter() - started)
+    def stage(self, name: str) -> Stage:
+        """A stage of the pipeline, to be entered once."""
+        return Stage(self._metrics, self._tracing, self.traceparent, name)
+
+    def responded(self, started: float) -> None:
+        """A delta was made, from ``started`` on ``time.perf_counter``'s clock until now.
+
+        The stage's time is that of all deltas; its span goes from the first to the end of the request.
+        """
+        seconds = time.perf_counter() - started
+        self._responding += seconds
+        if self._respond_span is None and self._tracing.on:
+            at_ns = time.time_ns() - int(seconds * 1e9)
+            self._respond_span = self._tracing.start("respond", parent=self.traceparent, at_ns=at_ns)
 
     def selected(self, reason: str) -> None:
         """A worker was chosen."""
@@ -103,6 +137,10 @@ class RequestWatch:
             return
         self._closed = True
         self._metrics.request_ended()
+        if self._responding:
+            self._metrics.stage.at(stage="respond").observe(self._responding)
+        if self._respond_span is not None:
+            self._respond_span.end()
         context, metrics = self._context, self._metrics
         code = "CANCELLED" if context.usage is None else "OK"
         if context.error is not None:

@@ -171,7 +171,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 in_flight=worker.in_flight,
                 load=to_load(worker.load),
                 problem="" if worker.available else worker.problem,
-                draining=worker.draining,
+                draining=worker.draining or worker.leaving,
                 breaker=worker.breaker.state.value,
                 epoch=worker.model.epoch if worker.model is not None else 0,
             )

@@ -103,6 +103,8 @@ class Worker:
         self.available = False
         """Whether it is connected and takes requests; ``draining``: whether an operator wants it to get none."""
         self.draining = False
+        self.leaving = False
+        """Whether no source names it any more: it finishes what it has."""
         self.problem: str | None = "not reached yet"
         self.most_requests = math.inf
         """Requests that this router gives it at a time."""
@@ -117,6 +119,11 @@ class Worker:
         self._foreign_tokens = 0
         self._recent = 0.0
         self._recent_at = clock()
+
+    @property
+    def takes_new(self) -> bool:
+        """Whether it may be given requests that are new."""
+        return self.available and not self.draining and not self.leaving
 
     @property
     def room(self) -> float:

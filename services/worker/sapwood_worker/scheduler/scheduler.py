@@ -70,7 +70,7 @@ class Scheduler:
         table = PageTable(config.max_running, -(-self._limit // config.page_size))
         self._kv_events = KvEventLog() if config.kv_events else None
         if tiers is not None and self._kv_events is not None:
-            tiers.host.announce(self._kv_events)
+            tiers.announce(self._kv_events)
         self._cache = PrefixCache(
             self._allocator,
             table,
@@ -243,7 +243,7 @@ class Scheduler:
             self._ratio.step()
             self._admission.admit(adder, self._steps)
         copies = self._tiers.take() if self._tiers is not None else None
-        step = StepInFlight(plan.decodes, [*((request, 1) for request in plan.last_tokens), *adder.chunks])
+        step = StepInFlight(plan.decodes, [*((request, 1) for request in plan.last_tokens), *adder.chunks], self._cache)
         output = SchedulerOutput(self._steps, self._running.rows, step.parts, copies)
         if output:
             self._in_flight.append(step)
@@ -255,6 +255,7 @@ class Scheduler:
         assert output.step == self._steps - len(self._in_flight)
         step = self._in_flight.popleft()
         assert len(step) == len(output.token_ids)
+        self._cache.confirm(step.written)
         if self._tiers is not None:
             self._tiers.ended(output.copied)
         outputs: list[RequestOutput] = []

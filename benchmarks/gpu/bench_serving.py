@@ -7,7 +7,7 @@ Prompts are random token ids, greedy, end tokens ignored, one stream a request, 
 offline   256 requests at once, prompts of U(100, 1024) tokens, outputs of U(100, 1024)
 one       single requests of 1024 tokens with 129 outputs, a second apart; medians
 poisson   offline's prompts with a quarter of its outputs, so many a second: as fresh prompts, and again as they were in offline
-          (the prefix cache has those)
+          (the prefix cache has those; before offline it is emptied)
 
 Prints one JSON object a line. Times between tokens are between pieces of an answer as the client got them; how many tokens a
 piece has is told as well. ``cores`` is CPU time over time while offline ran. Without a GPU: ``--device cpu`` and a small model,
@@ -71,6 +71,7 @@ class Bench:
             self._load(kind, offline(8, self._vocabulary, shortest=4, longest=self._options.longest, seed=9))
 
     def offline(self, kind: Kind) -> None:
+        self._services.flush_cache()
         with self._spied(kind):
             before, began = self._services.cpu_seconds(), time.monotonic()
             found = self._load(kind, self._requests)
@@ -190,10 +191,8 @@ def main() -> None:
         for kind in kinds:
             if "one" in wanted:
                 bench.one(kind)
-        for kind in kinds:
             if "offline" in wanted:
                 bench.offline(kind)
-        for kind in kinds:
             for prompts in options.prompts.split(",") if "poisson" in wanted else ():
                 bench.poisson(kind, fresh=prompts == "fresh")
     print("done", file=sys.stderr)

@@ -15,6 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic, sleep
 
+import grpc
+
+from sapwood.v1 import worker_pb2, worker_pb2_grpc
+
 _TICKS = os.sysconf("SC_CLK_TCK")
 _LISTENING = re.compile(r"\b(?:(\w+) )?listening on (?:https?://)?(\S+:\d+)")
 _START_SECONDS = 300.0
@@ -114,7 +118,7 @@ class Services:
         self._router_flags = router_flags
         self._logs = logs
         self._started: list[Service] = []
-        self.grpc = self.http = ""
+        self.grpc = self.http = self._worker = ""
 
     def __enter__(self) -> Services:
         shared = ("--port", "0", "--model", str(self._model), "--served-model-name", self.name)
@@ -122,11 +126,11 @@ class Services:
             began = monotonic()
             worker = self._start("worker", self._worker_module, *shared, *self._worker_flags)
             tokenizer = self._start("tokenizer", "sapwood_tokenizer", *shared)
-            worker_address = worker.address()
+            self._worker = worker.address()
             self.worker_seconds = monotonic() - began
             router = self._start(
                 "router", "sapwood_router", "--port", "0", "--http-port", "0", "--log-level", "warning",
-                "--tokenizer", tokenizer.address(), "--workers", worker_address, *self._router_flags,
+                "--tokenizer", tokenizer.address(), "--workers", self._worker, *self._router_flags,
             )  # fmt: skip
             self.grpc, self.http = router.address("gRPC"), router.address("HTTP")
             self._await_health()
@@ -138,6 +142,11 @@ class Services:
     def __exit__(self, *_: object) -> None:
         for service in reversed(self._started):
             service.stop()
+
+    def flush_cache(self) -> None:
+        """Empties the worker's prefix cache."""
+        with grpc.insecure_channel(self._worker) as channel:
+            worker_pb2_grpc.WorkerStub(channel).FlushCache(worker_pb2.FlushCacheRequest(), timeout=30)
 
     @property
     def name(self) -> str:

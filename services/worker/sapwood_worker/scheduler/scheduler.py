@@ -70,7 +70,7 @@ class Scheduler:
         table = PageTable(config.max_running, -(-self._limit // config.page_size))
         self._kv_events = KvEventLog() if config.kv_events else None
         if tiers is not None and self._kv_events is not None:
-            tiers.host.announce(self._kv_events)
+            tiers.announce(self._kv_events)
         self._cache = PrefixCache(
             self._allocator,
             table,

@@ -288,6 +288,7 @@ def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
         max_running=message.max_running,
         eos_token_ids=frozenset(message.eos_token_ids),
         embedding_size=message.embedding_size,
+        embedded_tokens=message.embedded_tokens,
     )
 
 

@@ -108,7 +108,7 @@ class Embedder:
         served = workers[0].model
         assert served is not None
         for name, sequence in zip(request.names, sequences, strict=True):
-            if len(sequence) > served.context_length:
+            if len(sequence) > served.context_length and not served.embedded_tokens:
                 raise InvalidArgumentError(
                     f"it has {len(sequence)} tokens, the model takes {served.context_length}", field=name
                 )

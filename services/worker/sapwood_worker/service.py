@@ -14,9 +14,9 @@ from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_common.telemetry import is_valid_traceparent, traceparent_var
 from sapwood_worker.cache.report import TierReport
 from sapwood_worker.convert import (
-    check_inputs,
     check_prompt,
     from_pooling,
+    to_inputs,
     to_kv_events,
     to_load_report,
     to_namespace,
@@ -162,6 +162,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             embedding_size=info.embedding_size,
             pooling=from_pooling(info),
             embeds_only=not info.generates,
+            embedded_tokens=info.embedded_tokens,
             max_running=max_running,
         )
 
@@ -313,16 +314,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         info = self._loaded().info
         if self._draining.is_set():
             raise UnavailableError("this worker is draining", retry_after=1.0)
-        check_inputs(request, info)
+        inputs = to_inputs(request, info)
         self._engine.check()
-        inputs = [each.ids for each in request.inputs]
         pooling = to_pooling(request.pooling, info)
         vectors = await self._engine.embeddings.embed(
             request.request_id or "embed",
             inputs,
             pooling,
             to_terms(request, context.time_remaining()),
-            normalize=request.normalize if request.HasField("normalize") else True,
+            normalize=request.normalize if request.HasField("normalize") else info.normalizes,
         )
         return worker_pb2.WorkerEmbedResponse(
             embeddings=[worker_pb2.Embedding(values=vector.tolist()) for vector in vectors],

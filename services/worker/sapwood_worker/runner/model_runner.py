@@ -24,6 +24,7 @@ from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.models.config import ModelConfig
 from sapwood_worker.models.fingerprint import model_fingerprint
 from sapwood_worker.models.loader import LoadFormat, load_model
+from sapwood_worker.models.sentence_config import read_sentence_config
 from sapwood_worker.runner.forward_batch import ForwardBatch
 from sapwood_worker.runner.grammar_masks import GrammarMasks, StepMasks
 from sapwood_worker.runner.input_builder import build_forward_batch
@@ -129,15 +130,21 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         if self._device.type == "cuda" and dtype != torch.float32:
             self._use_flashinfer(options, config, dtype)
+        length = min(config.max_position, (self._pool.num_pages - _SCRATCH_PAGES) * self._pool.page_size)
+        sentences = read_sentence_config(options.model_path, "last", length)
         self.info = ModelInfo(
             architecture=config.architecture,
             dtype=name,
-            context_length=min(config.max_position, (self._pool.num_pages - _SCRATCH_PAGES) * self._pool.page_size),
+            context_length=length,
             vocab_size=config.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             page_size=self._pool.page_size,
             num_pages=self._pool.num_pages - _SCRATCH_PAGES,
             embedding_size=config.hidden_size,
+            pooling=sentences.pooling,
+            normalizes=sentences.normalizes,
+            embedded_tokens=sentences.max_tokens,
+            special_ids=sentences.special_ids,
         )
 
     @torch.inference_mode()

@@ -70,6 +70,9 @@ class RouterApplication:
         self._tracing = start_tracing("sapwood-router", config.trace_endpoint, config.trace_ratio)
         router_metrics = self._router_metrics = RouterMetrics(self._metrics)
         self._dialer = Dialer(config.peer_ca, config.peer_cert, config.peer_key)
+        if config.worker_name is not None and config.peer_ca is None:
+            raise ConfigError("--worker-name needs --peer-ca")
+        self._worker_dialer = self._dialer.expecting(config.worker_name)
         self._lookup = lookup
         self._detokenizers = DetokenizePool(config.tokenizer_grace, self._tokenizer_lost)
         self._replicas = TokenizerReplicas(
@@ -97,7 +100,14 @@ class RouterApplication:
         self._slices = (
             None if config.kubernetes_service is None else (in_cluster_api(), parse_service(config.kubernetes_service))
         )
-        self._fleet = Fleet(self.registry, self._policies, self._make_worker, self._watch_worker, time.monotonic)
+        self._fleet = Fleet(
+            self.registry,
+            self._policies,
+            self._make_worker,
+            self._watch_worker,
+            router_metrics.worker_removed,
+            time.monotonic,
+        )
         router_metrics.watch(self.registry, self._admission)
         router_metrics.watch_index(self._blocks)
         observer = RequestObserver(router_metrics, self._tracing)
@@ -121,7 +131,7 @@ class RouterApplication:
         tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
         guard = Guard(
             None if config.api_keys is None else ApiKeys(config.api_keys),
-            public=None if config.admin_port is None else PUBLIC_METHODS,
+            public=PUBLIC_METHODS if config.separates_operators else None,
         )
         self._server = ServiceServer(
             config.host,
@@ -131,6 +141,7 @@ class RouterApplication:
             tls=tls,
             guard=guard.check_call,
             max_request_bytes=config.max_body_bytes,
+            health_address=config.health_address,
         )
         self.status = StatusBoard(self.registry, self._admission, router_metrics, self.problem, config.policy).snapshot
         service = RouterService(pipeline, self._fleet, config.request_timeout, self.status)
@@ -248,12 +259,12 @@ class RouterApplication:
             self._worker_lost,
             self._fleet.hand_over,
             time.monotonic,
-            self._dialer,
+            self._worker_dialer,
         )
         tasks = [self._spawn(connection.run(), f"connection to {worker.address}")]
         if config.kv_events and self._policies.uses("cache_aware"):
             drifts = self._router_metrics.drifts.at(worker=worker.address)
-            monitor = KvEventMonitor(worker, self._blocks, self._dialer, drifts.inc).run()
+            monitor = KvEventMonitor(worker, self._blocks, self._worker_dialer, drifts.inc).run()
             tasks.append(self._spawn(monitor, f"KV events of {worker.address}"))
         return tasks
 

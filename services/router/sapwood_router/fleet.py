@@ -31,6 +31,7 @@ class Fleet:
         policies: Told of workers that are gone.
         make: Makes a worker.
         watch: Starts what follows a worker; the tasks are cancelled when it is removed.
+        on_removed: Called with the address of a worker that is gone.
         clock: Seconds, monotonic.
     """
 
@@ -40,12 +41,14 @@ class Fleet:
         policies: PolicyBook,
         make: Callable[[str], Worker],
         watch: Callable[[Worker], Iterable[asyncio.Task[None]]],
+        on_removed: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
         self._registry = registry
         self._policies = policies
         self._make = make
         self._watch = watch
+        self._on_removed = on_removed
         self._clock = clock
         self._sources: dict[str, frozenset[str]] = {}
         self._leases: dict[str, float] = {}
@@ -138,4 +141,5 @@ class Fleet:
         for task in self._tasks.pop(worker.address, []):
             task.cancel()
         self._policies.reset(worker.address, 0)
+        self._on_removed(worker.address)
         logger.info("worker %s removed", worker.address)

@@ -75,6 +75,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
         uncounted=UNCOUNTED,
         telemetry=RpcTelemetry(metrics, tracing),
         tls=server_tls(config.tls_cert, config.tls_key, config.tls_client_ca),
+        health_address=config.health_address,
     )
     health = _Health(server)
     engine = Engine(scheduler.send, EngineObserver(worker_metrics, tracing))

@@ -52,9 +52,8 @@ def test_with_tls_keys_and_mooncake_a_prefix_outlives_the_workers(engine, stack,
 
     def ask(traceparent: str) -> int:
         body = {"model": "demo", "prompt": prompt, "max_tokens": 2, "temperature": 0}
-        answer = web.post(
-            "/completions", json=body, headers={"authorization": f"Bearer {key}", "traceparent": traceparent}
-        )
+        headers = {"authorization": f"Bearer {key}", "traceparent": traceparent}
+        answer = web.post("/completions", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
@@ -69,6 +68,8 @@ def test_with_tls_keys_and_mooncake_a_prefix_outlives_the_workers(engine, stack,
         return [tier for tier in found if tier.tier == worker_pb2.CACHE_TIER_STORAGE]
 
     assert web.get("/models").status_code == 401
+    operator = ("sapwood", "router", "workers", "list", "--address", "127.0.0.1:50055", "--ca", "/tls/ca.crt")
+    assert "worker-0:50061" in engine.compose("exec", "-T", "router", *operator, **variables)
     assert ask(f"00-{os.urandom(16).hex()}-{os.urandom(8).hex()}-00") == 0
     wait_until(stored, lambda: f"{[tiers(service) for service in ('worker-0', 'worker-1')]}")
     engine.compose("restart", "worker-0", "worker-1", **variables)

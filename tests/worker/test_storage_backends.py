@@ -212,7 +212,7 @@ def test_an_object_store_that_fails_is_an_error_until_it_is_well_again(bucket: O
 def test_without_nixl_there_is_an_error_that_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("nixl", "nixl._api", "nixl_cu12", "nixl_cu12._api"):
+    for name in ("nixl", "nixl._api", "nixl_cu12", "nixl_cu12._api", "nixl_cu13", "nixl_cu13._api"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(StorageError, match=r"pip install 'sapwood\[nixl\]'"):
         parse_storage(f"nixl://posix{tmp_path}")()

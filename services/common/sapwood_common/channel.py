@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 
 import grpc
 
 from sapwood_common.telemetry import REQUEST_ID_KEY, TRACEPARENT_KEY, traceparent_var
-from sapwood_common.tls import Version, channel_credentials, version_of
+from sapwood_common.tls import Version, channel_credentials, client_context, version_of
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """The largest message a service sends or takes: a prompt of a few million tokens fits."""
@@ -89,6 +90,15 @@ class Dialer:
         """See :func:`open_channel`."""
         credentials = channel_credentials(*self._files)
         return open_channel(address, own_connection=own_connection, credentials=credentials, name=self._name)
+
+    def context(self) -> ssl.SSLContext | None:
+        """The same for connections that are not grpcio's; None is plain text. See :func:`sapwood_common.tls.client_context`."""
+        return client_context(*self._files)
+
+    @property
+    def name(self) -> str | None:
+        """What the peers' certificates must be for; None: the host each is reached at."""
+        return self._name
 
 
 def request_metadata(request_id: str) -> tuple[tuple[str, str], ...]:

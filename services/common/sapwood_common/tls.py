@@ -121,3 +121,21 @@ def channel_credentials(ca: Path | None, cert: Path | None, key: Path | None) ->
         )
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
+
+
+def client_context(ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """The same for connections that are not grpcio's, speaking HTTP/2; None, that is plain text, without a CA.
+
+    Raises:
+        ConfigError: As :func:`channel_credentials`.
+    """
+    if channel_credentials(ca, cert, key) is None:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        context.set_alpn_protocols(["h2"])
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--peer-ca {ca}, --peer-cert {cert}: {error.strerror or error}") from None
+    return context

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.tls import ServerTls
+from sapwood_router.openai.connection import HttpConnection
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class HttpServer:
             ssl_keyfile=None if tls is None else tls.key,
             ssl_ca_certs=None if tls is None or tls.client_ca is None else str(tls.client_ca),
             ssl_cert_reqs=ssl.CERT_NONE if tls is None or tls.client_ca is None else ssl.CERT_REQUIRED,
-            http="httptools",
+            http=HttpConnection,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -10,6 +10,7 @@ so and not before; nothing gives up on one, since its buffers may be written to 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import os
@@ -218,15 +219,15 @@ class NixlObjectStorage:
 
 
 def _library() -> Any:
-    """NIXL's Python interface. The package of one CUDA version is enough, and works without CUDA.
+    """NIXL's Python interface, of whichever package has it: these plugins do not need the CUDA version to be the right one.
 
     Raises:
-        ImportError: It is not installed.
+        ImportError: None has.
     """
-    try:
-        return importlib.import_module("nixl._api")  # chooses the CUDA version that is there
-    except ImportError:
-        return importlib.import_module("nixl_cu12._api")
+    for package in ("nixl_cu12", "nixl_cu13"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(f"{package}._api")
+    return importlib.import_module("nixl._api")  # takes seconds: it imports torch to choose between them
 
 
 def _address(buffer: memoryview) -> int:

@@ -1,5 +1,6 @@
 """Steps of prompts as CUDA graphs: which sizes there are; on a GPU, that they compute what single launches compute."""
 
+import itertools
 import json
 
 import numpy as np
@@ -48,7 +49,7 @@ def test_the_ladder_pads_by_less_than_a_quarter():
         sizes = token_ladder(largest)
         assert sizes[-1] == largest
         assert sizes == sorted(set(sizes))
-        assert all(later - earlier <= max(16, earlier / 4) for earlier, later in zip(sizes, sizes[1:], strict=False))
+        assert all(later - earlier <= max(16, earlier / 4) for earlier, later in itertools.pairwise(sizes))
 
 
 def test_a_large_model_is_captured_up_to_fewer_tokens_than_a_small_one():

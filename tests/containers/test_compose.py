@@ -190,7 +190,7 @@ def test_one_request_is_one_connected_trace_over_all_services(engine, stack, tra
     wanted = {
         ("caller", "ask"),
         ("sapwood-router", "sapwood.v1.Router/Generate"),
-        ("sapwood-router", "generate"),
+        ("sapwood-router", "text_completion demo"),
         ("sapwood-router", "prepare"),
         ("sapwood-router", "select"),
         ("sapwood-tokenizer", "sapwood.v1.Tokenizer/Tokenize"),

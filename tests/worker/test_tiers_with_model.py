@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,21 +71,31 @@ def make_scheduler(runner: Any, page_size: int, num_pages: int, tiers: Hierarchi
     return Scheduler(config, tiers)
 
 
+@pytest.fixture(scope="module")
+def recomputed(tiny_model: Any, make_runner: Any) -> Callable[[str], list[list[int]]]:
+    """A model's answers to :func:`prompts` without any cache."""
+
+    @functools.cache
+    def compute(name: str) -> list[list[int]]:
+        plain = make_runner(tiny_model(name).path, page_size=16, num_pages=7, max_running=3)
+        return answers(plain, make_scheduler(plain, 16, 7, None), [[prompt] for prompt in prompts()])
+
+    return compute
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_tokens_from_the_second_tier_equal_recomputation(
-    tiny_model: Any, make_runner: Any, name: str, policy: Any, page_size: int
+    tiny_model: Any, make_runner: Any, recomputed: Any, name: str, policy: Any, page_size: int
 ) -> None:
     path = tiny_model(name).path
     num_pages = 112 // page_size
-    plain = make_runner(path, page_size=page_size, num_pages=num_pages, max_running=3)
     batches = [[prompt] for prompt in prompts()]
-    expected = answers(plain, make_scheduler(plain, page_size, num_pages, None), batches)
     runner = make_runner(path, page_size=page_size, num_pages=num_pages, max_running=3, host_cache_ratio=4.0)
     tiers = HierarchicalCache(HostPages(runner.host_pool.num_pages), num_pages, page_size, policy)
     scheduler = make_scheduler(runner, page_size, num_pages, tiers)
-    assert answers(runner, scheduler, batches) == expected
+    assert answers(runner, scheduler, batches) == recomputed(name)
     assert tiers.counters.host_hits >= 3 * (64 // page_size), "the second tier was hardly used"
 
 
@@ -101,18 +113,16 @@ def storage_tiers(runner: Any, page_size: int, folder: Path, policy: Any = "writ
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_worker_that_starts_cold_takes_its_prefixes_from_the_store(
-    tiny_model: Any, make_runner: Any, tmp_path: Path, name: str, policy: Any, page_size: int
+    tiny_model: Any, make_runner: Any, recomputed: Any, tmp_path: Path, name: str, policy: Any, page_size: int
 ) -> None:
     path = tiny_model(name).path
     num_pages = 112 // page_size
-    plain = make_runner(path, page_size=page_size, num_pages=num_pages, max_running=3)
     batches = [[prompt] for prompt in prompts()]
-    expected = answers(plain, make_scheduler(plain, page_size, num_pages, None), batches)
     for life in range(2):
         runner = make_runner(path, page_size=page_size, num_pages=num_pages, max_running=3, host_cache_ratio=2.0)
         tiers = storage_tiers(runner, page_size, tmp_path, policy)
         scheduler = make_scheduler(runner, page_size, num_pages, tiers)
-        assert answers(runner, scheduler, batches) == expected
+        assert answers(runner, scheduler, batches) == recomputed(name)
         if policy == "write_back":
             scheduler.flush_cache()
             answers(runner, scheduler, [])

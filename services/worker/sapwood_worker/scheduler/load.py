@@ -23,6 +23,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         host_used_pages: Pages of the second tier that hold something.
         forced_tokens: Tokens of output that a grammar forced and no step sampled.
         host_num_pages: Pages of the second tier; 0: there is none.
+        store_read_bytes: Read from the third tier, and good.
+        store_written_bytes: Written to it, or found there already.
+        store_failures: Calls to it that failed or took too long.
+        store_rejected_pages: Pages read from it that were not what they should have been.
+        store_dropped_pages: Pages that were not written to it.
+        store_timeouts: Requests that stopped waiting for it before all was there.
     """
 
     running_requests: int = 0
@@ -39,3 +45,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     host_used_pages: int = 0
     host_num_pages: int = 0
     forced_tokens: int = 0
+    store_read_bytes: int = 0
+    store_written_bytes: int = 0
+    store_failures: int = 0
+    store_rejected_pages: int = 0
+    store_dropped_pages: int = 0
+    store_timeouts: int = 0

@@ -255,8 +255,27 @@ async def test_a_stuck_step_is_dumped_and_turns_the_worker_unhealthy_until_it_en
     assert "Timeout (0:00:00.5" in worker.log and "fake_model.py" in worker.log, "the stacks were dumped"
 
 
+async def test_a_step_that_does_not_end_ends_with_its_process(start) -> None:
+    flags = ("--watchdog-timeout", "0.5", "--watchdog-restart", "2", "--stall-token", str(STALL))
+    worker = start(*flags, "--stall-seconds", "3600")
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        session = stub.Session()
+        await session.write(worker_pb2.SessionRequest(heartbeat_ms=10))
+        assert not (await session.read()).draining
+        stalled = asyncio.ensure_future(collect(stub, request("stalls", [STALL])))
+        while not (await session.read()).draining:  # a router gives it nothing new
+            pass
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stalled
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        await health_is(channel, SERVING)
+        assert (await collect(stub, request("next", [1, 2])))[0] == expected([1, 2], 5)
+
+
 async def test_a_long_prefill_of_many_steps_is_not_stuck(start) -> None:
-    worker = start("--watchdog-timeout", "0.6", "--max-step-tokens", "64", step_ms=30)
+    limits = ("--watchdog-timeout", "0.6", "--watchdog-restart", "0.9")
+    worker = start(*limits, "--max-step-tokens", "64", step_ms=30)
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub, health = worker_pb2_grpc.WorkerStub(channel), health_pb2_grpc.HealthStub(channel)
         long = asyncio.ensure_future(collect(stub, request("long", list(range(900)) * 4)))

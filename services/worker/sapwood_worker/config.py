@@ -81,7 +81,14 @@ class WorkerConfig(ServiceConfig):
     watchdog_timeout: float = Field(
         300.0,
         gt=0,
-        description="Seconds after which a step counts as stuck: its stacks are logged and the worker turns unhealthy.",
+        description="Seconds after which a step counts as stuck: its stacks are logged, the worker turns unhealthy and routers "
+        "give it nothing new. (A long prompt is computed in many steps.)",
+    )
+    watchdog_restart: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds after which a step ends with the scheduler process, which is started anew: its requests end "
+        "UNAVAILABLE, and routers have other workers go on with them.",
     )
     conservativeness: float = Field(
         1.0,

@@ -29,6 +29,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         store_rejected_pages: Pages read from it that were not what they should have been.
         store_dropped_pages: Pages that were not written to it.
         store_timeouts: Requests that stopped waiting for it before all was there.
+        storage_id: Names the third tier's store for all who share it; empty: there is none, or nothing is read from it.
     """
 
     running_requests: int = 0
@@ -51,3 +52,4 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     store_rejected_pages: int = 0
     store_dropped_pages: int = 0
     store_timeouts: int = 0
+    storage_id: str = ""

@@ -59,4 +59,5 @@ def measure_load(
         store_rejected_pages=store.rejected,
         store_dropped_pages=store.dropped,
         store_timeouts=store.timeouts,
+        storage_id=tiers.storage.store_id,
     )

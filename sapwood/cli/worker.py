@@ -70,7 +70,10 @@ def _load(arguments: argparse.Namespace) -> int:
         stream = worker.WatchLoad(worker_pb2.WatchLoadRequest())
         load = next(iter(stream)).load
         stream.cancel()
-        names = ("running_requests", "waiting_requests", "queued_tokens", "used_pages", "evictable_pages", "num_pages")
+        names = (
+            *("running_requests", "running_tokens", "waiting_requests", "queued_tokens"),
+            *("used_pages", "evictable_pages", "num_pages"),
+        )
         return {name: getattr(load, name) for name in names}
 
     return _on_each(arguments, call)

@@ -108,6 +108,7 @@ async def test_a_workers_death_amid_transfers_fails_no_request_and_a_cold_worker
         before = (await tier(stub, worker_pb2.CACHE_TIER_STORAGE)).bytes_in
         assert await ask(stub, "n", PROMPT) == 0
         await stored(stub, before + 25 * 16 * 8)
+        theirs = (await stub.WatchLoad(worker_pb2.WatchLoadRequest()).read()).load.storage_id
     async with stub_of(start(*TIERS, "--storage", store)) as stub:
         assert await ask(stub, "a", [*PROMPT, 7]) == 400
         storage = await tier(stub, worker_pb2.CACHE_TIER_STORAGE)
@@ -119,6 +120,7 @@ async def test_a_workers_death_amid_transfers_fails_no_request_and_a_cold_worker
                 break
         assert 25 <= load.host_used_pages <= load.host_num_pages
         assert load.device_hit_tokens == 0
+        assert load.storage_id == theirs != "", "a router would not know that they share it"
 
 
 async def test_the_masters_death_during_transfers_fails_no_request(start: Any, mooncake: MooncakeCluster) -> None:

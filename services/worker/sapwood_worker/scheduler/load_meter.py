@@ -30,6 +30,7 @@ def measure_load(
         running_requests=len(running),
         waiting_requests=len(waiting),
         queued_tokens=waiting.num_tokens + sum(tokens for tokens in left if tokens > 1),
+        running_tokens=sum(each.planned for each in running.requests),
         used_pages=allocator.num_used,
         evictable_pages=cache.num_evictable,
         num_pages=allocator.num_pages,
@@ -59,4 +60,5 @@ def measure_load(
         store_rejected_pages=store.rejected,
         store_dropped_pages=store.dropped,
         store_timeouts=store.timeouts,
+        storage_id=tiers.storage.store_id,
     )

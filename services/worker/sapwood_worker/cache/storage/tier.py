@@ -146,6 +146,12 @@ class StorageTier:
         return self._past_failures + (0 if self.connection is None else self.connection.failures)
 
     @property
+    def store_id(self) -> str:
+        """Names the attached store for all who share it; empty: there is none, or nothing is read from it."""
+        connection = self.connection
+        return connection.store_id if connection is not None and connection.worthwhile else ""
+
+    @property
     def busy(self) -> bool:
         """Whether the ends of calls are due soon."""
         return bool(self._closing) or (
@@ -299,7 +305,7 @@ class StorageTier:
     def _found(self, prefetch: _Prefetch, count: int | None) -> None:
         connection = prefetch.connection
         prefetch.looking = False
-        if count is not None and connection is self.connection:
+        if count is not None and connection is self.connection:  # looked for only where it is worthwhile
             self.known.add(prefetch.wanted[:count])
             if count < len(prefetch.wanted):
                 self.known.forget(prefetch.wanted[count])
@@ -368,7 +374,7 @@ class StorageTier:
         self._host.unpin(batch)
         self._writing -= len(batch)
         there, seconds = result if result is not None else ([False] * len(batch), 0.0)
-        if connection is self.connection:
+        if connection is self.connection and connection.worthwhile:
             self.known.add([entry.name for entry, fine in zip(batch, there, strict=True) if fine])
         self.counters.written += sum(there)
         self.counters.dropped += len(batch) - sum(there)

@@ -13,6 +13,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from sapwood.cli.errors import REFUSED
+from sapwood.cli.main import main
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.fake_runner import continuation
@@ -283,3 +285,32 @@ async def test_a_long_prefill_of_many_steps_is_not_stuck(start) -> None:
             assert (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING
             await asyncio.sleep(0.02)
         assert (await long)[0] == expected(list(range(900)) * 4, 5)
+
+
+async def test_the_command_line_operates_a_worker(start, capsys) -> None:
+    worker = start("--max-running", "1")
+
+    async def operate(*words: str) -> dict[str, object]:
+        code = await asyncio.to_thread(main, ["worker", *words, "--worker", worker.address, "--json"])
+        assert code == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer.pop("worker") == worker.address
+        return answer
+
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        assert await operate("pause", "--retract") == {"state": "paused"}
+        call = stub.Generate(request("r", [7] * 40, max_tokens=3))
+        while (await operate("load"))["waiting_requests"] != 1:
+            pass
+        assert await operate("abort", "unknown") == {"found": False}
+        assert await operate("resume") == {"state": "resumed"}
+        assert await rest_of(call) == expected([7] * 40, 3)
+        assert await operate("pin", "p", "--token-ids", ",".join(["7"] * 40)) == {"pinned_tokens": 32}
+        assert await operate("flush") == {"freed_pages": 0}
+        assert await operate("unpin", "p") == {"found": True}
+        assert await operate("flush") == {"freed_pages": 2}
+        assert await asyncio.to_thread(main, ["worker", "profile", "stop", "--worker", worker.address]) == REFUSED
+        assert "no profile is being recorded" in capsys.readouterr().err
+        assert await operate("drain") == {"state": "drained"}
+        await health_is(channel, health_pb2.HealthCheckResponse.NOT_SERVING)

@@ -76,7 +76,8 @@ class WorkerConfig(ServiceConfig):
     starved_after: int = Field(
         1024,
         ge=1,
-        description="Steps of waiting after which what the policy prefers does not overtake a request any more.",
+        description="Steps of waiting after which what the policy prefers does not overtake a request any more, and a tenant of "
+        "which nothing was admitted for so long has a turn.",
     )
     watchdog_timeout: float = Field(
         300.0,

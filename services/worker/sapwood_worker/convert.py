@@ -238,6 +238,7 @@ def to_load_report(load: Load, kv: KvEventStream) -> worker_pb2.LoadReport:
         host_hit_tokens=load.host_hit_tokens,
         storage_hit_tokens=load.storage_hit_tokens,
         storage_id=load.storage_id,
+        running_tokens=load.running_tokens,
     )
 
 

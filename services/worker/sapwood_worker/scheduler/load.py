@@ -12,6 +12,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         running_requests: Requests with a row in the page table.
         waiting_requests: Requests in the queue.
         queued_tokens: Tokens still to prefill over all of them.
+        running_tokens: Tokens of the running requests that are computed, the steps in flight included.
         used_pages: Pages held by requests or by the prefix cache.
         evictable_pages: Of these, pages that only the prefix cache holds.
         num_pages: Pages in the pool.
@@ -53,3 +54,4 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     store_dropped_pages: int = 0
     store_timeouts: int = 0
     storage_id: str = ""
+    running_tokens: int = 0

@@ -30,6 +30,7 @@ def measure_load(
         running_requests=len(running),
         waiting_requests=len(waiting),
         queued_tokens=waiting.num_tokens + sum(tokens for tokens in left if tokens > 1),
+        running_tokens=sum(each.planned for each in running.requests),
         used_pages=allocator.num_used,
         evictable_pages=cache.num_evictable,
         num_pages=allocator.num_pages,

@@ -25,7 +25,7 @@ def _stored(x, scale, SCALED: tl.constexpr):
 
 
 @triton.jit
-def _kernel(
+def _qkv_kernel(
     qkv, query, key_slots, value_slots, slots, cos, sin, q_weight, k_weight, eps, key_factor, value_factor,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -100,7 +100,7 @@ def norm_rope_store(
     q_weight, k_weight = norm_weights if norm_weights is not None else (cos, cos)
     heads = num_heads + 2 * kv_heads
     block = min(max(1, _ELEMENTS // dim), triton.next_power_of_2(heads))
-    _kernel[(tokens, triton.cdiv(heads, block))](
+    _qkv_kernel[(tokens, triton.cdiv(heads, block))](
         qkv, query, key_slots, value_slots, slots, cos, sin, q_weight, k_weight, eps, 1.0 / scales[0], 1.0 / scales[1],
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, NORM=norm_weights is not None,
         SCALED=key_slots.dtype == torch.float8_e4m3fn, BLOCK=block, num_warps=2,

@@ -97,13 +97,13 @@ def check_overlap(runner: ModelRunner) -> bool:
     return answers[0] == answers[1] and all(len(each) == 40 for each in answers[0].values())
 
 
-# Name -> options, and the largest relative error of logits against the same options in float32 on the CPU. Random weights make much
-# of a number that bfloat16 rounds to another float8.
+# Name -> options, and the largest relative error of logits against the same options in float32 on the CPU. Random weights make
+# much of a number that bfloat16 rounds to another float8.
 FLOAT8: dict[str, tuple[dict[str, Any], float]] = {
     "fp8-kv": ({"kv_cache_dtype": "fp8_e4m3"}, 0.15),
-    "fp8": ({"quantization": "fp8"}, 0.15),
-    "fp8_block": ({"quantization": "fp8_block"}, 0.15),
-    "fp8+fp8-kv": ({"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}, 0.2),
+    "fp8": ({"quantization": "fp8"}, 0.25),
+    "fp8_block": ({"quantization": "fp8_block"}, 0.25),
+    "fp8+fp8-kv": ({"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}, 0.25),
 }
 
 

@@ -116,7 +116,7 @@ class Engine:
         return time.perf_counter() - started
 
     @contextmanager
-    def decoding(self, batch: int, length: int = 60) -> Iterator[Callable[[], None]]:
+    def decoding(self, batch: int, length: int = 120) -> Iterator[Callable[[], None]]:
         """Lets a batch of 1024-token prompts decode; gives what does a step of it."""
         self.add(prompts_of(batch, 1024, seed=5), [length] * batch, GREEDY)
         decoding = (None for outputs in self.steps() if len(outputs) == batch)

@@ -61,7 +61,9 @@ class Float8Linear:
         self._bias = bias
         self._dtype = weight.dtype
         if self._block:
-            self.weight, self.scales = reference.quantise_blocks(weight)
+            self.weight, scales = reference.quantise_blocks(weight)
+            # cuBLAS wants rows of a multiple of 4 scales in memory.
+            self.scales = F.pad(scales, (0, -scales.shape[1] % 4))[:, : scales.shape[1]]
         else:
             self.weight, self.scales = reference.quantise_rows(weight)
         self._cuda = weight.device.type == "cuda"

@@ -77,7 +77,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
         Panel(
             "Workers that can take requests",
             "short",
-            {"{{instance}}": "sum by (instance) (sapwood_router_worker_available)"},
+            {"{{instance}}": "sapwood_router_available_workers"},
         ),
         Panel("Services up", "short", {"{{job}}": 'sum by (job) (up{job=~"router|tokenizer|worker"})'}),
         Panel("Memory", "bytes", {"{{job}} {{instance}}": "process_resident_memory_bytes"}),

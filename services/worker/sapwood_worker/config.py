@@ -76,12 +76,20 @@ class WorkerConfig(ServiceConfig):
     starved_after: int = Field(
         1024,
         ge=1,
-        description="Steps of waiting after which what the policy prefers does not overtake a request any more.",
+        description="Steps of waiting after which what the policy prefers does not overtake a request any more, and a tenant of "
+        "which nothing was admitted for so long has a turn.",
     )
     watchdog_timeout: float = Field(
         300.0,
         gt=0,
-        description="Seconds after which a step counts as stuck: its stacks are logged and the worker turns unhealthy.",
+        description="Seconds after which a step counts as stuck: its stacks are logged, the worker turns unhealthy and routers "
+        "give it nothing new. (A long prompt is computed in many steps.)",
+    )
+    watchdog_restart: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds after which a step ends with the scheduler process, which is started anew: its requests end "
+        "UNAVAILABLE, and routers have other workers go on with them.",
     )
     conservativeness: float = Field(
         1.0,

@@ -45,11 +45,11 @@ COPY --from=build /opt/sapwood /opt/sapwood
 ENV PATH=/opt/sapwood/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     SAPWOOD_ROUTER_HOST=0.0.0.0 SAPWOOD_ROUTER_LOG_FORMAT=json
 USER 10001:10001
-EXPOSE 50051 8000
+EXPOSE 50051 8000 9150
 STOPSIGNAL SIGTERM
 # Healthy once it can answer: it has reached the tokenizer and a worker.
 HEALTHCHECK --interval=5s --timeout=15s --start-period=60s --retries=3 \
-    CMD ["python", "-m", "sapwood_common.probe", "127.0.0.1:50051"]
+    CMD ["sh", "-c", "exec python -m sapwood_common.probe 127.0.0.1:${SAPWOOD_ROUTER_HEALTH_PORT:-50051}"]
 ENTRYPOINT ["python", "-m", "sapwood_router"]
 ARG PYTHON_IMAGE
 ARG VERSION=0.1.0

@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -159,6 +160,10 @@ class Engine:
     def inspect(self, service: str, template: str) -> str:
         """A fact of a service's container."""
         return self.docker("inspect", "-f", template, self.container(service)).strip()
+
+    def address(self, service: str) -> str:
+        """The IP address of a service's container."""
+        return self.inspect(service, "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}")
 
     def stop(self) -> None:
         """Removes containers and volumes, stops the daemon, and puts the machine's network back."""
@@ -377,6 +382,15 @@ def stack(engine: Engine, demo_model: Path) -> Stack:
         made.fill_model_volume(demo_model)
         made.up()
     return made
+
+
+@pytest.fixture(scope="session")
+def traces(engine: Engine) -> Iterator[Any]:
+    """What all services send their spans to: see traces.py."""
+    made = runpy.run_path(str(Path(__file__).with_name("traces.py")))
+    found = made["Traces"](engine.variables["SAPWOOD_TRACE_ENDPOINT"])
+    yield found
+    found.stop()
 
 
 @pytest.fixture(scope="session", name="wait_until")

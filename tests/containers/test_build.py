@@ -90,11 +90,19 @@ def test_every_profile_and_override_is_valid(engine) -> None:
         "collector",
         "jaeger",
     } <= shown.keys()
-    files = ("-f", "compose.yaml", "-f", "docker/compose.gpus.yaml")
-    shown = json.loads(engine.compose(*files, "--profile", "gpu", "config", "--format", "json"))["services"]
-    assert {"worker-gpu-0", "worker-gpu-1"} <= shown.keys() and "worker-0" not in shown
-    ids = [shown[f"worker-gpu-{n}"]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for n in (0, 1)]
-    assert ids == [["0"], ["1"]]
+    for override, count in (("gpu", 1), ("gpus", 2)):
+        files = ("-f", "compose.yaml", "-f", f"docker/compose.{override}.yaml")
+        shown = json.loads(engine.compose(*files, "--profile", "gpu", "config", "--format", "json"))["services"]
+        names = [f"worker-gpu-{number}" for number in range(count)]
+        assert {name for name in shown if name.startswith("worker")} == set(names)
+        assert set(shown["router"]["depends_on"]) == {"tokenizer", *names}
+        asked = json.loads(shown["router"]["environment"]["SAPWOOD_ROUTER_WORKERS"])
+        assert asked == [f"{name}:50061" for name in names]
+        for number, name in enumerate(names):
+            (device,) = shown[name]["deploy"]["resources"]["reservations"]["devices"]
+            assert device["device_ids"] == [str(number)]
+            assert {volume["target"] for volume in shown[name]["volumes"]} == {"/models", "/kv", "/kernels"}
+            assert set(shown[name]["depends_on"]) == {"model"}
 
 
 def test_promtool_finds_the_rules_right(engine) -> None:

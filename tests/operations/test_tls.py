@@ -14,6 +14,8 @@ import grpc
 import pytest
 import trustme
 
+from sapwood.cli.errors import UNREACHABLE
+from sapwood.cli.main import main
 from sapwood.client import SapwoodError
 
 
@@ -78,11 +80,15 @@ def probe(address: str, *flags: object) -> int:
     return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
 
 
-def test_a_request_crosses_mutual_tls_and_nobody_else_gets_in(secured, connect, authority: Authority) -> None:
+def test_a_request_crosses_mutual_tls_and_nobody_else_gets_in(secured, connect, authority: Authority, capsys) -> None:
     client = connect(secured.grpc, credentials=authority.credentials())
     assert client.generate("hello", max_tokens=3, ignore_eos=True).text() is not None
     with pytest.raises(SapwoodError, match="UNAVAILABLE"):
         connect(secured.grpc).list_models()  # plain text
+    operator = ["router", "workers", "list", "--address", secured.grpc, "--ca", str(authority.ca_file)]
+    assert main([*operator, "--server-name", "localhost"]) == 0
+    assert secured.worker in capsys.readouterr().out
+    assert main([*operator, "--server-name", "elsewhere"]) == UNREACHABLE
     stranger = Authority(authority.folder / "stranger")
     own = stranger.issue("stranger")
     cert, key = authority.issue("operator")

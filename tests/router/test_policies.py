@@ -3,6 +3,7 @@
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -188,6 +189,16 @@ def test_cache_aware_prefers_the_nearer_tier() -> None:
         knowing.blocks.store(worker, tier, hashes)
     assert knowing.policy.choose(views(0, 0, 0), PROMPT).address == "w1"
     assert knowing.policy.choose(views(0, 9, 0), PROMPT).address == "w2"
+
+
+def test_what_is_in_a_store_counts_for_every_worker_that_shares_it() -> None:
+    knowing = Knowing()
+    knowing.blocks.store("w0", Tier.REMOTE, PROMPT.hashes(16))
+    writer, stranger, sharer = views(9, 0, 0)
+    workers = [replace(writer, storage_id="x"), replace(stranger, storage_id="y"), replace(sharer, storage_id="x")]
+    choice = knowing.policy.choose(workers, PROMPT)
+    assert (choice.address, choice.reason) == ("w2", "cache_hit")
+    assert knowing.policy.choose([writer, stranger, sharer], PROMPT).address == "w1", "nobody is known to share it"
 
 
 def test_siblings_follow_the_first_before_its_event_arrives() -> None:

@@ -294,7 +294,7 @@ def mooncake(tmp_path: Path) -> Iterator[MooncakeCluster]:
     """A real Mooncake Store of the test's own."""
     if not mooncake_is_installed():
         pytest.skip("Mooncake is not installed")
-    with MooncakeCluster(tmp_path) as cluster:
+    with MooncakeCluster(tmp_path, lend_bytes=256 << 20) as cluster:
         yield cluster
 
 

@@ -19,11 +19,12 @@ from sapwood_worker.cache.page_key import PageChain, PageKey
 from sapwood_worker.cache.page_movers import record_addresses
 from sapwood_worker.cache.storage.backend import StorageError
 from sapwood_worker.cache.storage.breaker import CircuitBreaker
+from sapwood_worker.cache.storage.connection import NEVER
 from sapwood_worker.cache.storage.executor import ThreadExecutor
 from sapwood_worker.cache.storage.factory import parse_storage
 from sapwood_worker.cache.storage.file import FileStorage
 from sapwood_worker.cache.storage.mooncake import MooncakeOptions, MooncakeStorage
-from sapwood_worker.cache.storage.opener import NEVER, break_even
+from sapwood_worker.cache.storage.opener import break_even
 from sapwood_worker.cache.storage.record import namespace_of, seal, verify
 
 SPACE = namespace_of("model", 16)

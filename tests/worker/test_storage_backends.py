@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from sapwood_worker.cache.storage.backend import StorageBackend, StorageError
 from sapwood_worker.cache.storage.factory import parse_storage
 from sapwood_worker.cache.storage.fake import FakeStorage
 from sapwood_worker.cache.storage.record import namespace_of, object_name, seal, verify
+from sapwood_worker.testing.mooncake_cluster import MooncakeCluster
 from sapwood_worker.testing.object_store import ObjectStoreServer
 
 SPACE = namespace_of("model", 16)
@@ -209,10 +211,68 @@ def test_an_object_store_that_fails_is_an_error_until_it_is_well_again(bucket: O
     assert read(store, theirs, 0) == [True]
 
 
+def test_nothing_arrives_any_more_once_a_read_has_failed_in_part(bucket: ObjectStoreServer) -> None:
+    mine, theirs = filled(1), HostPool(PAGES, 5000)
+    store = parse_storage(f"nixl://obj/bucket?endpoint={bucket.url}")()
+    for pool in (mine, theirs):
+        store.register(pool.records)
+    assert store.put(NAMES[:3], records(mine, 0, 1, 2)) == [True] * 3
+    late = bucket.gates[f"bucket/{NAMES[2]}"] = threading.Event()
+    del bucket.objects[f"bucket/{NAMES[0]}"]
+    threading.Timer(0.3, late.set).start()  # long after the others have been answered
+    assert read(store, theirs, 0, 1, 2) == [False, True, True], "it did not wait for the last"
+
+
 def test_without_nixl_there_is_an_error_that_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("nixl", "nixl._api", "nixl_cu12", "nixl_cu12._api"):
+    for name in ("nixl", "nixl._api", "nixl_cu12", "nixl_cu12._api", "nixl_cu13", "nixl_cu13._api"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(StorageError, match=r"pip install 'sapwood\[nixl\]'"):
         parse_storage(f"nixl://posix{tmp_path}")()
+
+
+@pytest.mark.parametrize("scheme", ["file://", "nixl://posix"])
+def test_a_full_disk_is_an_error_and_leaves_nothing_behind(scheme: str, tmp_path: Path) -> None:
+    if scheme != "file://":
+        needs_nixl()
+    mine = filled(1)
+    store = parse_storage(f"{scheme}{tmp_path}")()
+    store.register(mine.records)
+    assert store.put(NAMES[:1], records(mine, 0)) == [True]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))  # no file may grow beyond: as on a disk without room
+    try:
+        with pytest.raises(StorageError):
+            store.put(NAMES[:4], records(mine, 0, 1, 2, 3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert store.exists(NAMES) == 1
+    assert not list((tmp_path / "writing").iterdir())
+    assert store.put(NAMES[:4], records(mine, 0, 1, 2, 3)) == [True] * 4
+    assert store.exists(NAMES) == 4
+
+
+@pytest.mark.slow
+def test_a_full_mooncake_makes_room_or_refuses_and_never_gives_wrong_bytes(mooncake: MooncakeCluster) -> None:
+    pool = filled(1, 8 << 20)
+    store = parse_storage(mooncake.url)()
+    store.register(pool.records)
+    taken = []
+    for number in range(5 * PAGES):  # 320 MiB into 256
+        page = number % PAGES
+        try:
+            taken += store.put([f"{NAMES[page]}-{number}"], records(pool, page))
+        except StorageError:
+            taken.append(False)
+    assert taken[0]
+    content = pool.content.copy()
+    for number, fine in enumerate(taken):
+        page = number % PAGES
+        pool.content[page] = 0
+        try:
+            [there] = store.get([f"{NAMES[page]}-{number}"], records(pool, page))
+        except StorageError:
+            there = False
+        assert not there or (fine and (pool.content[page] == content[page]).all())
+    store.close()

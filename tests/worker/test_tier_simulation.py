@@ -243,9 +243,8 @@ def run_seeds(first: int, steps: int) -> dict[str, int]:
     return totals
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_no_order_of_copies_gives_a_wrong_token_or_leaks_a_page(part: int) -> None:
-    totals = run_seeds(part * 1_000_000, steps=5_000)
+def test_no_order_of_copies_gives_a_wrong_token_or_leaks_a_page() -> None:
+    totals = run_seeds(0, steps=7_000)
     print(totals)
     often = {name: count for name, count in totals.items() if " amid " not in name and name not in RARE}
     assert min(often.values()) > 20, f"too little happened: {totals}"

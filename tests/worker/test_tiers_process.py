@@ -81,28 +81,9 @@ async def stored(stub: Any, count: int) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_restarted_and_cold_workers_answer_from_the_store(start: Any, store: str) -> None:
-    first = start(*TIERS, "--storage", store)
-    async with stub_of(first) as stub:
-        assert await ask(stub, "a", PROMPT) == 0
-        await stored(stub, 25 * 16 * 8)
-    first.process.kill()
-    first.process.wait()
-    for _ in range(2):
-        async with stub_of(start(*TIERS, "--storage", store)) as stub:
-            assert await ask(stub, "a", [*PROMPT, 7]) == 400
-            storage = await tier(stub, worker_pb2.CACHE_TIER_STORAGE)
-            assert (storage.hit_tokens, storage.failures, storage.rejected_pages) == (400, 0, 0)
-            assert storage.state == "attached"
-            async for response in stub.WatchLoad(worker_pb2.WatchLoadRequest(interval_ms=10)):
-                load = response.load
-                if load.storage_hit_tokens == load.host_hit_tokens == 400:
-                    break
-            assert 25 <= load.host_used_pages <= load.host_num_pages
-            assert load.device_hit_tokens == 0
-
-
-async def test_a_workers_death_during_transfers_fails_no_request_of_another(start: Any, store: str) -> None:
+async def test_a_workers_death_amid_transfers_fails_no_request_and_a_cold_worker_answers_from_the_store(
+    start: Any, store: str
+) -> None:
     dying, living = (start(*TIERS, "--storage", store) for _ in range(2))
     prompts = [[index, *PROMPT] for index in range(40)]
 
@@ -124,6 +105,22 @@ async def test_a_workers_death_during_transfers_fails_no_request_of_another(star
         await dooms
         again = await asyncio.gather(*(ask(stub, f"m{index}", prompt) for index, prompt in enumerate(prompts)))
         assert min(again) == 400
+        before = (await tier(stub, worker_pb2.CACHE_TIER_STORAGE)).bytes_in
+        assert await ask(stub, "n", PROMPT) == 0
+        await stored(stub, before + 25 * 16 * 8)
+        theirs = (await stub.WatchLoad(worker_pb2.WatchLoadRequest()).read()).load.storage_id
+    async with stub_of(start(*TIERS, "--storage", store)) as stub:
+        assert await ask(stub, "a", [*PROMPT, 7]) == 400
+        storage = await tier(stub, worker_pb2.CACHE_TIER_STORAGE)
+        assert (storage.hit_tokens, storage.failures, storage.rejected_pages) == (400, 0, 0)
+        assert storage.state == "attached"
+        async for response in stub.WatchLoad(worker_pb2.WatchLoadRequest(interval_ms=10)):
+            load = response.load
+            if load.storage_hit_tokens == load.host_hit_tokens == 400:
+                break
+        assert 25 <= load.host_used_pages <= load.host_num_pages
+        assert load.device_hit_tokens == 0
+        assert load.storage_id == theirs != "", "a router would not know that they share it"
 
 
 async def test_the_masters_death_during_transfers_fails_no_request(start: Any, mooncake: MooncakeCluster) -> None:

@@ -45,7 +45,7 @@ from sapwood_router.retry import RetryPolicy, RetrySettings
 from sapwood_router.router_metrics import RouterMetrics
 from sapwood_router.router_status import StatusBoard
 from sapwood_router.served_model import ServedModel
-from sapwood_router.service import GENERATE, PUBLIC_METHODS, SERVICE_NAME, RouterService
+from sapwood_router.service import PUBLIC_METHODS, SERVICE_NAME, TRACED, RouterService
 from sapwood_router.tokenizer_client import TokenizerClient
 from sapwood_router.tokenizer_replicas import TokenizerReplicas
 from sapwood_router.worker import Worker
@@ -127,7 +127,7 @@ class RouterApplication:
             config.resume_grace,
             observer,
         )
-        calls = RpcTelemetry(self._metrics, self._tracing, roots=frozenset({GENERATE}))
+        calls = RpcTelemetry(self._metrics, self._tracing, roots=TRACED)
         tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
         guard = Guard(
             None if config.api_keys is None else ApiKeys(config.api_keys),

@@ -351,6 +351,7 @@ def load_of(message: worker_pb2.LoadReport) -> Load:
         epoch=message.epoch,
         kv_seq=message.kv_seq,
         kv_digest=message.kv_digest,
+        storage_id=message.storage_id,
     )
 
 

@@ -15,7 +15,8 @@ from prometheus_client import Histogram
 from sapwood_common.metrics import MetricSet
 from sapwood_common.status import row_of
 from sapwood_common.telemetry import traceparent_var
-from sapwood_common.tracing import Attribute, NoTracing, Span, Tracing
+from sapwood_common.tracing import NoTracing, Span, Tracing
+from sapwood_router.genai_spans import answered, asked, operation_of, span_name
 from sapwood_router.router_metrics import RouterMetrics
 
 if TYPE_CHECKING:
@@ -91,8 +92,12 @@ class RequestWatch:
         self._respond_span: Span | None = None
         self._inter_token: Histogram | None = None
         self._metrics.request_began()
+        self._named = context.model is not None
         self._span: Span = self._tracing.start(
-            "generate", parent=traceparent_var.get(), attributes=_asked(context) if self._tracing.on else None
+            span_name(operation_of(context), context.model),
+            parent=traceparent_var.get(),
+            kind="client",
+            attributes=asked(context) if self._tracing.on else None,
         )
         self.traceparent = self._span.traceparent
 
@@ -159,40 +164,8 @@ class RequestWatch:
         metrics.requests.at(model=model, code=code).inc()
         metrics.seconds.at(model=model, code=code).observe(time.perf_counter() - context.started)
         if self._tracing.on:
-            for name, value in _answered(context, code).items():
+            if not self._named and context.model is not None:
+                self._span.rename(span_name(operation_of(context), context.model))
+            for name, value in answered(context, code).items():
                 self._span.set(name, value)
         self._span.end(error=None if code == "OK" else code if context.error is None else context.error.message)
-
-
-# OpenTelemetry's semantic conventions for generative AI.
-def _asked(context: RequestContext) -> dict[str, Attribute]:
-    sampling = context.sampling
-    given: dict[str, Attribute | None] = {
-        "gen_ai.operation.name": "text_completion" if context.fields.prompt in ("text", "prompt") else "chat",
-        "gen_ai.provider.name": "sapwood",
-        "gen_ai.request.model": context.model,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.max_tokens": sampling.max_tokens,
-        "gen_ai.request.seed": sampling.seed,
-        "gen_ai.request.stop_sequences": list(context.output.stop) or None,
-        "sapwood.request_id": context.request_id,
-    }
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _answered(context: RequestContext, code: str) -> dict[str, Attribute]:
-    attributes: dict[str, Attribute] = {
-        "gen_ai.response.model": context.model or "-",
-        "gen_ai.usage.input_tokens": len(context.token_ids),
-        "gen_ai.usage.output_tokens": len(context.output_ids),
-        "gen_ai.usage.cache_read.input_tokens": context.cached_tokens,
-        "sapwood.worker": context.worker,
-        "sapwood.selection_reason": context.reason,
-        "sapwood.status": code,
-        "sapwood.resumptions": context.resumptions,
-    }
-    if context.worker_finish is not None:
-        attributes["gen_ai.response.finish_reasons"] = [context.worker_finish.value]
-    return attributes

@@ -39,7 +39,8 @@ from sapwood_router.request_ids import accept_request_id, unique_id
 from sapwood_router.router_status import RouterState
 
 SERVICE_NAME = "sapwood.v1.Router"
-GENERATE = f"/{SERVICE_NAME}/Generate"
+TRACED = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed"))
+"""Where a trace begins, if the caller has none."""
 PUBLIC_METHODS = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed", "ListModels"))
 """What clients call; everything else is for operators."""
 WORKER_KEY = "x-sapwood-worker"

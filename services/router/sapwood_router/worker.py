@@ -37,6 +37,7 @@ class WorkerView:
         queued_tokens: Prompt tokens it still has to prefill, counted likewise.
         used_share: Share of its pages that running requests hold, as last reported, 0 to 1.
         recent_work: Work this router gave it lately, in tokens to prefill; decays with a half-life of a minute.
+        storage_id: Names the store its KV cache reads from, as last reported; workers of one name share it. Empty: none.
     """
 
     address: str
@@ -45,6 +46,7 @@ class WorkerView:
     queued_tokens: int = 0
     used_share: float = 0.0
     recent_work: float = 0.0
+    storage_id: str = ""
 
 
 class Lease:
@@ -154,6 +156,7 @@ class Worker:
             queued_tokens=self.pending_tokens + self._foreign_tokens,
             used_share=used,
             recent_work=self._decayed(),
+            storage_id=load.storage_id,
         )
 
     def _decayed(self) -> float:

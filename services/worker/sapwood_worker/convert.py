@@ -237,6 +237,8 @@ def to_load_report(load: Load, kv: KvEventStream) -> worker_pb2.LoadReport:
         device_hit_tokens=load.device_hit_tokens,
         host_hit_tokens=load.host_hit_tokens,
         storage_hit_tokens=load.storage_hit_tokens,
+        storage_id=load.storage_id,
+        running_tokens=load.running_tokens,
     )
 
 

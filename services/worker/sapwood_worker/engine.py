@@ -72,6 +72,8 @@ class Engine:
         """What is cached."""
         self.load = Load()
         """The load after the last step."""
+        self.stuck = False
+        """Whether a step has taken so long that nothing new should come before it ends."""
         self.load_version = 0
         """Goes up with each change of the load or of what is cached."""
 

@@ -171,9 +171,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
         """Pushes the load until the client goes or the worker drains."""
         interval = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
-        if interval < LEAST_INTERVAL_MS:
+        if 0 < interval < LEAST_INTERVAL_MS:
             raise InvalidArgumentError(
-                f"interval_ms is {interval}; it must be at least {LEAST_INTERVAL_MS}", field="interval_ms"
+                f"interval_ms is {interval}; it must be 0 or at least {LEAST_INTERVAL_MS}", field="interval_ms"
             )
         self._loaded()
         engine = self._engine
@@ -183,7 +183,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             while not draining.done():
                 version = engine.load_version
                 yield worker_pb2.WatchLoadResponse(load=to_load_report(engine.load, engine.kv_events))
-                await asyncio.wait({draining}, timeout=interval / 1000)
+                if interval:
+                    await asyncio.wait({draining}, timeout=interval / 1000)
                 change = asyncio.ensure_future(engine.load_after(version))
                 await asyncio.wait({change, draining}, return_when=asyncio.FIRST_COMPLETED)
         finally:

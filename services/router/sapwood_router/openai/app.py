@@ -188,7 +188,8 @@ class OpenAIFront:
             if not self._tracing.on:
                 await generate(exchange, body, self._pipeline, deadline)
                 return
-            with child_span(self._tracing, exchange.path, kind="server"):
+            asked = {"http.request.method": "POST", "http.route": exchange.path}
+            with child_span(self._tracing, f"POST {exchange.path}", kind="server", attributes=asked):
                 await generate(exchange, body, self._pipeline, deadline)
 
         return handle

@@ -58,7 +58,7 @@ class Pipeline:
         observer: RequestObserver,
     ) -> None:
         self.tokenizer = tokenizer
-        self.embedder = Embedder(tokenizer, registry, admission, policies, retry, failover, observer.metrics)
+        self.embedder = Embedder(tokenizer, registry, admission, policies, retry, failover, observer)
         self.session = session
         self.registry = registry
         self.admission = admission

@@ -116,6 +116,7 @@ class StorageTier:
         counters: What has happened so far.
         connection: The attached store; None: there is none.
         known: What it is known to hold.
+        page_bytes: Bytes of a page's content.
     """
 
     def __init__(
@@ -125,6 +126,8 @@ class StorageTier:
         self.connection: Connection | None = None
         self.known = KnownObjects(_KNOWN_FOR_EACH_HOST_PAGE * host.num_pages)
         self._host = host
+        self.page_bytes = pool.page_bytes
+        self._past_failures = 0
         self._pool = pool
         self._page_size = page_size
         self._options = options
@@ -136,6 +139,17 @@ class StorageTier:
         self._occupied = 0
         self._writing = 0
         self._closing: list[Connection] = []
+
+    @property
+    def failures(self) -> int:
+        """Calls that failed or took too long, of all stores so far."""
+        return self._past_failures + (0 if self.connection is None else self.connection.failures)
+
+    @property
+    def store_id(self) -> str:
+        """Names the attached store for all who share it; empty: there is none, or nothing is read from it."""
+        connection = self.connection
+        return connection.store_id if connection is not None and connection.worthwhile else ""
 
     @property
     def busy(self) -> bool:
@@ -153,6 +167,7 @@ class StorageTier:
         """From now on there is no store. What is on its way ends by itself."""
         if self.connection is not None:
             self.connection.close()
+            self._past_failures += self.connection.failures
             self._closing.append(self.connection)
             self.connection = None
             self.known.clear()
@@ -290,7 +305,7 @@ class StorageTier:
     def _found(self, prefetch: _Prefetch, count: int | None) -> None:
         connection = prefetch.connection
         prefetch.looking = False
-        if count is not None and connection is self.connection:
+        if count is not None and connection is self.connection:  # looked for only where it is worthwhile
             self.known.add(prefetch.wanted[:count])
             if count < len(prefetch.wanted):
                 self.known.forget(prefetch.wanted[count])
@@ -359,7 +374,7 @@ class StorageTier:
         self._host.unpin(batch)
         self._writing -= len(batch)
         there, seconds = result if result is not None else ([False] * len(batch), 0.0)
-        if connection is self.connection:
+        if connection is self.connection and connection.worthwhile:
             self.known.add([entry.name for entry, fine in zip(batch, there, strict=True) if fine])
         self.counters.written += sum(there)
         self.counters.dropped += len(batch) - sum(there)

@@ -1,4 +1,4 @@
-"""What a drain waits for: all that was let in before it. The gRPC front alone; the test plays the scheduler process."""
+"""The worker's gRPC front alone; the test plays the scheduler process."""
 
 from __future__ import annotations
 
@@ -117,3 +117,23 @@ async def test_a_drain_waits_for_a_request_whose_grammar_is_being_compiled(front
     front.end(request)
     assert (await ended).finish_reason == common_pb2.FINISH_REASON_STOP
     await asyncio.wait_for(drain, 60)
+
+
+async def test_loads_are_pushed_after_each_step_that_changed_them(front: Front) -> None:
+    call = front.stub.WatchLoad(worker_pb2.WatchLoadRequest(interval_ms=0))
+    assert (await call.read()).load.used_pages == 0
+    for used_pages in range(1, 20):
+        front.engine.receive(Step([], Load(used_pages=used_pages)))
+        assert (await asyncio.wait_for(call.read(), 60)).load.used_pages == used_pages
+    call.cancel()
+
+
+async def test_loads_are_not_pushed_more_often_than_asked(front: Front) -> None:
+    call = front.stub.WatchLoad(worker_pb2.WatchLoadRequest(interval_ms=2000))
+    assert (await call.read()).load.used_pages == 0
+    for used_pages in range(1, 20):
+        front.engine.receive(Step([], Load(used_pages=used_pages)))
+    assert (await asyncio.wait_for(call.read(), 60)).load.used_pages == 19
+    call.cancel()
+    with pytest.raises(grpc.aio.AioRpcError, match="interval_ms is 5"):
+        await front.stub.WatchLoad(worker_pb2.WatchLoadRequest(interval_ms=5)).read()

@@ -117,6 +117,7 @@ class PrefillAttention:
     ) -> Tensor:
         """[T, H, D] and pages [P, page_size, K, D] of the same dtype -> [T, H, D], in ``out`` if given."""
         assert scales == (1.0, 1.0), "a cache of the queries' dtype has no scales"
+        out = torch.empty_like(query) if out is None else out  # FlashInfer would clear one of its own
         result: Tensor = self._wrapper.run(query, (key_pages, value_pages), out=out)
         return result
 
@@ -245,10 +246,15 @@ class MixedAttention:
         self._decodes = decodes
 
     def run(
-        self, query: Tensor, key_pages: Tensor, value_pages: Tensor, scales: tuple[float, float] = (1.0, 1.0)
+        self,
+        query: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        scales: tuple[float, float] = (1.0, 1.0),
+        out: Tensor | None = None,
     ) -> Tensor:
-        """[T, H, D] and pages [P, page_size, K, D] -> [T, H, D]."""
-        out = torch.empty_like(query)
+        """[T, H, D] and pages [P, page_size, K, D] -> [T, H, D], in ``out`` if given."""
+        out = torch.empty_like(query) if out is None else out
         count = self._decodes
         self._decode.run(query[:count], key_pages, value_pages, scales, out[:count])
         self._prefill.run(query[count:], key_pages, value_pages, scales, out[count:])

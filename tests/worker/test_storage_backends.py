@@ -211,6 +211,18 @@ def test_an_object_store_that_fails_is_an_error_until_it_is_well_again(bucket: O
     assert read(store, theirs, 0) == [True]
 
 
+def test_nothing_arrives_any_more_once_a_read_has_failed_in_part(bucket: ObjectStoreServer) -> None:
+    mine, theirs = filled(1), HostPool(PAGES, 5000)
+    store = parse_storage(f"nixl://obj/bucket?endpoint={bucket.url}")()
+    for pool in (mine, theirs):
+        store.register(pool.records)
+    assert store.put(NAMES[:3], records(mine, 0, 1, 2)) == [True] * 3
+    late = bucket.gates[f"bucket/{NAMES[2]}"] = threading.Event()
+    del bucket.objects[f"bucket/{NAMES[0]}"]
+    threading.Timer(0.3, late.set).start()  # long after the others have been answered
+    assert read(store, theirs, 0, 1, 2) == [False, True, True], "it did not wait for the last"
+
+
 def test_without_nixl_there_is_an_error_that_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

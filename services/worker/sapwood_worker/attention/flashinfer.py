@@ -78,6 +78,13 @@ class FlashInferPlan:
         result = attention.run(query, pool.key_pages(index), pool.value_pages(index), pool.scales.of(index))
         return result.view(query.shape[0], -1)
 
+    def attend_into(self, layer: AttentionLayer, query: Tensor, out: Tensor) -> None:
+        """Like :meth:`attend_cached`, once the layer's cached pages have arrived; fills ``out`` [T, H, D]."""
+        pool, index = self._pool, layer.index
+        pool.await_layer(index)
+        attention = self._attentions[variant_of(layer)]
+        attention.run(query, pool.key_pages(index), pool.value_pages(index), pool.scales.of(index), out)
+
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See :class:`sapwood_worker.attention.backend.AttentionPlan`."""
         self.destination(layer).store(key, value)

@@ -38,11 +38,11 @@ from sapwood_worker.runner.pooling import pool_chunk
 from sapwood_worker.runner.token_sampler import SampledTokens, TokenSampler
 from sapwood_worker.sampling.logprobs import Distribution, Logprobs, join
 from sapwood_worker.sampling.params import SamplingParams
-from sapwood_worker.sampling.sampler import row_max
 from sapwood_worker.scheduler.output import ModelOutput, ScheduledRequest, SchedulerOutput
 
 if TYPE_CHECKING:
     from sapwood_worker.runner.cuda_graph import DecodeGraphs
+    from sapwood_worker.runner.piecewise_graphs import PiecewiseGraphs
 
 # Pages beyond those the scheduler knows of: rows that only pad a batch write there.
 _SCRATCH_PAGES = 1
@@ -145,6 +145,7 @@ class ModelRunner:
         self.host_pool = _build_host_pool(options, self._pool)
         self._transfer: Transfer | None = None if self.host_pool is None else make_transfer(self._pool, self.host_pool)
         self._backend, self._graphs = self._build_backend(config, self._pool, None)
+        self._pieces = self._build_pieces(self._backend, self._pool, whole_ladder=True)
         self.vocabulary: TokenVocabulary | None = (
             load_vocabulary(options.model_path) if options.structured_output else None
         )
@@ -186,6 +187,22 @@ class ModelRunner:
         sizes = ladder(self._options.max_running) if sizes is None else sizes
         scratch = pool.num_pages - _SCRATCH_PAGES
         return backend, DecodeGraphs(self._model, backend, pool, sizes, scratch, self._last_tokens)
+
+    @torch.inference_mode()
+    def _build_pieces(
+        self, backend: AttentionBackend, pool: DevicePool, *, whole_ladder: bool
+    ) -> PiecewiseGraphs | None:
+        """The graphs of steps that compute prompts, where there are any: of all sizes, or of the largest only."""
+        if self._device.type != "cuda" or self._dtype == torch.float32:
+            return None
+        from sapwood_worker.attention.flashinfer import FlashInferBackend
+        from sapwood_worker.runner.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
+
+        assert isinstance(backend, FlashInferBackend)
+        parameters = sum(each.numel() for each in self._model.layers.parameters())
+        largest = min(worth_capturing(parameters), self._options.max_step_tokens)
+        sizes = token_ladder(largest) if whole_ladder else [largest]
+        return PiecewiseGraphs(self._model, backend, pool, sizes, pool.num_pages - _SCRATCH_PAGES)
 
     def _build_pool(self, config: ModelConfig, pages: int) -> DevicePool:
         options = self._options
@@ -237,6 +254,7 @@ class ModelRunner:
         needed = [-(-length // options.page_size) for length in prompts]
         pool = self._build_pool(config, max(sum(needed), options.max_running))
         backend, graphs = self._build_backend(config, pool, [options.max_running])
+        pieces = self._build_pieces(backend, pool, whole_ladder=False)
         table = np.zeros((len(prompts), max(needed)), np.int32)
         table[np.arange(max(needed)) < np.array(needed)[:, None]] = np.arange(sum(needed))
         requests = [
@@ -246,9 +264,9 @@ class ModelRunner:
         batch = build_forward_batch(SchedulerOutput(0, table, requests), options.page_size, self._device)
         hidden: Tensor = self._model(batch.token_ids, batch.positions, backend.plan(batch.attention))
         rows = hidden.index_select(0, torch.zeros(options.max_running, dtype=torch.int64, device=self._device))
-        row_max(self._model.logits(rows).float())
+        self._model.logits(rows).float().softmax(-1)
         torch.cuda.synchronize(self._device)
-        del graphs
+        del graphs, pieces
         return pool.num_pages * size
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
@@ -309,12 +327,15 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, output: SchedulerOutput) -> Tensor:
         """Runs a step like :meth:`execute` but returns the logits after every token, float32 [T, vocab_size]."""
-        return self._model.logits(self._forward(build_forward_batch(output, self._pool.page_size, self._device)))
+        hidden = self._forward(build_forward_batch(output, self._pool.page_size, self._device))
+        return self._model.logits(hidden).float()
 
     def _copied(self) -> CopyReport:
         return NOTHING if self._transfer is None else self._transfer.poll()
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
+        if self._pieces is not None and len(batch.token_ids) <= self._pieces.largest:
+            return self._pieces.run(batch)
         hidden: Tensor = self._model(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
         return hidden
 
@@ -344,7 +365,7 @@ class ModelRunner:
         parts = []
         for start in range(0, len(tokens), _LOGPROB_ROWS):
             chosen = tokens[start : start + _LOGPROB_ROWS]
-            logits = self._model.logits(hidden[start : start + len(chosen)])
+            logits = self._model.logits(hidden[start : start + len(chosen)]).float()
             parts.append(Distribution(logits, request.prompt_logprobs).of(chosen))
         return join(parts)
 

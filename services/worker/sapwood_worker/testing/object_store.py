@@ -15,6 +15,7 @@ class ObjectStoreServer(ThreadingHTTPServer):
     Attributes:
         objects: What it holds, by ``bucket/key``.
         failing: While set every request is answered 400.
+        gates: Keys, as of ``objects``, that are given out only once the event is set.
     """
 
     daemon_threads = True
@@ -23,6 +24,7 @@ class ObjectStoreServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, bytes] = {}
         self.failing = False
+        self.gates: dict[str, threading.Event] = {}
 
     @property
     def url(self) -> str:
@@ -63,6 +65,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200)
 
     def do_GET(self) -> None:
+        if self._key() in self.server.gates:
+            self.server.gates[self._key()].wait()
         content = self.server.objects.get(self._key())
         if self.server.failing or content is None:
             self._answer(400 if self.server.failing else 404)

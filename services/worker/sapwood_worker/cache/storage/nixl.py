@@ -5,7 +5,8 @@ asynchronous interface; where the files are and when they go is ours (``object_f
 ``file`` store. ``OBJ`` speaks S3; what is in the bucket and for how long is the bucket's affair.
 
 One agent serves all threads: NIXL locks it. Its calls let the interpreter go while they work. A transfer is over when NIXL says
-so and not before; nothing gives up on one, since its buffers may be written to until then.
+so and not before; nothing gives up on one, since its buffers may be written to until then. That matters most when something goes
+wrong: a page that has been given to somebody else must not be written to by a late answer.
 """
 
 from __future__ import annotations
@@ -69,32 +70,37 @@ class NixlAgent:
         except Exception as error:
             raise StorageError(f"NIXL does not take {memory.nbytes} bytes of buffers: {error}") from error
 
-    def move(self, way: Literal["READ", "WRITE"], targets: Sequence[Target], buffers: Sequence[memoryview]) -> None:
-        """Moves bytes between targets and buffers of their size; returns when all have been.
+    def move(
+        self, way: Literal["READ", "WRITE"], targets: Sequence[Target], buffers: Sequence[memoryview]
+    ) -> list[bool]:
+        """Moves bytes between targets and buffers of their size. When it returns nothing is under way any more.
+
+        Returns:
+            For each whether it was moved. Files are moved together, all or none.
 
         Raises:
-            StorageError: Some have not.
+            StorageError: None was.
         """
-        agent, kind = self._agent, "FILE" if self._plugin == "POSIX" else "OBJ"
+        # OBJ ends a transfer with its first error, while its other objects may still be arriving: so each is one of its own.
+        # POSIX waits for them all.
+        size, kind = (len(targets), "FILE") if self._plugin == "POSIX" else (1, "OBJ")
+        errors: list[Exception] = []
         try:
-            here = agent.get_xfer_descs([(_address(buffer), len(buffer), 0) for buffer in buffers], "DRAM")
-            there = agent.register_memory(list(targets), kind, [self._plugin])
-            try:
-                transfer = agent.initialize_xfer(way, here, there.trim(), self._name, backends=[self._plugin])
-                try:
-                    state, nap = agent.transfer(transfer), _SHORTEST_NAP
-                    while state == "PROC":
-                        time.sleep(nap)
-                        nap = min(_LONGEST_NAP, 2 * nap)
-                        state = agent.check_xfer_state(transfer)
-                finally:
-                    agent.release_xfer_handle(transfer)
-            finally:
-                agent.deregister_memory(there, [self._plugin])
+            there = self._agent.register_memory(list(targets), kind, [self._plugin])
         except Exception as error:
             raise StorageError(f"NIXL: {error}") from error
-        if state != "DONE":
-            raise StorageError(f"NIXL: the transfer ended with {state}")
+        begun = [
+            self._begin(way, kind, targets[start : start + size], buffers[start : start + size], errors)
+            for start in range(0, len(targets), size)
+        ]
+        moved = [self._end(transfer, errors) for transfer in begun]
+        try:
+            self._agent.deregister_memory(there, [self._plugin])
+        except Exception as error:
+            errors.append(error)
+        if not any(moved):
+            raise StorageError(f"NIXL: {errors[0] if errors else 'nothing was moved'}")
+        return [each for each in moved for _ in range(size)]
 
     def are_there(self, names: Sequence[str]) -> list[bool]:
         """For each object of an object store whether it is there.
@@ -107,6 +113,52 @@ class NixlAgent:
         except Exception as error:
             raise StorageError(f"NIXL: {error}") from error
         return [each is not None for each in found]
+
+    def _begin(
+        self,
+        way: Literal["READ", "WRITE"],
+        kind: str,
+        targets: Sequence[Target],
+        buffers: Sequence[memoryview],
+        errors: list[Exception],
+    ) -> Any:
+        """A transfer under way; None: it could not begin, see the errors."""
+        agent = self._agent
+        try:
+            here = agent.get_xfer_descs([(_address(buffer), len(buffer), 0) for buffer in buffers], "DRAM")
+            there = agent.get_xfer_descs([(offset, count, number) for offset, count, number, _ in targets], kind)
+            transfer = agent.initialize_xfer(way, here, there, self._name, backends=[self._plugin])
+        except Exception as error:
+            errors.append(error)
+            return None
+        try:
+            agent.transfer(transfer)
+        except Exception as error:
+            errors.append(error)
+            self._release(transfer, errors)
+            return None
+        return transfer
+
+    def _end(self, transfer: Any, errors: list[Exception]) -> bool:
+        """Waits until a transfer is over; whether all of it was moved."""
+        if transfer is None:
+            return False
+        nap, state = _SHORTEST_NAP, "PROC"
+        try:
+            while (state := self._agent.check_xfer_state(transfer)) == "PROC":
+                time.sleep(nap)
+                nap = min(_LONGEST_NAP, 2 * nap)
+        except Exception as error:
+            errors.append(error)
+            state = "ERR"
+        self._release(transfer, errors)
+        return state == "DONE"
+
+    def _release(self, transfer: Any, errors: list[Exception]) -> None:
+        try:
+            self._agent.release_xfer_handle(transfer)
+        except Exception as error:
+            errors.append(error)
 
 
 class NixlFileStorage:
@@ -190,14 +242,12 @@ class NixlObjectStorage:
         return len(names)
 
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        """See StorageBackend. One that is shorter, longer or not there costs all of the call."""
-        self._agent.move("READ", self._targets(names, buffers), buffers)
-        return [True] * len(names)
+        """See StorageBackend. One that is longer or shorter may count as read; what is read is checked anyway."""
+        return self._agent.move("READ", self._targets(names, buffers), buffers)
 
     def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
         """See StorageBackend. One that is there already is written again, with what it holds."""
-        self._agent.move("WRITE", self._targets(names, buffers), buffers)
-        return [True] * len(names)
+        return self._agent.move("WRITE", self._targets(names, buffers), buffers)
 
     def remove(self, names: Sequence[str]) -> None:
         """See StorageBackend. NIXL removes nothing: a bad object stays until the next put of its name."""

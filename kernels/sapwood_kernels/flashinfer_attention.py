@@ -117,6 +117,7 @@ class PrefillAttention:
     ) -> Tensor:
         """[T, H, D] and pages [P, page_size, K, D] of the same dtype -> [T, H, D], in ``out`` if given."""
         assert scales == (1.0, 1.0), "a cache of the queries' dtype has no scales"
+        out = torch.empty_like(query) if out is None else out  # FlashInfer would clear one of its own
         result: Tensor = self._wrapper.run(query, (key_pages, value_pages), out=out)
         return result
 

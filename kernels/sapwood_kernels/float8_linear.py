@@ -61,7 +61,9 @@ class Float8Linear:
         self._bias = bias
         self._dtype = weight.dtype
         if self._block:
-            self.weight, self.scales = reference.quantise_blocks(weight)
+            self.weight, scales = reference.quantise_blocks(weight)
+            # cuBLAS wants rows of a multiple of 4 scales in memory.
+            self.scales = F.pad(scales, (0, -scales.shape[1] % 4))[:, : scales.shape[1]]
         else:
             self.weight, self.scales = reference.quantise_rows(weight)
         self._cuda = weight.device.type == "cuda"
@@ -100,8 +102,9 @@ class Float8Linear:
             wide = reference.dequantise_blocks(x.values, x.scales).to(self._dtype)
             return F.linear(wide, self._dense, self._bias)
         # Sums of float8 products in fewer bits than float32's: its error is far under that of the rounding to float8.
+        dtype = torch.bfloat16 if self._dtype == torch.float32 else self._dtype  # torch gives no float32
         result: Tensor = torch._scaled_mm(
-            x.values, self.weight.t(), scale_a=x.scales, scale_b=self.scales.t(), out_dtype=self._dtype,
+            x.values, self.weight.t(), scale_a=x.scales, scale_b=self.scales.t(), out_dtype=dtype,
             use_fast_accum=not self._block,
-        )[: x.rows]  # fmt: skip
+        )[: x.rows].to(self._dtype)  # fmt: skip
         return result if self._bias is None else result.add_(self._bias)

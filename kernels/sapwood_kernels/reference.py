@@ -227,3 +227,48 @@ def load_pages(
     """
     keys[device_pages] = host.select(1, layer).select(1, 0)[host_pages.cpu()].to(keys.device)
     values[device_pages] = host.select(1, layer).select(1, 1)[host_pages.cpu()].to(values.device)
+
+
+def apply_penalties(
+    logits: Tensor,
+    counts: Tensor,
+    seen: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+    repetition: Tensor,
+) -> None:
+    """Frequency, presence and repetition penalties, in place, on S of the R rows of logits.
+
+    Args:
+        logits: float32 [R, V]; mutated.
+        counts: int32 [P, V]: how often each token is in an output.
+        seen: bool [P, V]: whether it is in its prompt or output.
+        rows: int64 [S]: rows of the logits, each once.
+        slots: int64 [S]: the row of ``counts`` and ``seen`` for each.
+        frequency: float32 [S, 1]: subtracted for each time.
+        presence: float32 [S, 1]: subtracted if there is one.
+        repetition: float32 [S, 1]: divides positive and multiplies other logits of tokens that were seen.
+    """
+    count, known, chosen = counts.index_select(0, slots), seen.index_select(0, slots), logits.index_select(0, rows)
+    repeated = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
+    chosen = torch.where(known, repeated, chosen)
+    chosen -= frequency * count
+    chosen -= presence * (count > 0)
+    logits.index_copy_(0, rows, chosen)
+
+
+def count_tokens(counts: Tensor, seen: Tensor, tokens: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """Counts a step's tokens, in place: token ``tokens[rows[i]]`` in row ``slots[i]`` of :func:`apply_penalties`' tables.
+
+    Args:
+        counts: int32 [P, V]; mutated.
+        seen: bool [P, V]; mutated.
+        tokens: int64 [R].
+        rows: int64 [S].
+        slots: int64 [S], each once.
+    """
+    at = slots, tokens.index_select(0, rows)
+    counts.index_put_(at, torch.ones_like(at[1], dtype=torch.int32), accumulate=True)
+    seen.index_put_(at, torch.ones_like(at[1], dtype=torch.bool))

@@ -19,7 +19,7 @@ _TINY = tl.constexpr(1e-12)
 
 
 @triton.jit
-def _kernel(
+def _quantise_kernel(
     x, weight, out, scales, eps, x_stride, scale_stride, N: tl.constexpr, KIND: tl.constexpr, GROUPED: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def _run(x: Tensor, weight: Tensor | None, eps: float, kind: int, *, grouped: bo
     shape = (width // GROUP, padded) if grouped else (1, rows)
     scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     block = max(GROUP, triton.next_power_of_2(width))
-    _kernel[(rows,)](
+    _quantise_kernel[(rows,)](
         x, x if weight is None else weight, out, scales, eps, x.stride(0), padded, N=width, KIND=kind, GROUPED=grouped,
         BLOCK=block, GROUP=GROUP, num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip

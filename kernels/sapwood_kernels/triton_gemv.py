@@ -21,7 +21,7 @@ Gate = Literal["silu", "gelu_tanh"]
 
 @triton.jit
 def _gemv_kernel(
-    x, weight, scales, norm, bias, residual, out, eps, N: tl.constexpr, K: tl.constexpr,
+    x, weight, scales, norm, bias, residual, out, eps, scale_stride, N: tl.constexpr, K: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATE: tl.constexpr,
     SCALED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -42,13 +42,13 @@ def _gemv_kernel(
         part = tl.load(weight + first[:, None] + columns[None, :], mask=tile, other=0.0)
         taken = values
         if SCALED == 2:  # by block of 128 x 128, and BLOCK_N divides 128
-            block = scales + tl.program_id(0) * BLOCK_N // 128 * (K // 128)
+            block = scales + tl.program_id(0) * BLOCK_N // 128 * scale_stride
             taken = values * tl.load(block + columns // 128, mask=inside, other=0.0)
         total += part.to(tl.float32) * taken[None, :]
         if GATE != 0:
             part = tl.load(weight + N * K + first[:, None] + columns[None, :], mask=tile, other=0.0)
             if SCALED == 2:
-                block += N // 128 * (K // 128)
+                block += N // 128 * scale_stride
                 taken = values * tl.load(block + columns // 128, mask=inside, other=0.0)
             total_up += part.to(tl.float32) * taken[None, :]
     result = tl.sum(total, axis=1)
@@ -120,7 +120,7 @@ def gemv(
     norm_weight, eps = norm if norm is not None else (x, 0.0)
     _gemv_kernel[(triton.cdiv(rows, block_n),)](
         x, weight, x if scales is None else scales, norm_weight, x if bias is None else bias,
-        x if add_to is None else add_to, out, eps, rows, width,
+        x if add_to is None else add_to, out, eps, 0 if scales is None else scales.stride(0), rows, width,
         HAS_NORM=norm is not None, HAS_BIAS=bias is not None, ADDS=add_to is not None,
         GATE={None: 0, "silu": 1, "gelu_tanh": 2}[gate], SCALED=scaled, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip

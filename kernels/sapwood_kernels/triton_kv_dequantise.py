@@ -13,7 +13,7 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _kernel(
+def _widen_kernel(
     keys, values, pages, key_out, value_out, key_scale, value_scale, WORDS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     item = tl.program_id(0).to(tl.int64)
@@ -48,6 +48,6 @@ def dequantise_pages(
     words = key_pages[0].numel()
     block = min(_BLOCK, triton.next_power_of_2(words))
     grid = (len(pages), triton.cdiv(words, block))
-    _kernel[grid](
+    _widen_kernel[grid](
         key_pages, value_pages, pages, key_out, value_out, *scales, WORDS=words, BLOCK=block, num_warps=4
     )  # fmt: skip

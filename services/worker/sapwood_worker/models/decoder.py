@@ -157,6 +157,6 @@ class DecoderModel(Layer):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden_size] as :meth:`forward` returns -> float32 [R, vocab_size]."""
+        """[R, hidden_size] as :meth:`forward` returns -> [R, vocab_size], float32 or the model's dtype."""
         result: Tensor = self.head(hidden, self.norm)
         return result

@@ -37,7 +37,7 @@ class DecodeResult:
     """What a replay leaves behind; views of the graph's own buffers, valid until the next replay.
 
     Attributes:
-        logits: float32 [B, vocab_size].
+        logits: [B, vocab_size], float32 or the model's dtype.
         largest: float32 [B]: each row's largest logit.
         greedy: int64 [B]: where it is.
         slots: int64 [B]: the rows of the page table, as given.

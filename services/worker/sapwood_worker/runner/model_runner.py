@@ -38,7 +38,6 @@ from sapwood_worker.runner.pooling import pool_chunk
 from sapwood_worker.runner.token_sampler import SampledTokens, TokenSampler
 from sapwood_worker.sampling.logprobs import Distribution, Logprobs, join
 from sapwood_worker.sampling.params import SamplingParams
-from sapwood_worker.sampling.sampler import row_max
 from sapwood_worker.scheduler.output import ModelOutput, ScheduledRequest, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -265,7 +264,7 @@ class ModelRunner:
         batch = build_forward_batch(SchedulerOutput(0, table, requests), options.page_size, self._device)
         hidden: Tensor = self._model(batch.token_ids, batch.positions, backend.plan(batch.attention))
         rows = hidden.index_select(0, torch.zeros(options.max_running, dtype=torch.int64, device=self._device))
-        row_max(self._model.logits(rows).float())
+        self._model.logits(rows).float().softmax(-1)
         torch.cuda.synchronize(self._device)
         del graphs, pieces
         return pool.num_pages * size
@@ -328,7 +327,8 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, output: SchedulerOutput) -> Tensor:
         """Runs a step like :meth:`execute` but returns the logits after every token, float32 [T, vocab_size]."""
-        return self._model.logits(self._forward(build_forward_batch(output, self._pool.page_size, self._device)))
+        hidden = self._forward(build_forward_batch(output, self._pool.page_size, self._device))
+        return self._model.logits(hidden).float()
 
     def _copied(self) -> CopyReport:
         return NOTHING if self._transfer is None else self._transfer.poll()
@@ -365,7 +365,7 @@ class ModelRunner:
         parts = []
         for start in range(0, len(tokens), _LOGPROB_ROWS):
             chosen = tokens[start : start + _LOGPROB_ROWS]
-            logits = self._model.logits(hidden[start : start + len(chosen)])
+            logits = self._model.logits(hidden[start : start + len(chosen)]).float()
             parts.append(Distribution(logits, request.prompt_logprobs).of(chosen))
         return join(parts)
 

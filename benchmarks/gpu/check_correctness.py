@@ -199,7 +199,9 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder:
                 model.save_pretrained(folder)
                 runner = ModelRunner(
-                    RunnerOptions(model_path=Path(folder), device="cuda", dtype=dtype, num_pages=64, max_running=8)
+                    RunnerOptions(
+                        model_path=Path(folder), device="cuda", dtype=dtype, num_pages=64, max_running=8, max_step_tokens=128
+                    )
                 )  # fmt: skip
             reference = model.to("cuda", torch.float32).eval()
             prompt = torch.randint(3, 1000, (100,)).tolist()

@@ -48,5 +48,7 @@ part 60 "$python" $gpu/bench_engine.py --model $gpu/configs/qwen3-0.6b --only sa
 for model in qwen3-0.6b llama-3.1-8b; do
   part 60 "$python" $gpu/bench_engine.py --model $gpu/configs/$model --only offline --no-overlap
 done
+part 70 "$python" $gpu/bench_serving.py --model $gpu/configs/llama-3.1-8b --only one,offline --kinds HTTP --singles 4 \
+  --quantization fp8 --kv-cache-dtype fp8_e4m3
 "$python" $gpu/table.py "$out"
 exit "$failed"

@@ -156,6 +156,15 @@ DASHBOARDS: dict[str, list[Panel]] = {
             },
         ),
         Panel("Tokens computed", "short", rate("sapwood_worker_step_tokens_total", "kind")),
+        Panel("Store that workers share", "Bps", rate("sapwood_worker_store_bytes_total", "direction")),
+        Panel(
+            "Store: errors, and requests that no longer waited",
+            "short",
+            {
+                **rate("sapwood_worker_store_errors_total", "error"),
+                "timeouts": "sum(rate(sapwood_worker_store_timeouts_total[$__rate_interval]))",
+            },
+        ),
         Panel(
             "Tokenizer: texts found encoded",
             "percentunit",

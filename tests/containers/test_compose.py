@@ -127,12 +127,21 @@ def not_ok(engine) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def prometheus(engine, stack) -> str:
+def prometheus(engine, stack, wait_until) -> str:
     """The compose file's Prometheus, as Debian builds it, at work since before anything is hurt: its address."""
     dockerfile = ROOT / "tests/containers/prometheus.Dockerfile"
     engine.docker("build", "-t", "prom/prometheus:v3.5.0", "-f", dockerfile, "/usr/bin")
     stack.up("prometheus", COMPOSE_PROFILES="observability")
-    return f"http://127.0.0.1:{engine.variables['SAPWOOD_PROMETHEUS_PORT']}"
+    url = f"http://127.0.0.1:{engine.variables['SAPWOOD_PROMETHEUS_PORT']}"
+
+    def ready() -> bool:
+        try:
+            return bool(fetch(f"{url}/-/ready"))
+        except OSError:
+            return False
+
+    wait_until(ready, stack.logs, 120)
+    return url
 
 
 @pytest.fixture(scope="module")

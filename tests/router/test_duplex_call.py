@@ -8,7 +8,8 @@ import grpc
 import pytest
 
 from sapwood_common.channel import Dialer
-from sapwood_router.duplex_call import CallEndedError, open_call
+from sapwood_router.duplex_call import CallEndedError
+from sapwood_router.duplex_dial import open_call
 
 METHOD = "/test.Service/Call"
 MOST = 8 * 1024 * 1024
@@ -76,6 +77,16 @@ async def test_messages_larger_than_frames_and_windows_pass_whole() -> None:
         assert not opened.ready, "four megabytes do not fit into a window"
         assert await collect(opened, 5) == sent
         assert opened.ready
+        opened.close()
+
+
+async def test_windows_are_opened_again_as_messages_are_taken() -> None:
+    async with serving(echo) as target:
+        opened = await call(target)
+        message = os.urandom(4_000_000)
+        for _ in range(10):  # more than twice the window
+            opened.write(message)
+            assert await opened.read() == message
         opened.close()
 
 

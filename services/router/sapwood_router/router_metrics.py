@@ -58,6 +58,8 @@ class RouterMetrics:
             "Time in each stage of the pipeline; queue is the wait before select, respond all of a request's deltas.",
             stage=OneOf(*STAGES),
         )
+        self.stages = {stage: self.stage.at(stage=stage) for stage in STAGES}
+        """The series of each, which are asked for many times a request."""
         self.prompt_tokens = metrics.counter(
             "sapwood_router_prompt_tokens_total", "Prompt tokens of generations that ended.", model=model
         )

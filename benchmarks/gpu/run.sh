@@ -11,6 +11,7 @@ out=${1:-benchmarks/results/gpu-$(date +%F).jsonl}
 budget=${BUDGET:-540}
 python=${PYTHON:-python}
 gpu=benchmarks/gpu
+traces=${TMPDIR:-/tmp}/sapwood-traces
 failed=0
 : >"$out"
 : >"$out.err"
@@ -34,10 +35,15 @@ check() { # The two do not measure, so they may share the machine.
 }
 check
 for model in qwen3-0.6b llama-3.1-8b; do
-  part 120 "$python" $gpu/bench_engine.py --model $gpu/configs/$model --only decode,prefill,offline
+  part 120 "$python" $gpu/bench_engine.py --model $gpu/configs/$model --only decode,prefill,offline --profile "$traces"
 done
 part 150 "$python" $gpu/bench_serving.py --model $gpu/configs/qwen3-0.6b --rate 40
 part 180 "$python" $gpu/bench_serving.py --model $gpu/configs/llama-3.1-8b --rate 20
+float8="--batches 256 --repeats 1 --kv-cache-dtype fp8_e4m3"
+# shellcheck disable=SC2086  # several words
+part 40 "$python" $gpu/bench_engine.py --model $gpu/configs/qwen3-0.6b --only decode,offline $float8
+# shellcheck disable=SC2086
+part 80 "$python" $gpu/bench_engine.py --model $gpu/configs/llama-3.1-8b --only decode,prefill,offline $float8 --quantization fp8
 part 60 "$python" $gpu/bench_engine.py --model $gpu/configs/qwen3-0.6b --only sampled
 for model in qwen3-0.6b llama-3.1-8b; do
   part 60 "$python" $gpu/bench_engine.py --model $gpu/configs/$model --only offline --no-overlap

@@ -2,7 +2,8 @@
 # Checks and measures everything on one CUDA GPU: kernels against references and models against transformers, then for both
 # benchmark models the engine alone and all services, as JSON lines in OUT (default: benchmarks/results/gpu-<date>.jsonl) and as a
 # table. Each part is a process of its own with a time limit; one that fails does not take the others with it, but the exit code
-# says so. What would not end within BUDGET seconds (default 540) is left out. The KV cache's second tier has its own: tiers.sh.
+# says so. What would not end within BUDGET seconds (default 540) is left out. CUT_DEMO: the demo model cut to a few
+# layers, whose text must be the CPU's. The KV cache's second tier has its own: tiers.sh.
 #
 #   benchmarks/gpu/run.sh [OUT]
 set -uo pipefail
@@ -29,7 +30,7 @@ part() { # SECONDS COMMAND...
 check() { # The two do not measure, so they may share the machine.
   "$python" -m pytest -q -p no:cacheprovider -n 8 tests/kernels tests/worker/test_piecewise_graphs.py >"$out.tests" 2>&1 &
   local tests=$!
-  part 120 "$python" $gpu/check_correctness.py
+  part 150 "$python" $gpu/check_correctness.py ${CUT_DEMO:+--cut-demo "$CUT_DEMO"}
   wait "$tests" || failed=1
   tail -n 3 "$out.tests"
 }

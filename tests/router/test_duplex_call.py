@@ -6,6 +6,7 @@ import os
 
 import grpc
 import pytest
+from hyperframe.frame import SettingsFrame, WindowUpdateFrame
 
 from sapwood_common.channel import Dialer
 from sapwood_router.duplex_call import CallEndedError
@@ -185,6 +186,32 @@ async def test_closing_cancels_it_at_the_service() -> None:
         opened.close()
         async with asyncio.timeout(60):
             await cancelled.wait()
+
+
+async def test_closing_waits_for_no_peer_that_reads_nothing() -> None:
+    closed, received = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+    async def greet(reader, writer):
+        wide = SettingsFrame(0, settings={SettingsFrame.INITIAL_WINDOW_SIZE: 2**30})
+        writer.write(wide.serialize() + WindowUpdateFrame(0, 2**30).serialize())
+        await closed.wait()
+        total = 0
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 20):
+                total += len(data)
+        received.set_result(total)
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with server:
+        opened = await call(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        opened.write(bytes(50_000_000))
+        assert not opened.ready
+        opened.close()
+        await asyncio.sleep(0)
+        closed.set()
+        async with asyncio.timeout(60):
+            assert await received < 50_000_000
 
 
 async def test_a_message_that_is_too_large_ends_it() -> None:

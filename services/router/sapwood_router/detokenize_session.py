@@ -32,8 +32,8 @@ _RETRY_INTERVAL = 0.1
 _SETTLED_AFTER = 0.5
 _OPEN_TIMEOUT = 2.0
 _GATHERING = 0.002
-"""Seconds between two messages while there are as many streams as ``_MANY``: their workers step at different times."""
-_MANY = 16
+"""Seconds from a message with inputs of ``_MANY`` streams to the next: there are more, whose workers step at other times."""
+_MANY = 8
 
 
 class DetokenizeSession:
@@ -58,6 +58,7 @@ class DetokenizeSession:
         self._cancelled: list[int] = []
         self._flushing = False
         self._flushed = 0.0
+        self._last_inputs = 0
         self._lost_since: float | None = None
         self._call: DuplexCall | None = None
         self._stands = False
@@ -158,7 +159,7 @@ class DetokenizeSession:
         if not self._flushing:
             self._flushing = True
             loop = asyncio.get_running_loop()
-            if len(self._streams) >= _MANY and loop.time() - self._flushed < _GATHERING:
+            if self._last_inputs >= _MANY and loop.time() - self._flushed < _GATHERING:
                 loop.call_later(_GATHERING, self._flush)
             else:
                 loop.call_soon(self._flush)
@@ -168,7 +169,9 @@ class DetokenizeSession:
         self._flushed = asyncio.get_running_loop().time()
         call = self._call
         while call is not None and call.ready and (self._dirty or self._cancelled):
-            call.write(self._next_request().SerializeToString())
+            request = self._next_request()
+            self._last_inputs = len(request.inputs)
+            call.write(request.SerializeToString())
 
     def _next_request(self) -> tokenizer_pb2.DetokenizeRequest:
         request = tokenizer_pb2.DetokenizeRequest()

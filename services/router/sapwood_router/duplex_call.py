@@ -332,7 +332,9 @@ class DuplexCall(asyncio.Protocol):
         self._end = CallEndedError(code, details)
         self._on_ready = None
         self._unsent.clear()
-        if self._transport is not None:
+        if self._transport is not None and self._transport.get_write_buffer_size():
+            self._transport.abort()  # a peer that reads nothing would keep the connection for ever
+        elif self._transport is not None:
             self._transport.close()
         self._tell_waiters()
 

@@ -149,20 +149,19 @@ class RequestWatch:
         code = "CANCELLED" if context.usage is None else "OK"
         if context.error is not None:
             code = row_of(context.error).grpc.name
+        model, tenant = "-", context.caller.tenant or "-"
         if context.worker != "-":  # a model that a worker serves: what clients made up is no label
             model = context.model or "-"
             generated = len(context.output_ids) if context.usage is None else context.usage.completion_tokens
-            metrics.prompt_tokens.at(model=model).inc(len(context.token_ids))
-            metrics.cached_tokens.at(model=model).inc(context.cached_tokens)
-            metrics.completion_tokens.at(model=model).inc(generated)
-        else:
-            model = "-"
-        tenant = context.caller.tenant or "-"
-        metrics.tenant_requests.at(tenant=tenant, code=code).inc()
-        if context.worker != "-":
-            metrics.tenant_tokens.at(tenant=tenant).inc(len(context.token_ids) + len(context.output_ids))
-        metrics.requests.at(model=model, code=code).inc()
-        metrics.seconds.at(model=model, code=code).observe(time.perf_counter() - context.started)
+            prompt_tokens, cached_tokens, completion_tokens, tenant_tokens = metrics.of_tokens(model, tenant)
+            prompt_tokens.inc(len(context.token_ids))
+            cached_tokens.inc(context.cached_tokens)
+            completion_tokens.inc(generated)
+            tenant_tokens.inc(len(context.token_ids) + len(context.output_ids))
+        requests, seconds, tenant_requests = metrics.of_end(model, tenant, code)
+        tenant_requests.inc()
+        requests.inc()
+        seconds.observe(time.perf_counter() - context.started)
         if self._tracing.on:
             if not self._named and context.model is not None:
                 self._span.rename(span_name(operation_of(context), context.model))

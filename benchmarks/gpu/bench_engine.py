@@ -197,6 +197,7 @@ def main() -> None:
             print(f"#   {microseconds / steps:9.1f} us {kernel[:120]}", flush=True)
 
     report("start-up", engine.start_seconds, "s")
+    report("KV cache", engine.runner.info.num_pages * engine.runner.info.page_size, "tokens")
     engine.generate(prompts_of(4, 700, seed=1), [8] * 4)
     if "decode" in wanted:
         for batch in map(int, arguments.batches.split(",")):

@@ -42,7 +42,7 @@ part 150 "$python" $gpu/bench_serving.py --model $gpu/configs/qwen3-0.6b --rate 
 part 180 "$python" $gpu/bench_serving.py --model $gpu/configs/llama-3.1-8b --rate 20
 float8="--batches 256 --repeats 1 --kv-cache-dtype fp8_e4m3"
 # shellcheck disable=SC2086  # several words
-part 40 "$python" $gpu/bench_engine.py --model $gpu/configs/qwen3-0.6b --only decode,offline $float8
+part 40 "$python" $gpu/bench_engine.py --model $gpu/configs/qwen3-0.6b --only decode,offline $float8 --kv-gb 0
 # shellcheck disable=SC2086
 part 80 "$python" $gpu/bench_engine.py --model $gpu/configs/llama-3.1-8b --only decode,prefill,offline $float8 --quantization fp8
 part 60 "$python" $gpu/bench_engine.py --model $gpu/configs/qwen3-0.6b --only sampled

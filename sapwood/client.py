@@ -11,14 +11,20 @@ Any error is a :class:`~sapwood.errors.SapwoodError` with ``status``, ``message`
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
 import grpc
 
+from sapwood.call_setup import (
+    CHANNEL_OPTIONS,
+    DEFAULT_ADDRESS,
+    call_metadata,
+    request_id_of,
+    router_address,
+    with_trace,
+)
 from sapwood.embedding import Embeddings, Pooling, build_embed_request, to_embeddings
 from sapwood.errors import (
     AlreadyExistsError,
@@ -78,42 +84,6 @@ __all__ = [
     "WorkerStatus",
 ]
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
-"""Where the router listens unless it was told otherwise."""
-
-_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    # A router that vanished without closing the connection is noticed within 30 + 10 seconds, while a call runs.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-)
-
-
-def _target(address: str | None) -> str:
-    return address or os.environ.get("SAPWOOD_ROUTER") or DEFAULT_ADDRESS
-
-
-def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    key = api_key or os.environ.get("SAPWOOD_API_KEY")
-    return (("authorization", f"Bearer {key}"),) if key else ()
-
-
-def _with_trace(metadata: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """Adds the current span's context, in a program that uses OpenTelemetry."""
-    if "opentelemetry.trace" not in sys.modules:
-        return metadata
-    from opentelemetry import propagate
-
-    carrier: dict[str, str] = {}
-    propagate.inject(carrier)
-    return metadata + tuple(carrier.items())
-
-
-def _request_id(metadata: Iterable[Any] | None) -> str | None:
-    return next((str(value) for key, value in metadata or () if key == "x-request-id"), None)
-
 
 class Generation(Iterator[Delta]):
     """An answer as it arrives: iterate over it once for the deltas, or call :meth:`text` for all of it.
@@ -127,7 +97,7 @@ class Generation(Iterator[Delta]):
     @property
     def request_id(self) -> str | None:
         """Under which the services log this request. Waits for the server's first sign of life."""
-        return _request_id(self._call.initial_metadata())
+        return request_id_of(self._call.initial_metadata())
 
     def __next__(self) -> Delta:
         """The next delta.
@@ -181,13 +151,13 @@ class Client:
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        self.address = _target(address)
+        self.address = router_address(address)
         self._timeout = timeout
-        self._metadata = _metadata(api_key)
+        self._metadata = call_metadata(api_key)
         if credentials is None:
-            self._channel = grpc.insecure_channel(self.address, options=_OPTIONS)
+            self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         else:
-            self._channel = grpc.secure_channel(self.address, credentials, options=_OPTIONS)
+            self._channel = grpc.secure_channel(self.address, credentials, options=CHANNEL_OPTIONS)
         self._stub = router_pb2_grpc.RouterStub(self._channel)
 
     def generate(
@@ -212,7 +182,7 @@ class Client:
             TypeError: A value is of another type than its field.
         """
         request = build_request(text, messages, token_ids, options)
-        return Generation(self._stub.Generate(request, timeout=self._timeout, metadata=_with_trace(self._metadata)))
+        return Generation(self._stub.Generate(request, timeout=self._timeout, metadata=with_trace(self._metadata)))
 
     def embed(
         self,
@@ -236,7 +206,7 @@ class Client:
         """
         request = build_embed_request(inputs, model, pooling, normalize)
         try:
-            return to_embeddings(self._stub.Embed(request, timeout=self._timeout, metadata=_with_trace(self._metadata)))
+            return to_embeddings(self._stub.Embed(request, timeout=self._timeout, metadata=with_trace(self._metadata)))
         except grpc.RpcError as error:
             raise from_rpc_error(cast(grpc.Call, error)) from None
 
@@ -245,7 +215,7 @@ class Client:
         try:
             return to_models(
                 self._stub.ListModels(
-                    router_pb2.ListModelsRequest(), timeout=self._timeout, metadata=_with_trace(self._metadata)
+                    router_pb2.ListModelsRequest(), timeout=self._timeout, metadata=with_trace(self._metadata)
                 )
             )
         except grpc.RpcError as error:
@@ -256,7 +226,7 @@ class Client:
         try:
             return to_workers(
                 self._stub.ListWorkers(
-                    router_pb2.ListWorkersRequest(), timeout=self._timeout, metadata=_with_trace(self._metadata)
+                    router_pb2.ListWorkersRequest(), timeout=self._timeout, metadata=with_trace(self._metadata)
                 )
             )
         except grpc.RpcError as error:
@@ -287,14 +257,14 @@ class AsyncGeneration(AsyncIterator[Delta]):
 
     async def request_id(self) -> str | None:
         """Under which the services log this request. Waits for the server's first sign of life."""
-        return _request_id(await self._call.initial_metadata())
+        return request_id_of(await self._call.initial_metadata())
 
     async def __anext__(self) -> Delta:
         """The next delta. Raises SapwoodError; asyncio.CancelledError if the awaiting task was cancelled."""
         try:
             return to_delta(await anext(self._responses))
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, request_id=_request_id(error.initial_metadata())) from None
+            raise from_rpc_error(error, request_id=request_id_of(error.initial_metadata())) from None
 
     async def text(self) -> str:
         """The rest of the answer's text. Raises what iterating raises."""
@@ -333,13 +303,13 @@ class AsyncClient:
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        self.address = _target(address)
+        self.address = router_address(address)
         self._timeout = timeout
-        self._metadata = _metadata(api_key)
+        self._metadata = call_metadata(api_key)
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         else:
-            self._channel = grpc.aio.secure_channel(self.address, credentials, options=_OPTIONS)
+            self._channel = grpc.aio.secure_channel(self.address, credentials, options=CHANNEL_OPTIONS)
         self._stub: router_pb2_grpc.RouterAsyncStub = router_pb2_grpc.RouterStub(self._channel)
 
     def generate(
@@ -352,9 +322,7 @@ class AsyncClient:
     ) -> AsyncGeneration:
         """Starts a generation; see :meth:`Client.generate`."""
         request = build_request(text, messages, token_ids, options)
-        return AsyncGeneration(
-            self._stub.Generate(request, timeout=self._timeout, metadata=_with_trace(self._metadata))
-        )
+        return AsyncGeneration(self._stub.Generate(request, timeout=self._timeout, metadata=with_trace(self._metadata)))
 
     async def embed(
         self,
@@ -368,7 +336,7 @@ class AsyncClient:
         request = build_embed_request(inputs, model, pooling, normalize)
         try:
             return to_embeddings(
-                await self._stub.Embed(request, timeout=self._timeout, metadata=_with_trace(self._metadata))
+                await self._stub.Embed(request, timeout=self._timeout, metadata=with_trace(self._metadata))
             )
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
@@ -378,7 +346,7 @@ class AsyncClient:
         try:
             return to_models(
                 await self._stub.ListModels(
-                    router_pb2.ListModelsRequest(), timeout=self._timeout, metadata=_with_trace(self._metadata)
+                    router_pb2.ListModelsRequest(), timeout=self._timeout, metadata=with_trace(self._metadata)
                 )
             )
         except grpc.aio.AioRpcError as error:
@@ -389,7 +357,7 @@ class AsyncClient:
         try:
             return to_workers(
                 await self._stub.ListWorkers(
-                    router_pb2.ListWorkersRequest(), timeout=self._timeout, metadata=_with_trace(self._metadata)
+                    router_pb2.ListWorkersRequest(), timeout=self._timeout, metadata=with_trace(self._metadata)
                 )
             )
         except grpc.aio.AioRpcError as error:

@@ -45,6 +45,8 @@ class Options(TypedDict, total=False):
         tool_choice: "auto" (the default), "none", or "required": calls and nothing else.
         tool_choice_function: The one tool that is called, once.
         parallel_tool_calls: Whether there may be several calls; True if left out.
+        template_variables: Further variables for the model's chat template, such as {"enable_thinking": False}. With messages
+            only.
         json_schema: The text is JSON that matches this schema (a mapping, or JSON text).
         regex: The text matches this expression.
         ebnf: The text matches these rules; ``root`` is the first.
@@ -75,6 +77,7 @@ class Options(TypedDict, total=False):
     tool_choice: Literal["auto", "none", "required"]
     tool_choice_function: str
     parallel_tool_calls: bool
+    template_variables: Mapping[str, Any]
     json_schema: Mapping[str, Any] | str
     regex: str
     ebnf: str

@@ -32,7 +32,7 @@ def build_request(
     if sum(prompt is not None for prompt in (text, messages, token_ids)) != 1:
         raise ValueError("give exactly one of text, messages and token_ids")
     stop, choice = options.get("stop", ()), options.get("tool_choice")
-    tools = options.get("tools")
+    tools, variables = options.get("tools"), options.get("template_variables")
     if choice is not None and choice not in _CHOICES:
         raise ValueError(f"tool_choice is one of {', '.join(_CHOICES)}, not {choice!r}")
     request = router_pb2.RouterGenerateRequest(
@@ -46,6 +46,7 @@ def build_request(
         tool_choice_function=options.get("tool_choice_function", ""),
         parallel_tool_calls=options.get("parallel_tool_calls"),
         grammar=_grammar(options),
+        template_variables="" if variables is None else json.dumps(dict(variables), ensure_ascii=False),
     )
     if text is not None:
         request.text = text

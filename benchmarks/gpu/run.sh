@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks and measures everything on one CUDA GPU: kernels against references, models against transformers, then both benchmark
-# models, overlapped and step by step. JSON lines go to OUT (default: benchmarks/results/gpu-<date>.jsonl); the table to the screen.
+# models, overlapped and step by step, and the KV cache's second tier. JSON lines go to OUT (default: benchmarks/results/gpu-<date>.jsonl); the table to the screen.
 #
 #   benchmarks/gpu/run.sh [OUT]
 set -euo pipefail
@@ -16,4 +16,5 @@ for model in qwen3-0.6b llama-3.1-8b; do
   python benchmarks/gpu/bench_engine.py --model "$config" --only offline --no-overlap | tee -a "$out"
 done
 python benchmarks/gpu/check_correctness.py | tee -a "$out"
+PYTHON=python benchmarks/gpu/tiers.sh "${out%.jsonl}-tiers.jsonl"
 python benchmarks/gpu/table.py "$out"

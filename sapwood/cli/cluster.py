@@ -108,8 +108,12 @@ class Cluster:
         Raises:
             DiedError: Another service ended, or a worker did so again and again.
         """
-        keepers = asyncio.gather(*(self._keep(index) for index in range(len(self._workers))))
-        await self._or_death(keepers, [child for child in (self._tokenizer, self._router) if child is not None])
+        await self._or_death(
+            self._keep_all(), [child for child in (self._tokenizer, self._router) if child is not None]
+        )
+
+    async def _keep_all(self) -> None:
+        await asyncio.gather(*(self._keep(index) for index in range(len(self._workers))))
 
     async def _keep(self, index: int) -> None:
         restarts = Restarts(time.monotonic)

@@ -136,7 +136,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         cached = f"{item.cached_tokens} of {answer.prompt_tokens}"
         rows.append((mark, item.address, cached, str(item.requests), str(item.queued_tokens), cost, item.excluded))
     _print_table(rows)
-    print(f"{answer.policy}: {answer.reason}")
+    print(f"reason: {answer.reason} ({answer.policy})")
     for shadow in answer.shadows:
         print(f"{shadow.policy} would choose {shadow.chosen}: {shadow.reason}")
     return 0

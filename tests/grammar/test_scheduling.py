@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def make_runner(vocabulary, end_token, num_pages: int) -> FakeRunner:
     return FakeRunner(info, vocabulary=vocabulary)
 
 
-def make_scheduler(end_token: int, num_pages: int, **settings: int) -> Scheduler:
+def make_scheduler(end_token: int, num_pages: int, **settings: Any) -> Scheduler:
     return Scheduler(
         SchedulerConfig(
             page_size=4, num_pages=num_pages, context_length=400, eos_token_ids=frozenset({end_token}), **settings
@@ -54,8 +55,11 @@ def grammar_store(vocabulary, end_token) -> GrammarStore:
 def run(vocabulary, end_token) -> Callable[..., tuple[dict[int, list[int]], dict[int, RequestOutput], Scheduler]]:
     """Runs requests to their end; their tokens, their last outputs, and the scheduler."""
 
-    def run_(requests: list[Request], num_pages: int = 400):
-        scheduler, runner = make_scheduler(end_token, num_pages), make_runner(vocabulary, end_token, num_pages)
+    def run_(requests: list[Request], num_pages: int = 400, **settings: Any):
+        scheduler, runner = (
+            make_scheduler(end_token, num_pages, **settings),
+            make_runner(vocabulary, end_token, num_pages),
+        )
         tokens: dict[int, list[int]] = {request.serial: [] for request in requests}
         last: dict[int, RequestOutput] = {}
         for request in requests:
@@ -116,6 +120,34 @@ def test_max_tokens_cuts_an_output_short(run, grammar_store, compile_grammar):
     assert last[1].finish_reason == "length"
 
 
+@pytest.mark.parametrize(("num_pages", "max_step_tokens"), [(400, 512), (400, 7), (40, 512)])
+def test_forced_tokens_are_not_sampled_and_the_output_is_the_same(
+    run, grammar_store, compile_grammar, vocabulary, num_pages, max_step_tokens
+):
+    # "x" to "y" and what follows is forced but for the digits; no token of the vocabulary spells two of these bytes.
+    pattern = "[a-f]{5}xyzzy-[0-9]{3}-plugh-[a-f]{5}#!"
+    compiled = compile_grammar("regex", pattern)
+    answers = []
+    for jump in (False, True):
+        requests = [constrained(grammar_store, compiled, serial, [*PROMPT, serial]) for serial in range(12)]
+        requests.append(constrained(grammar_store, compiled, 12, PROMPT, max_tokens=8))
+        requests.append(constrained(grammar_store, compiled, 13, PROMPT, stop_token_ids=(ord("-"),)))
+        requests.append(constrained(grammar_store, compiled, 14, PROMPT, logprobs=0))
+        requests.append(constrained(grammar_store, compiled, 15, PROMPT, min_tokens=5))
+        tokens, last, scheduler = run(
+            requests, num_pages, jump_forward=jump, max_step_tokens=max_step_tokens, conservativeness=0.0
+        )
+        answers.append(
+            (tokens, {serial: (output.finish_reason, output.completion_tokens) for serial, output in last.items()})
+        )
+        assert (scheduler.load().forced_tokens > 12 * 10) == jump
+        assert scheduler.num_retractions > 0 or num_pages == 400
+    assert answers[0] == answers[1]
+    assert re.fullmatch(pattern, text_of(vocabulary, tokens[3]))
+    assert (last[12].finish_reason, last[13].finish_reason) == ("length", "stop")
+    assert text_of(vocabulary, tokens[13]).endswith("zzy-")
+
+
 def test_retraction_changes_no_token(run, grammar_store, compile_grammar):
     compiled = compile_grammar("regex", PATTERN)
 
@@ -154,6 +186,9 @@ class Contrary:
 
     def fill(self, mask) -> None:
         mask[:] = -1
+
+    def forced(self) -> None:
+        return None
 
     def close(self) -> None:
         self.closed += 1

@@ -1,5 +1,7 @@
-"""Workers on the demo model killed and stopped under streaming load: no request fails, and every greedy answer is the
-undisturbed one, token for token.
+"""Workers on the demo model killed, stopped and cut off under streaming load: no request fails, and every greedy answer is the
+undisturbed one, token for token; completions, chat, tool calls and answers after a schema.
+
+``SAPWOOD_LOSS_ROUNDS=20`` does each as often as the release check; tests/router/test_worker_losses.py does so without a model.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -31,7 +34,35 @@ PROMPTS = [
     "Roses are red, violets are blue,",
     "Q: What is 12 times 12?\nA:",
 ]
-TOKENS = 48
+TOKENS = 32
+ROUNDS = int(os.environ.get("SAPWOOD_LOSS_ROUNDS", "4"))
+QUESTION = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "temperature": 0,
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "capital": {"type": "string", "maxLength": 12},
+        "cities": {"type": "integer", "maximum": 99, "minimum": 0},
+    },
+    "required": ["capital", "cities"],
+    "additionalProperties": False,
+}
+CHATS = [
+    {"max_tokens": TOKENS},
+    {
+        "max_tokens": 60,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "france", "schema": SCHEMA, "strict": True}},
+    },
+    {
+        "max_tokens": 80,
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    },
+]
 
 
 def port_of_its_own() -> int:
@@ -44,16 +75,16 @@ def port_of_its_own() -> int:
 
 
 class Service:
-    """A service as a process; ends with the test."""
+    """A service as a process; ends with the test. ``namespace``: the network that it is in."""
 
-    def __init__(self, module: str, *flags: str) -> None:
-        self.module, self.flags = module, flags
+    def __init__(self, module: str, *flags: str, namespace: Any = None) -> None:
+        self.module, self.flags, self.namespace = module, flags, namespace
         self.ports: list[int] = []
         self.start()
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", self.module, *self.flags],
+            [*self.within(), sys.executable, "-m", self.module, *self.flags],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -73,7 +104,10 @@ class Service:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.ports[0]}"
+        return f"{'127.0.0.1' if self.namespace is None else self.namespace.host}:{self.ports[0]}"
+
+    def within(self) -> list[str]:
+        return [] if self.namespace is None else ["ip", "netns", "exec", self.namespace.name]
 
     def pids(self) -> list[int]:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -90,7 +124,7 @@ class Service:
 
 
 class Cluster:
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, namespaces: Sequence[Any]) -> None:
         self.services: list[Service] = []
         try:
             self.tokenizer = self.add("sapwood_tokenizer", "--port", "0", "--metrics-port", "0", "--model", str(model))
@@ -105,8 +139,19 @@ class Cluster:
                 "--metrics-port",
                 "0",
             )
+            worker += ("--served-model-name", "demo")
             self.workers = [
-                self.add(*worker, "--served-model-name", "demo", "--port", str(port_of_its_own())) for _ in range(2)
+                self.add(
+                    *(
+                        *worker,
+                        "--port",
+                        str(port_of_its_own()),
+                        "--host",
+                        namespace.host if namespace else "127.0.0.1",
+                    ),
+                    namespace=namespace,
+                )
+                for namespace in namespaces or (None, None)
             ]
             addresses = [worker.address for worker in self.workers]
             flags = ("--port", "0", "--http-port", "0", "--tokenizer", self.tokenizer.address, "--resume-grace", "60")
@@ -117,8 +162,8 @@ class Cluster:
             self.close()
             raise
 
-    def add(self, module: str, *flags: str) -> Service:
-        self.services.append(Service(module, *flags))
+    def add(self, module: str, *flags: str, namespace: Any = None) -> Service:
+        self.services.append(Service(module, *flags, namespace=namespace))
         return self.services[-1]
 
     def close(self) -> None:
@@ -137,8 +182,12 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(demo_model: Path) -> Iterator[Cluster]:
-    running = Cluster(demo_model)
+def cluster(demo_model: Path, make_namespace: Any) -> Iterator[Cluster]:
+    try:
+        namespaces = [make_namespace() for _ in range(2)]
+    except pytest.skip.Exception:
+        namespaces = []
+    running = Cluster(demo_model, namespaces)
     yield running
     running.close()
 
@@ -149,7 +198,11 @@ class Load:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.client = Client(cluster.router.address)
-        self.jobs = [*(self.over_grpc(prompt) for prompt in PROMPTS), *(self.over_http(p) for p in PROMPTS[:2])]
+        self.jobs = [
+            *(self.over_grpc(prompt) for prompt in PROMPTS[:3]),
+            *(self.over_http(p) for p in PROMPTS[3:5]),
+            *(self.chat(asked) for asked in CHATS),
+        ]
         self.expected = [job() for job in self.jobs]
         self.done = 0
         self.failures: list[BaseException | tuple[object, object]] = []
@@ -174,6 +227,25 @@ class Load:
                 lines = [line for line in response.iter_lines() if line.startswith("data: ")]
             assert lines[-1] == "data: [DONE]"
             return "".join(c["text"] for line in lines[:-1] for c in json.loads(line[6:])["choices"])
+
+        return job
+
+    def chat(self, asked: dict[str, Any]):
+        def job() -> tuple[str, str, str, int]:
+            content = called = reason = ""
+            tokens = 0
+            body = {**QUESTION, **asked, "stream": True, "stream_options": {"include_usage": True}}
+            with self.cluster.http.stream("POST", "/v1/chat/completions", json=body) as response:
+                lines = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
+            assert lines[-1] == "[DONE]"
+            for event in map(json.loads, lines[:-1]):
+                for choice in event["choices"]:
+                    content += choice["delta"].get("content") or ""
+                    for call in choice["delta"].get("tool_calls") or ():
+                        called += (call["function"].get("name") or "") + (call["function"].get("arguments") or "")
+                    reason = choice.get("finish_reason") or reason
+                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+            return content, called, reason, tokens
 
         return job
 
@@ -211,9 +283,11 @@ class Load:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("how", "rounds"), [("stop", 20), ("kill", 20)])
-def test_losing_one_of_two_workers_under_load_changes_no_answer(cluster: Cluster, how: str, rounds: int) -> None:
-    rng = random.Random(3)
+@pytest.mark.parametrize("how", ["stop", "part", "kill"])
+def test_losing_one_of_two_workers_under_load_changes_no_answer(cluster: Cluster, how: str) -> None:
+    if how == "part" and cluster.workers[0].namespace is None:
+        pytest.skip("no network namespaces here")
+    rng, rounds = random.Random(3), ROUNDS
     before = cluster.metric("sapwood_router_resumptions_total")
     with Load(cluster) as load:
         for _ in range(rounds):
@@ -224,6 +298,11 @@ def test_losing_one_of_two_workers_under_load_changes_no_answer(cluster: Cluster
                 cluster.wait_for_workers(1)
                 load.progress(1)
                 worker.send(signal.SIGCONT)
+            elif how == "part":
+                worker.namespace.part()
+                cluster.wait_for_workers(1)
+                load.progress(1)
+                worker.namespace.mend()
             else:
                 worker.end()
                 load.progress(1)

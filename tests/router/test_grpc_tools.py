@@ -81,9 +81,12 @@ async def test_all_of_a_conversation_reaches_the_tokenizer(cluster) -> None:
         ),
         common_pb2.ChatMessage(role="tool", content="", name="f", tool_call_id="1"),
     ]
-    request = router_pb2.RouterGenerateRequest(messages=router_pb2.ChatMessages(messages=turns))
+    request = router_pb2.RouterGenerateRequest(
+        messages=router_pb2.ChatMessages(messages=turns), template_variables='{"enable_thinking": false}'
+    )
     assert [r async for r in cluster.stub.Generate(request)]
     assert list(cluster.tokenizer.chats[-1].messages) == turns
+    assert cluster.tokenizer.chats[-1].template_variables == '{"enable_thinking": false}'
 
 
 async def test_a_wrong_field_is_refused_by_name(cluster, expect_error) -> None:
@@ -91,6 +94,10 @@ async def test_a_wrong_field_is_refused_by_name(cluster, expect_error) -> None:
     for request, field in [
         (router_pb2.RouterGenerateRequest(text="a", tools=TOOLS), "tools"),
         (router_pb2.RouterGenerateRequest(tokens=common_pb2.TokenIds(ids=[5]), tools=TOOLS), "tools"),
+        (router_pb2.RouterGenerateRequest(text="a", template_variables="{}"), "template_variables"),
+        (chat(template_variables="{"), "template_variables"),
+        (chat(template_variables="[]"), "template_variables"),
+        (chat(template_variables='{"messages": []}'), "template_variables"),
         (chat(tools="{"), "tools"),
         (chat(tools="{}"), "tools"),
         (

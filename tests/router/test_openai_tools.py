@@ -84,6 +84,23 @@ async def test_calls_are_looked_for_only_where_tools_are_on_offer(cluster) -> No
     assert json.loads(cluster.tokenizer.options[-1].tools) == TOOLS
 
 
+async def test_variables_for_the_chat_template_reach_the_tokenizer(cluster) -> None:
+    variables = {"enable_thinking": False, "greeting": "Grüße", "nested": {"a": [1, None]}}
+    for given in (variables, {}, None):
+        response = await cluster.http.post(CHAT, json={"messages": HI, "chat_template_kwargs": given})
+        assert response.status_code == 200, response.text
+        assert json.loads(cluster.tokenizer.chats[-1].template_variables or "null") == (given or None)
+    await cluster.openai.chat.completions.create(
+        model="fake", messages=HI, extra_body={"chat_template_kwargs": variables}
+    )
+    assert json.loads(cluster.tokenizer.chats[-1].template_variables) == variables
+    for wrong in ([], "x", 5, {"messages": []}):
+        response = await cluster.http.post(CHAT, json={"messages": HI, "chat_template_kwargs": wrong})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template_kwargs"), wrong
+    response = await cluster.http.post("/v1/completions", json={"prompt": "a", "chat_template_kwargs": variables})
+    assert response.status_code == 400, "completions have no template"
+
+
 async def test_a_call_cut_short_by_the_limit_ends_with_length(cluster) -> None:
     answer_with(cluster, CALLS)
     answer = await cluster.openai.chat.completions.create(model="fake", messages=HI, tools=TOOLS, max_tokens=32)

@@ -8,6 +8,7 @@ import pytest
 
 from sapwood_router.block_index import BlockIndex, Tier
 from sapwood_router.config import RouterConfig
+from sapwood_router.hot_prefixes import HotPrefixes
 from sapwood_router.policies.base import PromptPages
 from sapwood_router.policies.cache_aware import CacheAware
 from sapwood_router.policies.factory import PolicyParts, make_policy
@@ -77,7 +78,7 @@ def test_power_of_two_never_takes_the_worst_and_stays_close_to_even_under_a_burs
 
 
 def cache_aware() -> CacheAware:
-    return CacheAware(PrefixIndex(1 << 24, time.monotonic), BlockIndex(1 << 24))
+    return CacheAware(PrefixIndex(1 << 24, time.monotonic), BlockIndex(1 << 24), HotPrefixes(time.monotonic))
 
 
 def test_cache_aware_follows_the_longest_prefix() -> None:
@@ -145,7 +146,7 @@ class Knowing:
         self.blocks = BlockIndex(1 << 24)
         for worker in ("w0", "w1", "w2"):
             self.blocks.reset(worker)
-        self.policy = CacheAware(PrefixIndex(1 << 24, lambda: self.now), self.blocks)
+        self.policy = CacheAware(PrefixIndex(1 << 24, lambda: self.now), self.blocks, HotPrefixes(lambda: self.now))
 
 
 def test_cache_aware_goes_by_what_workers_say_they_hold_rather_than_by_what_it_sent() -> None:

@@ -16,6 +16,7 @@ import pytest
 from sapwood_common.page_hash import hash_pages
 from sapwood_router.block_index import BlockIndex
 from sapwood_router.circuit_breaker import BreakerSettings, CircuitBreaker
+from sapwood_router.hot_prefixes import HotPrefixes
 from sapwood_router.policies.base import Choice, Forgetful, Policy, PromptPages
 from sapwood_router.policies.cache_aware import CacheAware
 from sapwood_router.policies.least_load import LeastLoad
@@ -178,7 +179,11 @@ def conversations(
 
 def new_cache_aware() -> CacheAware:
     seconds = itertools.count()
-    return CacheAware(PrefixIndex(1 << 26, lambda: float(next(seconds))), BlockIndex(0))
+
+    def clock() -> float:
+        return float(next(seconds))
+
+    return CacheAware(PrefixIndex(1 << 26, clock), BlockIndex(0), HotPrefixes(clock))
 
 
 EASY = {"count": 64, "cache_share": 0.30}

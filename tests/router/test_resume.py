@@ -22,7 +22,7 @@ WHOLE = [*countdown([START]), 1]
 
 @pytest.fixture
 async def cluster(make_cluster):
-    async with make_cluster(3) as running:
+    async with make_cluster(3, worker_silence=1) as running:
         for worker in running.workers:
             worker.script.tokens = countdown
             worker.script.delay = 0.005
@@ -34,7 +34,7 @@ def start(cluster, *, stop=(), **sampling):
     request.tokens.ids.extend([2, 7, START])
     for name, value in sampling.items():
         setattr(request.sampling, name, value)
-    return cluster.stub.Generate(request, timeout=20)
+    return cluster.stub.Generate(request, timeout=60)
 
 
 async def finish(call, responses) -> list:
@@ -148,7 +148,7 @@ async def test_over_http_it_is_the_same_stream(cluster) -> None:
 
 async def test_three_losses_are_survived_and_a_fourth_ends_the_request(make_cluster, expect_error) -> None:
     for losses in (3, 4):
-        async with make_cluster(5) as cluster:
+        async with make_cluster(5, worker_silence=1) as cluster:
             for worker in cluster.workers:
                 worker.script.tokens, worker.script.delay = countdown, 0.02
             call = start(cluster)
@@ -171,7 +171,7 @@ async def test_three_losses_are_survived_and_a_fourth_ends_the_request(make_clus
 
 
 async def test_with_no_other_worker_the_stream_waits_for_one(make_cluster) -> None:
-    async with make_cluster(1, resume_grace=10) as cluster:
+    async with make_cluster(1, resume_grace=10, worker_silence=1) as cluster:
         (worker,) = cluster.workers
         worker.script.tokens, worker.script.delay = countdown, 0.01
         call = start(cluster)

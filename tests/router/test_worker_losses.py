@@ -9,7 +9,9 @@ import re
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
 import grpc
 import pytest
@@ -36,20 +38,38 @@ def port_of_its_own() -> int:
 
 
 class WorkerProcess:
-    """One that can be killed and started again on its port."""
+    """One that can be killed and started again on its port.
 
-    def __init__(self) -> None:
+    Args:
+        namespace: The network it is in; None for this machine's own.
+    """
+
+    def __init__(self, namespace: Any | None = None) -> None:
         self.port = port_of_its_own()
         self.process: asyncio.subprocess.Process | None = None
+        self.namespace = namespace
+        self.host = "127.0.0.1" if namespace is None else namespace.host
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     async def start(self) -> None:
         self.process = await asyncio.create_subprocess_exec(
+            *(() if self.namespace is None else ("ip", "netns", "exec", self.namespace.name)),
             *(sys.executable, "-m", "sapwood_worker.testing.fake_worker", "--port", str(self.port)),
-            *("--metrics-port", "0", "--vocab-size", str(VOCAB), "--step-ms", "10", "--context-length", "512"),
+            *(
+                "--host",
+                self.host,
+                "--metrics-port",
+                "0",
+                "--vocab-size",
+                str(VOCAB),
+                "--step-ms",
+                "10",
+                "--context-length",
+                "512",
+            ),
             stderr=asyncio.subprocess.PIPE,
         )
         async with asyncio.timeout(60):
@@ -107,10 +127,10 @@ class Load:
 
 
 @contextlib.asynccontextmanager
-async def cluster(workers: int, **settings):
+async def cluster(workers: int, namespaces: Sequence[Any] = (), **settings):
     tokenizer = FakeTokenizer()
     await tokenizer.start()
-    processes = [WorkerProcess() for _ in range(workers)]
+    processes = [WorkerProcess(namespace) for namespace in namespaces] or [WorkerProcess() for _ in range(workers)]
     await asyncio.gather(*(process.start() for process in processes))
     router = RouterApplication(
         RouterConfig(
@@ -164,6 +184,15 @@ async def stop_and_continue(router: RouterApplication, worker: WorkerProcess, wo
     await available(router, workers)
 
 
+async def part_and_mend(router: RouterApplication, worker: WorkerProcess, workers: int, load: Load) -> None:
+    assert worker.namespace is not None
+    worker.namespace.part()
+    await available(router, workers - 1)
+    await progress(load, 4)
+    worker.namespace.mend()
+    await available(router, workers)
+
+
 @pytest.mark.parametrize(
     ("lose", "rounds"),
     [
@@ -171,10 +200,13 @@ async def stop_and_continue(router: RouterApplication, worker: WorkerProcess, wo
         (stop_and_continue, 2),
         pytest.param(kill_and_restart, 20, marks=pytest.mark.slow),
         pytest.param(stop_and_continue, 20, marks=pytest.mark.slow),
+        pytest.param(part_and_mend, 20, marks=pytest.mark.slow),
     ],
 )
-async def test_no_request_fails_and_every_stream_is_as_if_undisturbed(lose, rounds) -> None:
-    async with cluster(3) as (router, workers, stub):
+async def test_no_request_fails_and_every_stream_is_as_if_undisturbed(lose, rounds, make_namespace) -> None:
+    count = 3 if rounds < 20 else 4
+    namespaces = [make_namespace() for _ in range(count)] if lose is part_and_mend else []
+    async with cluster(count, namespaces) as (router, workers, stub):
         load = Load(stub, streams=16, seed=rounds)
         rng = random.Random(rounds)
         for _ in range(rounds):

@@ -60,8 +60,6 @@ MUTATIONS = [
         "return request.waited + step - request.queued_at >= self._starved_after",
         "return False",
     ),
-    # What is admitted later ranks lower.
-    Mutation("scheduler/admission.py", "step), request.arrival)", "step), -request.arrival)"),
     # What has a deadline ends by it.
     Mutation("scheduler/deadlines.py", "self._heap[0][0] <= now", "self._heap[0][0] <= now - 3"),
     # What leaves the queue is not counted in it.

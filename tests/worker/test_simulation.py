@@ -1,9 +1,9 @@
 """The scheduler's core in a deterministic simulation: seeded random traffic, every invariant checked after every step.
 
 A seed decides everything; a failure names its seed and step, and the same seed fails there again. Checked after each step: the
-ledger against tree and rows, page by page; locks; states. Checked for each request: its tokens are those of its own text and
-seed, it ends exactly once, in time if it has a deadline, and no later than the bound on its wait. Every other seed runs with a
-tree that checks each of its answers against brute force.
+ledger against tree and rows, page by page; locks; states. Checked for each request: its tokens, or its embedding, are those of
+its own text and seed, it ends exactly once, in time if it has a deadline, and no later than the bound on its wait. Every other
+seed runs with a tree that checks each of its answers against brute force.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from sapwood_common.errors import ResourceExhaustedError
@@ -21,8 +22,8 @@ from sapwood_common.page_hash import cache_namespace
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
-from sapwood_worker.scheduler.fake_runner import FakeRunner, FakeStep, continuation
-from sapwood_worker.scheduler.output import RequestOutput
+from sapwood_worker.scheduler.fake_runner import FakeRunner, FakeStep, continuation, pooled_prompt
+from sapwood_worker.scheduler.output import Pooling, RequestOutput
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler
 from sapwood_worker.testing.checked_tree import CheckedTree
@@ -30,6 +31,7 @@ from sapwood_worker.testing.checked_tree import CheckedTree
 VOCAB = 60
 END = 59
 POISON = 58
+_POOLINGS: tuple[Pooling, ...] = ("mean", "last", "cls")
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Client:
     longest: int
     ends: frozenset[int]
     expires: float | None
+    pooled: float | None = None
     must_end_by: int | None = None
     received: list[int] = field(default_factory=list)
 
@@ -98,12 +101,13 @@ class Simulation:
         self.priorities = chance.choice([[0], [0, 0, 0, 5], [-3, 0, 3]])
         self.tenants = chance.choice([[""], [""], ["a", "a", "a", "b"], ["a", "b", "c"]])
         self.documents = [self._tokens(chance.randint(1, 1 + self.limit // 3)) for _ in range(chance.randint(1, 6))]
+        self.embed_rate = chance.choice([0.0, 0.0, 0.2])
         self.clients: dict[int, Client] = {}
         self.serial = 0
         self.step_number = 0
         self.trace = hashlib.sha256()
         self.counts = dict.fromkeys(
-            ("finished", "aborted", "failed", "refused", "expired", "pinned", "paused", "overlapped"), 0
+            ("finished", "aborted", "failed", "refused", "expired", "pinned", "paused", "overlapped", "embedded"), 0
         )
 
     def run(self, steps: int) -> None:
@@ -150,6 +154,9 @@ class Simulation:
             ignore_eos=chance.random() < 0.5,
         )
         expires = self.now + chance.randint(0, 60) if chance.random() < self.deadline_rate else None
+        pooling: Pooling = ""
+        if self.embed_rate and chance.random() < self.embed_rate:
+            pooling = chance.choice(_POOLINGS)
         serial, self.serial = self.serial, self.serial + 1
         request = Request(
             serial,
@@ -160,6 +167,7 @@ class Simulation:
             priority=chance.choice(self.priorities),
             tenant=chance.choice(self.tenants),
             deadline=expires,
+            pooling=pooling,
         )
         try:
             self.scheduler.add(request)
@@ -168,8 +176,9 @@ class Simulation:
             self.counts["refused"] += 1
             return
         ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.config.eos_token_ids)
-        longest = min(self.limit, len(prompt) + sampling.max_tokens)
-        self.clients[serial] = Client(request, continuation(prompt, sampling, VOCAB), longest, ends, expires)
+        longest = len(prompt) if pooling else min(self.limit, len(prompt) + sampling.max_tokens)
+        pooled = pooled_prompt(prompt, pooling) / (len(prompt) if pooling == "mean" else 1) if pooling else None
+        self.clients[serial] = Client(request, continuation(prompt, sampling, VOCAB), longest, ends, expires, pooled)
         if self.config.policy == "fcfs" and len(set(self.tenants)) == 1:
             self.clients[serial].must_end_by = self.bound(request)
 
@@ -181,6 +190,10 @@ class Simulation:
         """
         everyone = sum(client.longest + 2 for client in self.clients.values())
         if self.overlap:  # what is in flight may be in the way of each step
+            everyone *= 2
+        if (
+            self.config.policy == "priority"
+        ):  # an older one that starves later may push it out, and its work is done again
             everyone *= 2
         others = len(set(self.tenants)) - 1
         if not others:
@@ -262,6 +275,10 @@ class Simulation:
         full = client.request.prompt_length + len(client.received) >= client.longest
         if output.finish_reason == "error":
             self.counts["failed"] += 1
+        elif client.pooled is not None:
+            assert output.finish_reason == "stop" and not client.received
+            assert np.frombuffer(output.embedding, np.float32).tolist() == [np.float32(client.pooled)]
+            self.counts["embedded"] += 1
         else:
             ended = "stop" if client.received[-1] in client.ends else "length" if full else None
             assert output.finish_reason == ended, f"{client.request.request_id} ended wrongly"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import threading
 from array import array
 from pathlib import Path
@@ -15,11 +16,13 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.page_hash import hash_pages
 from sapwood_worker.cache.host_pool import HostPool, available_memory, host_pool_pages
 from sapwood_worker.cache.page_key import PageChain, PageKey
+from sapwood_worker.cache.page_movers import record_addresses
 from sapwood_worker.cache.storage.backend import StorageError
 from sapwood_worker.cache.storage.breaker import CircuitBreaker
 from sapwood_worker.cache.storage.executor import ThreadExecutor
 from sapwood_worker.cache.storage.factory import parse_storage
 from sapwood_worker.cache.storage.file import FileStorage
+from sapwood_worker.cache.storage.mooncake import MooncakeOptions, MooncakeStorage
 from sapwood_worker.cache.storage.opener import NEVER, break_even
 from sapwood_worker.cache.storage.record import namespace_of, seal, verify
 
@@ -250,3 +253,18 @@ def test_the_control_groups_limit_counts_but_not_what_it_could_drop(tmp_path: Pa
     assert available_memory(tmp_path, meminfo) == 8000
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory(tmp_path, meminfo) == 50 * 1024
+
+
+def test_copy_engines_are_given_the_addresses_of_pages_contents() -> None:
+    pool = HostPool(5, 1000)
+    addresses = record_addresses(pool, np.array([3, 0, 4], np.int32)).tolist()
+    assert addresses == [pool.content[page].ctypes.data for page in (3, 0, 4)]
+
+
+def test_a_mooncake_master_that_hangs_is_given_up() -> None:
+    pytest.importorskip("mooncake")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        options = MooncakeOptions(address, f"http://{address}/metadata")
+        with pytest.raises(StorageError, match="does not"):
+            MooncakeStorage(options, patience=1.0)

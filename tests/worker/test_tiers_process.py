@@ -157,6 +157,12 @@ async def test_restarted_and_cold_workers_answer_from_the_store(start: Any, stor
             storage = await tier(stub, worker_pb2.CACHE_TIER_STORAGE)
             assert (storage.hit_tokens, storage.failures, storage.rejected_pages) == (400, 0, 0)
             assert storage.state == "attached"
+            async for response in stub.WatchLoad(worker_pb2.WatchLoadRequest(interval_ms=10)):
+                load = response.load
+                if load.storage_hit_tokens == load.host_hit_tokens == 400:
+                    break
+            assert 25 <= load.host_used_pages <= load.host_num_pages
+            assert load.device_hit_tokens == 0
 
 
 async def test_a_workers_death_during_transfers_fails_no_request_of_another(start: Any, store: Store) -> None:

@@ -237,6 +237,7 @@ class RouterApplication:
             config.heartbeat_ms,
             config.worker_silence,
             self._worker_lost,
+            self._fleet.hand_over,
             time.monotonic,
             self._dialer,
         )

@@ -49,10 +49,12 @@ class ChatPrompt:
     Attributes:
         turns: What was said.
         tools: The tools on offer, a JSON array in the form of OpenAI's API; "" for none.
+        template_variables: Further variables for the chat template, a JSON object; "" for none.
     """
 
     turns: tuple[Turn, ...]
     tools: str = ""
+    template_variables: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class FieldNames:
         reasoning: The name of a message's reasoning within the message.
         grammar: The full name of what the text must match; "" where it is named as in ``common.proto``.
         tool_name: The full name of the tool that is to be called.
+        template_variables: The full name of further variables for the chat template.
     """
 
     prompt: str
@@ -107,6 +110,7 @@ class FieldNames:
     reasoning: str = "reasoning"
     grammar: str = ""
     tool_name: str = "tool_choice_function"
+    template_variables: str = "template_variables"
 
 
 class FinishReason(enum.Enum):

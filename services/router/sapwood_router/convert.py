@@ -45,17 +45,19 @@ def prompt_of(request: router_pb2.RouterGenerateRequest) -> tuple[Prompt, FieldN
     """The prompt of a request, and how to name it in errors.
 
     Raises:
-        InvalidArgumentError: No prompt is set, or tools go with one that is not messages.
+        InvalidArgumentError: No prompt is set, or tools or template variables go with one that is not messages.
     """
     tools = "" if request.tool_choice == router_pb2.TOOL_CHOICE_NONE else request.tools
     if request.tools and request.WhichOneof("prompt") != "messages":
         raise InvalidArgumentError("tools go with messages only", field="tools")
+    if request.template_variables and request.WhichOneof("prompt") != "messages":
+        raise InvalidArgumentError("template_variables go with messages only", field="template_variables")
     match request.WhichOneof("prompt"):
         case "text":
             return TextPrompt(request.text), FieldNames(prompt="text")
         case "messages":
             turns = tuple(map(_turn_of, request.messages.messages))
-            return ChatPrompt(turns, tools), FieldNames(prompt="messages.messages")
+            return ChatPrompt(turns, tools, request.template_variables), FieldNames(prompt="messages.messages")
         case "tokens":
             return TokenPrompt(list(request.tokens.ids)), FieldNames(prompt="tokens.ids")
         case _:

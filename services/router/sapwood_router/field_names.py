@@ -57,6 +57,8 @@ def _translate(field: str, fields: FieldNames) -> str | None:
             return fields.prompt + _REASONING.sub(fields.reasoning, name)
         case "stop" | "tools":
             return field
+        case "template_variables":
+            return fields.template_variables
         case "reasoning_parser":
             return fields.grammar or "grammar"
         case _:

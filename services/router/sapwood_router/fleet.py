@@ -69,8 +69,16 @@ class Fleet:
             NotFoundError: There is no such worker.
         """
         worker = self._find(address)
+        if draining and not worker.draining:
+            self.hand_over(worker)
         self._registry.set_draining(worker, draining)
         return worker
+
+    def hand_over(self, worker: Worker) -> None:
+        """The worker drains: what it was asked lately goes to those that serve the same."""
+        if worker.model is not None:
+            heirs = [other.address for other in self._registry.available(worker.model.model) if other is not worker]
+            self._policies.drained(worker.address, heirs)
 
     def remove(self, address: str) -> None:
         """Forgets a worker, whoever named it; the configuration, file or DNS name names it again only when it changes.

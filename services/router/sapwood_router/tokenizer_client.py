@@ -91,7 +91,9 @@ class TokenizerClient:
         Raises:
             SapwoodError: As :meth:`encode_text`.
         """
-        request = tokenizer_pb2.ApplyChatTemplateRequest(messages=to_turns(prompt.turns), tools=prompt.tools)
+        request = tokenizer_pb2.ApplyChatTemplateRequest(
+            messages=to_turns(prompt.turns), tools=prompt.tools, template_variables=prompt.template_variables
+        )
         answer = await self._patiently(
             lambda stub, timeout: stub.ApplyChatTemplate(
                 request, timeout=timeout, metadata=request_metadata(request_id)

@@ -36,6 +36,7 @@ class WorkerConnection:
         heartbeat_ms: Asked for as the most time between messages.
         silence: Seconds without a message that are a loss.
         on_loss: Called when a session was lost that the worker had not announced to end.
+        on_drain: Called when the worker says that it takes nothing new.
         clock: Seconds, monotonic.
         dialer: Opens channels.
     """
@@ -47,6 +48,7 @@ class WorkerConnection:
         heartbeat_ms: int,
         silence: float,
         on_loss: Callable[[Worker], None],
+        on_drain: Callable[[Worker], None],
         clock: Callable[[], float],
         dialer: Dialer,
     ) -> None:
@@ -56,6 +58,7 @@ class WorkerConnection:
         self._heartbeat_ms = heartbeat_ms
         self._silence = silence
         self._on_loss = on_loss
+        self._on_drain = on_drain
         self._clock = clock
 
     async def run(self) -> None:
@@ -104,6 +107,7 @@ class WorkerConnection:
             worker.report(load_of(response.load))
         if response.draining and worker.available:
             logger.info("worker %s is draining", worker.address)
+            self._on_drain(worker)
             self._registry.mark_down(worker, _DRAINING)
         elif not response.draining and worker.problem == _DRAINING and worker.model is not None:
             self._registry.mark_up(worker, worker.model)

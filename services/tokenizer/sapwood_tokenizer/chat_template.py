@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import jinja2
 
-from sapwood_common.errors import ConfigError, InvalidArgumentError
+from sapwood_common.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError
 from sapwood_tokenizer.template_sandbox import BUDGET, Budget, BudgetError, TemplateSandbox
 
 MOST_CHARACTERS = 16 * 1024 * 1024
@@ -73,6 +73,7 @@ class ChatTemplate:
             InvalidArgumentError: A variable has the name of something else; the template refuses the messages, or it takes
                 more than its budget; or the last message is to be continued and has no content, or the template does not
                 show it.
+            ResourceExhaustedError: It takes long, and so do too many others in the budget's place.
         """
         budget = budget or Budget(_DEFAULT_SECONDS, MOST_CHARACTERS)
         given = {**self._special_tokens, **(variables or {})}
@@ -104,6 +105,8 @@ class ChatTemplate:
                 parts.append(part)
         except BudgetError as error:
             raise InvalidArgumentError(f"the chat template was stopped: {error}", field="messages") from error
+        except ResourceExhaustedError:
+            raise
         except Exception as error:  # a template is a program: what it trips over may be of any class
             raise InvalidArgumentError(
                 f"the chat template refuses the messages: {_shortened(error)}", field="messages"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ from sapwood_tokenizer.output_parser import OutputParser
 from sapwood_tokenizer.output_stream import OutputStream, StreamOptions
 from sapwood_tokenizer.parser_defaults import ParserDefaults
 from sapwood_tokenizer.reasoning_parser import registry as reasoning_parsers
+from sapwood_tokenizer.render_threads import RenderThreads
 from sapwood_tokenizer.template_sandbox import Budget
 from sapwood_tokenizer.token_bytes import TokenBytes
 from sapwood_tokenizer.tool_parser import registry as tool_parsers
@@ -40,7 +40,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _MOST_TEXTS = 16384
 _MOST_TOKENS = 65536
 _MOST_OPTION_BYTES = 64 * 1024 * 1024
-_RENDER_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self._grammars = grammars
         self._limits = limits
         self._encoder = encoder
-        self._render_threads = ThreadPoolExecutor(_RENDER_THREADS, thread_name_prefix="render")
+        self._render_threads = RenderThreads()
         self._table = _table_of(loaded)
         self._template = (
             ChatTemplate(loaded.chat_template, loaded.special_tokens, loaded.template_origin)
@@ -110,7 +109,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     def close(self) -> None:
         """Lets the threads go. No call may be running."""
         self._encoder.close()
-        self._render_threads.shutdown(wait=False, cancel_futures=True)
+        self._render_threads.close()
 
     async def Tokenize(
         self, request: tokenizer_pb2.TokenizeRequest, context: Context
@@ -147,9 +146,10 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             raise InvalidArgumentError(
                 f"a conversation of {size} bytes is longer than the limit of {most}", field="messages"
             )
-        budget = Budget(self._limits.template_timeout, MOST_CHARACTERS)
+        place = await self._render_threads.enter()
+        budget = Budget(self._limits.template_timeout, MOST_CHARACTERS, place)
 
-        def render(template: ChatTemplate) -> str:
+        def render(template: ChatTemplate = self._template) -> str:
             return template.render(
                 to_messages(request.messages),
                 add_generation_prompt=prompted,
@@ -160,7 +160,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             )
 
         try:
-            text = await asyncio.get_running_loop().run_in_executor(self._render_threads, render, self._template)
+            text = await self._render_threads.run(place, render)
         except asyncio.CancelledError:
             budget.cancel()
             raise

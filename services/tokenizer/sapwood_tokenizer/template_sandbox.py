@@ -18,6 +18,8 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.parser import Parser
 
+from sapwood_tokenizer.render_threads import Place
+
 T = TypeVar("T")
 
 _MOST_ELEMENTS = 16 * 1024 * 1024
@@ -38,9 +40,11 @@ class Budget:
     Args:
         seconds: Its time, from :meth:`start`.
         most_characters: Length of its text.
+        place: Where it runs, if others are to have their turn.
     """
 
-    def __init__(self, seconds: float, most_characters: int) -> None:
+    def __init__(self, seconds: float, most_characters: int, place: Place | None = None) -> None:
+        self._place = place
         self._seconds = seconds
         self._characters = most_characters
         self._end = float("inf")
@@ -55,10 +59,14 @@ class Budget:
         self._cancelled = True
 
     def check_time(self) -> None:
-        """Raises BudgetError when the time is over or the rendering was cancelled."""
+        """Raises BudgetError when the time is over or the rendering was cancelled. May wait while it is others' turn."""
+        now = time.monotonic()
+        if self._place is not None and now > self._place.next_check:
+            self._place.check(self._end)
+            now = time.monotonic()
         if self._cancelled:
             raise BudgetError("it was cancelled")
-        if time.monotonic() > self._end:
+        if now > self._end:
             raise BudgetError(f"it did not end within {self._seconds:.3g} s")
 
     def add(self, characters: int) -> None:

@@ -130,6 +130,10 @@ class WorkerConfig(ServiceConfig):
         True,
         description="Serve requests with a grammar; costs memory and seconds at the start to index the vocabulary.",
     )
+    jump_forward: bool = Field(
+        True,
+        description="Append tokens that a grammar forces without asking the model; outputs are the same with and without.",
+    )
     grammar_timeout: float = Field(
         10.0, gt=0, description="Most seconds to compile a grammar that comes as a bare source."
     )

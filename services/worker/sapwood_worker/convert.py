@@ -210,6 +210,11 @@ def to_load_report(load: Load, kv: KvEventStream) -> worker_pb2.LoadReport:
         epoch=kv.epoch,
         kv_seq=kv.seq,
         kv_digest=kv.digest,
+        host_used_pages=load.host_used_pages,
+        host_num_pages=load.host_num_pages,
+        device_hit_tokens=load.device_hit_tokens,
+        host_hit_tokens=load.host_hit_tokens,
+        storage_hit_tokens=load.storage_hit_tokens,
     )
 
 

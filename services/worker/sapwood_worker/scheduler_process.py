@@ -127,6 +127,7 @@ def build_scheduler(config: WorkerConfig, info: ModelInfo, tiers: HierarchicalCa
             eviction=config.eviction,
             kv_events=True,
             conservativeness=config.conservativeness,
+            jump_forward=config.jump_forward,
         ),
         tiers,
     )

@@ -22,7 +22,7 @@ from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.output import Runner
 
-_OPEN_SECONDS = 10.0
+_OPEN_SECONDS = 30.0
 """How long start-up waits for the store; after that it goes on without, and the store joins when it answers."""
 
 

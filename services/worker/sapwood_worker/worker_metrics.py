@@ -68,6 +68,12 @@ class WorkerMetrics:
         )
         self._metrics.polled(
             "counter",
+            "sapwood_worker_forced_tokens_total",
+            "Tokens of output that a grammar forced and that were not sampled.",
+            _reader(load, lambda now: now.forced_tokens),
+        )
+        self._metrics.polled(
+            "counter",
             "sapwood_worker_cache_hit_tokens_total",
             "Prompt tokens found in the cache, by where: in the host's memory are also those that came there from a store.",
             lambda: [(("device",), load().device_hit_tokens), (("host",), load().host_hit_tokens)],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.context import ChatPrompt, FieldNames, RequestContext, ToolCall, Turn
 from sapwood_router.continuations import continuations
@@ -96,14 +98,16 @@ def _contexts(request: ChatRequest, tools: str, request_id: str, deadline: float
         reasoning="reasoning_content",
         grammar=grammar_field,
         tool_name="tool_choice.function.name",
+        template_variables="chat_template_kwargs",
     )
     count = 1 if request.n is None else request.n
+    variables = msgspec.json.encode(request.chat_template_kwargs).decode() if request.chat_template_kwargs else ""
     turns = tuple(_turn(message, f"messages[{i}]") for i, message in enumerate(request.messages))
     return [
         RequestContext(
             request_id=request_id,
             worker_request_id=unique_id(request_id),
-            prompt=ChatPrompt(turns, tools),
+            prompt=ChatPrompt(turns, tools, variables),
             sampling=sampling,
             output=output_of(request),
             fields=fields,

@@ -116,6 +116,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # an extension, named as in vLLM and SGLang
 
 
 IGNORED = {

@@ -82,6 +82,10 @@ class Policy(Protocol):
         """The worker (re)started: it holds nothing and has room for ``num_pages`` pages."""
         ...
 
+    def drained(self, address: str, heirs: Sequence[str]) -> None:
+        """The worker gets nothing new: what it was asked lately is for ``heirs`` now. Mutates only what the policy remembers."""
+        ...
+
 
 class Forgetful:
     """The part of a policy that remembers nothing of what it placed."""
@@ -98,6 +102,9 @@ class Forgetful:
 
     def reset(self, address: str, num_pages: int) -> None:
         """Nothing to forget."""
+
+    def drained(self, address: str, heirs: Sequence[str]) -> None:
+        """Nothing to hand on."""
 
 
 LoadKey = tuple[int, int, float]

@@ -12,6 +12,7 @@ Algorithm: for each worker, cost in tokens =
   + BALANCE x (work given to it lately - the least given to any worker) / (mean work given lately + QUIET).
 The least cost wins. The last term spreads what many conversations share, such as a system prompt, over the workers, so that
 the conversations spread too; what one conversation alone has always outweighs it, and in quiet times it is next to nothing.
+What a worker that drains was asked lately is handed on to the others (see ``hot_prefixes.py``) and counts half there.
 If nobody holds a page of the prompt, load alone decides. A worker with far more requests than the least loaded one is out,
 whatever it holds: a hot prefix thus gets as many holders as it needs.
 
@@ -24,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sapwood_router.block_index import BlockIndex
+from sapwood_router.hot_prefixes import HotPrefixes
 from sapwood_router.policies.base import Choice, LoadKey, PromptPages, load_key
 from sapwood_router.prefix_index import PrefixIndex
 from sapwood_router.worker import WorkerView
@@ -31,6 +33,7 @@ from sapwood_router.worker import WorkerView
 RECOMPUTE_WEIGHT = 2
 REQUEST_COST = 16
 BALANCE = 4096
+HANDED_WEIGHT = 0.5  # less than any copy that is there
 QUIET = 8192
 # Found by simulation of multi-turn workloads with ample and with scarce cache (tests/router/test_policy_workloads.py):
 # hit rate as with one fixed worker a conversation, while loads stay within a few per cent of each other.
@@ -56,14 +59,17 @@ class CacheAware:
     Args:
         index: What each worker is believed to hold from this router's placements; this policy is its only writer.
         blocks: What each worker holds by its own account; written by the monitors of their events.
+        hot: What is handed on when a worker drains; this policy is its only writer.
     """
 
-    def __init__(self, index: PrefixIndex, blocks: BlockIndex) -> None:
+    def __init__(self, index: PrefixIndex, blocks: BlockIndex, hot: HotPrefixes) -> None:
         self._index = index
         self._blocks = blocks
+        self._hot = hot
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
-        """See :class:`~sapwood_router.policies.base.Policy`. Reasons: cache_hit, cache_spill, cache_miss."""
+        """See :class:`~sapwood_router.policies.base.Policy`. Reasons: cache_hit, cache_spill, cache_miss; cache_handed:
+        a worker that drains handed it on."""
         least = min(workers, key=load_key)
         held = self._held(workers, prompt)
         most = max(each.saved for each in held)
@@ -74,7 +80,9 @@ class CacheAware:
             ((view, each) for view, each in zip(workers, held, strict=True) if view.requests <= limit),
             key=self._cost(workers, len(prompt.token_ids)),
         )
-        return Choice(chosen.address, "cache_hit" if found.saved == most else "cache_spill", found.tokens)
+        if found.saved < most:
+            return Choice(chosen.address, "cache_spill", found.tokens)
+        return Choice(chosen.address, "cache_hit" if found.tokens else "cache_handed", found.tokens)
 
     def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
         """See :class:`~sapwood_router.policies.base.Policy`."""
@@ -87,13 +95,14 @@ class CacheAware:
         result = []
         for view in workers:
             size, hashes = view.page_size, prompt.hashes(view.page_size)
+            handed = HANDED_WEIGHT * self._hot.handed(view.address, hashes)
             if not self._blocks.knows(view.address):
                 pages = self._index.overlap(view.address, hashes)
-                result.append(_Held(pages * size, float(pages * size)))
+                result.append(_Held(pages * size, max(pages, handed) * size))
                 continue
             pages, weight = exact[size].get(view.address, (0, 0.0))
             sent = self._index.overlap(view.address, hashes, _EVENT_SECONDS)
-            result.append(_Held(max(pages, sent) * size, max(weight, float(sent)) * size))
+            result.append(_Held(max(pages, sent) * size, max(weight, sent, handed) * size))
         return result
 
     @staticmethod
@@ -117,7 +126,9 @@ class CacheAware:
 
     def placed(self, address: str, page_size: int, prompt: PromptPages) -> None:
         """The worker will hold the prompt: a sibling sent right after follows it."""
-        self._index.insert(address, prompt.hashes(page_size))
+        hashes = prompt.hashes(page_size)
+        self._index.insert(address, hashes)
+        self._hot.asked(address, hashes)
 
     def finished(self, address: str, page_size: int, prompt: PromptPages, new_tokens: Sequence[int]) -> None:
         """The worker holds the answer too: the conversation's next turn starts with it."""
@@ -127,3 +138,8 @@ class CacheAware:
     def reset(self, address: str, num_pages: int) -> None:
         """See :class:`~sapwood_router.policies.base.Policy`."""
         self._index.reset(address, num_pages)
+        self._hot.forget(address)
+
+    def drained(self, address: str, heirs: Sequence[str]) -> None:
+        """See :class:`~sapwood_router.policies.base.Policy`."""
+        self._hot.hand_over(address, heirs)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from sapwood_router.block_index import BlockIndex
 from sapwood_router.config import PolicyName, RouterConfig
+from sapwood_router.hot_prefixes import HotPrefixes
 from sapwood_router.policies.base import Policy
 from sapwood_router.policies.cache_aware import CacheAware
 from sapwood_router.policies.consistent_hash import ConsistentHash
@@ -37,7 +38,9 @@ class PolicyParts:
 
 
 _MAKERS: dict[PolicyName, Callable[[PolicyParts], Policy]] = {
-    "cache_aware": lambda parts: CacheAware(PrefixIndex(parts.config.cache_index_bytes, parts.clock), parts.blocks),
+    "cache_aware": lambda parts: CacheAware(
+        PrefixIndex(parts.config.cache_index_bytes, parts.clock), parts.blocks, HotPrefixes(parts.clock)
+    ),
     "round_robin": lambda parts: RoundRobin(),
     "random": lambda parts: Random(parts.rng),
     "least_load": lambda parts: LeastLoad(),

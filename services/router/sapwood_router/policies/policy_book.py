@@ -59,6 +59,11 @@ class PolicyBook:
         if self._cache_aware is not None:
             self._cache_aware.reset(address, num_pages)
 
+    def drained(self, address: str, heirs: Sequence[str]) -> None:
+        """The worker gets nothing new; ``heirs`` serve the same model."""
+        if self._cache_aware is not None:
+            self._cache_aware.drained(address, heirs)
+
     def _get(self, name: PolicyName) -> Policy:
         if name == "cache_aware":
             assert self._cache_aware is not None

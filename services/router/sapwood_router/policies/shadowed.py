@@ -51,3 +51,8 @@ class Shadowed:
         """See :class:`~sapwood_router.policies.base.Policy`."""
         for policy in (self.live, *self._shadows.values()):
             policy.reset(address, num_pages)
+
+    def drained(self, address: str, heirs: Sequence[str]) -> None:
+        """See :class:`~sapwood_router.policies.base.Policy`."""
+        for policy in (self.live, *self._shadows.values()):
+            policy.drained(address, heirs)

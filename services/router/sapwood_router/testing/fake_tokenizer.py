@@ -94,12 +94,16 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     ) -> tokenizer_pb2.ApplyChatTemplateResponse:
         """``<role>content`` for each turn, and ``<assistant>``; a turn of the system's must come first.
 
-        Tools must be a JSON array, and the arguments of calls JSON objects; the text does not show them.
+        Tools must be a JSON array, the arguments of calls JSON objects, and so the variables, which may not be named
+        ``messages``; the text does not show them.
         """
         self.request_ids.append(request_id_var.get())
         self.chats.append(request)
         if request.tools and not isinstance(_from_json(request.tools), list):
             raise InvalidArgumentError("tools is a JSON array of objects", field="tools")
+        variables = _from_json(request.template_variables or "{}")
+        if not isinstance(variables, dict) or "messages" in variables:
+            raise InvalidArgumentError("the variables are wrong", field="template_variables")
         for index, message in enumerate(request.messages):
             if message.role == "system" and index > 0:
                 raise InvalidArgumentError("system comes first", field=f"messages[{index}].role")

@@ -1,21 +1,24 @@
 """One request's place in its grammar, over llguidance's matcher (an Earley parser with a lazily built lexer).
 
-Jump-forward is not used. Where the grammar forces *text*, several token sequences still spell it; which of them the model
-prefers is the model's choice, and taking the tokenizer's own would need a tokenizer in the worker (6 s and 300 MB for Gemma's
-vocabulary) and change what is sampled with the place at which a stream was resumed. Where the grammar forces a *token*,
-nothing is lost by not computing it: :meth:`forced_token` names it, and the one that always comes, the end token after a
-complete answer, is never computed: the request ends as soon as nothing may follow.
+Jump-forward: where only one token may come next, :meth:`forced` names it, and the scheduler appends it without asking the model.
+The output is the same with and without. Where the grammar forces *text* that several token sequences spell, the model is asked,
+as which of them it prefers is its choice. A vocabulary with many long tokens leaves such a choice nearly everywhere (Gemma's, in
+JSON: at every place); what is forced there are special tokens, and all text over a vocabulary of bytes. The end token after a
+complete answer is never computed: the request ends as soon as nothing may follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import llguidance
 import numpy as np
 import numpy.typing as npt
 
 from sapwood_common.grammar.compile import engine_message
+
+_LONGEST_BEGINNING = 16
+"""Bytes: if no longer token begins the forced text, it hardly matters that a mask is computed in vain."""
 
 
 class GrammarMatcher:
@@ -24,12 +27,22 @@ class GrammarMatcher:
     Args:
         engine: A matcher of its own, at the start of the grammar.
         released: Called once with ``engine`` when the request has ended.
+        spellings: The bytes of every token.
+        words: int32 words of a mask.
     """
 
-    def __init__(self, engine: llguidance.LLMatcher, released: Callable[[llguidance.LLMatcher], None]) -> None:
+    def __init__(
+        self,
+        engine: llguidance.LLMatcher,
+        released: Callable[[llguidance.LLMatcher], None],
+        spellings: Set[bytes],
+        words: int,
+    ) -> None:
         self._engine = engine
         self._released = released
         self._closed = False
+        self._spellings = spellings
+        self._words = words
 
     @property
     def engine(self) -> llguidance.LLMatcher:
@@ -84,6 +97,16 @@ class GrammarMatcher:
             return None
         word = int(mask[words[0]]) & 0xFFFFFFFF
         return int(words[0]) * 32 + word.bit_length() - 1 if word & (word - 1) == 0 else None
+
+    def forced(self) -> int | None:
+        """See GrammarState. 15 us, and a mask only where the forced bytes do not begin with two tokens already."""
+        text = self._engine.compute_ff_bytes()
+        beginnings = (text[:end] in self._spellings for end in range(1, min(len(text), _LONGEST_BEGINNING) + 1))
+        if not text or sum(beginnings) > 1:
+            return None
+        mask = np.zeros(self._words, np.int32)
+        self.fill(mask)
+        return self.forced_token(mask)
 
     def close(self) -> None:
         """See GrammarState."""

@@ -33,6 +33,10 @@ class GrammarState(Protocol):
         """
         ...
 
+    def forced(self) -> int | None:
+        """The only token that may come next; None if there are several, or none but the end. Changes no answer of the others."""
+        ...
+
     def close(self) -> None:
         """The request has ended: the state is used no more."""
         ...

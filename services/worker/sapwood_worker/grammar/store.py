@@ -38,6 +38,8 @@ class GrammarStore:
     ) -> None:
         tokens = [*vocabulary.tokens[:vocab_size], *(b"" for _ in range(vocab_size - len(vocabulary.tokens)))]
         self._tokenizer = _index(tokens, vocabulary.special_ids, eos_token_ids)
+        self._spellings = frozenset(tokens)
+        self._words = -(-vocab_size // 32)
         self._fingerprint = vocabulary.fingerprint
         self._max_kept = max_kept
         self._kept: OrderedDict[bytes, llguidance.LLMatcher] = OrderedDict()
@@ -66,7 +68,8 @@ class GrammarStore:
             raise InvalidArgumentError(
                 "the grammar was compiled for another vocabulary than this model's", field="grammar.compiled"
             )
-        matcher = GrammarMatcher(self._copy(artefact), partial(self._release, artefact.key))
+        released = partial(self._release, artefact.key)
+        matcher = GrammarMatcher(self._copy(artefact), released, self._spellings, self._words)
         accepted = matcher.accept_all(generated)
         if accepted != len(generated):
             raise InvalidArgumentError(

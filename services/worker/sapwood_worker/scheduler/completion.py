@@ -1,4 +1,7 @@
-"""What a sampled token does to its request: it is appended, may end the request, and is reported. O(1) a token."""
+"""What a sampled token does to its request: it is appended, with those that a grammar forces, may end it, and is reported.
+
+O(1) a token. Forced tokens are computed in the next step together, as a chunk of a prompt is.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,20 @@ def stop_tokens(sampling: SamplingParams, eos_token_ids: frozenset[int]) -> froz
     return own if sampling.ignore_eos else own | eos_token_ids
 
 
+def may_jump(request: Request) -> bool:
+    """Whether tokens that the request's grammar forces may be appended without asking the model.
+
+    Not where the model's logits are asked for, nor where the runner counts each token (penalties) or bans ends for a while.
+    """
+    sampling = request.sampling
+    unbiased = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.0, 0.0, 1.0)
+    return request.grammar is not None and sampling.logprobs is None and unbiased and not sampling.min_tokens
+
+
 def take_token(request: Request, token: int, logprobs: TokenLogprobs | None = None) -> RequestOutput:
-    """Appends the token that a step sampled; the caller ends the request if the answer has a ``finish_reason``.
+    """Appends the token that a step sampled, and those that the grammar forces then.
+
+    The caller ends the request if the answer has a ``finish_reason``.
 
     Args:
         request: Whose it is. Mutated.
@@ -31,18 +46,27 @@ def take_token(request: Request, token: int, logprobs: TokenLogprobs | None = No
         return end_output(request, "error", f"grammar: {grammar.error}", "grammar")
     known = request.token_ids
     known.append(token)
-    length = len(known)
+    tokens = [token]
     reason: FinishReason | None = None
-    if token in request.stops or (grammar is not None and grammar.finished):
-        reason = "stop"
-    elif length >= request.max_length:
-        reason = "length"
+    while True:
+        if token in request.stops or (grammar is not None and grammar.finished):
+            reason = "stop"
+        elif len(known) >= request.max_length:
+            reason = "length"
+        elif request.jumps and grammar is not None and (forced := grammar.forced()) is not None:
+            accepted = grammar.accept(forced)
+            assert accepted, f"the grammar forces token {forced}, but does not accept it"
+            token = forced
+            known.append(token)
+            tokens.append(token)
+            continue
+        break
     output = RequestOutput(
         request.serial,
-        [token],
+        tokens,
         reason,
         request.prompt_length,
-        length - request.prompt_length,
+        len(known) - request.prompt_length,
         request.cached or 0,
         "",
         "",

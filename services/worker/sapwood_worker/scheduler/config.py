@@ -27,6 +27,7 @@ class SchedulerConfig:
         kv_events: Whether to note what the prefix cache stores and removes; :meth:`Scheduler.take_kv_events` must then be
             called after each step.
         whole_prompts: Whether a prompt must be computed in one step, however long it is.
+        jump_forward: Whether a token that a grammar forces is appended without asking the model.
         conservativeness: How much of the pages that running requests are expected to need is kept for them at admission.
     """
 
@@ -44,3 +45,4 @@ class SchedulerConfig:
     kv_events: bool = False
     conservativeness: float = 1.0
     whole_prompts: bool = False
+    jump_forward: bool = True

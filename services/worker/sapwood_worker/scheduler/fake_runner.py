@@ -20,9 +20,11 @@ from sapwood_worker.cache.fake_transfer import FakeTransfer
 from sapwood_worker.cache.host_pool import HostPool
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.sampling.params import SamplingParams
-from sapwood_worker.scheduler.output import ModelOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
+from sapwood_worker.scheduler.output import ModelOutput, Pooling, ScheduledRequest, SchedulerOutput, TokenLogprobs
 
 _MASK = (1 << 62) - 1
+_STATES = 997
+"""Hidden states are one number below this, so that sums of them are exact in float32."""
 
 
 def _mix(chain: int, token: int, position: int) -> int:
@@ -41,6 +43,20 @@ def continuation(prompt: Sequence[int], sampling: SamplingParams, vocab_size: in
             sampled = _sample(total, position + 1, sampling, vocab_size)
             tokens.append(sampled)
             yield sampled
+
+
+def pooled_prompt(prompt: Sequence[int], pooling: Pooling) -> float:
+    """What :class:`FakeRunner`'s hidden states of a prompt come to, computed without pages or chunks; ``mean`` as the sum."""
+    chain = 0
+    states: list[float] = []
+    for position, token in enumerate(prompt):
+        chain = _mix(chain, token, position)
+        states.append(float(chain % _STATES))
+    return _pool(states, pooling)
+
+
+def _pool(states: Sequence[float], pooling: Pooling) -> float:
+    return {"mean": sum(states), "last": states[-1], "cls": states[0]}[pooling]
 
 
 def _sample(total: int, position: int, sampling: SamplingParams, vocab_size: int) -> int:
@@ -90,7 +106,8 @@ class FakeRunner:
 
     The "KV" of a position is a link of a hash chain over the tokens up to it; the link before it is read through the page
     table, like real KV. A sampled token is a function of the sum of all links up to it, each read through the page table, and
-    of seed and position. So a page that was shared wrongly, freed too early, reused, or never written changes the token.
+    of seed and position; a hidden state is a function of its position's link. So a page that was shared wrongly, freed too
+    early, reused, or never written changes the token.
 
     Args:
         info: What model to claim to be.
@@ -190,7 +207,17 @@ class FakeRunner:
                 self._spoil(request, output.page_table[request.slot])
             raise RuntimeError(f"a prompt begins with token {self._poison}")
         copied = NOTHING if self._transfer is None else self._transfer.poll()
-        return ModelOutput(output.step, tokens, copied, logprobs, prompt_logprobs)
+        pooled = {
+            i: np.array([self._pooled(request, output.page_table[request.slot])], np.float32)
+            for i, request in enumerate(output.requests)
+            if request.pooling
+        }
+        return ModelOutput(output.step, tokens, copied, logprobs, prompt_logprobs, pooled)
+
+    def _pooled(self, request: ScheduledRequest, row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> float:
+        positions = np.arange(request.start, request.start + len(request.token_ids))
+        links = self._pool[row[positions // self.info.page_size], positions % self.info.page_size]
+        return _pool((links % _STATES).tolist(), request.pooling)
 
     def _write(self, request: ScheduledRequest, row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
         size = self.info.page_size

@@ -19,6 +19,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         cached_tokens: Of these, tokens found in the prefix cache.
         device_hit_tokens: Tokens found in its first tier, whenever a request was started; more than once for one sent back.
         host_hit_tokens: Tokens found in its second tier, beyond those.
+        storage_hit_tokens: Tokens fetched from its third tier into the second.
+        host_used_pages: Pages of the second tier that hold something.
+        forced_tokens: Tokens of output that a grammar forced and no step sampled.
+        host_num_pages: Pages of the second tier; 0: there is none.
     """
 
     running_requests: int = 0
@@ -31,3 +35,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     cached_tokens: int = 0
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
+    storage_hit_tokens: int = 0
+    host_used_pages: int = 0
+    host_num_pages: int = 0
+    forced_tokens: int = 0

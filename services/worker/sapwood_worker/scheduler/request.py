@@ -47,6 +47,7 @@ class Request:
         retractions: How often it was sent back to the queue.
         capacity: Tokens that its pages hold; 0 without a row.
         stops: The tokens that end it; set when it is let in.
+        jumps: Whether tokens that its grammar forces are appended without asking the model; set when it is let in.
         part: What the runner was told of it last; set with the row.
         spare: The same of the step before, to be written for the next.
         over: It has ended for its client, but steps in flight still compute it: it keeps its row until they are done.
@@ -85,6 +86,7 @@ class Request:
         "grammar",
         "held",
         "in_flight",
+        "jumps",
         "max_length",
         "namespace",
         "output_start",
@@ -159,6 +161,7 @@ class Request:
         self.output_start = len(prompt) - output_tokens
         self.admission = -1
         self.capacity = 0
+        self.jumps = False
         self.stops: frozenset[int] = frozenset()
         self.part = self.spare = _NO_PART
         self.prompt_logprobs: list[TokenLogprobs] = []

@@ -10,12 +10,12 @@ from sapwood_worker.scheduler.running_batch import RunningBatch
 
 
 class RunningPlan(NamedTuple):
-    """Running requests by rank: those that decode, one token each, and those with more to compute than that.
-
-    Some of the latter may have been retracted meanwhile.
+    """Running requests by rank: those that decode, one token each; those of whose prompt one token is left; and those with more
+    to compute than that, of which some may have been retracted meanwhile.
     """
 
     decodes: list[Request]
+    last_tokens: list[Request]
     unfinished: list[Request]
 
 
@@ -32,6 +32,7 @@ def plan_running(running: RunningBatch, retraction: Retraction, step: int, *, in
         None if a request would have to be retracted that the step in flight may compute.
     """
     decodes: list[Request] = []
+    last_tokens: list[Request] = []
     unfinished: list[Request] = []
     for request in tuple(running.requests):
         known = len(request.token_ids) + request.unknown
@@ -47,5 +48,10 @@ def plan_running(running: RunningBatch, retraction: Retraction, step: int, *, in
             if request.slot < 0:
                 break
         else:
-            (decodes if left == 1 and request.planned >= request.prompt_length else unfinished).append(request)
-    return RunningPlan(decodes, unfinished)
+            if left > 1:
+                unfinished.append(request)
+            elif request.planned >= request.prompt_length:
+                decodes.append(request)
+            else:
+                last_tokens.append(request)
+    return RunningPlan(decodes, last_tokens, unfinished)

@@ -26,12 +26,13 @@ from sapwood_worker.cache.page_table import PageTable
 from sapwood_worker.cache.prefix_cache import PrefixCache
 from sapwood_worker.scheduler.admission import Admission
 from sapwood_worker.scheduler.admission_order import AdmissionOrder
-from sapwood_worker.scheduler.completion import end_output, stop_tokens, take_token
+from sapwood_worker.scheduler.completion import end_output, may_jump, stop_tokens, take_token
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.consistency import check_requests
 from sapwood_worker.scheduler.deadlines import Deadlines
 from sapwood_worker.scheduler.fairness import TenantFairness
 from sapwood_worker.scheduler.load import Load
+from sapwood_worker.scheduler.load_meter import measure_load
 from sapwood_worker.scheduler.output import ModelOutput, RequestOutput, SchedulerOutput
 from sapwood_worker.scheduler.policy import make_policy
 from sapwood_worker.scheduler.prefill_adder import PrefillAdder
@@ -98,6 +99,7 @@ class Scheduler:
         self._in_flight: deque[StepInFlight] = deque()
         self._steps = 0
         self._arrivals = 0
+        self._forced_tokens = 0
         self._paused = self._retract_all = False
 
     @property
@@ -162,6 +164,7 @@ class Scheduler:
             self._deadlines.add(request.serial, request.deadline, self._requests)
         request.max_length = min(self._limit, request.max_length)
         request.stops = stop_tokens(request.sampling, self._config.eos_token_ids)
+        request.jumps = self._config.jump_forward and may_jump(request)
         request.arrival = self._arrivals
         request.queued_at = self._steps
         self._arrivals += 1
@@ -232,7 +235,7 @@ class Scheduler:
         plan = plan_running(self._running, self._retraction, self._steps, in_flight=in_flight)
         if plan is None:
             return nothing
-        budget = max(1, self._config.max_step_tokens - len(plan.decodes))
+        budget = max(1, self._config.max_step_tokens - len(plan.decodes) - len(plan.last_tokens))
         computing = [chunk for step in self._in_flight for chunk in step.chunks]
         adder = PrefillAdder(self._running, budget, self._ratio, computing)
         adder.continue_running(plan.unfinished)
@@ -240,7 +243,7 @@ class Scheduler:
             self._ratio.step()
             self._admission.admit(adder, self._steps)
         copies = self._tiers.take() if self._tiers is not None else None
-        step = StepInFlight(plan.decodes, adder.chunks)
+        step = StepInFlight(plan.decodes, [*((request, 1) for request in plan.last_tokens), *adder.chunks])
         output = SchedulerOutput(self._steps, self._running.rows, step.parts, copies)
         if output:
             self._in_flight.append(step)
@@ -266,6 +269,7 @@ class Scheduler:
                     self._finish(request)
                 continue
             taken = take_token(request, token, logprobs.get(index) if logprobs else None)
+            self._forced_tokens += max(0, len(taken.token_ids) - 1)
             outputs.append(taken)
             if taken.finish_reason is not None:
                 self._end(request)
@@ -322,22 +326,15 @@ class Scheduler:
 
     def load(self) -> Load:
         """The load now. O(running)."""
-        # As ``remaining``, which would take longer than all else here.
-        left = [len(each.token_ids) + each.unknown - each.planned for each in self._running.requests]
-        prefill = sum(tokens for tokens in left if tokens > 1)
-        hits = self._tiers.counters if self._tiers is not None else None
-        size = self._config.page_size
-        return Load(
-            running_requests=len(self._running),
-            waiting_requests=len(self._waiting),
-            queued_tokens=self._waiting.num_tokens + prefill,
-            used_pages=self._allocator.num_used,
-            evictable_pages=self._cache.num_evictable,
-            num_pages=self._config.num_pages,
-            prompt_tokens=self._admission.prompt_tokens,
-            cached_tokens=self._admission.cached_tokens,
-            device_hit_tokens=self._admission.cached_tokens if hits is None else hits.device_hits * size,
-            host_hit_tokens=0 if hits is None else hits.host_hits * size,
+        return measure_load(
+            self._waiting,
+            self._running,
+            self._admission,
+            self._allocator,
+            self._cache,
+            self._tiers,
+            self._config.page_size,
+            self._forced_tokens,
         )
 
     def check_idle(self) -> None:
@@ -391,6 +388,7 @@ class Scheduler:
         elif samples:
             self._fairness.charge(request.tenant, 1)
             taken = take_token(request, output.token_ids[index], output.logprobs.get(index))
+            self._forced_tokens += max(0, len(taken.token_ids) - 1)
         if taken is not None and taken.finish_reason is not None:
             self._end(request)
         if request.state is RequestState.RUNNING:

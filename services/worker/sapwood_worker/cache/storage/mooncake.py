@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,7 @@ import numpy.typing as npt
 from sapwood_worker.cache.storage.backend import StorageError
 
 _CONNECT_SECONDS = 2.0
+_SETUP_SECONDS = 20.0
 _BUFFER_BYTES = 16 << 20
 """Of the client's own, for calls that bring no registered memory; ours all do."""
 
@@ -49,12 +52,13 @@ class MooncakeStorage:
 
     Args:
         options: How to reach it.
+        patience: Seconds within which the store must take a client.
 
     Raises:
         StorageError: The package is not there, or the store does not answer.
     """
 
-    def __init__(self, options: MooncakeOptions) -> None:
+    def __init__(self, options: MooncakeOptions, patience: float = _SETUP_SECONDS) -> None:
         os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # it tells of every connection else
         try:
             from mooncake.store import MooncakeDistributedStore
@@ -62,11 +66,12 @@ class MooncakeStorage:
             raise StorageError(
                 f"Mooncake is not installed here ({error}): pip install 'sapwood[mooncake]', and libibverbs1, libcurl4, libnuma1"
             ) from error
-        # The engine tries for minutes, holding the interpreter all the while, when nobody answers it.
+        # When nobody answers it, the engine tries for minutes, holding the interpreter all the while.
         own_address = _expect_answer(options.master)
         metadata = urlsplit(options.metadata)
         if metadata.scheme in ("http", "https"):
             _expect_answer(f"{metadata.hostname}:{metadata.port or (443 if metadata.scheme == 'https' else 80)}")
+        _try_out(options, own_address, patience)
         self._store: Any = MooncakeDistributedStore()
         code = self._store.setup(
             options.host or own_address,
@@ -136,6 +141,36 @@ def _expect_answer(address: str) -> str:
             return str(connection.getsockname()[0])
     except (OSError, ValueError) as error:
         raise StorageError(f"nobody answers at {address}: {error}") from error
+
+
+_TRIAL = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+host, metadata, protocol, devices, master = sys.argv[1:]
+store = MooncakeDistributedStore()
+code = store.setup(host, metadata, 0, 1 << 20, protocol, devices, master)
+store.close()
+sys.exit(min(255, abs(code)))
+"""
+
+
+def _try_out(options: MooncakeOptions, own_address: str, patience: float) -> None:
+    """Fails unless the store takes a client in a process of its own: one that hangs there holds up nobody here.
+
+    Raises:
+        StorageError: It does not, or not in time.
+    """
+    arguments = (own_address, options.metadata, options.protocol, options.devices, options.master)
+    try:
+        code = subprocess.run(
+            [sys.executable, "-c", _TRIAL, *arguments],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            timeout=patience, check=False,
+        ).returncode  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise StorageError(f"the Mooncake store at {options.master} does not answer") from error
+    if code != 0:
+        raise StorageError(f"the Mooncake store at {options.master} does not take us: error {code}")
 
 
 def _addresses(buffers: Sequence[memoryview]) -> list[int]:

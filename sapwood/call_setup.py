@@ -1,0 +1,48 @@
+"""What the client puts on its channel and its calls: address, key, trace context, sizes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+"""Where the router listens unless it was told otherwise."""
+
+_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    # A router that vanished without closing the connection is noticed within 30 + 10 seconds, while a call runs.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+"""Of the channel to the router."""
+
+
+def router_address(address: str | None) -> str:
+    """``address``, or the one in SAPWOOD_ROUTER, or :data:`DEFAULT_ADDRESS`."""
+    return address or os.environ.get("SAPWOOD_ROUTER") or DEFAULT_ADDRESS
+
+
+def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """What names the caller: ``api_key``, or the one in SAPWOOD_API_KEY; empty without either."""
+    key = api_key or os.environ.get("SAPWOOD_API_KEY")
+    return (("authorization", f"Bearer {key}"),) if key else ()
+
+
+def with_trace(metadata: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Adds the current span's context, in a program that uses OpenTelemetry."""
+    if "opentelemetry.trace" not in sys.modules:
+        return metadata
+    from opentelemetry import propagate
+
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier)
+    return metadata + tuple(carrier.items())
+
+
+def request_id_of(metadata: Iterable[Any] | None) -> str | None:
+    """The request id among what the router sent first; None if it is not there."""
+    return next((str(value) for key, value in metadata or () if key == "x-request-id"), None)

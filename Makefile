@@ -9,6 +9,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
+ROUNDS ?= 20
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml hatch_build.py $(wildcard protos/sapwood/v1/*.proto)
@@ -16,7 +17,7 @@ SOURCES := pyproject.toml hatch_build.py $(wildcard protos/sapwood/v1/*.proto)
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-slow test-containers audit lint fmt proto docs bench-cpu bench-scheduler bench-tokenizer bench-router bench-gpu node clean
+.PHONY: help up test test-slow test-containers test-losses audit lint fmt proto docs bench-cpu bench-scheduler bench-tokenizer bench-router bench-gpu node clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +41,9 @@ lint: $(BIN)/.installed-dev ## Check style, types, the dependency rule and the p
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
+
+test-losses: $(BIN)/.installed-dev ## Kill, stop and cut off one of four demo workers under load, 20 times each (12 GB): ROUNDS=5
+	SAPWOOD_LOSS_WORKERS=4 SAPWOOD_LOSS_ROUNDS=$(ROUNDS) $(BIN)/pytest tests/integration/test_worker_loss.py -m slow -s $(ARGS)
 
 audit: $(BIN)/.installed-dev ## Look the installed packages up in the advisory database
 	@$(BIN)/pip install -qq pip-audit

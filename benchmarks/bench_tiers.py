@@ -1,12 +1,12 @@
 """What a cached prefix is worth, by the tier it comes from: the demo model's time to first token on the CPU.
 
-    python benchmarks/bench_tiers.py --store file --store mooncake
+    python benchmarks/bench_tiers.py --store file --store mooncake --store nixl
 
-For each store two workers are started one after the other, each with empty device pages and an empty host cache; the second
-is the first one's restart. A prompt of 2000 tokens is asked for: computed (nothing has it yet), from the device, from the
-host (device pages cleared), and by the second worker from the store. Medians over several prompts; ratios within a run.
+For each store a prompt of 2000 tokens is asked for: computed (nothing has it yet), from the device, from the host (device
+pages cleared), by a second worker that is started cold beside the first, and by the first one restarted, both from the store.
+Medians over several prompts; ratios within a run.
 
-``mooncake`` starts a mooncake_master and a client that lends it memory, on this machine, over TCP.
+``mooncake`` starts a mooncake_master and a client that lends it memory, on this machine, over TCP; ``nixl`` is its plugin POSIX.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,30 +27,17 @@ from report import Figure, Goal, print_figures, print_table
 
 from sapwood.cli.model import fetch_demo
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-
-LENDER = """
-import sys, time
-from mooncake.store import MooncakeDistributedStore
-store = MooncakeDistributedStore()
-assert store.setup(sys.argv[1], sys.argv[2], 2 << 30, 16 << 20, "tcp", "", sys.argv[3]) == 0
-print("ready", flush=True)
-time.sleep(1e6)
-"""
+from sapwood_worker.testing.mooncake_cluster import MooncakeCluster
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", action="append", choices=["file", "mooncake"], help="repeatable [default: file]")
+    parser.add_argument(
+        "--store", action="append", choices=["file", "mooncake", "nixl"], help="repeatable [default: file]"
+    )
     parser.add_argument("--tokens", type=int, default=2000, help="of the prefix [default: 2000]")
     parser.add_argument("--rounds", type=int, default=3, help="prompts for each figure [default: 3]")
     return parser.parse_args()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager
@@ -67,25 +53,11 @@ def killed_at_the_end(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
 @contextlib.contextmanager
 def store_url(kind: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="sapwood-bench-") as folder:
-        if kind == "file":
-            yield f"file://{folder}?size_gb=8"
-            return
-        rpc, http, metrics, lender = (free_port() for _ in range(4))
-        metadata = f"http://127.0.0.1:{http}/metadata"
-        ports = (f"--rpc_port={rpc}", f"--http_metadata_server_port={http}", f"--metrics_port={metrics}")
-        command = [str(Path(sys.executable).with_name("mooncake_master")), "--enable_http_metadata_server=true", *ports]
-        log = (Path(folder) / "log").open("w")
-        processes = [subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True)]
-        with log, killed_at_the_end(processes):
-            for port in (rpc, http):
-                while True:
-                    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                        break
-                    time.sleep(0.1)
-            arguments = [sys.executable, "-c", LENDER, f"127.0.0.1:{lender}", metadata, f"127.0.0.1:{rpc}"]
-            processes.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=log, text=True))
-            assert processes[1].stdout is not None and processes[1].stdout.readline() == "ready\n"
-            yield f"mooncake://127.0.0.1:{rpc}?metadata={metadata}"
+        if kind == "mooncake":
+            with MooncakeCluster(Path(folder), lend_bytes=2 << 30) as cluster:
+                yield cluster.url
+        else:
+            yield f"{'nixl://posix' if kind == 'nixl' else 'file://'}{folder}?size_gb=8"
 
 
 @contextlib.contextmanager
@@ -153,6 +125,12 @@ def measure(kind: str, arguments: argparse.Namespace) -> tuple[list[Figure], lis
                 clear(stub, worker_pb2.CACHE_TIER_DEVICE)
                 seconds.setdefault("from the host", []).append(first_token(stub, prompt, cached=True))
             wait_until_stored(stub)
+            with worker(url) as second:
+                first_token(second, [7] * 64, cached=False)
+                for prompt in asked:
+                    seconds.setdefault(f"from {kind}, second worker", []).append(
+                        first_token(second, prompt, cached=True)
+                    )
         with worker(url) as stub:
             first_token(stub, [7] * 64, cached=False)
             for prompt in asked:

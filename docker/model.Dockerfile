@@ -1,7 +1,7 @@
 # Fetches the demo model into a volume, once. It keeps pip, which the model comes through. From the top of the repository:
 #   docker build -f docker/model.Dockerfile -t sapwood-model .
 # Behind a proxy with a CA of its own: --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt
-ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
+ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
 
 # The sources as a wheel. This stage is the same in every image's file, so it is built once for all of them.
 FROM ${PYTHON_IMAGE} AS sapwood
@@ -46,10 +46,15 @@ HEALTHCHECK NONE
 ENTRYPOINT ["sapwood", "model", "fetch"]
 CMD ["demo"]
 ARG PYTHON_IMAGE
+ARG VERSION=0.1.0
 ARG REVISION=unknown
+ARG CREATED=unknown
+ARG SOURCE=unknown
 LABEL org.opencontainers.image.title="sapwood-model" \
       org.opencontainers.image.description="Fetches Sapwood's demo model" \
       org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}" \
+      org.opencontainers.image.source="${SOURCE}" \
       org.opencontainers.image.base.name="${PYTHON_IMAGE}"

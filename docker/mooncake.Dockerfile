@@ -1,7 +1,7 @@
 # Mooncake Store, of the compose file's profile mooncake: its master, and a client that lends memory. From the top of the repository:
 #   docker build -f docker/mooncake.Dockerfile -t sapwood-mooncake .
 # Behind a proxy with a CA of its own: --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt
-ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
+ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
 FROM ${PYTHON_IMAGE}
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 # hadolint ignore=DL3008
@@ -21,10 +21,15 @@ HEALTHCHECK --interval=5s --timeout=15s --start-period=60s --retries=3 \
 ENTRYPOINT ["mooncake_master"]
 CMD ["--logtostderr=true", "--enable_http_metadata_server=true", "--http_metadata_server_host=0.0.0.0"]
 ARG PYTHON_IMAGE
+ARG VERSION=0.1.0
 ARG REVISION=unknown
+ARG CREATED=unknown
+ARG SOURCE=unknown
 LABEL org.opencontainers.image.title="sapwood-mooncake" \
       org.opencontainers.image.description="Mooncake Store, for Sapwood's workers" \
       org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}" \
+      org.opencontainers.image.source="${SOURCE}" \
       org.opencontainers.image.base.name="${PYTHON_IMAGE}"

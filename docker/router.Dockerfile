@@ -1,7 +1,7 @@
 # The router service, slim: no torch, no tokenizer files. Build from the top of the repository:
 #   docker build -f docker/router.Dockerfile -t sapwood-router .
 # Behind a proxy with a CA of its own: --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt
-ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
+ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
 
 # The sources as a wheel. This stage is the same in every image's file, so it is built once for all of them.
 FROM ${PYTHON_IMAGE} AS sapwood
@@ -45,17 +45,22 @@ COPY --from=build /opt/sapwood /opt/sapwood
 ENV PATH=/opt/sapwood/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     SAPWOOD_ROUTER_HOST=0.0.0.0 SAPWOOD_ROUTER_LOG_FORMAT=json
 USER 10001:10001
-EXPOSE 50051 8000
+EXPOSE 50051 8000 9150
 STOPSIGNAL SIGTERM
 # Healthy once it can answer: it has reached the tokenizer and a worker.
 HEALTHCHECK --interval=5s --timeout=15s --start-period=60s --retries=3 \
-    CMD ["python", "-m", "sapwood_common.probe", "127.0.0.1:50051"]
+    CMD ["sh", "-c", "exec python -m sapwood_common.probe 127.0.0.1:${SAPWOOD_ROUTER_HEALTH_PORT:-50051}"]
 ENTRYPOINT ["python", "-m", "sapwood_router"]
 ARG PYTHON_IMAGE
+ARG VERSION=0.1.0
 ARG REVISION=unknown
+ARG CREATED=unknown
+ARG SOURCE=unknown
 LABEL org.opencontainers.image.title="sapwood-router" \
       org.opencontainers.image.description="Sapwood's router: gRPC and the OpenAI API" \
       org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}" \
+      org.opencontainers.image.source="${SOURCE}" \
       org.opencontainers.image.base.name="${PYTHON_IMAGE}"

@@ -1,7 +1,7 @@
 # The tokenizer service, slim: no torch. Build from the top of the repository:
 #   docker build -f docker/tokenizer.Dockerfile -t sapwood-tokenizer .
 # Behind a proxy with a CA of its own: --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt
-ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
+ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
 
 # The sources as a wheel. This stage is the same in every image's file, so it is built once for all of them.
 FROM ${PYTHON_IMAGE} AS sapwood
@@ -46,13 +46,18 @@ USER 10001:10001
 EXPOSE 50052 9152
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=15s --start-period=60s --retries=3 \
-    CMD ["python", "-m", "sapwood_common.probe", "127.0.0.1:50052"]
+    CMD ["sh", "-c", "exec python -m sapwood_common.probe 127.0.0.1:${SAPWOOD_TOKENIZER_HEALTH_PORT:-50052}"]
 ENTRYPOINT ["python", "-m", "sapwood_tokenizer"]
 ARG PYTHON_IMAGE
+ARG VERSION=0.1.0
 ARG REVISION=unknown
+ARG CREATED=unknown
+ARG SOURCE=unknown
 LABEL org.opencontainers.image.title="sapwood-tokenizer" \
       org.opencontainers.image.description="Sapwood's tokenizer: text to tokens and back" \
       org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}" \
+      org.opencontainers.image.source="${SOURCE}" \
       org.opencontainers.image.base.name="${PYTHON_IMAGE}"

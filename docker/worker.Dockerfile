@@ -3,10 +3,10 @@
 #   docker build -f docker/worker.Dockerfile --build-arg VARIANT=cuda -t sapwood-worker:cuda .
 # torch is taken from docker/wheels if a wheel lies there, else from TORCH_INDEX.
 # Behind a proxy with a CA of its own: --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt
-ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
-ARG CUDA_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
+ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
+ARG CUDA_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04@sha256:7d2f6a8c2071d911524f95061a0db363e24d27aa51ec831fcccf9e76eb72bc92
 ARG VARIANT=cpu
-# "mooncake" for --storage mooncake://: 140 MB more.
+# "mooncake" for --storage mooncake://: 140 MB more; "nixl" for --storage nixl://: 130 MB more.
 ARG EXTRAS=""
 
 # The sources as a wheel. This stage is the same in every image's file, so it is built once for all of them.
@@ -24,13 +24,18 @@ RUN --mount=type=secret,id=ca,required=false --mount=type=cache,target=/root/.ca
     /opt/build/bin/pip wheel --no-deps --wheel-dir /wheel /src
 
 FROM ${PYTHON_IMAGE} AS base-cpu
+ARG PYTHON_IMAGE
+LABEL org.opencontainers.image.base.name="${PYTHON_IMAGE}"
 ENV SAPWOOD_WORKER_DEVICE=cpu
 
-# flashinfer compiles kernels on first use: hence the image with nvcc.
+# On first use flashinfer compiles kernels with nvcc and ninja, and Triton their launchers with gcc and Python.h. Both load what
+# they compiled, so it goes where a volume is: /tmp is mounted noexec.
 FROM ${CUDA_IMAGE} AS base-cuda
-ENV SAPWOOD_WORKER_DEVICE=cuda FLASHINFER_WORKSPACE_BASE=/kernels
+ARG CUDA_IMAGE
+LABEL org.opencontainers.image.base.name="${CUDA_IMAGE}"
+ENV SAPWOOD_WORKER_DEVICE=cuda FLASHINFER_WORKSPACE_BASE=/kernels TRITON_CACHE_DIR=/kernels/triton
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv ninja-build \
+RUN apt-get update && apt-get install -y --no-install-recommends g++ gcc ninja-build python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
 # Of pyproject.toml only what is installed: changes of the rest install nothing again.
@@ -90,13 +95,18 @@ USER 10001:10001
 EXPOSE 50061 9161
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=15s --start-period=300s --retries=3 \
-    CMD ["python", "-m", "sapwood_common.probe", "127.0.0.1:50061"]
+    CMD ["sh", "-c", "exec python -m sapwood_common.probe 127.0.0.1:${SAPWOOD_WORKER_HEALTH_PORT:-50061}"]
 ENTRYPOINT ["python", "-m", "sapwood_worker"]
 ARG VARIANT
+ARG VERSION=0.1.0
 ARG REVISION=unknown
+ARG CREATED=unknown
+ARG SOURCE=unknown
 LABEL org.opencontainers.image.title="sapwood-worker" \
       org.opencontainers.image.description="A Sapwood worker: scheduler, KV cache and model" \
       org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}" \
+      org.opencontainers.image.source="${SOURCE}" \
       dev.sapwood.variant="${VARIANT}"

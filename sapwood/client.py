@@ -198,7 +198,7 @@ class Client:
             inputs: A text, or texts and token sequences.
             model: The model's name; the only one there is if left out.
             pooling: How a sequence becomes one vector; the model's own way if left out.
-            normalize: Whether each vector has length 1; it has if left out.
+            normalize: Whether each vector has length 1; as the model has it if left out.
 
         Raises:
             SapwoodError: The call failed.

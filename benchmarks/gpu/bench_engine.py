@@ -13,11 +13,14 @@ import random
 import subprocess
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
+from step_profile import record
 
 from sapwood_worker.runner.launched_step import LaunchedStep
 from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
@@ -60,13 +63,16 @@ class TimedRunner(ModelRunner):
 class Engine:
     """Args: as the options of main say."""
 
-    def __init__(self, model: Path, max_running: int, max_step_tokens: int, kv_gb: float, overlap: bool = True) -> None:
+    def __init__(
+        self, model: Path, max_running: int, max_step_tokens: int, kv_gb: float, overlap: bool = True, **options: Any
+    ) -> None:
         self.overlap = overlap
         started = time.perf_counter()
         self.runner = TimedRunner(
             RunnerOptions(
                 model_path=model, load_format="dummy", device="cuda", dtype="bfloat16", context_length=16384,
-                kv_cache_bytes=int(kv_gb * 2**30), max_running=max_running,
+                kv_cache_bytes=int(kv_gb * 2**30) if kv_gb else None, max_running=max_running,
+                max_step_tokens=max_step_tokens, **options,
             )
         )  # fmt: skip
         torch.cuda.synchronize()
@@ -109,20 +115,26 @@ class Engine:
         torch.cuda.synchronize()
         return time.perf_counter() - started
 
-    def profile_decode(self, batch: int, steps: int) -> dict[str, float]:
-        """Mean milliseconds of a steady decode step, and of what the host does in one but wait."""
-        self.add(prompts_of(batch, 1024, seed=5), [steps + 60] * batch, GREEDY)
+    @contextmanager
+    def decoding(self, batch: int, length: int = 120) -> Iterator[Callable[[], None]]:
+        """Lets a batch of 1024-token prompts decode; gives what does a step of it."""
+        self.add(prompts_of(batch, 1024, seed=5), [length] * batch, GREEDY)
         decoding = (None for outputs in self.steps() if len(outputs) == batch)
         for _ in range(20):
             next(decoding)
-        self.runner.waited = 0.0
-        started = time.perf_counter()
-        for _ in range(steps):
-            next(decoding)
-        seconds = time.perf_counter() - started
-        host = seconds - self.runner.waited
+        yield lambda: next(decoding)
         for _ in decoding:
             pass
+
+    def profile_decode(self, batch: int, steps: int) -> dict[str, float]:
+        """Mean milliseconds of a steady decode step, and of what the host does in one but wait."""
+        with self.decoding(batch, steps + 60) as step:
+            self.runner.waited = 0.0
+            started = time.perf_counter()
+            for _ in range(steps):
+                step()
+            seconds = time.perf_counter() - started
+            host = seconds - self.runner.waited
         return {"steady": seconds / steps * 1000, "host": host / steps * 1000}
 
 
@@ -136,16 +148,30 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="Folder with a config.json.")
     parser.add_argument("--only", default="decode,sampled,prefill,offline", help="Which workloads (default: all).")
     parser.add_argument("--no-overlap", action="store_true", help="Step by step: the host waits for each.")
-    parser.add_argument("--kv-gb", type=float, default=60.0, help="KV cache in GiB (default: 60).")
+    parser.add_argument("--kv-gb", type=float, default=60.0, help="KV cache in GiB (default: 60); 0: what is left.")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="Of the KV cache.")
+    parser.add_argument(
+        "--quantization", choices=("none", "fp8", "fp8_block"), default="none", help="Of the linear layers."
+    )
+    parser.add_argument(
+        "--profile", type=Path, help="Folder for Chrome traces of steps; also prints their time by part."
+    )
     arguments = parser.parse_args()
     wanted = set(arguments.only.split(","))
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
 
+    # A variant has a name of its own, so that no figure of it is taken for the plain model's.
+    name = arguments.model.name
+    if arguments.quantization != "none":
+        name += f"+{arguments.quantization}"
+    if arguments.kv_cache_dtype != "auto":
+        name += "+fp8-kv"
+
     def report(what: str, value: float, unit: str) -> None:
         row = {
-            "what": f"{arguments.model.name} {what}",
+            "what": f"{name} {what}",
             "value": round(value, 4),
             "unit": unit,
             "engine": "sapwood",
@@ -154,8 +180,19 @@ def main() -> None:
         print(json.dumps(row | {"device": torch.cuda.get_device_name(), "commit": commit}), flush=True)
 
     engine = Engine(
-        arguments.model, max_running=256, max_step_tokens=8192, kv_gb=arguments.kv_gb, overlap=not arguments.no_overlap
-    )
+        arguments.model, max_running=256, max_step_tokens=8192, kv_gb=arguments.kv_gb, overlap=not arguments.no_overlap,
+        kv_cache_dtype=arguments.kv_cache_dtype, quantization=arguments.quantization,
+    )  # fmt: skip
+
+    def profile(what: str, run: Callable[[], None], steps: int) -> None:
+        if arguments.profile is None:
+            return
+        parts, kernels = record(run, arguments.profile / f"{name}-{what.replace(' ', '-')}.json.gz")
+        for part, microseconds in parts.items():
+            report(f"{what} profile: {part}", microseconds / steps, "us")
+        for kernel, microseconds in list(kernels.items())[:12]:
+            print(f"#   {microseconds / steps:9.1f} us {kernel[:120]}", flush=True)
+
     report("start-up", engine.start_seconds, "s")
     engine.generate(prompts_of(4, 700, seed=1), [8] * 4)
     if "decode" in wanted:
@@ -167,6 +204,8 @@ def main() -> None:
             report(f"decode {batch}", (whole - first) / 128 * 1000, "ms")
             for part, milliseconds in engine.profile_decode(batch, 50).items():
                 report(f"decode {batch} {part}", milliseconds, "ms")
+            with engine.decoding(batch) as step:
+                profile(f"decode {batch}", lambda step=step: [step() for _ in range(10)], 10)  # type: ignore[misc]
     if "sampled" in wanted:
         prompts = prompts_of(256, 1024, seed=256)
         for name, sampling in SAMPLED.items():
@@ -174,12 +213,14 @@ def main() -> None:
             seconds = engine.generate(prompts, [129] * 256, sampling) - engine.generate(prompts, [1] * 256, sampling)
             report(f"decode 256 {name}", seconds / 128 * 1000, "ms")
     if "prefill" in wanted:
-        for count, length in ((1, 8192), (16, 8192)):
+        for count, length in ((1, 128), (1, 1024), (1, 8192), (16, 8192)):
             prompts = prompts_of(count, length, seed=count)
             engine.generate(prompts, [1] * count)
             seconds = min(engine.generate(prompts, [1] * count) for _ in range(3))
             report(f"prefill {count}x{length}", seconds * 1000, "ms")
             report(f"prefill {count}x{length} rate", count * length / seconds, "tokens/s")
+            if count == 1:
+                profile(f"prefill {count}x{length}", lambda p=prompts: engine.generate(p, [1]), 1)  # type: ignore[misc]
     if "offline" in wanted:
         draw = random.Random(0)
         shapes = [(draw.randint(100, 1024), draw.randint(100, 1024)) for _ in range(256)]

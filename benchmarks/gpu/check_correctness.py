@@ -1,12 +1,18 @@
-"""On the GPU: tiny random models equal transformers, in float32 (torch attention) and bfloat16 (FlashInfer, CUDA graphs)."""
+"""On the GPU: tiny random models equal transformers, in float32 (torch attention) and bfloat16 (FlashInfer, CUDA graphs).
+
+Float8 (cache, linear layers) is checked against the same roundings in float32 on the CPU, which the unit tests define. With
+--cut-demo FILE, made by cut_demo.py, real weights too: greedy tokens in float32 equal the CPU's, and what float8 costs there.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -91,8 +97,104 @@ def check_overlap(runner: ModelRunner) -> bool:
     return answers[0] == answers[1] and all(len(each) == 40 for each in answers[0].values())
 
 
+# Name -> options, and the largest relative error of logits against the same options in float32 on the CPU. Random weights make
+# much of a number that bfloat16 rounds to another float8.
+FLOAT8: dict[str, tuple[dict[str, Any], float]] = {
+    "fp8-kv": ({"kv_cache_dtype": "fp8_e4m3"}, 0.15),
+    "fp8": ({"quantization": "fp8"}, 0.25),
+    "fp8_block": ({"quantization": "fp8_block"}, 0.25),
+    "fp8+fp8-kv": ({"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}, 0.25),
+}
+
+
+def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got.cpu() - wanted.cpu()).norm() / wanted.norm())
+
+
+def check_float8(name: str, model: transformers.PreTrainedModel) -> bool:
+    """Whether each float8 option gives what its definition gives, in prefill, chunked prefill, one-row and few-row decoding."""
+    good = True
+    prompt = torch.randint(3, 1000, (100,)).tolist()
+    with torch.inference_mode():
+        whole = model.to("cpu", torch.float32).eval()(torch.tensor([prompt])).logits[0]
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        for variant, (options, limit) in FLOAT8.items():
+            made = {"model_path": Path(folder), "num_pages": 64, "max_running": 8, **options}
+            wanted = ModelRunner(RunnerOptions(**made)).logits(request(prompt, 0))
+            runner = ModelRunner(RunnerOptions(**made, device="cuda", dtype="bfloat16"))
+            got = torch.cat((runner.logits(request(prompt[:60], 0)), runner.logits(request(prompt[60:], 60))))
+            error = relative(got, wanted)
+            table = np.arange(64, dtype=np.int32).reshape(4, 16)
+            greedy = SamplingParams(temperature=0.0)
+            agreed = 0
+            for count in (1, 4):  # a row alone has a kernel of its own
+                parts = [ScheduledRequest(str(i), i, prompt[:-1], 0, False, greedy) for i in range(count)]
+                runner.execute(SchedulerOutput(0, table, parts))
+                parts = [ScheduledRequest(str(i), i, prompt[-1:], 99, True, greedy) for i in range(count)]
+                for token in runner.execute(SchedulerOutput(1, table, parts)).token_ids:
+                    gap = float(wanted[-1].max() - wanted[-1, token])
+                    agreed += gap < 2 * limit * float(wanted[-1].std())
+            ok = error < limit and agreed == 5 and check_overlap(runner)
+            good &= ok
+            row = {"what": f"check {name} {variant}", "logits relative error to its definition": round(error, 6)}
+            row |= {"to float32": round(relative(wanted, whole), 6), "greedy agreed": agreed, "of": 5, "ok": ok}
+            print(json.dumps(row), flush=True)
+    return good
+
+
+def check_demo(path: Path) -> bool:
+    """Whether greedy tokens of a real model in float32 equal the CPU's; also what float8 costs there."""
+    made = {"model_path": path, "num_pages": 64, "max_running": 4, "dtype": "float32"}
+    runners = [ModelRunner(RunnerOptions(**made, device=device)) for device in ("cpu", "cuda")]
+    texts: list[list[list[int]]] = []
+    prompts = [[2, 818, 1279, 529, 301], [2, *range(700, 740)], [2, 1000, 90, 3000, 41, 41, 500]]
+    for runner in runners:
+        texts.append([])
+        for prompt in prompts:
+            tokens = list(prompt)
+            for i in range(40):
+                part = request(tokens if i == 0 else tokens[-1:], 0 if i == 0 else len(tokens) - 1)
+                tokens += runner.execute(part).token_ids
+            texts[-1].append(tokens)
+    tokens = torch.randint(3, 4000, (500,)).tolist()
+    logits = [runner.logits(request(tokens, 0)).cpu() for runner in runners]
+    error = relative(logits[1], logits[0])
+    good = texts[0] == texts[1] and error < 1e-3
+    row = {
+        "what": "check cut demo float32",
+        "logits relative error to the CPU": error,
+        "texts equal": texts[0] == texts[1],
+    }
+    print(json.dumps(row | {"ok": good}), flush=True)
+    plain = logits[1].log_softmax(-1)
+    for variant, (options, _) in FLOAT8.items():
+        got = (
+            ModelRunner(RunnerOptions(**made, device="cuda", **options))
+            .logits(request(tokens, 0))
+            .cpu()
+            .log_softmax(-1)
+        )
+        divergence = float((plain.exp() * (plain - got)).sum(-1).mean())
+        same = float((plain.argmax(-1) == got.argmax(-1)).float().mean())
+        row = {
+            "what": f"cut demo {variant}",
+            "mean KL to float32": round(divergence, 6),
+            "same likeliest token": round(same, 4),
+        }
+        print(json.dumps(row), flush=True)
+    return good
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cut-demo", type=Path, help="The cut demo model.")
+    arguments = parser.parse_args()
     worst = 0
+    if arguments.cut_demo is not None:
+        worst |= not check_demo(arguments.cut_demo)
+    for name in ("llama", "qwen3"):
+        worst |= not check_float8(name, models()[name])
     for name, model in models().items():
         for dtype, limit in (("float32", 1e-3), ("bfloat16", 0.06)):
             with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,5 @@
-"""Writes grafana/dashboards/*.json: a dashboard is a list of panels here, and pages of JSON there.
+"""Writes grafana/dashboards/*.json: a dashboard is a list of panels here, and pages of JSON there. Beside them the alert rules
+once more, as the Prometheus operator wants them.
 
 python deploy/observability/write_dashboards.py            writes them
 python deploy/observability/write_dashboards.py --check    exits 1 if they are not up to date
@@ -8,11 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TARGET = Path(__file__).resolve().parent / "grafana" / "dashboards"
+_HERE = Path(__file__).resolve().parent
+TARGET = _HERE / "grafana" / "dashboards"
+RULES = _HERE.parent / "k8s" / "components" / "prometheus-operator" / "rules.yaml"
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 3
 
 
@@ -53,7 +57,14 @@ DASHBOARDS: dict[str, list[Panel]] = {
         Panel("Requests by status", "reqps", rate("sapwood_router_requests_total", "code")),
         Panel("Time to first token", "s", quantiles("sapwood_router_time_to_first_token_seconds")),
         Panel("Time between tokens", "s", quantiles("sapwood_router_inter_token_seconds")),
-        Panel("Running requests", "short", {"{{instance}}": "sapwood_router_running_requests"}),
+        Panel(
+            "Requests under way, and of these waiting for a worker with room",
+            "short",
+            {
+                "{{instance}}": "sapwood_router_running_requests",
+                "{{instance}} waiting": "sapwood_router_queued_requests",
+            },
+        ),
         Panel(
             "Tokens a second",
             "short",
@@ -66,7 +77,7 @@ DASHBOARDS: dict[str, list[Panel]] = {
         Panel(
             "Workers that can take requests",
             "short",
-            {"{{instance}}": "sum by (instance) (sapwood_router_worker_available)"},
+            {"{{instance}}": "sapwood_router_available_workers"},
         ),
         Panel("Services up", "short", {"{{job}}": 'sum by (job) (up{job=~"router|tokenizer|worker"})'}),
         Panel("Memory", "bytes", {"{{job}} {{instance}}": "process_resident_memory_bytes"}),
@@ -88,9 +99,9 @@ DASHBOARDS: dict[str, list[Panel]] = {
             },
         ),
         Panel(
-            "Circuit breakers (1: closed)",
+            "Circuit breakers (0: closed, 1: half-open, 2: open)",
             "short",
-            {"{{worker}}": "min by (worker) (sapwood_router_worker_breaker_closed)"},
+            {"{{worker}}": "max by (worker) (sapwood_router_worker_breaker_state)"},
         ),
         Panel(
             "Time in each stage, p95",
@@ -145,6 +156,15 @@ DASHBOARDS: dict[str, list[Panel]] = {
             },
         ),
         Panel("Tokens computed", "short", rate("sapwood_worker_step_tokens_total", "kind")),
+        Panel("Store that workers share", "Bps", rate("sapwood_worker_store_bytes_total", "direction")),
+        Panel(
+            "Store: errors, and requests that no longer waited",
+            "short",
+            {
+                **rate("sapwood_worker_store_errors_total", "error"),
+                "timeouts": "sum(rate(sapwood_worker_store_timeouts_total[$__rate_interval]))",
+            },
+        ),
         Panel(
             "Tokenizer: texts found encoded",
             "percentunit",
@@ -188,11 +208,23 @@ def _panel(index: int, panel: Panel) -> dict[str, Any]:
     }
 
 
+def operator_rules() -> str:
+    """prometheus/alerts.yml as a PrometheusRule."""
+    alerts = (_HERE / "prometheus" / "alerts.yml").read_text()
+    groups = alerts[alerts.index("groups:") :]
+    head = "# Written by deploy/observability/write_dashboards.py from prometheus/alerts.yml.\n"
+    kind = "apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata:\n  name: sapwood\nspec:\n"
+    return head + kind + textwrap.indent(groups, "  ")
+
+
 def main() -> None:
-    """Writes the dashboards, or checks them."""
+    """Writes the dashboards and rules, or checks them."""
+    texts = {
+        TARGET / f"{name}.json": json.dumps(dashboard(name, panels), indent=1) + "\n"
+        for name, panels in DASHBOARDS.items()
+    }
     stale = []
-    for name, panels in DASHBOARDS.items():
-        path, text = TARGET / f"{name}.json", json.dumps(dashboard(name, panels), indent=1) + "\n"
+    for path, text in {**texts, RULES: operator_rules()}.items():
         if not path.is_file() or path.read_text() != text:
             stale.append(path.name)
             if "--check" not in sys.argv[1:]:

@@ -8,7 +8,7 @@ tokens 547 TFLOP/s with fa3, 319 with fa2.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import flashinfer
 import torch
@@ -26,7 +26,7 @@ class AttentionShape:
         num_kv_heads: Key/value heads.
         head_dim: Elements a head.
         page_size: Tokens a page.
-        dtype: Of queries and cache.
+        dtype: Of queries, and of what these kernels read.
     """
 
     num_heads: int
@@ -107,8 +107,17 @@ class PrefillAttention:
             **self._variant.arguments(),
         )
 
-    def run(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, H, D] and pages [P, page_size, K, D] -> [T, H, D], in ``out`` if given."""
+    def run(
+        self,
+        query: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        scales: tuple[float, float] = (1.0, 1.0),
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """[T, H, D] and pages [P, page_size, K, D] of the same dtype -> [T, H, D], in ``out`` if given."""
+        assert scales == (1.0, 1.0), "a cache of the queries' dtype has no scales"
+        out = torch.empty_like(query) if out is None else out  # FlashInfer would clear one of its own
         result: Tensor = self._wrapper.run(query, (key_pages, value_pages), out=out)
         return result
 
@@ -161,10 +170,56 @@ class DecodeAttention:
             **self._variant.arguments(),
         )
 
-    def run(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, out: Tensor | None = None) -> Tensor:
-        """[B, H, D] and pages [P, page_size, K, D] -> [B, H, D], in ``out`` if given."""
+    def run(
+        self,
+        query: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        scales: tuple[float, float] = (1.0, 1.0),
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """[B, H, D] and pages [P, page_size, K, D] of the same dtype -> [B, H, D], in ``out`` if given."""
+        assert scales == (1.0, 1.0), "a cache of the queries' dtype has no scales"
         result: Tensor = self._wrapper.run(query, (key_pages, value_pages), out=out)
         return result
+
+
+class DecodePart(Protocol):
+    """Attention of any number of requests, one token each."""
+
+    def plan(self, keys: PagedKeys) -> None:
+        """Prepares a step."""
+        ...
+
+    def run(
+        self,
+        query: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        scales: tuple[float, float] = ...,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """[B, H, D] and pages [P, page_size, K, D] -> [B, H, D], in ``out`` if given."""
+        ...
+
+
+class PrefillPart(Protocol):
+    """Attention of chunks of prompts."""
+
+    def plan(self, query_indptr: Tensor, keys: PagedKeys) -> None:
+        """Prepares a step; ``query_indptr`` is int32 [B + 1] on the host. Valid until the next call."""
+        ...
+
+    def run(
+        self,
+        query: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        scales: tuple[float, float] = ...,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """[T, H, D] and pages [P, page_size, K, D] -> [T, H, D], in ``out`` if given."""
+        ...
 
 
 class MixedAttention:
@@ -174,11 +229,11 @@ class MixedAttention:
     several times as long as in the decode kernel.
 
     Args:
-        decode: Of any number of requests.
-        prefill: See :class:`PrefillAttention`.
+        decode: For the first requests.
+        prefill: For the others.
     """
 
-    def __init__(self, decode: DecodeAttention, prefill: PrefillAttention) -> None:
+    def __init__(self, decode: DecodePart, prefill: PrefillPart) -> None:
         self._decode = decode
         self._prefill = prefill
         self._decodes = 0
@@ -190,10 +245,17 @@ class MixedAttention:
         self._prefill.plan(query_indptr[decodes:] - decodes, rest)
         self._decodes = decodes
 
-    def run(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Tensor:
-        """[T, H, D] and pages [P, page_size, K, D] -> [T, H, D]."""
-        out = torch.empty_like(query)
+    def run(
+        self,
+        query: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        scales: tuple[float, float] = (1.0, 1.0),
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """[T, H, D] and pages [P, page_size, K, D] -> [T, H, D], in ``out`` if given."""
+        out = torch.empty_like(query) if out is None else out
         count = self._decodes
-        self._decode.run(query[:count], key_pages, value_pages, out[:count])
-        self._prefill.run(query[count:], key_pages, value_pages, out[count:])
+        self._decode.run(query[:count], key_pages, value_pages, scales, out[:count])
+        self._prefill.run(query[count:], key_pages, value_pages, scales, out[count:])
         return out

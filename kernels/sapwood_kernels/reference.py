@@ -59,7 +59,57 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-def store_kv(key: Tensor, value: Tensor, key_slots: Tensor, value_slots: Tensor, slots: Tensor) -> None:
+def quantise(x: Tensor, scale: float | Tensor) -> Tensor:
+    """``x / scale`` as float8_e4m3fn, to the nearest, cut off at the largest number it holds."""
+    most = torch.finfo(torch.float8_e4m3fn).max
+    return (x.float() / scale).clamp(-most, most).to(torch.float8_e4m3fn)
+
+
+def dequantise(x: Tensor, scale: float | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What :func:`quantise` made ``x`` of, but for its rounding."""
+    return (x.float() * scale).to(dtype)
+
+
+def quantise_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
+    """Each row, or each ``group`` numbers of it, by a scale that brings its largest number to the largest of float8_e4m3fn.
+
+    Args:
+        x: [T, K].
+        group: Divides K; None: K.
+
+    Returns:
+        float8_e4m3fn [T, K] and the scales, float32 [T, K / group].
+    """
+    parts = x.float().view(len(x), -1, group or x.shape[1])
+    scales = _scales(parts.abs().amax(-1))
+    return quantise(parts, scales[..., None]).view(x.shape), scales
+
+
+def quantise_blocks(x: Tensor, size: int = 128) -> tuple[Tensor, Tensor]:
+    """As :func:`quantise_rows` for square blocks: [N, K] -> [N, K] and [N / size, K / size]."""
+    parts = x.float().view(x.shape[0] // size, size, x.shape[1] // size, size)
+    scales = _scales(parts.abs().amax((1, 3)))
+    return quantise(parts, scales[:, None, :, None]).view(x.shape), scales
+
+
+def dequantise_blocks(x: Tensor, scales: Tensor) -> Tensor:
+    """float8 [N, K] and a scale for each block of it, [N / n, K / k] -> float32 [N, K]."""
+    rows, columns = x.shape[0] // scales.shape[0], x.shape[1] // scales.shape[1]
+    return x.float() * scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+
+
+def _scales(largest: Tensor) -> Tensor:
+    return (largest / torch.finfo(torch.float8_e4m3fn).max).clamp_(min=1e-12)
+
+
+def store_kv(
+    key: Tensor,
+    value: Tensor,
+    key_slots: Tensor,
+    value_slots: Tensor,
+    slots: Tensor,
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> None:
     """Writes each token's key and value to its slot, in place.
 
     Args:
@@ -68,7 +118,12 @@ def store_kv(key: Tensor, value: Tensor, key_slots: Tensor, value_slots: Tensor,
         key_slots: [S, K, D], mutated.
         value_slots: [S, K, D], mutated.
         slots: int64 [T], no slot twice.
+        scales: What keys and values are divided by on the way into slots of float8_e4m3fn.
     """
+    if key_slots.dtype == torch.float8_e4m3fn:
+        # torch has no index_copy of float8; its bytes will do.
+        key, value = (quantise(each, scale).view(torch.uint8) for each, scale in ((key, scales[0]), (value, scales[1])))
+        key_slots, value_slots = key_slots.view(torch.uint8), value_slots.view(torch.uint8)
     key_slots.index_copy_(0, slots, key)
     value_slots.index_copy_(0, slots, value)
 
@@ -172,3 +227,48 @@ def load_pages(
     """
     keys[device_pages] = host.select(1, layer).select(1, 0)[host_pages.cpu()].to(keys.device)
     values[device_pages] = host.select(1, layer).select(1, 1)[host_pages.cpu()].to(values.device)
+
+
+def apply_penalties(
+    logits: Tensor,
+    counts: Tensor,
+    seen: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+    repetition: Tensor,
+) -> None:
+    """Frequency, presence and repetition penalties, in place, on S of the R rows of logits.
+
+    Args:
+        logits: float32 [R, V]; mutated.
+        counts: int32 [P, V]: how often each token is in an output.
+        seen: bool [P, V]: whether it is in its prompt or output.
+        rows: int64 [S]: rows of the logits, each once.
+        slots: int64 [S]: the row of ``counts`` and ``seen`` for each.
+        frequency: float32 [S, 1]: subtracted for each time.
+        presence: float32 [S, 1]: subtracted if there is one.
+        repetition: float32 [S, 1]: divides positive and multiplies other logits of tokens that were seen.
+    """
+    count, known, chosen = counts.index_select(0, slots), seen.index_select(0, slots), logits.index_select(0, rows)
+    repeated = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
+    chosen = torch.where(known, repeated, chosen)
+    chosen -= frequency * count
+    chosen -= presence * (count > 0)
+    logits.index_copy_(0, rows, chosen)
+
+
+def count_tokens(counts: Tensor, seen: Tensor, tokens: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """Counts a step's tokens, in place: token ``tokens[rows[i]]`` in row ``slots[i]`` of :func:`apply_penalties`' tables.
+
+    Args:
+        counts: int32 [P, V]; mutated.
+        seen: bool [P, V]; mutated.
+        tokens: int64 [R].
+        rows: int64 [S].
+        slots: int64 [S], each once.
+    """
+    at = slots, tokens.index_select(0, rows)
+    counts.index_put_(at, torch.ones_like(at[1], dtype=torch.int32), accumulate=True)
+    seen.index_put_(at, torch.ones_like(at[1], dtype=torch.bool))

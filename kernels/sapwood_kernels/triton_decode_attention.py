@@ -1,12 +1,15 @@
 """Triton: attention of one new token a request over the paged cache, the keys of each request split over many programs.
 
 Algorithm (Flash-Decoding; Dao et al., 2023): a program takes one request, one key/value head with all the query heads that share
-it, and one of ``SPLITS`` stretches of the keys; it keeps a running maximum and sum (online softmax) and leaves its part of the
-result with the logarithm of its sum. A second kernel adds the parts, weighted by these sums. With few requests the splits fill
-the chip; a library's kernel plans that on the host, this one needs no plan, only the lengths, on the device.
+it, and one of up to ``SPLITS`` stretches of the keys; it keeps a running maximum and sum (online softmax) and leaves its part of
+the result with the logarithm of its sum. A second kernel adds the parts, weighted by these sums. With few requests the splits
+fill the chip; with many only long ones are split, so that none outlasts the others by much. A library's kernel plans that on the
+host, this one needs no plan, only the lengths, on the device.
 
-Cost: one read of the keys and values; partial results of SPLITS x H x D floats a request written and read. Bound: no stretch is
-longer than its share of the request's keys, rounded up to a block.
+A float8 cache is widened to float16, which holds each of its numbers, and its scales go into the query and the result.
+
+Cost: one read of the keys and values; of a request that is split, partial results of its stretches x H x D floats written and
+read. Bound: no stretch is longer than its share of the request's keys, rounded up to a block.
 """
 
 from __future__ import annotations
@@ -16,79 +19,126 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 64
 _LEAST_ROWS = 16  # of a matrix unit's product
+_MOST_SPLITS = 32
+_SPLITS_OF_LONG = 8
+_LONG = 1024
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _block(
+    q, keys, values, own, at, end, head, slot_stride, highest, total, result, scale, cap,
+    D: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of keys and values, taken into the running maximum, sum and result; scores are in powers of 2."""
+    columns = tl.arange(0, BLOCK_D)
+    tokens = at + tl.arange(0, BLOCK)
+    there = tokens < end
+    page = tl.load(own + tokens // PAGE, mask=there, other=0).to(tl.int64)
+    offsets = (page * PAGE + tokens % PAGE) * slot_stride + head * D
+    # What lies beyond the end was never written: it is not read, for zero times NaN is NaN.
+    inside = there[:, None] & (columns < D)[None, :]
+    k = tl.load(keys + offsets[:, None] + columns[None, :], mask=inside, other=0.0).to(q.dtype)
+    v = tl.load(values + offsets[:, None] + columns[None, :], mask=inside, other=0.0).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if CAPPED:
+        scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)  # tanh
+    scores = tl.where(there[None, :], scores, float("-inf"))
+    above = tl.maximum(highest, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - above[:, None])
+    fade = tl.exp2(highest - above)
+    result = result * fade[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+    return above, total * fade + tl.sum(weights, axis=1), result
+
+
+@triton.jit
+def _stretches(length, LEAST: tl.constexpr, SPLITS: tl.constexpr):
+    """Into how many stretches so many keys are split."""
+    return tl.minimum(tl.maximum(length // LEAST, 1), SPLITS)
 
 
 @triton.jit
 def _split_kernel(
-    query, keys, values, indptr, lengths, pages, part, sums, scale, softcap, slot_stride,
-    GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    query, keys, values, indptr, lengths, pages, part, sums, out, scale, value_scale, softcap, slot_stride,
+    GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, FLOAT8: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1) * GROUP
     length = tl.load(lengths + request)
     own = pages + tl.load(indptr + request)
     start = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
-    share = tl.cdiv(tl.cdiv(length - start, SPLITS), BLOCK) * BLOCK
-    at = start + split * share
-    end = tl.minimum(at + share, length)
-
-    rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    wanted = (rows < GROUP)[:, None] & (columns < D)[None, :]
-    head_rows = request * heads + head * GROUP + rows
-    q = tl.load(query + head_rows[:, None] * D + columns[None, :], mask=wanted, other=0.0)
-    highest = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    result = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    while at < end:
-        tokens = at + tl.arange(0, BLOCK)
-        there = tokens < end
-        page = tl.load(own + tokens // PAGE, mask=there, other=0).to(tl.int64)
-        offsets = (page * PAGE + tokens % PAGE) * slot_stride + head * D
-        # What lies beyond the end was never written: it is not read, for zero times NaN is NaN.
-        inside = there[:, None] & (columns < D)[None, :]
-        k = tl.load(keys + offsets[:, None] + columns[None, :], mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if CAPPED:
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
-        scores = tl.where(there[None, :], scores, float("-inf"))
-        above = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.exp(scores - above[:, None])
-        fade = tl.exp(highest - above)
-        v = tl.load(values + offsets[:, None] + columns[None, :], mask=inside, other=0.0)
-        result = result * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total = total * fade + tl.sum(weights, axis=1)
-        highest = above
-        at += BLOCK
-    empty = total == 0.0
-    result = result / tl.where(empty, 1.0, total)[:, None]
-    slots = head_rows * SPLITS + split
-    tl.store(part + slots[:, None] * D + columns[None, :], result, mask=wanted)
-    tl.store(sums + slots, tl.where(empty, float("-inf"), highest + tl.log(total)), mask=rows < GROUP)
+    count = _stretches(length - start, LEAST, SPLITS)
+    if split < count:
+        share = tl.cdiv(tl.cdiv(length - start, count), BLOCK) * BLOCK
+        at = start + split * share
+        end = tl.minimum(at + share, length)
+        rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+        wanted = (rows < GROUP)[:, None] & (columns < D)[None, :]
+        head_rows = request * heads + head * GROUP + rows
+        q = tl.load(query + head_rows[:, None] * D + columns[None, :], mask=wanted, other=0.0)
+        if FLOAT8:
+            q = q.to(tl.float16)
+        scale *= _LOG2_E
+        cap = softcap * _LOG2_E
+        highest = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        result = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        if STAGES > 0:
+            for block in tl.range(at, end, BLOCK, num_stages=STAGES):
+                highest, total, result = _block(
+                    q, keys, values, own, block, end, head, slot_stride, highest, total, result, scale, cap,
+                    D, PAGE, CAPPED, BLOCK_D, BLOCK,
+                )  # fmt: skip
+        else:  # the interpreter knows no loops with bounds of its own
+            while at < end:
+                highest, total, result = _block(
+                    q, keys, values, own, at, end, head, slot_stride, highest, total, result, scale, cap,
+                    D, PAGE, CAPPED, BLOCK_D, BLOCK,
+                )  # fmt: skip
+                at += BLOCK
+        empty = total == 0.0
+        result = result / tl.where(empty, 1.0, total)[:, None] * value_scale
+        if count == 1:
+            tl.store(out + head_rows[:, None] * D + columns[None, :], result.to(out.dtype.element_ty), mask=wanted)
+        else:
+            slots = head_rows * SPLITS + split
+            tl.store(part + slots[:, None] * D + columns[None, :], result, mask=wanted)
+            tl.store(sums + slots, tl.where(empty, float("-inf"), highest + tl.log2(total)), mask=rows < GROUP)
 
 
 @triton.jit
-def _merge_kernel(part, sums, out, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr):
+def _merge_kernel(
+    part, sums, lengths, out, HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
-    splits, columns = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
-    logs = tl.load(sums + row * SPLITS + splits)
-    weights = tl.exp(logs - tl.max(logs, axis=0))
-    weights /= tl.sum(weights, axis=0)
-    inside = (columns < D)[None, :]
-    parts = tl.load(part + (row * SPLITS + splits)[:, None] * D + columns[None, :], mask=inside, other=0.0)
-    result = tl.sum(parts * weights[:, None], axis=0)
-    tl.store(out + row * D + columns, result.to(out.dtype.element_ty), mask=columns < D)
+    length = tl.load(lengths + row // HEADS)
+    if WINDOW > 0:
+        length = tl.minimum(length, WINDOW)
+    count = _stretches(length, LEAST, SPLITS)
+    if count > 1:
+        splits, columns = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+        logs = tl.load(sums + row * SPLITS + splits, mask=splits < count, other=float("-inf"))
+        weights = tl.exp2(logs - tl.max(logs, axis=0))
+        weights /= tl.sum(weights, axis=0)
+        inside = (splits < count)[:, None] & (columns < D)[None, :]
+        parts = tl.load(part + (row * SPLITS + splits)[:, None] * D + columns[None, :], mask=inside, other=0.0)
+        result = tl.sum(parts * weights[:, None], axis=0)
+        tl.store(out + row * D + columns, result.to(out.dtype.element_ty), mask=columns < D)
 
 
-def num_splits(batch: int, kv_heads: int, processors: int) -> int:
-    """How many programs share a request's keys: as many as fill the chip up to four times; a power of 2, at most 32.
+def num_splits(batch: int, kv_heads: int, processors: int) -> tuple[int, int]:
+    """How many programs may share a request's keys, a power of 2, and the fewest keys that one of them takes.
 
-    Within 5 % of the best of those tried on an H200 for up to 16 requests of 1100 to 8192 keys.
+    With few requests as many as fill the chip up to four times, at most 32: within 5 % of the best of those tried on an H200 for
+    up to 16 requests of 1100 to 8192 keys. With many, requests of 2048 keys and more are split, others not.
     """
     most = 4 * processors // (batch * kv_heads)
-    return min(32, 1 << max(0, most.bit_length() - 1))
+    filling = min(_MOST_SPLITS, 1 << max(0, most.bit_length() - 1))
+    return (filling, 1) if filling >= _SPLITS_OF_LONG else (_SPLITS_OF_LONG, _LONG // filling)
 
 
 def decode_attention(
@@ -102,21 +152,29 @@ def decode_attention(
     *,
     splits: int,
     scale: float,
+    least: int = 1,
     window: int | None = None,
     softcap: float | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+    out: Tensor | None = None,
 ) -> Tensor:
     """As ``reference.paged_attention`` with one query token a request; nothing is read on the host.
 
     Args:
         query: [B, H, D], contiguous.
-        key_slots: [S, K, D], contiguous.
-        value_slots: [S, K, D], contiguous.
+        key_slots: [S, K, D], contiguous, of the query's dtype or float8_e4m3fn.
+        value_slots: [S, K, D], contiguous, of the same dtype.
         indptr: int32 [B + 1]: request i's pages begin at ``pages[indptr[i]]``.
         pages: int32, page ids.
         lengths: int32 [B]: keys of each request, at least 1.
         page_size: Slots a page.
-        splits: Programs a request and key/value head: a power of 2; see :func:`num_splits`.
+        splits: Most programs a request and key/value head: a power of 2; see :func:`num_splits`.
         scale: See ``reference.attention``, with ``window`` and ``softcap``.
+        least: Fewest keys a program; see :func:`num_splits`.
+        window: See ``scale``.
+        softcap: See ``scale``.
+        kv_scales: Factors of the stored keys and values.
+        out: [B, H, D], contiguous: where the result goes; None: to a new tensor.
 
     Returns:
         [B, H, D].
@@ -124,14 +182,22 @@ def decode_attention(
     batch, heads, dim = query.shape
     kv_heads = key_slots.shape[1]
     group = heads // kv_heads
+    float8 = key_slots.dtype == torch.float8_e4m3fn
     part = torch.empty((batch * heads, splits, dim), dtype=torch.float32, device=query.device)
     sums = torch.empty((batch * heads, splits), dtype=torch.float32, device=query.device)
-    out = torch.empty_like(query)
+    out = torch.empty_like(query) if out is None else out
     block_d = max(16, triton.next_power_of_2(dim))
+    block, warps = (128, 2) if float8 and dim <= 128 else (64, 4)
     _split_kernel[(batch, kv_heads, splits)](
-        query, key_slots, value_slots, indptr, lengths, pages, part, sums, scale, softcap or 1.0, key_slots.stride(0),
-        GROUP=group, D=dim, PAGE=page_size, SPLITS=splits, WINDOW=window or 0, CAPPED=softcap is not None,
-        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), BLOCK_D=block_d, BLOCK=_BLOCK, num_warps=4,
+        query, key_slots, value_slots, indptr, lengths, pages, part, sums, out, scale * kv_scales[0], kv_scales[1],
+        softcap or 1.0, key_slots.stride(0),
+        GROUP=group, D=dim, PAGE=page_size, SPLITS=splits, LEAST=least, WINDOW=window or 0, CAPPED=softcap is not None,
+        FLOAT8=float8, ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), BLOCK_D=block_d, BLOCK=block,
+        STAGES=3 if query.is_cuda else 0, num_warps=warps,
     )  # fmt: skip
-    _merge_kernel[(batch * heads,)](part, sums, out, D=dim, SPLITS=splits, BLOCK_D=block_d, num_warps=1)
+    if splits > 1:
+        _merge_kernel[(batch * heads,)](
+            part, sums, lengths, out, HEADS=heads, D=dim, SPLITS=splits, LEAST=least, WINDOW=window or 0,
+            BLOCK_D=block_d, num_warps=1,
+        )  # fmt: skip
     return out

@@ -21,9 +21,9 @@ Gate = Literal["silu", "gelu_tanh"]
 
 @triton.jit
 def _gemv_kernel(
-    x, weight, norm, bias, residual, out, eps, N: tl.constexpr, K: tl.constexpr,
+    x, weight, scales, norm, bias, residual, out, eps, scale_stride, N: tl.constexpr, K: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, ADDS: tl.constexpr, GATE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = rows < N
@@ -40,11 +40,20 @@ def _gemv_kernel(
             squares += values * values
             values *= tl.load(norm + columns, mask=inside, other=0.0)
         part = tl.load(weight + first[:, None] + columns[None, :], mask=tile, other=0.0)
-        total += part.to(tl.float32) * values[None, :]
+        taken = values
+        if SCALED == 2:  # by block of 128 x 128, and BLOCK_N divides 128
+            block = scales + tl.program_id(0) * BLOCK_N // 128 * scale_stride
+            taken = values * tl.load(block + columns // 128, mask=inside, other=0.0)
+        total += part.to(tl.float32) * taken[None, :]
         if GATE != 0:
             part = tl.load(weight + N * K + first[:, None] + columns[None, :], mask=tile, other=0.0)
-            total_up += part.to(tl.float32) * values[None, :]
+            if SCALED == 2:
+                block += N // 128 * scale_stride
+                taken = values * tl.load(block + columns // 128, mask=inside, other=0.0)
+            total_up += part.to(tl.float32) * taken[None, :]
     result = tl.sum(total, axis=1)
+    if SCALED == 1:
+        result *= tl.load(scales + rows, mask=valid, other=0.0)
     scale = 1.0
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
@@ -53,6 +62,8 @@ def _gemv_kernel(
         result += tl.load(bias + rows, mask=valid, other=0.0).to(tl.float32)
     if GATE != 0:
         up = tl.sum(total_up, axis=1) * scale
+        if SCALED == 1:
+            up *= tl.load(scales + N + rows, mask=valid, other=0.0)
         if HAS_BIAS:
             up += tl.load(bias + N + rows, mask=valid, other=0.0).to(tl.float32)
         if GATE == 1:
@@ -77,6 +88,7 @@ def gemv(
     x: Tensor,
     weight: Tensor,
     *,
+    scales: Tensor | None = None,
     bias: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
     gate: Gate | None = None,
@@ -89,6 +101,7 @@ def gemv(
     Args:
         x: [1, K], contiguous.
         weight: [N, K], contiguous; [2N, K] with a gate: gate first, then up.
+        scales: float32, of a weight of float8: [N, 1], or [N / 128, K / 128] of blocks; 2N likewise with a gate.
         bias: [N] or [2N].
         norm: RMSNorm of x before the product: its weight, float32 [K], and eps.
         gate: ``activation(first half) * second half``.
@@ -103,10 +116,12 @@ def gemv(
     rows = weight.shape[0] // (1 if gate is None else 2)
     out = torch.empty((1, rows), dtype=dtype or x.dtype, device=x.device) if add_to is None else add_to
     block_n, block_k, warps = blocks or block_shape(rows, width)
+    scaled = 0 if scales is None else 1 if scales.shape[1] == 1 else 2
     norm_weight, eps = norm if norm is not None else (x, 0.0)
     _gemv_kernel[(triton.cdiv(rows, block_n),)](
-        x, weight, norm_weight, x if bias is None else bias, x if add_to is None else add_to, out, eps, rows, width,
+        x, weight, x if scales is None else scales, norm_weight, x if bias is None else bias,
+        x if add_to is None else add_to, out, eps, 0 if scales is None else scales.stride(0), rows, width,
         HAS_NORM=norm is not None, HAS_BIAS=bias is not None, ADDS=add_to is not None,
-        GATE={None: 0, "silu": 1, "gelu_tanh": 2}[gate], BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps,
+        GATE={None: 0, "silu": 1, "gelu_tanh": 2}[gate], SCALED=scaled, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
     return out

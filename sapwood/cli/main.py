@@ -7,7 +7,7 @@ import os
 import sys
 from importlib.metadata import version
 
-from sapwood.cli import cache, chat, generate, key, model, router, up
+from sapwood.cli import cache, chat, generate, key, model, router, up, worker
 from sapwood.cli.errors import EXIT_CODES, INTERRUPTED, CliError
 
 
@@ -21,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sapwood {version('sapwood')}")
     verbs = parser.add_subparsers(metavar="VERB", required=True, title="verbs")
-    for verb in (up, generate, chat, model, key, router, cache):
+    for verb in (up, generate, chat, model, key, router, worker, cache):
         verb.configure(verbs)
     return parser
 

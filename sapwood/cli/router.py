@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sapwood.cli import top
@@ -13,6 +14,8 @@ from sapwood.cli.options import add_option
 from sapwood.cli.top import table, worker_rows
 
 if TYPE_CHECKING:  # grpc is loaded only by the verbs that use it
+    import grpc
+
     from sapwood.v1 import router_pb2_grpc
 
 _TIMEOUT = 10.0
@@ -61,6 +64,21 @@ def _add(actions: Any, name: str, text: str, run: Callable[[argparse.Namespace],
         variable="SAPWOOD_ROUTER",
         default="127.0.0.1:50051",
     )
+    add_option(
+        parser,
+        "--ca",
+        "PEM file with the CA of the router's certificate; turns TLS on.",
+        variable="SAPWOOD_CA",
+        parse=Path,
+        metavar="FILE",
+    )
+    add_option(
+        parser,
+        "--server-name",
+        "Name that the certificate must be for, where --address is another.",
+        variable="SAPWOOD_SERVER_NAME",
+        metavar="NAME",
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -69,13 +87,27 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("worker", metavar="HOST:PORT", help="the worker's address")
 
 
+def _channel(arguments: argparse.Namespace) -> grpc.Channel:
+    import grpc
+
+    if arguments.ca is None:
+        return grpc.insecure_channel(arguments.address)
+    try:
+        credentials = grpc.ssl_channel_credentials(arguments.ca.read_bytes())
+    except OSError as error:
+        raise CliError(f"cannot read {arguments.ca}: {error.strerror}", REFUSED) from None
+    name = arguments.server_name
+    options = () if name is None else (("grpc.ssl_target_name_override", name),)
+    return grpc.secure_channel(arguments.address, credentials, options)
+
+
 @contextmanager
 def _router(arguments: argparse.Namespace) -> Iterator[router_pb2_grpc.RouterStub]:
     import grpc
 
     from sapwood.v1 import router_pb2_grpc
 
-    with grpc.insecure_channel(arguments.address) as channel:
+    with _channel(arguments) as channel:
         try:
             yield router_pb2_grpc.RouterStub(channel)
         except grpc.RpcError as error:

@@ -24,6 +24,21 @@ def test_a_label_value_nobody_knows_is_other() -> None:
     assert value("BAD", "c") is None
 
 
+def test_a_value_that_is_forgotten_makes_room_for_another() -> None:
+    metrics, worker = MetricSet(), AtMost(1)
+    losses = metrics.counter("losses_total", "Losses.", worker=worker)
+    for name in ("a", "b"):
+        losses.at(worker=name).inc()
+        losses.remove(worker=name)
+        worker.forget(name)
+        assert metrics.registry.get_sample_value("losses_total", {"worker": name}) is None
+    losses.at(worker="c").inc()
+    losses.at(worker="d").inc()
+    losses.remove(worker="d")  # nobody's own series is "other"
+    assert metrics.registry.get_sample_value("losses_total", {"worker": "c"}) == 1
+    assert metrics.registry.get_sample_value("losses_total", {"worker": "other"}) == 1
+
+
 def test_polled_metrics_are_read_when_asked_and_bounded_too() -> None:
     metrics = MetricSet()
     load = {"a": 1.0, "b": 2.0, "c": 3.0}

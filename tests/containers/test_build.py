@@ -50,20 +50,31 @@ def test_images_hold_no_secrets_and_say_what_they_are(engine, image_sizes) -> No
         assert not re.search(r"(KEY|TOKEN|PASSWORD|SECRET)=", " ".join(config["Env"])), name
         assert config["User"] == "10001:10001", name
         said = {key.removeprefix("org.opencontainers.image.") for key in config["Labels"]}
-        assert said >= {"title", "description", "licenses", "version", "revision"}, name
+        assert said >= {"title", "description", "licenses", "version", "revision", "created", "source", "base.name"}, (
+            name
+        )
+        assert config["Labels"]["org.opencontainers.image.revision"] == engine.variables["SAPWOOD_REVISION"], name
         assert "CERTIFICATE" not in engine.docker("history", "--no-trunc", image), name
 
 
 def test_the_gpu_images_own_stages_build(engine) -> None:
     # Debian stands in for NVIDIA's image, which no index here has: what is built is all but CUDA's packages.
-    config = json.loads(engine.compose("config", "--format", "json"))
-    image = config["services"]["tokenizer"]["build"]["args"]["PYTHON_IMAGE"]
-    arguments = [f"{name}={value}" for name, value in (("VARIANT", "cuda"), ("CUDA_IMAGE", image))]
+    arguments = ["VARIANT=cuda", f"CUDA_IMAGE={BASE_IMAGE}", f"PYTHON_IMAGE={BASE_IMAGE}"]
     flags = [flag for argument in arguments for flag in ("--build-arg", argument)]
     engine.docker("build", "-f", "docker/worker.Dockerfile", "--target", "requirements", *flags, "-t", "gpu-stage", ".")
-    listed = engine.docker("run", "--rm", "--entrypoint", "cat", "gpu-stage", "/requirements.txt")
-    assert "flashinfer-python" in listed
-    assert "/usr/bin/ninja" in engine.docker("run", "--rm", "--entrypoint", "which", "gpu-stage", "ninja")
+
+    def sh(command: str) -> str:
+        # As compose runs it: what is compiled on first use must be loaded from the volume.
+        hard = ("--read-only", "--tmpfs", "/tmp", "--tmpfs", "/kernels:exec", "--cap-drop", "ALL", "--network", "none")
+        return engine.docker("run", "--rm", *hard, "--entrypoint", "bash", "gpu-stage", "-euc", command)
+
+    assert "flashinfer-python" in sh("cat /requirements.txt")
+    assert "/usr/bin/ninja" in sh("which ninja")
+    # What Triton does for each kernel: a launcher in C, compiled with Python.h, is loaded from its cache.
+    write = "printf '#include <Python.h>\\nint seven(void) { return 7; }' > /tmp/launcher.c; mkdir -p $TRITON_CACHE_DIR"
+    compile_it = "gcc -shared -fPIC $(python3-config --includes) /tmp/launcher.c -o $TRITON_CACHE_DIR/launcher.so"
+    load = """python3 -c "import ctypes; print(ctypes.CDLL('$TRITON_CACHE_DIR/launcher.so').seven())" """
+    assert sh(f"{write}; {compile_it}; {load}").strip() == "7"
 
 
 def test_every_profile_and_override_is_valid(engine) -> None:
@@ -79,11 +90,19 @@ def test_every_profile_and_override_is_valid(engine) -> None:
         "collector",
         "jaeger",
     } <= shown.keys()
-    files = ("-f", "compose.yaml", "-f", "docker/compose.gpus.yaml")
-    shown = json.loads(engine.compose(*files, "--profile", "gpu", "config", "--format", "json"))["services"]
-    assert {"worker-gpu-0", "worker-gpu-1"} <= shown.keys() and "worker-0" not in shown
-    ids = [shown[f"worker-gpu-{n}"]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for n in (0, 1)]
-    assert ids == [["0"], ["1"]]
+    for override, count in (("gpu", 1), ("gpus", 2)):
+        files = ("-f", "compose.yaml", "-f", f"docker/compose.{override}.yaml")
+        shown = json.loads(engine.compose(*files, "--profile", "gpu", "config", "--format", "json"))["services"]
+        names = [f"worker-gpu-{number}" for number in range(count)]
+        assert {name for name in shown if name.startswith("worker")} == set(names)
+        assert set(shown["router"]["depends_on"]) == {"tokenizer", *names}
+        asked = json.loads(shown["router"]["environment"]["SAPWOOD_ROUTER_WORKERS"])
+        assert asked == [f"{name}:50061" for name in names]
+        for number, name in enumerate(names):
+            (device,) = shown[name]["deploy"]["resources"]["reservations"]["devices"]
+            assert device["device_ids"] == [str(number)]
+            assert {volume["target"] for volume in shown[name]["volumes"]} == {"/models", "/kv", "/kernels"}
+            assert set(shown[name]["depends_on"]) == {"model"}
 
 
 def test_promtool_finds_the_rules_right(engine) -> None:

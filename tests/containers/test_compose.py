@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from sapwood.client import Client, SapwoodError, UnavailableError
-from sapwood.v1 import worker_pb2, worker_pb2_grpc
+from sapwood.v1 import router_pb2, router_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "The capital of France is"
@@ -41,25 +41,26 @@ def fetch(url: str, body: bytes | None = None, **headers: str) -> str:
 
 
 def openai_client(stack) -> openai.OpenAI:
-    # Refused connections and 503s are tried again, with pauses of up to 8 seconds; a stream that has begun is not.
     web = httpx.Client(trust_env=False, timeout=300)
-    return openai.OpenAI(base_url=f"http://{stack.http}/v1", api_key="none", max_retries=30, http_client=web)
-
-
-def address(engine, service: str) -> str:
-    return engine.inspect(service, "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}")
+    return openai.OpenAI(base_url=f"http://{stack.http}/v1", api_key="none", max_retries=0, http_client=web)
 
 
 class Load:
-    """Streams one completion after another, with each of the two clients, until it is told to stop; keeps what fails."""
+    """Streams one completion after another, with each of the two clients, until it is told to stop; keeps what fails.
+
+    Nothing is tried again. Only while the one router there is gets replaced (``router_leaves``) is what it refused asked
+    again: no connection, 503, UNAVAILABLE, and only as long as nothing of the answer has come.
+    """
 
     def __init__(self, stack) -> None:
         self._stack = stack
         self._stop = threading.Event()
+        self.router_leaves = threading.Event()
         self.finished = 0
+        self.refused = 0
         self.failures: list[str] = []
-        loops = (self._openai, self._openai, self._grpc)
-        self._threads = [threading.Thread(target=self._loop, args=(index, one)) for index, one in enumerate(loops)]
+        kinds = (self._openai, self._openai, self._grpc)
+        self._threads = [threading.Thread(target=self._loop, args=(index, kind)) for index, kind in enumerate(kinds)]
         for thread in self._threads:
             thread.start()
 
@@ -73,46 +74,74 @@ class Load:
         for thread in self._threads:
             thread.join(timeout=600)
 
-    def _loop(self, index: int, one: Callable[[str], str]) -> None:
+    def _loop(self, index: int, stream: Callable[[str], Iterator[str]]) -> None:
         number = 0
         while not self._stop.is_set():
             number += 1
             try:
-                if not one(f"{index}.{number}. Once upon a time"):
-                    self.failures.append(f"{one.__name__}: nothing was generated")
+                if not self._ask(stream, f"{index}.{number}. Once upon a time"):
+                    self.failures.append(f"{stream.__name__}: nothing was generated")
             except Exception as error:
-                self.failures.append(f"{time.strftime('%X')} {one.__name__}: {error!r}")
+                self.failures.append(f"{time.strftime('%X')} {stream.__name__}: {error!r}")
+                time.sleep(0.5)
             self.finished += 1
 
-    def _openai(self, prompt: str) -> str:
-        with openai_client(self._stack).completions.create(
-            model="demo", prompt=prompt, max_tokens=16, temperature=0, stream=True
-        ) as chunks:
-            return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
-
-    def _grpc(self, prompt: str) -> str:
+    def _ask(self, stream: Callable[[str], Iterator[str]], prompt: str) -> str:
         deadline = time.monotonic() + 300
+        while True:
+            leaves = self.router_leaves.is_set()
+            answer = stream(prompt)
+            try:
+                text = next(answer)
+            except (openai.APIConnectionError, openai.InternalServerError, UnavailableError) as error:
+                refused = not isinstance(error, openai.InternalServerError) or error.status_code == 503
+                if not (refused and (leaves or self.router_leaves.is_set())) or time.monotonic() > deadline:
+                    raise
+                self.refused += 1
+                time.sleep(0.5)
+            else:
+                return text + "".join(answer)
+
+    def _openai(self, prompt: str) -> Iterator[str]:
+        with openai_client(self._stack) as client:
+            chunks = client.completions.create(model="demo", prompt=prompt, max_tokens=16, temperature=0, stream=True)
+            yield from (chunk.choices[0].text for chunk in chunks if chunk.choices)
+
+    def _grpc(self, prompt: str) -> Iterator[str]:
         with Client(self._stack.grpc, timeout=300) as client:
-            while True:
-                deltas = []
-                try:
-                    deltas += [
-                        one.text for one in client.generate(prompt, max_tokens=16, temperature=0, ignore_eos=True)
-                    ]
-                    return "".join(deltas)
-                except UnavailableError:  # what openai's client does by itself
-                    if deltas or time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.5)
+            yield from (one.text for one in client.generate(prompt, max_tokens=16, temperature=0, ignore_eos=True))
+
+
+def router_metrics(engine) -> str:
+    return fetch(f"http://{engine.address('router')}:9150/metrics")
+
+
+def not_ok(engine) -> dict[str, float]:
+    """What the router has counted that did not end OK, by its labels."""
+    found = {}
+    for line in router_metrics(engine).splitlines():
+        name, _, value = line.rpartition(" ")
+        if name.startswith("sapwood_router_requests_total{") and 'code="OK"' not in name:
+            found[name] = float(value)
+    return found
 
 
 @pytest.fixture(scope="module")
-def prometheus(engine, stack) -> str:
+def prometheus(engine, stack, wait_until) -> str:
     """The compose file's Prometheus, as Debian builds it, at work since before anything is hurt: its address."""
     dockerfile = ROOT / "tests/containers/prometheus.Dockerfile"
     engine.docker("build", "-t", "prom/prometheus:v3.5.0", "-f", dockerfile, "/usr/bin")
     stack.up("prometheus", COMPOSE_PROFILES="observability")
-    return f"http://127.0.0.1:{engine.variables['SAPWOOD_PROMETHEUS_PORT']}"
+    url = f"http://127.0.0.1:{engine.variables['SAPWOOD_PROMETHEUS_PORT']}"
+
+    def ready() -> bool:
+        try:
+            return bool(fetch(f"{url}/-/ready"))
+        except OSError:
+            return False
+
+    wait_until(ready, stack.logs, 120)
+    return url
 
 
 @pytest.fixture(scope="module")
@@ -122,18 +151,22 @@ def load(stack, prometheus, wait_until):
     running.wait_for_more(wait_until)
     yield running
     running.end()
-    print(f"\n[containers] the load's requests: {running.finished}, of which failed: {len(running.failures)}")
+    told = f"{running.finished}, of which failed: {len(running.failures)}"
+    print(f"\n[containers] the load's requests: {told} (refused by the router that was replaced: {running.refused})")
 
 
 @pytest.fixture
-def settle(stack, load, wait_until) -> Callable[[], None]:
-    """Waits until all is healthy again and more requests have finished; none must have failed since the test began."""
-    before = len(load.failures)
+def settle(engine, stack, load, wait_until) -> Callable[[], None]:
+    """Waits until all is healthy again and more requests have finished; none must have failed since the test began, neither
+    at the clients nor by the router's own count."""
+    before, counted = len(load.failures), not_ok(engine)
 
     def check() -> None:
         stack.wait_healthy(*SERVICES)
         load.wait_for_more(wait_until)
         assert not load.failures[before:], f"{load.failures[before:]}\n{stack.logs(40)}"
+        more = {name: value for name, value in not_ok(engine).items() if value > counted.get(name, 0)}
+        assert not more, f"{more}\n{stack.logs(40)}"
 
     return check
 
@@ -147,6 +180,14 @@ def test_a_completion_streams_through_it(stack) -> None:
         assert client.generate(PROMPT, max_tokens=8, temperature=0).text() == GREEDY
 
 
+def test_operators_methods_are_answered_inside_the_routers_container_only(engine, stack) -> None:
+    command = ("sapwood", "router", "workers", "list", "--address", "127.0.0.1:50055")
+    listed = engine.compose("exec", "-T", "router", *command)
+    assert "worker-0:50061" in listed and "worker-1:50061" in listed
+    with grpc.insecure_channel(stack.grpc) as channel, pytest.raises(grpc.RpcError, match="admin port"):
+        router_pb2_grpc.RouterStub(channel).ListWorkers(router_pb2.ListWorkersRequest(), timeout=60)
+
+
 def test_one_request_is_one_connected_trace_over_all_services(engine, stack, traces, wait_until) -> None:
     # The caller's own span is the root: the client hands its context on, as it does in any program with OpenTelemetry.
     provider = TracerProvider(resource=Resource({"service.name": "caller"}))
@@ -158,7 +199,7 @@ def test_one_request_is_one_connected_trace_over_all_services(engine, stack, tra
     wanted = {
         ("caller", "ask"),
         ("sapwood-router", "sapwood.v1.Router/Generate"),
-        ("sapwood-router", "generate"),
+        ("sapwood-router", "text_completion demo"),
         ("sapwood-router", "prepare"),
         ("sapwood-router", "select"),
         ("sapwood-tokenizer", "sapwood.v1.Tokenizer/Tokenize"),
@@ -183,7 +224,7 @@ def test_no_request_fails_when_a_worker_is_killed(engine, stack, load, settle, w
         return any(line.startswith(busy) and not line.endswith(" 0.0") for line in shown().splitlines())
 
     def shown() -> str:
-        return fetch(f"http://{stack.http}/metrics")
+        return router_metrics(engine)
 
     wait_until(has_work, shown)
     os.kill(int(engine.inspect("worker-0", "{{.State.Pid}}")), signal.SIGKILL)
@@ -206,16 +247,19 @@ def test_no_request_fails_when_a_worker_has_no_network_for_5_seconds(engine, set
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_no_request_fails_when_a_service_is_replaced(engine, stack, settle, service: str) -> None:
+def test_no_request_fails_when_a_service_is_replaced(engine, stack, load, settle, service: str) -> None:
     before = engine.container(service)
+    if service == "router":
+        load.router_leaves.set()
     engine.compose("up", "-d", "--no-build", "--force-recreate", "--wait", service)
     assert engine.container(service) != before
+    load.router_leaves.clear()
     settle()
 
 
 def test_every_metric_is_there_and_every_dashboard_query_has_data(engine, prometheus, load, wait_until) -> None:
-    addresses = {"router": 8000, "tokenizer": 9152, "worker-0": 9161, "worker-1": 9161}
-    shown = "".join(fetch(f"http://{address(engine, name)}:{port}/metrics") for name, port in addresses.items())
+    addresses = {"router": 9150, "tokenizer": 9152, "worker-0": 9161, "worker-1": 9161}
+    shown = "".join(fetch(f"http://{engine.address(name)}:{port}/metrics") for name, port in addresses.items())
     documented = re.findall(r"^\| `(\w+)`", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
     assert len(documented) > 40
     assert [name for name in documented if f"# TYPE {name.removesuffix('_total')}" not in shown] == []
@@ -234,7 +278,12 @@ def test_every_metric_is_there_and_every_dashboard_query_has_data(engine, promet
         return not missing
 
     wait_until(all_answered, lambda: f"no data: {missing}", 180)
-    assert len(answer("up == 1")) == len(addresses)
+    wanted = {f"{name}:{port}" for name, port in addresses.items()}
+    wait_until(
+        lambda: {item["metric"]["instance"] for item in answer("up == 1")} == wanted, lambda: str(answer("up")), 120
+    )
+    # Of the routers that were replaced as well: none has counted a request that failed.
+    assert answer('max_over_time(sapwood_router_requests_total{code!="OK"}[2h]) > 0') == []
     assert "SapwoodNoWorker" in fetch(f"{prometheus}/api/v1/rules")
     assert not load.failures[before:]
 
@@ -266,48 +315,3 @@ def test_stop_drains_what_runs_within_the_grace_period(engine, stack, load) -> N
     assert deltas[-1].finish_reason is not None
     for service in SERVICES:  # killed at the end of the grace period, the exit code were 137
         assert engine.inspect(service, "{{.State.Status}} {{.State.ExitCode}} {{.State.OOMKilled}}") == "exited 0 false"
-
-
-def test_with_mooncake_a_prefix_outlives_the_workers(engine, stack, traces, wait_until) -> None:
-    variables = {
-        "COMPOSE_PROFILES": "mooncake",
-        "SAPWOOD_TAG": "mooncake",
-        "SAPWOOD_WORKER_EXTRAS": "mooncake",
-        "SAPWOOD_HOST_CACHE_GB": "0.25",
-        "SAPWOOD_STORAGE": "mooncake://mooncake-master:50051?metadata=http://mooncake-master:8080/metadata",
-        "SAPWOOD_MOONCAKE_SIZE": "256 MB",
-    }
-    engine.compose("build", **variables)
-    stack.up(**variables)
-    prompt = "The quick brown fox jumps over the lazy dog. " * 20
-
-    def ask(traceparent: str) -> int:
-        body = {"model": "demo", "prompt": prompt, "max_tokens": 2, "temperature": 0}
-        answer = fetch(f"http://{stack.http}/v1/completions", json.dumps(body).encode(), traceparent=traceparent)
-        return int(json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-    def stored() -> bool:
-        return any(tier.bytes_in for service in ("worker-0", "worker-1") for tier in tiers(service))
-
-    def tiers(service: str) -> list:
-        with grpc.insecure_channel(f"{address(engine, service)}:50061") as channel:
-            stub = worker_pb2_grpc.WorkerStub(channel)
-            found = stub.GetCacheStats(worker_pb2.GetCacheStatsRequest(), timeout=60).tiers
-        return [tier for tier in found if tier.tier == worker_pb2.CACHE_TIER_STORAGE]
-
-    assert ask(f"00-{os.urandom(16).hex()}-{os.urandom(8).hex()}-00") == 0
-    wait_until(stored, lambda: f"{[tiers(service) for service in ('worker-0', 'worker-1')]}")
-    engine.compose("restart", "worker-0", "worker-1", **variables)
-    stack.wait_healthy(*SERVICES)
-    trace_id = os.urandom(16).hex()
-    spans = traces.keep(trace_id)
-    assert ask(f"00-{trace_id}-{os.urandom(8).hex()}-01") >= 128
-    wait_until(
-        lambda: {"storage", "host"} <= {item.value.string_value for item in loads(spans())},
-        lambda: f"spans: {[(name, span.name) for name, span in spans()]}",
-        120,
-    )
-
-
-def loads(spans: list) -> list:
-    return [item for _, span in spans if span.name == "cache load" for item in span.attributes]

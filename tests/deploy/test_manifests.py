@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ from sapwood_worker.config import WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 OVERLAYS = ("cpu-demo", "gpu", "multi-node")
+COMPONENTS = tuple(sorted(path.parent.name for path in (ROOT / "deploy/k8s/components").glob("*/kustomization.yaml")))
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 CONFIGS = {"router": RouterConfig, "tokenizer": TokenizerConfig, "worker": WorkerConfig}
 
 
@@ -31,18 +36,40 @@ def tool(name: str) -> str:
 
 @cache
 def manifests(overlay: str) -> list[dict[str, Any]]:
-    command = [tool("kubectl"), "kustomize", str(ROOT / "deploy/k8s/overlays" / overlay)]
+    return build(ROOT / "deploy/k8s/overlays" / overlay)
+
+
+def build(folder: Path) -> list[dict[str, Any]]:
+    command = [tool("kubectl"), "kustomize", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 
 
 def workloads(overlay: str) -> dict[str, dict[str, Any]]:
-    return {
-        item["metadata"]["name"]: item
-        for item in manifests(overlay)
-        if item["kind"] in ("Deployment", "StatefulSet", "Job")
+    return of_kind(manifests(overlay), "Deployment", "StatefulSet", "Job")
+
+
+def of_kind(items: list[dict[str, Any]], *kinds: str) -> dict[str, dict[str, Any]]:
+    return {item["metadata"]["name"]: item for item in items if item["kind"] in kinds}
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The gpu overlay with every component there is."""
+    folder = tmp_path_factory.mktemp("everything").resolve()
+
+    def path(name: str) -> str:
+        return os.path.relpath(ROOT / "deploy/k8s" / name, folder)
+
+    text = {
+        "kind": "Kustomization",
+        "resources": [path("overlays/gpu")],
+        "namespace": "sapwood",
+        "components": [path(f"components/{name}") for name in COMPONENTS],
     }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(text))
+    return build(folder)
 
 
 @pytest.mark.parametrize("version", ["1.33", "1.34", "1.35", "1.36", "1.37"])
@@ -54,14 +81,41 @@ def test_every_manifest_is_valid(overlay: str, version: str) -> None:
         kubernetes_validate.validate(item, version, strict=True)
 
 
+def test_all_components_go_together_and_are_valid(everything: list[dict[str, Any]]) -> None:
+    kinds = {item["kind"] for item in everything}
+    assert {"PodMonitor", "PrometheusRule", "RoleBinding"} <= kinds
+    for item in everything:
+        if not item["apiVersion"].startswith(
+            "monitoring.coreos.com"
+        ):  # an operator's own kinds, whose schema is not here
+            kubernetes_validate.validate(item, "1.37", strict=True)
+    for name, config in CONFIGS.items():
+        prefix = str(config.model_config["env_prefix"])
+        known = {f"{prefix}{field}".upper() for field in config.model_fields}
+        assert set(of_kind(everything, "ConfigMap")[name]["data"]) <= known, "a variable that nobody reads"
+    restricted(of_kind(everything, "Deployment", "StatefulSet", "Job"), tokens={"router"})
+    policies = of_kind(everything, "NetworkPolicy")
+    assert all("from" in rule for policy in policies.values() for rule in policy["spec"].get("ingress", ()))
+    rules = of_kind(everything, "PrometheusRule")["sapwood"]["spec"]
+    assert rules == yaml.safe_load((ROOT / "deploy/observability/prometheus/alerts.yml").read_text())
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_pod_is_restricted(overlay: str) -> None:
-    for name, workload in workloads(overlay).items():
+    restricted(workloads(overlay), tokens={"router"} if overlay == "multi-node" else set())
+
+
+def restricted(found: dict[str, dict[str, Any]], tokens: set[str]) -> None:
+    """Checks pods; those named in ``tokens`` may ask the API server."""
+    for name, workload in found.items():
         pod = workload["spec"]["template"]["spec"]
         assert pod["securityContext"]["runAsNonRoot"], name
         assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault", name
-        assert pod["automountServiceAccountToken"] is (overlay == "multi-node" and name == "router"), name
+        assert pod["automountServiceAccountToken"] is (name in tokens), name
         for container in pod["containers"]:
+            # A cluster that was given the images need not fetch them: no `latest`, which Kubernetes always does.
+            assert container["imagePullPolicy"] == "IfNotPresent", name
+            assert re.fullmatch(rf"sapwood-\w+:{re.escape(VERSION)}(-cuda)?", container["image"]), name
             context = container["securityContext"]
             assert context["readOnlyRootFilesystem"], name
             assert not context["allowPrivilegeEscalation"], name
@@ -94,6 +148,21 @@ def test_only_the_router_is_reachable_from_outside(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
+def test_operators_methods_and_metrics_are_not_where_the_api_is(overlay: str) -> None:
+    items = manifests(overlay)
+    settings = of_kind(items, "ConfigMap")["router"]["data"]
+    assert "SAPWOOD_ROUTER_ADMIN_HOST" not in settings, "127.0.0.1 unless told otherwise"
+    private = {int(settings["SAPWOOD_ROUTER_ADMIN_PORT"]), int(settings["SAPWOOD_ROUTER_METRICS_PORT"])}
+    public = {port["port"] for item in of_kind(items, "Service").values() for port in item["spec"]["ports"]}
+    assert not private & public
+    (rule,) = of_kind(items, "NetworkPolicy")["router"]["spec"]["ingress"]
+    assert {port["port"] for port in rule["ports"]} == {"http", "grpc"}
+    (container,) = workloads(overlay)["router"]["spec"]["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert str(ports["metrics"]) == settings["SAPWOOD_ROUTER_METRICS_PORT"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_selectors_find_their_pods_and_ports_exist(overlay: str) -> None:
     pods = {
         workload["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/name"]: workload["spec"]["template"][
@@ -119,18 +188,47 @@ def test_dockerfiles_pass_hadolint() -> None:
     assert done.returncode == 0, done.stdout
 
 
+def test_dockerfiles_pin_their_bases_and_know_the_version() -> None:
+    for path in (ROOT / "docker").glob("*.Dockerfile"):
+        text = path.read_text()
+        bases = re.findall(r"^ARG \w+_IMAGE=(.*)$", text, re.MULTILINE)
+        assert bases, path.name
+        assert all(re.fullmatch(r"[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}", base) for base in bases), path.name
+        assert f"ARG VERSION={VERSION}\n" in text, path.name
+        assert bases[0] in (ROOT / "compose.yaml").read_text(), path.name
+        assert bases[0] in (ROOT / ".env.example").read_text(), path.name
+
+
 def test_the_compose_file_hardens_every_service_and_reads_known_variables() -> None:
     compose = yaml.safe_load((ROOT / "compose.yaml").read_text())
     known = {f"{c.model_config['env_prefix']}{f}".upper() for c in CONFIGS.values() for f in c.model_fields}
     for name, service in compose["services"].items():
         assert "mem_limit" in service, name
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
         if str(service["image"]).startswith("sapwood-"):
-            assert service["read_only"] is True, name
-            assert service["cap_drop"] == ["ALL"], name
             assert set(service.get("environment", ())) <= known, name
         else:
             assert ":" in service["image"], "a pinned tag"
             assert not service["image"].endswith(":latest"), name
+    router = compose["services"]["router"]
+    published = {str(port).rpartition(":")[2] for port in router["ports"]}
+    assert published == {"8000", "50051"}
+    assert str(router["environment"]["SAPWOOD_ROUTER_ADMIN_PORT"]) not in published
+
+
+def test_compose_prometheus_knows_every_worker_and_a_router_every_one_it_runs_with() -> None:
+    files = {path.name: path.read_text() for path in (ROOT / "docker").glob("compose.*.yaml")}
+    text = (ROOT / "compose.yaml").read_text() + "".join(files.values())
+    workers = set(re.findall(r"^  (worker-[\w-]+):$", text, re.MULTILINE))
+    config = yaml.safe_load((ROOT / "deploy/observability/prometheus/prometheus.yml").read_text())
+    (job,) = [job for job in config["scrape_configs"] if job["job_name"] == "worker"]
+    assert set(job["dns_sd_configs"][0]["names"]) == workers
+    for name, expected in (("compose.gpu.yaml", 1), ("compose.gpus.yaml", 2)):
+        asked = re.findall(r'"(worker-gpu-\d):50061"', files[name])
+        assert len(asked) == expected
+        assert asked == re.findall(r"(worker-gpu-\d): \{condition: service_healthy\}", files[name])
 
 
 def test_what_images_are_built_with_is_pinned() -> None:
@@ -139,7 +237,7 @@ def test_what_images_are_built_with_is_pinned() -> None:
         for line in (ROOT / "docker/constraints.txt").read_text().splitlines()
         if "==" in line
     }
-    for extras in (["router", "otel"], ["tokenizer", "otel"], ["worker", "otel", "mooncake"], ["cli"]):
+    for extras in (["router", "otel"], ["tokenizer", "otel"], ["worker", "otel", "mooncake", "nixl"], ["cli"]):
         command = [sys.executable, str(ROOT / "docker/requirements.py"), str(ROOT / "pyproject.toml"), *extras]
         listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
         names = {requirement.split(">")[0].split("=")[0].split("[")[0].lower() for requirement in listed}

@@ -43,6 +43,12 @@ def test_there_are_three_fresh_dashboards() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_pods_are_scaled_by_metrics_that_exist() -> None:
+    asked = re.findall(r"metric: \{name: (\w+)\}", (ROOT / "deploy/k8s/base/autoscaling.yaml").read_text())
+    assert len(asked) == 3
+    assert set(asked) <= KNOWN
+
+
 def test_every_alert_is_explained() -> None:
     page = (ROOT / "docs" / "operations.md").read_text()
     for group in yaml.safe_load((HERE / "prometheus" / "alerts.yml").read_text())["groups"]:

@@ -131,9 +131,14 @@ def test_twenty_concurrent_requests_are_greedy_cold_and_warm(cluster: Any, demo_
     _check(cluster, demo_oracle, PROMPTS, answers)
 
 
-@pytest.mark.parametrize("number", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-def test_a_request_alone_is_greedy_cold_and_warm(cluster: Any, demo_oracle: Any, number: int) -> None:
-    prompts = PROMPTS[-number:]
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        pytest.param([PROMPTS[0], PROMPTS[-1]], id="a short and a long one"),
+        pytest.param(PROMPTS, id="twenty", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+    ],
+)
+def test_a_request_alone_is_greedy_cold_and_warm(cluster: Any, demo_oracle: Any, prompts: list[str]) -> None:
     ids = _encode(cluster.tokenizer, prompts)
     answers = {}
     with Client(cluster.grpc, timeout=600) as client:

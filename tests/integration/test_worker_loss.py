@@ -1,7 +1,7 @@
 """Workers on the demo model killed, stopped and cut off under streaming load: no request fails, and every greedy answer is the
 undisturbed one, token for token; completions, chat, tool calls and answers after a schema.
 
-``SAPWOOD_LOSS_ROUNDS=20`` does each as often as the release check; tests/router/test_worker_losses.py does so without a model.
+``make test-losses`` does each 20 times to one of four workers; tests/router/test_worker_losses.py does so without a model.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ PROMPTS = [
 ]
 TOKENS = 32
 ROUNDS = int(os.environ.get("SAPWOOD_LOSS_ROUNDS", "4"))
+WORKERS = int(os.environ.get("SAPWOOD_LOSS_WORKERS", "2"))
 QUESTION = {
     "model": "demo",
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
@@ -151,13 +152,13 @@ class Cluster:
                     ),
                     namespace=namespace,
                 )
-                for namespace in namespaces or (None, None)
+                for namespace in namespaces or (None,) * WORKERS
             ]
             addresses = [worker.address for worker in self.workers]
             flags = ("--port", "0", "--http-port", "0", "--tokenizer", self.tokenizer.address, "--resume-grace", "60")
             self.router = self.add("sapwood_router", *flags, "--workers", *addresses)
             self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.router.ports[1]}", trust_env=False, timeout=60)
-            self.wait_for_workers(2)
+            self.wait_for_workers(WORKERS)
         except BaseException:
             self.close()
             raise
@@ -184,7 +185,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(demo_model: Path, make_namespace: Any) -> Iterator[Cluster]:
     try:
-        namespaces = [make_namespace() for _ in range(2)]
+        namespaces = [make_namespace() for _ in range(WORKERS)]
     except pytest.skip.Exception:
         namespaces = []
     running = Cluster(demo_model, namespaces)
@@ -282,9 +283,9 @@ class Load:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300 + 60 * ROUNDS)
 @pytest.mark.parametrize("how", ["stop", "part", "kill"])
-def test_losing_one_of_two_workers_under_load_changes_no_answer(cluster: Cluster, how: str) -> None:
+def test_losing_a_worker_under_load_changes_no_answer(cluster: Cluster, how: str) -> None:
     if how == "part" and cluster.workers[0].namespace is None:
         pytest.skip("no network namespaces here")
     rng, rounds = random.Random(3), ROUNDS
@@ -295,18 +296,20 @@ def test_losing_one_of_two_workers_under_load_changes_no_answer(cluster: Cluster
             worker = rng.choice(cluster.workers)
             if how == "stop":
                 worker.send(signal.SIGSTOP)
-                cluster.wait_for_workers(1)
+                cluster.wait_for_workers(WORKERS - 1)
                 load.progress(1)
                 worker.send(signal.SIGCONT)
             elif how == "part":
                 worker.namespace.part()
-                cluster.wait_for_workers(1)
+                cluster.wait_for_workers(WORKERS - 1)
                 load.progress(1)
                 worker.namespace.mend()
             else:
                 worker.end()
                 load.progress(1)
                 worker.start()
-            cluster.wait_for_workers(2)
-    assert cluster.metric("sapwood_router_resumptions_total") - before >= rounds / 2
+            cluster.wait_for_workers(WORKERS)
+    resumed = cluster.metric("sapwood_router_resumptions_total") - before
+    print(f"{how}: {rounds} losses of 1 of {WORKERS}, {resumed:g} streams resumed, {load.done} answers, none wrong")
+    assert resumed >= rounds / 2
     assert cluster.metric("sapwood_router_worker_in_flight_requests{") == 0

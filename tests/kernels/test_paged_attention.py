@@ -9,12 +9,12 @@ import torch
 from sapwood_kernels import reference
 from sapwood_worker.attention.backend import AttentionBatch, AttentionLayer
 from sapwood_worker.attention.torch_native import TorchNativeBackend
-from sapwood_worker.cache.device_pool import DevicePool, page_bytes
+from sapwood_worker.cache.device_pool import DevicePool, KVScales, page_bytes
 
 DIM = 8
 
 
-def run(query_lens, prefix_lens, *, heads, kv_heads, page_size, window=None, softcap=None, seed=0):
+def run(query_lens, prefix_lens, *, heads, kv_heads, page_size, window=None, softcap=None, seed=0, float8=False):
     """Attends with the backend and with the reference; both [T, heads * DIM]."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -28,8 +28,9 @@ def run(query_lens, prefix_lens, *, heads, kv_heads, page_size, window=None, sof
         page_size=page_size,
         num_kv_heads=kv_heads,
         head_dim=DIM,
-        dtype=torch.float32,
+        dtype=torch.float8_e4m3fn if float8 else torch.float32,
         device=torch.device("cpu"),
+        scales=KVScales((1.0, 0.5), (1.0, 4.0)) if float8 else None,
     )
     # What was never written must never be read.
     pool.key_slots[1].fill_(float("nan"))
@@ -46,8 +47,7 @@ def run(query_lens, prefix_lens, *, heads, kv_heads, page_size, window=None, sof
         written.append(all_slots[: prefix_lens[i]])
         slots.append(all_slots[prefix_lens[i] :])
     old = torch.from_numpy(np.concatenate(written))
-    for target in (pool.key_slots[1], pool.value_slots[1]):
-        target[old] = torch.randn(len(old), kv_heads, DIM, generator=generator)
+    pool.destination(1, old).store(*torch.randn(2, len(old), kv_heads, DIM, generator=generator))
     total = int(query_lens.sum())
     query = torch.randn(total, heads, DIM, generator=generator)
     key, value = torch.randn(2, total, kv_heads, DIM, generator=generator)
@@ -62,8 +62,7 @@ def run(query_lens, prefix_lens, *, heads, kv_heads, page_size, window=None, sof
     # The backend has written this step's keys and values, which the reference reads.
     theirs = reference.paged_attention(
         query,
-        pool.key_slots[1],
-        pool.value_slots[1],
+        *pool.read(1, torch.arange(count * page_size), torch.float32),
         torch.from_numpy(table.clip(max=count - 1)),
         torch.from_numpy(query_lens),
         torch.from_numpy(seq_lens),
@@ -101,6 +100,12 @@ def test_head_groups_page_sizes_and_softcap(heads, kv_heads, page_size, softcap)
     ours, theirs = run(
         *BATCHES["mixed"], heads=heads, kv_heads=kv_heads, page_size=page_size, window=37, softcap=softcap
     )
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["decodes of all lengths", "mixed"])
+def test_a_cache_of_float8(name):
+    ours, theirs = run(*BATCHES[name], heads=4, kv_heads=2, page_size=4, float8=True)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 

@@ -14,8 +14,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check(
-    lengths: list[int], *, heads=4, kv_heads=2, dim=16, page_size=16, splits=4, window=None, softcap=None
-) -> None:
+    lengths: list[int], *, heads=4, kv_heads=2, dim=16, page_size=16, splits=4, least=1, window=None, softcap=None,
+    float8=False,
+) -> None:  # fmt: skip
     torch.manual_seed(sum(lengths))
     batch = len(lengths)
     counts = [-(-length // page_size) for length in lengths]
@@ -35,14 +36,23 @@ def check(
         pages += mine.tolist()
         indptr.append(len(pages))
     query = torch.randn(batch, heads, dim)
+    kv_scales = (0.5, 4.0) if float8 else (1.0, 1.0)
+    stored = [keys, values]
+    if float8:
+        stored = [reference.quantise(each, scale) for each, scale in zip(stored, kv_scales, strict=True)]
+        keys, values = [reference.dequantise(each, scale) for each, scale in zip(stored, kv_scales, strict=True)]
     expected = reference.paged_attention(
         query, keys, values, table, torch.ones(batch, dtype=torch.int64), torch.tensor(lengths), page_size,
         scale=0.7, window=window, softcap=softcap,
     )  # fmt: skip
-    on = [each.to(DEVICE) for each in (query, keys, values)]
+    on = [each.to(DEVICE) for each in (query, *stored)]
     ints = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in (indptr, pages, lengths)]
-    result = kernel.decode_attention(*on, *ints, page_size, splits=splits, scale=0.7, window=window, softcap=softcap)
-    torch.testing.assert_close(result.cpu(), expected, rtol=1e-4, atol=1e-5)
+    result = kernel.decode_attention(
+        *on, *ints, page_size, splits=splits, least=least, scale=0.7, window=window, softcap=softcap, kv_scales=kv_scales
+    )  # fmt: skip
+    # float8 is widened to float16, in which queries and weights are rounded too.
+    rtol, atol = (2e-3, 1e-2) if float8 else (1e-4, 1e-5)
+    torch.testing.assert_close(result.cpu(), expected, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 16])
@@ -75,8 +85,19 @@ def test_scores_are_capped():
     check([90, 3], softcap=1.5)
 
 
+@pytest.mark.parametrize("splits", [1, 8])
+def test_a_cache_of_float8_is_read_with_its_scales(splits: int):
+    check([1, 70, 300], splits=splits, float8=True)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_only_long_requests_are_split_where_there_are_many(window: int | None):
+    check([1, 63, 64, 130, 700], splits=8, least=64, window=window)
+
+
 def test_few_requests_are_split_more_than_many():
-    counts = [kernel.num_splits(batch, 8, 132) for batch in (1, 4, 8, 64, 512)]
-    assert counts == sorted(counts, reverse=True)
-    assert counts[0] * 8 >= 132
-    assert counts[-1] == 1
+    plans = [kernel.num_splits(batch, 8, 132) for batch in (1, 4, 8, 64, 512)]
+    shares = [-(-1100 // min(splits, max(1, 1100 // least))) for splits, least in plans]
+    assert shares == sorted(shares)
+    assert plans[0][0] * 8 >= 132
+    assert shares[-1] == 1100

@@ -57,3 +57,18 @@ def test_the_result_may_be_wider_than_the_input():
 def test_any_tile_gives_the_same(blocks: tuple[int, int, int]):
     x, weight = drawn(1, 70), drawn(37, 70)
     torch.testing.assert_close(triton_gemv.gemv(x, weight, blocks=blocks), x @ weight.T)
+
+
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("gate", [None, "silu"])
+@pytest.mark.parametrize("width", [384, 1536])
+def test_a_weight_of_float8_is_read_with_its_scales(width: int, gate: str | None, block: bool):
+    torch.manual_seed(width)
+    x, weight = drawn(1, width), drawn(512, width) / width**0.5
+    rounded, scales = reference.quantise_blocks(weight) if block else reference.quantise_rows(weight)
+    norm = (torch.rand(width, device=DEVICE) + 0.5, 1e-5)
+    expected = reference.rms_norm(x, *norm) @ reference.dequantise_blocks(rounded, scales).t()
+    if gate is not None:
+        expected = GATES[gate](expected)
+    got = triton_gemv.gemv(x, rounded, scales=scales, norm=norm, gate=gate)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -7,12 +7,15 @@ import ssl
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import grpc
 import pytest
 import trustme
 
+from sapwood.cli.errors import UNREACHABLE
+from sapwood.cli.main import main
 from sapwood.client import SapwoodError
 
 
@@ -26,10 +29,10 @@ class Authority:
         self.ca_file = folder / "ca.pem"
         self.ca.cert_pem.write_to_path(self.ca_file)
 
-    def issue(self, name: str, target: Path | None = None) -> tuple[Path, Path]:
-        """Certificate and key for 127.0.0.1, each replaced in one step as Kubernetes and cert-manager do."""
-        folder = target or self.folder
-        issued = self.ca.issue_cert("127.0.0.1", "localhost", common_name=name)
+    def issue(self, name: str, *hosts: str) -> tuple[Path, Path]:
+        """Certificate and key for 127.0.0.1, or ``hosts``, each replaced in one step as Kubernetes and cert-manager do."""
+        folder = self.folder
+        issued = self.ca.issue_cert(*(hosts or ("127.0.0.1", "localhost")), common_name=name)
         cert, key = folder / f"{name}.pem", folder / f"{name}.key"
         for path, blob in (
             (key, issued.private_key_pem.bytes()),
@@ -54,7 +57,8 @@ def authority(tmp_path: Path) -> Authority:
 @pytest.fixture
 def secured(start_services, authority: Authority):
     """Router with TLS for all clients; behind it mutual TLS."""
-    files = {name: authority.issue(name) for name in ("router", "tokenizer", "worker")}
+    files = {name: authority.issue(name) for name in ("router", "tokenizer")}
+    files["worker"] = authority.issue("worker", "worker.sapwood.internal")  # it is reached by its IP address
 
     def serving(name: str, *more: str) -> tuple[str, ...]:
         cert, key = files[name]
@@ -63,6 +67,7 @@ def secured(start_services, authority: Authority):
     inside = ("--tls-client-ca", str(authority.ca_file))
     cert, key = files["router"]
     peers = ("--peer-ca", str(authority.ca_file), "--peer-cert", str(cert), "--peer-key", str(key))
+    peers += ("--worker-name", "worker.sapwood.internal")
     cluster = start_services(
         router=serving("router", *peers), tokenizer=serving("tokenizer", *inside), worker=serving("worker", *inside)
     )
@@ -75,16 +80,20 @@ def probe(address: str, *flags: object) -> int:
     return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
 
 
-def test_a_request_crosses_mutual_tls_and_nobody_else_gets_in(secured, connect, authority: Authority) -> None:
+def test_a_request_crosses_mutual_tls_and_nobody_else_gets_in(secured, connect, authority: Authority, capsys) -> None:
     client = connect(secured.grpc, credentials=authority.credentials())
     assert client.generate("hello", max_tokens=3, ignore_eos=True).text() is not None
     with pytest.raises(SapwoodError, match="UNAVAILABLE"):
         connect(secured.grpc).list_models()  # plain text
+    operator = ["router", "workers", "list", "--address", secured.grpc, "--ca", str(authority.ca_file)]
+    assert main([*operator, "--server-name", "localhost"]) == 0
+    assert secured.worker in capsys.readouterr().out
+    assert main([*operator, "--server-name", "elsewhere"]) == UNREACHABLE
     stranger = Authority(authority.folder / "stranger")
     own = stranger.issue("stranger")
     cert, key = authority.issue("operator")
-    for address in (secured.tokenizer, secured.worker):
-        ca = ("--ca", authority.ca_file)
+    for address, name in ((secured.tokenizer, "localhost"), (secured.worker, "worker.sapwood.internal")):
+        ca = ("--ca", authority.ca_file, "--name", name)
         assert probe(address, *ca, "--cert", cert, "--key", key) == 0
         assert probe(address, *ca) == 1, "without a certificate"
         assert probe(address, *ca, "--cert", own[0], "--key", own[1]) == 1, "with a stranger's"
@@ -107,7 +116,50 @@ def test_new_certificates_are_taken_up_without_a_restart(secured, connect, autho
     assert secured.processes["router"].process.pid == pid
     os.kill(pid, 0)
     client = connect(secured.grpc, credentials=authority.credentials())
+    assert secured.processes["router"].find("TLS files have changed: (new connections) to the tokenizer")
     assert client.generate("hello", max_tokens=3, ignore_eos=True).text() is not None
+
+
+def test_a_new_authority_for_clients_replaces_the_old_one_on_both_ports(
+    start_services, authority: Authority, tmp_path: Path
+) -> None:
+    clients = tmp_path / "clients.pem"
+    clients.write_bytes(authority.ca_file.read_bytes())
+    cert, key = authority.issue("router")
+    flags = ("--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(clients))
+    cluster = start_services(router=(*flags, "--health-port", "0"))
+    health = cluster.processes["router"].find(r"health on ([\d.]+:\d+)")
+    deadline = time.monotonic() + 60
+    while probe(health) != 0:
+        assert time.monotonic() < deadline
+    successor = Authority(tmp_path / "successor")
+    shown = {ca: ca.issue("client") for ca in (authority, successor)}
+
+    def let_in(ca: Authority) -> tuple[bool, bool]:
+        """Over gRPC, and over HTTP."""
+        mine = shown[ca]
+        flags = ("--ca", authority.ca_file, "--cert", mine[0], "--key", mine[1])
+        context = ssl.create_default_context(cafile=str(authority.ca_file))
+        context.load_cert_chain(*mine)
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        )
+        try:
+            with opener.open(f"https://{cluster.http}/health", timeout=20):
+                over_http = True
+        except OSError:
+            over_http = False
+        return probe(cluster.grpc, *flags) == 0, over_http
+
+    assert let_in(authority) == (True, True)
+    assert let_in(successor) == (False, False)
+    fresh = tmp_path / "fresh.pem"
+    fresh.write_bytes(successor.ca_file.read_bytes())
+    fresh.rename(clients)
+    deadline = time.monotonic() + 60
+    while let_in(successor) != (True, True):
+        assert time.monotonic() < deadline
+    assert let_in(authority) == (False, False)
 
 
 def test_half_a_configuration_is_refused_by_name(authority: Authority) -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace import TracerProvider
+from prometheus_client.parser import text_string_to_metric_families
+
+from sapwood.client import SapwoodError
+from sapwood.v1 import worker_pb2, worker_pb2_grpc
 
 
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
@@ -49,9 +56,11 @@ def receiver() -> Iterator[Receiver]:
 
 
 WANTED = {
-    ("sapwood-router", "generate"),
-    ("sapwood-router", "prepare"),
-    ("sapwood-router", "select"),
+    ("sapwood-router", "text_completion fake"),
+    *(
+        ("sapwood-router", stage)
+        for stage in ("prepare", "select", "acquire", "build", "dispatch", "execute", "respond")
+    ),
     ("sapwood-tokenizer", "sapwood.v1.Tokenizer/Tokenize"),
     ("sapwood-worker", "worker generate"),
     ("sapwood-worker", "queue"),
@@ -80,7 +89,9 @@ def test_one_request_is_one_connected_trace_over_all_services(start_services, co
     known = {span.span_id.hex() for _, span in spans} | {parent}
     assert all(span.parent_span_id.hex() in known for _, span in spans)
     by_name = {span.name: span for _, span in spans}
-    attributes = {item.key: item.value for item in by_name["generate"].attributes}
+    assert by_name["text_completion fake"].kind == Span.SPAN_KIND_CLIENT
+    attributes = {item.key: item.value for item in by_name["text_completion fake"].attributes}
+    assert attributes["gen_ai.operation.name"].string_value == "text_completion"
     assert attributes["gen_ai.usage.output_tokens"].int_value == 5
     assert attributes["gen_ai.request.max_tokens"].int_value == 5
     assert attributes["gen_ai.response.model"].string_value == "fake"
@@ -88,11 +99,34 @@ def test_one_request_is_one_connected_trace_over_all_services(start_services, co
     assert queue.start_time_unix_nano <= queue.end_time_unix_nano <= prefill.end_time_unix_nano
     assert prefill.end_time_unix_nano <= decode.end_time_unix_nano
 
+    # What is refused says why, in the words of its status; embeddings have a trace of their own, over gRPC too.
+    client = connect(cluster.grpc)
+    for call in (
+        lambda: client.generate(token_ids=[1, 2], model="none", max_tokens=1).text(),
+        lambda: client.generate(messages=[{"role": "user", "content": "hi"}], model="none", max_tokens=1).text(),
+        lambda: client.embed("hello"),
+    ):
+        with pytest.raises(SapwoodError):
+            call()
+    wanted = {"text_completion none": "NOT_FOUND", "chat none": "NOT_FOUND", "embeddings": "INVALID_ARGUMENT"}
+    spans = receiver.wait_for(lambda spans: {span.name for _, span in spans} >= wanted.keys())
+    by_id = {span.span_id: span for _, span in spans}
+    for span in (span for _, span in spans if span.name in wanted):
+        attributes = {item.key: item.value.string_value for item in span.attributes}
+        assert attributes["error.type"] == wanted[span.name]
+        assert span.name.split()[0] == attributes["gen_ai.operation.name"]
+        receiver.wait_for(lambda _, span=span: any(other.span_id == span.parent_span_id for _, other in receiver.spans))
+        by_id |= {other.span_id: other for _, other in receiver.spans}
+        assert by_id[span.parent_span_id].name in ("sapwood.v1.Router/Generate", "sapwood.v1.Router/Embed")
+
 
 def test_over_grpc_a_trace_begins_at_the_router_and_polling_makes_none(
-    start_services, connect, receiver: Receiver
+    start_services, connect, receiver: Receiver, tmp_path: Path
 ) -> None:
-    cluster = start_services("--trace-endpoint", f"127.0.0.1:{receiver.port}")
+    tiers = ("--host-cache-ratio", "2", "--storage", f"file://{tmp_path}/store", "--storage-min-tokens", "16")
+    cluster = start_services(
+        "--trace-endpoint", f"127.0.0.1:{receiver.port}", worker=(*tiers, "--storage-prefetch", "wait_complete")
+    )
     cluster.wait_ready()
     client = connect(cluster.grpc)
     client.list_workers()
@@ -111,6 +145,36 @@ def test_over_grpc_a_trace_begins_at_the_router_and_polling_makes_none(
     )
     parents = {span.parent_span_id: span.name for _, span in spans if span.trace_id == trace}
     assert parents[root_id] == "sapwood.v1.Router/Generate"
+
+    # What comes from lower tiers of the cache has spans, and is counted.
+    def counted(name: str, **labels: str) -> float:
+        families = text_string_to_metric_families(cluster.metrics("worker"))
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and sample.labels == labels
+        )
+
+    prompt = "a long prompt of several pages, " * 4
+    client.generate(prompt, max_tokens=1).text()
+    deadline = time.monotonic() + 60
+    page = counted("sapwood_worker_store_bytes_total", direction="written")
+    while counted("sapwood_worker_store_bytes_total", direction="written") < 8 * 16 * 8:
+        assert time.monotonic() < deadline, page
+        time.sleep(0.05)
+    with grpc.insecure_channel(cluster.worker) as channel:
+        worker = worker_pb2_grpc.WorkerStub(channel)
+        worker.FlushCache(worker_pb2.FlushCacheRequest())
+        worker.ClearCache(worker_pb2.ClearCacheRequest(tiers=[worker_pb2.CACHE_TIER_HOST]))
+    client.generate(prompt + "?", max_tokens=1).text()
+    loads = receiver.wait_for(lambda spans: sum(span.name == "cache load" for _, span in spans) >= 2)
+    found = [item.value.string_value for _, span in loads if span.name == "cache load" for item in span.attributes]
+    assert {"storage", "host"} <= set(found)
+    assert counted("sapwood_worker_cache_hit_tokens_total", tier="storage") == 128
+    assert counted("sapwood_worker_store_bytes_total", direction="read") > 0
+    assert counted("sapwood_worker_store_errors_total", error="call") == 0
+    assert counted("sapwood_worker_store_timeouts_total") == 0
 
 
 def test_what_is_not_sampled_is_not_sent(start_services, connect, receiver: Receiver) -> None:

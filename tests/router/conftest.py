@@ -152,9 +152,12 @@ def byte_tokenizer() -> Tokenizer:
 class TokenizerProcess:
     """A running ``python -m sapwood_tokenizer``."""
 
-    def __init__(self, folder: Path, port: int = 0) -> None:
+    def __init__(self, folder: Path, port: int = 0, host: str = "127.0.0.1") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sapwood_tokenizer", "--port", str(port), "--model", str(folder)],
+            [
+                *(sys.executable, "-m", "sapwood_tokenizer", "--host", host, "--port", str(port)),
+                *("--metrics-port", "0", "--model", str(folder)),
+            ],
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -162,7 +165,7 @@ class TokenizerProcess:
         lines = []
         for line in self.process.stderr:
             lines.append(line)
-            if found := re.search(r"listening on (127\.0\.0\.1:\d+)", line):
+            if found := re.search(r"\blistening on ([\d.]+:\d+)", line):
                 self.address = found[1]
                 return
         pytest.fail("".join(lines))
@@ -177,13 +180,15 @@ def start_tokenizer(byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPath
     """Starts a tokenizer process for ``byte_tokenizer`` with a chat template; a context manager."""
 
     @contextlib.contextmanager
-    def start(template: str = "{{ messages[0].content }}", port: int = 0) -> Iterator[TokenizerProcess]:
+    def start(
+        template: str = "{{ messages[0].content }}", port: int = 0, host: str = "127.0.0.1"
+    ) -> Iterator[TokenizerProcess]:
         folder: Path = tmp_path_factory.mktemp("model")
         byte_tokenizer.save(str(folder / "tokenizer.json"))
         (folder / "config.json").write_text("{}")
         settings = {"eos_token": SPECIAL[1], "chat_template": template}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        process = TokenizerProcess(folder, port)
+        process = TokenizerProcess(folder, port, host)
         try:
             yield process
         finally:

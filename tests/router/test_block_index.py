@@ -16,10 +16,15 @@ WORKERS = ("a", "b", "c")
 HASHES = [bytes([i]) * 16 for i in range(12)]
 
 
-def plain_overlap(model: dict[str, list[set[bytes]]], worker: str, prompt: list[bytes]) -> tuple[int, float]:
+def plain_overlap(
+    model: dict[str, list[set[bytes]]], worker: str, prompt: list[bytes], stores: dict[str, str]
+) -> tuple[int, float]:
     pages, weight = 0, 0.0
+    peers = [other for other in model if other in stores and stores[other] == stores.get(worker)]
     for page in prompt:
         tiers = [tier for tier in Tier if page in model[worker][tier]]
+        if any(page in model[peer][Tier.REMOTE] for peer in peers):
+            tiers.append(Tier.REMOTE)
         if not tiers:
             break
         pages += 1
@@ -55,11 +60,14 @@ class IndexAgainstModel(RuleBasedStateMachine):
         self.index.remove(worker)
         self.model.pop(worker, None)
 
-    @rule(prompt=st.lists(st.sampled_from(HASHES), unique=True))
-    def overlaps_are_those_of_the_model(self, prompt: list[bytes]) -> None:
-        found = self.index.overlaps(prompt)
+    @rule(
+        prompt=st.lists(st.sampled_from(HASHES), unique=True),
+        stores=st.dictionaries(st.sampled_from(WORKERS), st.sampled_from(["x", "y"])),
+    )
+    def overlaps_are_those_of_the_model(self, prompt: list[bytes], stores: dict[str, str]) -> None:
+        found = self.index.overlaps(prompt, stores)
         for worker in self.model:
-            pages, weight = plain_overlap(self.model, worker, prompt)
+            pages, weight = plain_overlap(self.model, worker, prompt, stores)
             assert found.get(worker, (0, 0.0)) == (pages, pytest.approx(weight))
         assert set(found) <= set(self.model)
 

@@ -79,14 +79,24 @@ async def test_a_worker_that_cannot_is_followed_by_another(cluster) -> None:
     assert all(worker.in_flight == 0 for worker in cluster.router.registry.all())
 
 
-async def test_a_model_that_makes_none_says_so(cluster, wait_until) -> None:
+async def restart_workers(cluster, wait_until, **attributes: int) -> None:
     for worker in cluster.workers:
         await worker.kill()
-        worker.embedding_size = 0
+        vars(worker).update(attributes)
     await wait_until(lambda: not cluster.router.registry.any_available())
     for worker in cluster.workers:
         await worker.start()
     await cluster.ready()
+
+
+async def test_a_worker_that_cuts_long_inputs_is_given_them_whole(cluster, wait_until) -> None:
+    await restart_workers(cluster, wait_until, embedded_tokens=256)
+    answer = await cluster.openai.embeddings.create(model="fake", input="x" * 200_000, encoding_format="float")
+    assert answer.data[0].embedding == vector(encode("x" * 200_000))
+
+
+async def test_a_model_that_makes_none_says_so(cluster, wait_until) -> None:
+    await restart_workers(cluster, wait_until, embedding_size=0)
     with pytest.raises(openai.BadRequestError) as caught:
         await cluster.openai.embeddings.create(model="fake", input="a")
     assert caught.value.param == "model"

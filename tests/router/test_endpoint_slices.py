@@ -41,6 +41,9 @@ class ApiServer:
         self.changed = threading.Condition()
         self.breaks = 0
         self.refusing = False
+        self.answers = threading.Event()
+        """Cleared: it takes connections and says nothing."""
+        self.answers.set()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -52,6 +55,7 @@ class ApiServer:
 
             def do_GET(self) -> None:
                 query = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)
+                outer.answers.wait()
                 if outer.refusing:
                     self.send_error(503)
                     return
@@ -115,6 +119,7 @@ class ApiServer:
 def api_server():
     server = ApiServer()
     yield server
+    server.answers.set()
     server.break_watches()
     server.server.shutdown()
     server.server.server_close()
@@ -190,6 +195,36 @@ async def test_while_the_api_server_does_not_answer_something_else_stands_in(api
     await wait_until(lambda: lives == ["begun", "ended", "begun"])
     following.cancel()
     await wait_until(lambda: lives == ["begun", "ended"] * 2)
+
+
+async def test_an_api_server_that_says_nothing_is_one_that_fails(api_server: ApiServer, wait_until) -> None:
+    configuration = client.Configuration()
+    configuration.host = f"http://127.0.0.1:{api_server.server.server_port}"
+    configuration.proxy = None
+    configuration.retries = False
+    api = client.DiscoveryV1Api(client.ApiClient(configuration))
+    named: list[frozenset[str]] = []
+    lives: list[str] = []
+
+    async def dns() -> None:
+        lives.append("begun")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            lives.append("ended")
+
+    api_server.put(endpoint_slice("a", "10.0.0.1"))
+    api_server.answers.clear()
+    following = asyncio.create_task(
+        follow_endpoint_slices(
+            api, parse_service("prod/worker:grpc"), named.append, dns, watch_seconds=0, answer_seconds=0.5
+        )
+    )
+    await wait_until(lambda: lives == ["begun"])  # it did not answer the list
+    api_server.answers.set()
+    await wait_until(lambda: named == [frozenset({"10.0.0.1:50061"})])
+    await wait_until(lambda: lives[:3] == ["begun", "ended", "begun"])  # a watch that it does not end
+    following.cancel()
 
 
 @pytest.mark.parametrize("text", ["worker", "prod/worker", "/worker:grpc", "prod/:grpc", "prod/worker:"])

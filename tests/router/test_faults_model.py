@@ -15,7 +15,7 @@ from sapwood_common import errors
 from sapwood_router.admission import Admission, AdmissionSettings, Ticket
 from sapwood_router.circuit_breaker import BreakerSettings, CircuitBreaker, Permit
 from sapwood_router.context import FieldNames, RequestContext, Sampling, TokenPrompt
-from sapwood_router.outcome import Outcome, WorkerLostError, outcome_of
+from sapwood_router.outcome import Outcome, WorkerLeftError, WorkerLostError, outcome_of
 from sapwood_router.output import OutputOptions
 from sapwood_router.pipeline.acquire import acquire
 from sapwood_router.pipeline.select import select
@@ -103,6 +103,7 @@ class Faults(RuleBasedStateMachine):
         self.workers = {name: Worker(name, CircuitBreaker(BREAKER, self.clock), self.clock) for name in NAMES}
         self.plain = {name: PlainBreaker() for name in NAMES}
         self.epochs = dict.fromkeys(NAMES, 1)
+        self.drained: set[str] = set()
         self.registry = Registry(self.workers.values(), most_requests=lambda model: ROOM)
         for name in NAMES:
             self.up(name)
@@ -121,7 +122,7 @@ class Faults(RuleBasedStateMachine):
         return [
             worker
             for name, worker in self.workers.items()
-            if worker.available and self.plain[name].admits(self.clock.now)
+            if worker.available and name not in self.drained and self.plain[name].admits(self.clock.now)
         ]
 
     def place(self, request: Request) -> None:
@@ -212,6 +213,25 @@ class Faults(RuleBasedStateMachine):
             self.failed(request, WorkerLostError("gone"), name)
         self.pump()
 
+    @rule(name=st.sampled_from(NAMES))
+    def drain_or_undrain(self, name: str) -> None:
+        self.drained ^= {name}
+        self.registry.set_draining(self.workers[name], name in self.drained)
+        self.pump()
+
+    @rule(name=st.sampled_from(NAMES))
+    def replace(self, name: str) -> None:
+        """The worker is removed, what runs on it goes on elsewhere, and another is named that is yet to come up."""
+        worker = self.workers[name]
+        self.registry.remove(worker)
+        for request in [request for request in self.running() if request.worker is worker]:
+            self.failed(request, WorkerLeftError("removed"), name)
+        self.drained.discard(name)
+        self.workers[name] = Worker(name, CircuitBreaker(BREAKER, self.clock), self.clock)
+        self.plain[name] = PlainBreaker()
+        self.registry.add(self.workers[name])
+        self.pump()
+
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 3.0, 11.0]))
     def wait(self, seconds: float) -> None:
         self.clock.now += seconds
@@ -243,7 +263,7 @@ class Faults(RuleBasedStateMachine):
         if had_permit:
             self.end_permit(request, outcome_of(error))
         self.leave_worker(request)
-        request.losses += isinstance(error, WorkerLostError)
+        request.losses += isinstance(error, WorkerLostError) and not isinstance(error, WorkerLeftError)
         delay = request.failover.after(error, name, request.deadline)
         if isinstance(error, WorkerLostError):
             assert (delay is not None) == (request.losses <= MOST_LOSSES)
@@ -272,6 +292,12 @@ class Faults(RuleBasedStateMachine):
             here = [request for request in self.running() if request.worker is worker]
             assert worker.in_flight == len(here)
             assert worker.pending_tokens == sum(3 for _ in here)
+
+    @invariant()
+    def the_registry_offers_what_is_up_and_not_drained(self) -> None:
+        up = [worker for name, worker in self.workers.items() if worker.available and name not in self.drained]
+        assert set(self.registry.available("m")) == set(up)
+        assert {worker.address for worker in self.registry.all()} == set(NAMES)
 
     @invariant()
     def breakers_are_where_the_plain_ones_are(self) -> None:

@@ -139,9 +139,9 @@ def test_a_scheduler_started_anew_behind_the_same_front_holds_nothing():
 
 
 @contextlib.asynccontextmanager
-async def worker_process():
+async def worker_process(*flags: str):
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "sapwood_worker.testing.fake_worker", "--port", "0", "--step-ms", "0"),
+        *(sys.executable, "-m", "sapwood_worker.testing.fake_worker", "--port", "0", "--step-ms", "0", *flags),
         stderr=asyncio.subprocess.PIPE,
     )
     async with asyncio.timeout(60):
@@ -157,13 +157,14 @@ async def worker_process():
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.02)
 
 
-async def test_a_worker_process_is_followed_and_a_drift_is_repaired():
-    async with worker_process() as address, open_channel(address) as channel:
+async def test_a_worker_process_is_followed_through_its_tiers_and_a_drift_is_repaired(tmp_path):
+    tiers = ("--host-cache-ratio", "2", "--storage", f"file://{tmp_path}", "--storage-min-tokens", "16")
+    async with worker_process(*tiers) as address, open_channel(address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         index, drifts = BlockIndex(1 << 24), []
         worker = Worker(address, CircuitBreaker(BreakerSettings(), time.monotonic), time.monotonic)
@@ -191,8 +192,17 @@ async def test_a_worker_process_is_followed_and_a_drift_is_repaired():
         worker.report(load_of(report.load))
         await until(lambda: index.overlaps(hashes) == {address: (5, 5.0)})
 
-        await stub.FlushCache(worker_pb2.FlushCacheRequest())
-        await until(lambda: not index.overlaps(hashes))
+        # Each tier counts for what it saves, the nearest first; what has come down stays known when it leaves the tier above.
+        for tier in (Tier.HOST, Tier.REMOTE):
+            await until(lambda tier=tier: index.pages(address, tier) >= set(hashes))
+        for emptied, left in (
+            (worker_pb2.CACHE_TIER_DEVICE, 4.0),
+            (worker_pb2.CACHE_TIER_HOST, 2.0),
+            (worker_pb2.CACHE_TIER_STORAGE, None),
+        ):
+            await stub.ClearCache(worker_pb2.ClearCacheRequest(tiers=[emptied]))
+            expected = {} if left is None else {address: (5, pytest.approx(left))}
+            await until(lambda expected=expected: index.overlaps(hashes) == expected)
         monitor.cancel()
         await asyncio.wait([monitor])
         assert not index.knows(address)

@@ -3,6 +3,7 @@
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -46,6 +47,19 @@ def test_random_is_uniform_whatever_the_load() -> None:
     policy = Random(random.Random(3))
     counts = Counter(policy.choose(views(100, 0, 0, 0), PROMPT).address for _ in range(8000))
     assert all(1800 < counts[f"w{number}"] < 2200 for number in range(4))
+
+
+def test_the_fullest_of_randomly_filled_workers_stays_near_what_chance_allows() -> None:
+    policy, loads = Random(random.Random(5)), [0] * 8
+    for _ in range(8000):
+        loads[int(policy.choose(views(*loads), PROMPT).address[1:])] += 1
+    assert max(loads) <= 1000 + 4 * (1000 * 7 / 8) ** 0.5  # four standard deviations of a binomial
+
+
+def test_round_robin_keeps_numbers_even_however_unequal_the_loads_are() -> None:
+    policy = RoundRobin()
+    counts = Counter(policy.choose(views(10**6, 0, 5), PROMPT).address for _ in range(301))
+    assert max(counts.values()) - min(counts.values()) <= 1
 
 
 def test_least_load_takes_fewest_requests_then_fewest_tokens_then_takes_turns() -> None:
@@ -103,6 +117,16 @@ def test_cache_aware_on_a_miss_takes_the_least_loaded() -> None:
     policy.placed("w0", 16, PromptPages(range(1000, 1100)))
     choice = policy.choose(views(2, 3, 1), PROMPT)
     assert (choice.address, choice.reason, choice.cached_tokens) == ("w2", "cache_miss", 0)
+
+
+def test_cache_aware_spreads_prompts_that_share_nothing_evenly() -> None:
+    policy, loads = cache_aware(), [0] * 5
+    for number in range(203):  # none of them ends
+        prompt = PromptPages(range(1000 * number, 1000 * number + 40))
+        address = policy.choose(views(*loads), prompt).address
+        policy.placed(address, 16, prompt)
+        loads[int(address[1:])] += 1
+    assert max(loads) - min(loads) <= 1
 
 
 def test_cache_aware_spills_when_the_queue_costs_more_than_computing_it_again() -> None:
@@ -165,6 +189,16 @@ def test_cache_aware_prefers_the_nearer_tier() -> None:
         knowing.blocks.store(worker, tier, hashes)
     assert knowing.policy.choose(views(0, 0, 0), PROMPT).address == "w1"
     assert knowing.policy.choose(views(0, 9, 0), PROMPT).address == "w2"
+
+
+def test_what_is_in_a_store_counts_for_every_worker_that_shares_it() -> None:
+    knowing = Knowing()
+    knowing.blocks.store("w0", Tier.REMOTE, PROMPT.hashes(16))
+    writer, stranger, sharer = views(9, 0, 0)
+    workers = [replace(writer, storage_id="x"), replace(stranger, storage_id="y"), replace(sharer, storage_id="x")]
+    choice = knowing.policy.choose(workers, PROMPT)
+    assert (choice.address, choice.reason) == ("w2", "cache_hit")
+    assert knowing.policy.choose([writer, stranger, sharer], PROMPT).address == "w1", "nobody is known to share it"
 
 
 def test_siblings_follow_the_first_before_its_event_arrives() -> None:

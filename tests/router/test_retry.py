@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sapwood_common import errors
-from sapwood_router.outcome import WorkerLostError
+from sapwood_router.outcome import WorkerLeftError, WorkerLostError
 from sapwood_router.resume import Failover
 from sapwood_router.retry import RetryBudget, RetryPolicy, RetrySettings
 from sapwood_router.silence import SilenceDetector
@@ -70,7 +70,9 @@ def test_lost_workers_cost_no_budget_and_are_bounded() -> None:
     failover = Failover(policy(reserve=0), 3)
     for _ in range(3):
         assert failover.after(WorkerLostError("gone"), "a", FAR) == 0.0
+    assert failover.after(WorkerLeftError("drained"), "a", FAR) == 0.0
     assert failover.after(WorkerLostError("gone"), "a", FAR) is None
+    assert failover.after(WorkerLeftError("drained"), "a", FAR) == 0.0
     assert not failover.refused_by
 
 

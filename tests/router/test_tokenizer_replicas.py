@@ -3,26 +3,36 @@
 import asyncio
 import contextlib
 import signal
+import socket
 
 import openai
 import pytest
 
 from sapwood_router.application import RouterApplication
 from sapwood_router.config import RouterConfig
+from sapwood_router.name_lookup import addresses_behind, name_in
 from sapwood_router.testing.fake_tokenizer import FakeTokenizer
 from sapwood_router.testing.fake_worker import FakeWorker
 
-TEXT = "Ünïcode " * 40
-REQUESTS = 24
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+TEXT = "Ünïcode " * 20
+REQUESTS = 12
 
 
 @contextlib.asynccontextmanager
-async def running_router(wait_until, tokenizers: str, worker: FakeWorker):
+async def running_router(wait_until, tokenizers: str, worker: FakeWorker, lookup=addresses_behind):
     await worker.start()
     config = RouterConfig(
         port=0, http_port=0, tokenizer=tokenizers, workers=(worker.address,), health_interval=0.1, request_timeout=60
     )
-    router = RouterApplication(config)
+    router = RouterApplication(config, lookup)
     await router.start()
     try:
         await wait_until(lambda: router.problem() is None)
@@ -117,6 +127,71 @@ async def test_a_replica_that_drains_finishes_its_streams_where_there_is_no_othe
             assert "".join(texts) == TEXT
             await wait_until(lambda: only.process.poll() is not None, 60)
             assert only.process.returncode == 0
+
+
+async def test_replicas_behind_one_name_share_the_work_and_leave_one_by_one_without_a_failed_request(
+    wait_until, start_tokenizer
+) -> None:
+    worker = FakeWorker()
+    worker.script.delay = 0.004
+    worker.script.tokens = list
+    with contextlib.ExitStack() as processes:
+        port = free_port()
+        replicas = [processes.enter_context(start_tokenizer(port=port, host=f"127.0.0.{n}")) for n in (1, 2)]
+        named = {replica.address for replica in replicas}
+
+        async def lookup(host: str, asked: int) -> frozenset[str]:
+            assert (host, asked) == ("tokenizer.prod", port)
+            return frozenset(named)
+
+        async with running_router(wait_until, f"tokenizer.prod:{port}", worker, lookup) as (router, client):
+            running, failed, done = True, [], 0
+
+            async def user() -> None:
+                nonlocal done
+                while running:
+                    try:
+                        assert await complete(client) == TEXT
+                        done += 1
+                    except Exception as error:
+                        failed.append(error)
+
+            async def progress() -> None:
+                goal = done + 8
+                await wait_until(lambda: failed or done >= goal)
+
+            def at_work() -> set[str]:
+                sessions = router._detokenizers._sessions
+                return {replica.address for replica, session in sessions.items() if session.load}
+
+            users = [asyncio.ensure_future(user()) for _ in range(8)]
+            await wait_until(lambda: at_work() == named)
+            first, second = replicas
+            first.process.send_signal(signal.SIGTERM)  # it is still behind the name when it begins to drain
+            await progress()
+            named.discard(first.address)
+            await wait_until(lambda: first.process.poll() is not None)
+            await progress()
+            third = processes.enter_context(start_tokenizer(port=port, host="127.0.0.3"))
+            named.add(third.address)
+            await wait_until(lambda: third.address in at_work())
+            named.discard(second.address)  # before it learns that it is to end
+            await wait_until(lambda: at_work() == {third.address})
+            second.process.send_signal(signal.SIGTERM)
+            await progress()
+            running = False
+            await asyncio.gather(*users)
+            assert failed == []
+            assert (first.process.wait(60), second.process.wait(60)) == (0, 0)
+
+
+def test_what_is_a_name_and_what_is_an_address() -> None:
+    assert name_in("tokenizer:50052") == name_in("dns:///tokenizer:50052") == ("tokenizer", 50052)
+    assert [name_in(text) for text in ("10.0.0.1:1", "[::1]:1", "unix:/run/t", "ipv4:10.0.0.1:1", "t")] == [None] * 5
+
+
+async def test_of_both_families_one_is_taken() -> None:
+    assert await addresses_behind("localhost", 7) in ({"127.0.0.1:7"}, {"[::1]:7"})
 
 
 async def _first(stream, count: int):

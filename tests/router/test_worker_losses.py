@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -127,17 +128,21 @@ class Load:
 
 
 @contextlib.asynccontextmanager
-async def cluster(workers: int, namespaces: Sequence[Any] = (), **settings):
+async def cluster(workers: int, namespaces: Sequence[Any] = (), workers_file: Path | None = None, **settings):
     tokenizer = FakeTokenizer()
     await tokenizer.start()
     processes = [WorkerProcess(namespace) for namespace in namespaces] or [WorkerProcess() for _ in range(workers)]
     await asyncio.gather(*(process.start() for process in processes))
+    addresses = tuple(process.address for process in processes)
+    if workers_file is not None:
+        await asyncio.to_thread(workers_file.write_text, "\n".join(addresses))
     router = RouterApplication(
         RouterConfig(
             port=0,
             http_port=0,
             tokenizer=tokenizer.address,
-            workers=tuple(process.address for process in processes),
+            workers=addresses if workers_file is None else (),
+            workers_file=workers_file,
             **settings,
         )
     )
@@ -233,9 +238,44 @@ async def test_restarting_all_workers_one_after_the_other_fails_no_request() -> 
         assert load.resumed == 0
 
 
-async def test_the_scheduler_of_a_worker_dies() -> None:
-    from pathlib import Path
+async def test_what_is_no_longer_named_finishes_what_it_has_and_what_is_removed_hands_it_on_at_no_cost(
+    tmp_path,
+) -> None:
+    file = tmp_path / "workers"
+    async with cluster(2, workers_file=file, most_resumptions=0) as (router, workers, stub):
+        load = Load(stub, streams=8, seed=1)
+        for worker in workers:
+            await progress(load, 4)
+            file.write_text("\n".join(other.address for other in workers if other is not worker))
+            async with asyncio.timeout(60):
+                while len(router.registry.all()) == 2:
+                    await asyncio.sleep(0.01)
+            await progress(load, 4)
+            file.write_text("\n".join(other.address for other in workers))
+            await available(router, 2)
+        await load.stop()
+        assert load.resumed == 0
+        request = router_pb2.RouterGenerateRequest()
+        request.tokens.ids.extend([5, 6, 7])
+        request.sampling.seed, request.sampling.max_tokens = 7, 200
+        call = stub.Generate(request, timeout=120)
+        tokens = list((await call.read()).token_ids)
+        moves = 0
+        while moves < 4:
+            busy = next((worker for worker in router.registry.all() if worker.in_flight), None)
+            if busy is not None:
+                await stub.RemoveWorker(router_pb2.RemoveWorkerRequest(address=busy.address))
+                await stub.RegisterWorker(router_pb2.RegisterWorkerRequest(address=busy.address))
+                moves += 1
+                await available(router, 2)
+            tokens += (await call.read()).token_ids
+        while (response := await call.read()) is not grpc.aio.EOF:
+            tokens += response.token_ids
+        assert tokens == list(islice(continuation([5, 6, 7], SamplingParams(seed=7), VOCAB), 200))
+        assert dict(await call.trailing_metadata())["x-sapwood-resumptions"] == "4"
 
+
+async def test_the_scheduler_of_a_worker_dies() -> None:
     async with cluster(2) as (router, workers, stub):
         load = Load(stub, streams=8, seed=1)
         await progress(load, 4)

@@ -24,6 +24,7 @@ from sapwood_worker.models.loader import load_model
 from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import ScheduledRequest, SchedulerOutput
+from sapwood_worker.testing.mooncake_cluster import MooncakeCluster, mooncake_is_installed
 
 VOCAB = 97
 _ADMISSIONS = itertools.count()
@@ -286,6 +287,15 @@ def _demo_config() -> Any:
     )
     config._attn_implementation = "sdpa"
     return config
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path) -> Iterator[MooncakeCluster]:
+    """A real Mooncake Store of the test's own."""
+    if not mooncake_is_installed():
+        pytest.skip("Mooncake is not installed")
+    with MooncakeCluster(tmp_path, lend_bytes=256 << 20) as cluster:
+        yield cluster
 
 
 class FakeWorkerProcess:

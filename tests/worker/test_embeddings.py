@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import shutil
 import signal
@@ -15,13 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from sapwood_common.errors import ConfigError, InvalidArgumentError
 from sapwood_common.model_files import sapwood_home
 from sapwood_common.status import from_rpc_error
+from sapwood_worker.convert import to_inputs
+from sapwood_worker.model_info import ModelInfo
+from sapwood_worker.models.sentence_config import SentenceConfig, read_sentence_config
 from sapwood_worker.runner.encoder_runner import EncoderRunner
 from sapwood_worker.runner.model_runner import RunnerOptions
 from sapwood_worker.sampling.params import SamplingParams
@@ -147,34 +153,35 @@ def minilm(tmp_path_factory) -> Path:
 
 
 @pytest.mark.model
-async def test_a_worker_serves_minilm_and_its_vectors_are_transformers(minilm: Path) -> None:
+async def test_a_worker_serves_minilm_and_its_vectors_are_sentence_transformers(minilm: Path) -> None:
     import transformers
+    from sentence_transformers import SentenceTransformer
 
     worker = await asyncio.to_thread(start_worker, minilm)
-    texts = ["A man is eating food.", "The new movie is awesome.", "x", "word " * 300]
+    texts = ["A man is eating food.", "The new movie is awesome.", "x", "word " * 254, "word " * 255, "one two " * 400]
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
-    inputs = [tokenizer(text)["input_ids"] for text in texts]
-    oracle = transformers.AutoModel.from_pretrained(minilm).eval()
-    wanted = []
-    for ids in inputs:
-        with torch.inference_mode():
-            mean = oracle(torch.tensor([ids])).last_hidden_state[0].mean(0)
-        wanted.append(torch.nn.functional.normalize(mean, dim=0).numpy())
+    # The tokenizer's own file asks for padding and cuts at 128.
+    inputs = [tokenizer(text, truncation=False, padding=False)["input_ids"] for text in texts]
+    assert [len(ids) for ids in inputs[2:]] == [3, 256, 257, 802]
+    oracle = SentenceTransformer(str(minilm), device="cpu")
+    assert oracle.max_seq_length == 256
+    wanted = oracle.encode(texts)
     try:
         async with grpc.aio.insecure_channel(worker[1]) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
             info = await stub.GetModelInfo(worker_pb2.GetModelInfoRequest())
             assert (info.embedding_size, info.embeds_only, info.pooling) == (384, True, worker_pb2.POOLING_MEAN)
+            assert (info.context_length, info.embedded_tokens) == (512, 256)
             message = worker_pb2.WorkerEmbedRequest(inputs=[common_pb2.TokenIds(ids=ids) for ids in inputs])
-            answers = await asyncio.gather(*(stub.Embed(message) for _ in range(8)))
+            answers = await asyncio.gather(*(stub.Embed(message) for _ in range(4)))
             for answer in answers:
-                assert answer.prompt_tokens == sum(map(len, inputs))
+                assert answer.prompt_tokens == sum(min(256, len(ids)) for ids in inputs)
                 for each, vector in zip(answer.embeddings, wanted, strict=True):
                     np.testing.assert_allclose(np.array(each.values), vector, atol=2e-5)
             message.normalize = False
             lengths = [np.linalg.norm(each.values) for each in (await stub.Embed(message)).embeddings]
             assert min(lengths) > 1.5
-            for wrong in ([], [[]], [[30522]], [[1] * 513]):
+            for wrong in ([], [[]], [[30522]]):
                 bad = worker_pb2.WorkerEmbedRequest(inputs=[common_pb2.TokenIds(ids=ids) for ids in wrong])
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await stub.Embed(bad)
@@ -188,6 +195,44 @@ async def test_a_worker_serves_minilm_and_its_vectors_are_transformers(minilm: P
         worker[0].send_signal(signal.SIGTERM)
         await asyncio.to_thread(worker[0].communicate)
     assert worker[0].returncode == 0
+
+
+def write_modules(folder: Path, kinds: list[str], pooling: dict[str, object], limit: int | None) -> None:
+    paths = {"Transformer": "", "Pooling": "1_Pooling"}
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": paths.get(kind, f"2_{kind}")} for kind in kinds]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": limit}))
+    added = [{"id": 7, "content": "</s>", "special": True}, {"id": 8, "content": "x", "special": False}]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+
+
+def test_what_sentence_transformers_files_say_is_read(tmp_path: Path) -> None:
+    assert read_sentence_config(tmp_path, "last", 512) == SentenceConfig("last"), "nothing is said"
+    whole = ["Transformer", "Pooling", "Normalize"]
+    write_modules(tmp_path, whole, {"pooling_mode_cls_token": True}, 64)
+    assert read_sentence_config(tmp_path, "mean", 512) == SentenceConfig("cls", True, 64, (7,))
+    write_modules(tmp_path, whole[:2], {"pooling_mode": "lasttoken"}, None)
+    assert read_sentence_config(tmp_path, "mean", 512) == SentenceConfig("last", False, 512, (7,))
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 100}')
+    assert read_sentence_config(tmp_path, "mean", 512).max_tokens == 100
+    for modules, pooling in ((["Transformer", "Pooling", "Dense"], {}), (whole, {"pooling_mode_max_tokens": True})):
+        write_modules(tmp_path, modules, pooling, None)
+        with pytest.raises(ConfigError, match="not supported"):
+            read_sentence_config(tmp_path, "mean", 512)
+
+
+def test_inputs_are_cut_before_their_last_special_tokens() -> None:
+    info = ModelInfo(
+        architecture="fake", dtype="none", context_length=9, vocab_size=50, eos_token_ids=(), page_size=4, num_pages=9,
+        embedding_size=2, embedded_tokens=4, special_ids=(1, 2),
+    )  # fmt: skip
+    given = [[1, 5, 6, 2], [1, 5, 6, 7, 2], [1, 5, 6, 7, 8], [1, 5, 6, 7, 2, 2], [2] * 12]
+    request = worker_pb2.WorkerEmbedRequest(inputs=[common_pb2.TokenIds(ids=ids) for ids in given])
+    assert to_inputs(request, info) == [[1, 5, 6, 2], [1, 5, 6, 2], [1, 5, 6, 7], [1, 5, 2, 2], [2] * 4]
+    with pytest.raises(InvalidArgumentError, match="has 12 tokens"):
+        to_inputs(request, msgspec.structs.replace(info, embedded_tokens=0))
 
 
 def start_worker(model: Path) -> tuple[subprocess.Popen[str], str]:

@@ -6,10 +6,12 @@ import random
 from array import array
 from collections import deque
 from itertools import islice
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from sapwood_worker.cache.kv_events import KvEvent
 from sapwood_worker.event_loop import MOST_FAILURES, EventLoop
 from sapwood_worker.messages import (
     Abort,
@@ -18,6 +20,7 @@ from sapwood_worker.messages import (
     FromScheduler,
     Refused,
     Shutdown,
+    StartProfile,
     Step,
     Submit,
     ToScheduler,
@@ -26,10 +29,12 @@ from sapwood_worker.messages import (
     to_scheduler_decoder,
 )
 from sapwood_worker.model_info import ModelInfo
+from sapwood_worker.operations import Operations
+from sapwood_worker.progress import ProgressView, StepProgress
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.fake_runner import FakeRunner, FakeStep, continuation
-from sapwood_worker.scheduler.output import SchedulerOutput, TokenLogprobs
+from sapwood_worker.scheduler.output import RequestOutput, SchedulerOutput, TokenLogprobs
 from sapwood_worker.scheduler.scheduler import Scheduler
 
 VOCAB = 50
@@ -84,6 +89,36 @@ class ListMailbox:
         return {
             out.serial: out.finish_reason for step in steps for out in step.outputs if out.finish_reason is not None
         }
+
+
+class Watched(ListMailbox):
+    """Notes for how long the loop has been at its step when it looks at its messages."""
+
+    def __init__(self, view: ProgressView, *deliveries: list[ToScheduler]) -> None:
+        super().__init__(*deliveries)
+        self._view = view
+        self.seconds: list[float] = []
+
+    def receive(self, *, wait: bool) -> list[ToScheduler]:
+        self.seconds.append(self._view.seconds())
+        return super().receive(wait=wait)
+
+
+class Probe:
+    """A profiler, a runner and a cache tier that note whether the watchdog would see them hang."""
+
+    def __init__(self, view: ProgressView) -> None:
+        self._view = view
+        self.seen: dict[str, bool] = {}
+
+    def note(self, what: str) -> None:
+        self.seen[what] = self._view.seconds() > 0
+
+    def start(self, folder: str) -> None:
+        self.note("operation")
+
+    def stop(self) -> str:
+        return ""
 
 
 def submit(serial: int, prompt: list[int], max_tokens: int = 5) -> Submit:
@@ -228,3 +263,33 @@ def test_with_overlap_a_failed_step_fails_the_one_launched_after_it_and_the_next
     mailbox = run([submit(0, [1], 50)], [submit(1, [POISON, 1])], [submit(2, [3])], [], [submit(3, [4])], overlap=True)
     assert mailbox.ends() == {0: "error", 1: "error", 2: "error", 3: "length"}
     assert mailbox.tokens(3) == expected([4], 5)
+
+
+def test_the_watchdog_sees_whatever_gets_stuck_but_not_the_wait_for_messages(tmp_path: Path) -> None:
+    view = ProgressView(tmp_path / "progress")
+    progress = StepProgress(tmp_path / "progress", timeout=300.0)
+    probe = Probe(view)
+
+    class PlanNoted(Scheduler):
+        def expire(self) -> list[RequestOutput]:
+            probe.note("plan")
+            return super().expire()
+
+        def take_kv_events(self) -> list[KvEvent]:
+            if self.has_work:
+                probe.note("report")
+            return super().take_kv_events()
+
+    class LaunchNoted(FakeRunner):
+        def launch(self, output: SchedulerOutput) -> FakeStep:
+            probe.note("model")
+            return super().launch(output)
+
+    scheduler = PlanNoted(SchedulerConfig(page_size=4, num_pages=32, context_length=64))
+    mailbox = Watched(view, [StartProfile(0, "")], [submit(1, [1])])
+    EventLoop(
+        scheduler, LaunchNoted(INFO), mailbox, operations=Operations(scheduler, probe), progress=progress, overlap=False
+    ).run()
+    progress.idle()
+    assert probe.seen == dict.fromkeys(("operation", "plan", "report", "model"), True)
+    assert set(mailbox.seconds) == {0.0}

@@ -20,6 +20,19 @@ from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_common.status import from_rpc_error
 
 PATTERN = "[a-f]{10,20}:[0-9]{5}"
+SUMS = """
+root ::= digit rest rest rest
+rest ::= ("+" | "-") digit
+digit ::= [0-9]
+"""
+CALL = {
+    "format": {
+        "type": "tag",
+        "begin": "<call>",
+        "content": {"type": "json_schema", "json_schema": {"enum": [{"x": 1}, {"x": 2}]}},
+        "end": "</call>",
+    }
+}
 # What the fake worker's model says of its tokens.
 VOCABULARY = TokenVocabulary(tuple(bytes([token]) if token < 256 else b"" for token in range(1000)), frozenset())
 
@@ -80,6 +93,12 @@ async def test_compiled_there_or_here_the_output_is_the_same_and_matches(start) 
         assert last.usage.completion_tokens == len(there)
         text, _ = await collect(stub, request(grammar=grammar(json_schema='{"enum": [{"a": [1, 2]}]}')))
         assert json.loads(bytes(text)) == {"a": [1, 2]}
+        text, last = await collect(stub, request(grammar=grammar(ebnf=SUMS)))
+        assert re.fullmatch(r"\d([+-]\d){3}", bytes(text).decode())
+        assert last.finish_reason == common_pb2.FINISH_REASON_STOP
+        text, _ = await collect(stub, request(grammar=grammar(structural_tag=json.dumps(CALL))))
+        [inside] = re.fullmatch(r"<call>(.*)</call>", bytes(text).decode(), re.DOTALL).groups()
+        assert json.loads(inside) in ({"x": 1}, {"x": 2})
 
 
 @pytest.mark.parametrize("cut", [1, 8])

@@ -19,7 +19,7 @@ import zmq.asyncio
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import ConfigError
 from sapwood_common.page_hash import cache_namespace, digest_term, hash_pages
-from sapwood_worker.cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, split_hashes
+from sapwood_worker.cache.kv_events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, split_hashes
 from sapwood_worker.kv_event_publisher import KvEventPublisher, encode_batch
 from sapwood_worker.kv_event_stream import MOST_BEHIND, SNAPSHOT_BLOCKS, KvEventBatch, KvEventStream
 from sapwood_worker.model_info import ModelInfo
@@ -330,8 +330,9 @@ async def test_a_worker_streams_its_cache_over_grpc_and_reports_its_digest(start
         assert not stored.token_ids
 
 
-async def test_a_worker_publishes_its_cache_over_zeromq(start) -> None:
-    worker = start("--kv-events-port", "0", "--kv-events-replay-port", "0", "--kv-events-topic", "mine")
+async def test_a_worker_publishes_what_each_tier_holds_over_zeromq(start, tmp_path) -> None:
+    tiers = ("--host-cache-ratio", "2", "--storage", f"file://{tmp_path}", "--storage-min-tokens", "16")
+    worker = start(*tiers, "--kv-events-port", "0", "--kv-events-replay-port", "0", "--kv-events-topic", "mine")
     found = re.search(r"KV events on (\S+), replay on (\S+)", worker.log)
     assert found is not None, worker.log
     async with grpc.aio.insecure_channel(worker.address) as channel:
@@ -341,9 +342,13 @@ async def test_a_worker_publishes_its_cache_over_zeromq(start) -> None:
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.connect(f"tcp://{found[2]}")
         subscriber = DocumentedSubscriber()
-        while not subscriber.blocks:
+        while {medium for medium, _ in subscriber.blocks} != set(MEDIA):
+            subscriber = DocumentedSubscriber()
             await dealer.send_multipart((b"", bytes(8)))
-            while (frames := await asyncio.wait_for(dealer.recv_multipart(), 10))[2]:
+            while (frames := await asyncio.wait_for(dealer.recv_multipart(), 60))[2]:
                 subscriber.receive(frames[2])
-        assert {number(name) for name in hash_pages(range(40), 16)} <= {name for _, name in subscriber.blocks}
+        for medium in MEDIA:
+            assert {number(name) for name in hash_pages(range(40), 16)} <= {
+                name for where, name in subscriber.blocks if where == medium
+            }
         dealer.linger = 0

@@ -67,7 +67,7 @@ MUTATIONS = [
     # An abort during a step waits for its end.
     Mutation("scheduler/scheduler.py", "            if request.over:\n", "            if False:\n"),
     # A request that ends stays until no step in flight computes it.
-    Mutation("scheduler/scheduler.py", "        if request.in_flight:\n", "        if False:\n"),
+    Mutation("scheduler/lifecycle.py", "        if request.in_flight:\n", "        if False:\n"),
     # Cached pages that a new request would lock are not available to it a second time.
     Mutation("scheduler/running_batch.py", "- found + unlocked", "- found"),
 ]

@@ -13,6 +13,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from sapwood.cli.errors import REFUSED
+from sapwood.cli.main import main
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.fake_runner import continuation
@@ -255,8 +257,27 @@ async def test_a_stuck_step_is_dumped_and_turns_the_worker_unhealthy_until_it_en
     assert "Timeout (0:00:00.5" in worker.log and "fake_model.py" in worker.log, "the stacks were dumped"
 
 
+async def test_a_step_that_does_not_end_ends_with_its_process(start) -> None:
+    flags = ("--watchdog-timeout", "0.5", "--watchdog-restart", "2", "--stall-token", str(STALL))
+    worker = start(*flags, "--stall-seconds", "3600")
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        session = stub.Session()
+        await session.write(worker_pb2.SessionRequest(heartbeat_ms=10))
+        assert not (await session.read()).draining
+        stalled = asyncio.ensure_future(collect(stub, request("stalls", [STALL])))
+        while not (await session.read()).draining:  # a router gives it nothing new
+            pass
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stalled
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        await health_is(channel, SERVING)
+        assert (await collect(stub, request("next", [1, 2])))[0] == expected([1, 2], 5)
+
+
 async def test_a_long_prefill_of_many_steps_is_not_stuck(start) -> None:
-    worker = start("--watchdog-timeout", "0.6", "--max-step-tokens", "64", step_ms=30)
+    limits = ("--watchdog-timeout", "0.6", "--watchdog-restart", "0.9")
+    worker = start(*limits, "--max-step-tokens", "64", step_ms=30)
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub, health = worker_pb2_grpc.WorkerStub(channel), health_pb2_grpc.HealthStub(channel)
         long = asyncio.ensure_future(collect(stub, request("long", list(range(900)) * 4)))
@@ -264,3 +285,32 @@ async def test_a_long_prefill_of_many_steps_is_not_stuck(start) -> None:
             assert (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING
             await asyncio.sleep(0.02)
         assert (await long)[0] == expected(list(range(900)) * 4, 5)
+
+
+async def test_the_command_line_operates_a_worker(start, capsys) -> None:
+    worker = start("--max-running", "1")
+
+    async def operate(*words: str) -> dict[str, object]:
+        code = await asyncio.to_thread(main, ["worker", *words, "--worker", worker.address, "--json"])
+        assert code == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer.pop("worker") == worker.address
+        return answer
+
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        assert await operate("pause", "--retract") == {"state": "paused"}
+        call = stub.Generate(request("r", [7] * 40, max_tokens=3))
+        while (await operate("load"))["waiting_requests"] != 1:
+            pass
+        assert await operate("abort", "unknown") == {"found": False}
+        assert await operate("resume") == {"state": "resumed"}
+        assert await rest_of(call) == expected([7] * 40, 3)
+        assert await operate("pin", "p", "--token-ids", ",".join(["7"] * 40)) == {"pinned_tokens": 32}
+        assert await operate("flush") == {"freed_pages": 0}
+        assert await operate("unpin", "p") == {"found": True}
+        assert await operate("flush") == {"freed_pages": 2}
+        assert await asyncio.to_thread(main, ["worker", "profile", "stop", "--worker", worker.address]) == REFUSED
+        assert "no profile is being recorded" in capsys.readouterr().err
+        assert await operate("drain") == {"state": "drained"}
+        await health_is(channel, health_pb2.HealthCheckResponse.NOT_SERVING)

@@ -47,9 +47,26 @@ def test_taking_more_than_is_free_is_refused() -> None:
         ledger.allocate(5, owner=0)
 
 
-def test_an_allocation_starts_a_new_epoch() -> None:
+def test_a_handle_is_stale_once_its_page_was_allocated_again_even_for_the_same_owner() -> None:
     ledger = PageAllocator(2)
-    pages = ledger.allocate(1, owner=0)
-    before = ledger.epochs(pages)[0]
-    ledger.free(pages, 0)
-    assert ledger.epochs(ledger.allocate(1, owner=1))[0] == before + 1
+    ledger.name(0, "request abc")
+    handle = ledger.handle(ledger.allocate(1, owner=0))
+    ledger.confirm(handle)
+    ledger.move(handle.pages, 0, CACHE)
+    ledger.confirm(handle)
+    ledger.free(handle.pages, CACHE)
+    assert (ledger.allocate(1, owner=0) == handle.pages).all()
+    with pytest.raises(LedgerError, match=r"changed hands.*request abc"):
+        ledger.confirm(handle)
+
+
+def test_an_owner_that_ends_with_pages_is_named() -> None:
+    ledger = PageAllocator(4)
+    ledger.name(3, "request abc")
+    pages = ledger.allocate(2, owner=3)
+    ledger.move(pages[:1], 3, CACHE)
+    with pytest.raises(LedgerError, match=r"request abc has ended, but keeps pages \[1\]"):
+        ledger.ended(3)
+    ledger.free(pages[1:], 3)
+    ledger.ended(3)
+    assert (ledger.num_held(CACHE), ledger.num_held(3)) == (1, 0)

@@ -210,6 +210,47 @@ def test_adversarial_arrivals_delay_a_request_only_until_it_starves(policy: str,
     assert starved_after <= waited <= starved_after + 4, "it waits until it starves and for the one that runs then"
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "lof", "priority"])
+@pytest.mark.parametrize("owes", [False, True], ids=["even", "ahead of its share"])
+def test_ever_new_tenants_delay_a_request_only_until_it_starves(policy: str, owes: bool) -> None:
+    driver = Driver(policy=policy, max_running=1, starved_after=50)
+    if owes:  # its tenant has got more than what new ones begin with
+        driver.add("new 0", [1], tenant="a0")
+        driver.add("before", [2] * 60, max_tokens=20, tenant="victim")
+        while "before" not in driver.ended:
+            driver.step()
+            driver.add(f"early {driver.steps}", [1], tenant=f"a early {driver.steps}")
+            assert driver.steps < 500
+    for number in range(3):
+        driver.add(f"victim {number}", [40, number], max_tokens=2, tenant="victim")
+    start = driver.steps
+    ahead = driver.scheduler.load().waiting_requests
+    number = 0
+    while "victim 2" not in driver.ended:
+        # Names that sort before the victim's, each with nothing to its account.
+        driver.add(f"new {number + 1}", [1, 2, number % VOCAB], max_tokens=2, tenant=f"a{number:06}")
+        driver.step()
+        number += 1
+        assert number < 3 * 50 + 4 * ahead
+    waits = [driver.started[f"victim {number}"] - start for number in range(3)]
+    print(f"{policy}: longest wait of the first {waits[0]}, of the third {waits[2]} steps")
+    assert all(waits[number] <= (number + 1) * (50 + 2) + 2 * ahead for number in range(3))
+
+
+def test_a_starved_tenant_has_one_turn_in_its_time_not_all_its_queue() -> None:
+    driver = Driver(max_running=1, starved_after=10, max_waiting=500)
+    for number in range(200):
+        driver.add(f"flood {number}", [1, number % VOCAB], max_tokens=2, tenant="flood")
+    while driver.steps < 40:
+        driver.step()
+    for number in range(20):
+        driver.add(f"quiet {number}", [2, number], max_tokens=2, tenant="quiet")
+    driver.run()
+    last = driver.ended["quiet 19"]
+    ahead = sum(40 < ended < last for name, ended in driver.ended.items() if name.startswith("flood"))
+    assert ahead < 30, "all of the flood starves, and still the quiet tenant has its half"
+
+
 def test_a_starved_request_is_not_pushed_out_again() -> None:
     driver = Driver(policy="priority", max_running=1, starved_after=10)
     driver.add("low", [1], max_tokens=100)

@@ -326,3 +326,15 @@ def test_an_illegal_transition_raises() -> None:
     request.become(RequestState.FINISHED)
     with pytest.raises(IllegalTransitionError, match="a: finished -> running"):
         request.become(RequestState.RUNNING)
+
+
+def test_the_load_counts_the_tokens_that_run_and_that_wait() -> None:
+    driver = Driver(max_step_tokens=8, max_running=1)
+    driver.add("runs", [1] * 20, max_tokens=3)
+    driver.add("waits", [2] * 5, max_tokens=3)
+    found = []
+    for _ in range(4):
+        driver.step()
+        load = driver.scheduler.load()
+        found.append((load.running_tokens, load.queued_tokens))
+    assert found == [(8, 12 + 5), (16, 4 + 5), (20, 5), (21, 5)]

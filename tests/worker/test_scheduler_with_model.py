@@ -21,9 +21,9 @@ from sapwood_worker.scheduler.scheduler import Scheduler
 TOKENS = 24
 
 
-def greedy(tiny: Any, prompt: list[int]) -> list[int]:
+def greedy(tiny: Any, prompt: list[int], count: int = TOKENS) -> list[int]:
     tokens = list(prompt)
-    for _ in range(TOKENS):
+    for _ in range(count):
         tokens.append(int(tiny.logits(tokens)[-1].argmax()))
     return tokens[len(prompt) :]
 
@@ -104,11 +104,22 @@ def many(tiny_model: Any) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    ("batch", "page_size", "chunk", "pages"),
-    [(1, 1, 16, 512), (2, 64, 64, 8), (4, 16, 16, 24), (8, 16, 128, 30), (16, 64, 512, 32), (32, 1, 64, 600), (32, 16, 512, 50)],
+    ("batch", "page_size", "chunk", "pages", "retracts"),
+    [
+        (1, 1, 16, 512, False), (2, 64, 64, 8, False), (4, 16, 16, 12, True), (8, 16, 128, 20, True),
+        (16, 64, 512, 32, False), (32, 1, 64, 600, True), (32, 16, 512, 50, True),
+    ],
 )  # fmt: skip
 def test_batches_of_up_to_32_answer_as_transformers_does(
-    tiny_model: Any, make_runner: Any, many: Any, batch: int, page_size: int, chunk: int, pages: int, overlap: bool
+    tiny_model: Any,
+    make_runner: Any,
+    many: Any,
+    batch: int,
+    page_size: int,
+    chunk: int,
+    pages: int,
+    retracts: bool,
+    overlap: bool,
 ) -> None:
     tiny = tiny_model("llama")
     runner = make_runner(tiny.path, page_size=page_size, num_pages=max(pages, batch), max_running=batch)
@@ -120,7 +131,30 @@ def test_batches_of_up_to_32_answer_as_transformers_does(
         max_step_tokens=chunk,
         conservativeness=0.0,
     )
-    compare(tiny, many, Scheduler(config), runner, overlap)
+    scheduler = Scheduler(config)
+    compare(tiny, many, scheduler, runner, overlap)
+    assert (scheduler.num_retractions > 0) == retracts
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_was_retracted_from_large_pages_answers_as_transformers_does(
+    tiny_model: Any, make_runner: Any, many: Any, overlap: bool
+) -> None:
+    """Outputs longer than a page of 64 tokens: admission keeps one page for each."""
+    tiny = tiny_model("llama")
+    runner = make_runner(tiny.path, page_size=64, num_pages=8, max_running=4)
+    config = SchedulerConfig(
+        page_size=64,
+        num_pages=8,
+        context_length=runner.info.context_length,
+        max_running=4,
+        max_step_tokens=64,
+        conservativeness=0.0,
+    )
+    scheduler = Scheduler(config)
+    asked = [(prompt, greedy(tiny, prompt, 140)) for prompt, _ in many[:4]]
+    compare(tiny, asked, scheduler, runner, overlap)
+    assert scheduler.num_retractions > 0
 
 
 def compare(

@@ -51,7 +51,8 @@ class Client:
 class Simulation:
     """One scheduler under one seed's traffic."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, rounds: int = 300) -> None:
+        self.rounds = rounds
         chance = self.chance = random.Random(seed)
         page_size = chance.choice([1, 2, 4, 16])
         context_length = chance.randint(12, 96)
@@ -72,6 +73,7 @@ class Simulation:
             conservativeness=chance.choice([0.0, 0.0, 1.0]),
         )
         self.limit = min(self.config.context_length, num_pages * page_size)
+        self.longest_wait = 0
         self.now = 0.0
         self.scheduler = Scheduler(self.config, clock=lambda: self.now)
         self.tree = CheckedTree(page_size, self.config.eviction) if seed % 2 else None
@@ -99,7 +101,10 @@ class Simulation:
         self.lengths = chance.choice([[1, 2], [5, 20], [1, 20, 1000], [1000]])
         self.poison_rate = chance.choice([0.0, 0.0, 0.02])
         self.priorities = chance.choice([[0], [0, 0, 0, 5], [-3, 0, 3]])
-        self.tenants = chance.choice([[""], [""], ["a", "a", "a", "b"], ["a", "b", "c"]])
+        # None: a tenant "z", and others that come once, whose names sort before its, without a pause and for long.
+        self.tenants = chance.choice([[""], [""], ["a", "a", "a", "b"], ["a", "b", "c"], None])
+        if self.tenants is None:
+            self.arrival_rate, self.lengths, self.rounds = 1.0, [1, 2], 3 * rounds
         self.documents = [self._tokens(chance.randint(1, 1 + self.limit // 3)) for _ in range(chance.randint(1, 6))]
         self.embed_rate = chance.choice([0.0, 0.0, 0.2])
         self.clients: dict[int, Client] = {}
@@ -110,9 +115,9 @@ class Simulation:
             ("finished", "aborted", "failed", "refused", "expired", "pinned", "paused", "overlapped", "embedded"), 0
         )
 
-    def run(self, steps: int) -> None:
-        """Lets traffic come for ``steps`` steps, then waits for the last request and checks that nothing is left."""
-        for _ in range(steps):
+    def run(self) -> None:
+        """Lets traffic come for ``rounds`` steps, then waits for the last request and checks that nothing is left."""
+        for _ in range(self.rounds):
             self.arrivals()
             self.step()
         while self.scheduler.has_work:
@@ -165,7 +170,7 @@ class Simulation:
             sampling,
             chance.choice([b"", b"", cache_namespace("salt"), cache_namespace("", "lora")]),
             priority=chance.choice(self.priorities),
-            tenant=chance.choice(self.tenants),
+            tenant=self.tenant(),
             deadline=expires,
             pooling=pooling,
         )
@@ -179,28 +184,38 @@ class Simulation:
         longest = len(prompt) if pooling else min(self.limit, len(prompt) + sampling.max_tokens)
         pooled = pooled_prompt(prompt, pooling) / (len(prompt) if pooling == "mean" else 1) if pooling else None
         self.clients[serial] = Client(request, continuation(prompt, sampling, VOCAB), longest, ends, expires, pooled)
-        if self.config.policy == "fcfs" and len(set(self.tenants)) == 1:
+        if self.config.policy == "fcfs" and self.tenants == [""]:
             self.clients[serial].must_end_by = self.bound(request)
 
-    def bound(self, starved: Request) -> int:
-        """The step by which a request that nothing may overtake any more has ended.
+    def tenant(self) -> str:
+        if self.tenants is not None:
+            return self.chance.choice(self.tenants)
+        return "z" if self.chance.random() < 0.3 else f"a{self.serial:09}"
 
-        Were all requests of now served one after another, each would take its length and a step or two. Of several tenants
-        the others may get as much from now on as the request's own, and what the own owes them.
+    def bound(self, starved: Request) -> int:
+        """The step by which a request that nothing its tenant's policy prefers may overtake any more has ended.
+
+        Were all that are older or have run before served one after another, each would take its length and a step or two. Of
+        several tenants
+        its own has a turn before all younger ones whenever none of it was admitted for a time; what runs by then must end.
         """
-        everyone = sum(client.longest + 2 for client in self.clients.values())
+        steps = sum(
+            client.longest + 2
+            for client in self.clients.values()
+            if client.request.arrival <= starved.arrival or client.request.cached is not None
+        )
+        if self.tenants != [""]:
+            turns = sum(
+                client.request.tenant == starved.tenant and client.request.arrival <= starved.arrival
+                for client in self.clients.values()
+            )
+            steps += turns * (self.config.starved_after + self.config.max_running * (self.limit + 2))
         if self.overlap:  # what is in flight may be in the way of each step
-            everyone *= 2
-        if (
-            self.config.policy == "priority"
-        ):  # an older one that starves later may push it out, and its work is done again
-            everyone *= 2
-        others = len(set(self.tenants)) - 1
-        if not others:
-            return self.step_number + everyone
-        own = sum(client.longest + 2 for client in self.clients.values() if client.request.tenant == starved.tenant)
-        owed = 2 * self.config.max_running * (self.limit + 2)
-        return self.step_number + everyone + others * (own + owed)
+            steps *= 2
+        if self.config.policy == "priority":
+            # An older one that starves later may push it out, and its work is done again.
+            steps *= 2
+        return self.step_number + steps
 
     def abort(self) -> None:
         serial = self.chance.choice(list(self.clients))
@@ -293,9 +308,10 @@ class Simulation:
             assert client.expires is None or client.expires >= self.now - 1, (
                 f"{request.request_id} outlives its deadline"
             )
+            waited = request.waited + (self.scheduler._steps - request.queued_at if request.slot < 0 else 0)
+            self.longest_wait = max(self.longest_wait, waited)
             if client.must_end_by is None:
-                waiting = self.scheduler._steps - request.queued_at if request.slot < 0 else 0
-                if request.waited + waiting >= self.config.starved_after:
+                if waited >= self.config.starved_after:
                     client.must_end_by = self.bound(request)
             elif self.step_number > client.must_end_by:
                 raise AssertionError(f"{request.request_id} starves")
@@ -304,10 +320,10 @@ class Simulation:
         return [self.chance.randrange(POISON) for _ in range(count)]
 
 
-def simulate(seed: int, steps: int) -> tuple[Simulation, int]:
+def simulate(seed: int) -> tuple[Simulation, int]:
     simulation = Simulation(seed)
     try:
-        simulation.run(steps)
+        simulation.run()
     except Exception as error:
         raise AssertionError(f"seed {seed}, step {simulation.step_number}, {simulation.config}: {error!r}") from error
     return simulation, simulation.step_number
@@ -315,12 +331,13 @@ def simulate(seed: int, steps: int) -> tuple[Simulation, int]:
 
 def run_seeds(first: int, steps: int) -> dict[str, int]:
     """Runs seeds from ``first`` on until so many steps are done; what happened in them."""
-    totals: dict[str, int] = dict.fromkeys(("steps", "retractions", "preemptions"), 0)
+    totals: dict[str, int] = dict.fromkeys(("steps", "retractions", "preemptions", "longest wait"), 0)
     seed = first
     while totals["steps"] < steps:
-        simulation, done = simulate(seed, 300)
+        simulation, done = simulate(seed)
         totals["steps"] += done
         totals["retractions"] += simulation.scheduler.num_retractions
+        totals["longest wait"] = max(totals["longest wait"], simulation.longest_wait)
         totals["preemptions"] += simulation.scheduler.num_preemptions
         for name, count in simulation.counts.items():
             totals[name] = totals.get(name, 0) + count
@@ -343,18 +360,18 @@ def test_a_long_simulation(part: int) -> None:
 
 
 def test_ten_thousand_random_aborts_leave_no_page_behind() -> None:
-    simulations = (Simulation(seed) for seed in range(0, 1_000_000, 2))
+    simulations = (Simulation(seed, rounds=200) for seed in range(0, 1_000_000, 2))
     aborted = 0
     while aborted < 10_000:
         simulation = next(simulations)
         simulation.abort_rate, simulation.arrival_rate, simulation.lengths = 1.0, 3.0, [5, 20]
-        simulation.run(200)
+        simulation.run()
         aborted += simulation.counts["aborted"]
 
 
 def test_a_seed_replays_exactly() -> None:
     for seed in (7, 8, 9, 10):
-        first, second = (simulate(seed, 300)[0] for _ in range(2))
+        first, second = (simulate(seed)[0] for _ in range(2))
         assert first.trace.digest() == second.trace.digest()
         assert first.counts == second.counts
         assert (first.serial, first.step_number) == (second.serial, second.step_number)

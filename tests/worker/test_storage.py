@@ -19,11 +19,12 @@ from sapwood_worker.cache.page_key import PageChain, PageKey
 from sapwood_worker.cache.page_movers import record_addresses
 from sapwood_worker.cache.storage.backend import StorageError
 from sapwood_worker.cache.storage.breaker import CircuitBreaker
+from sapwood_worker.cache.storage.connection import NEVER
 from sapwood_worker.cache.storage.executor import ThreadExecutor
 from sapwood_worker.cache.storage.factory import parse_storage
 from sapwood_worker.cache.storage.file import FileStorage
 from sapwood_worker.cache.storage.mooncake import MooncakeOptions, MooncakeStorage
-from sapwood_worker.cache.storage.opener import NEVER, break_even
+from sapwood_worker.cache.storage.opener import break_even
 from sapwood_worker.cache.storage.record import namespace_of, seal, verify
 
 SPACE = namespace_of("model", 16)
@@ -220,6 +221,13 @@ def test_every_job_ends_in_the_callers_thread_even_if_the_executor_closes() -> N
         ("mooncake://127.0.0.1:1", "metadata"),
         ("mooncake://?metadata=http://x", "master"),
         ("mooncake://m:1?metadata=http://x&protocol=pigeon", "tcp or rdma"),
+        ("nixl://pigeon/x", "nixl://posix/ or nixl://obj/"),
+        ("nixl://posix", "absolute folder"),
+        ("nixl://posix/x?size_gb=0", "more than 0"),
+        ("nixl://obj/", "name a bucket"),
+        ("nixl://obj/a/b", "name a bucket"),
+        ("nixl://obj/a?endpoint=host:9", "endpoint must be a URL"),
+        ("nixl://obj/a?size_gb=9", "size_gb"),
     ],
 )
 def test_a_wrong_url_is_refused_with_its_reason(url: str, problem: str) -> None:

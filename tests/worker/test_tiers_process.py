@@ -12,8 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,92 +24,30 @@ from sapwood.cli.main import main
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.fake_runner import continuation
+from sapwood_worker.testing.mooncake_cluster import MooncakeCluster
 
 VOCAB = 1000
 TIERS = ("--host-cache-ratio", "2", "--storage-min-tokens", "16", "--storage-prefetch", "wait_complete")
 PROMPT = list(range(100, 515))  # 25 whole pages of 16 and some
 
-LENDER = """
-import sys, time
-from mooncake.store import MooncakeDistributedStore
-store = MooncakeDistributedStore()
-assert store.setup(sys.argv[1], sys.argv[2], 64 << 20, 16 << 20, "tcp", "", sys.argv[3]) == 0
-print("ready", flush=True)
-time.sleep(1e6)
-"""
 
-
-@dataclass
-class Store:
-    """A store that workers share; ``kill`` and ``restart`` its central process, if it has one."""
-
-    url: str
-    kill: Callable[[], None]
-    restart: Callable[[], None]
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+@pytest.fixture
+def files(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store?size_gb=1"
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Store:
-    return Store(f"file://{tmp_path}/store?size_gb=1", lambda: None, lambda: None)
+def nixl(tmp_path: Path) -> str:
+    if importlib.util.find_spec("nixl_cu12") is None and importlib.util.find_spec("nixl") is None:
+        pytest.skip("NIXL is not installed")
+    return f"nixl://posix{tmp_path}/store?size_gb=1"
 
 
-@pytest.fixture
-def mooncake(tmp_path: Path) -> Iterator[Store]:
-    """A Mooncake master and a client that lends it memory, each a process of its own."""
-    master_binary = Path(sys.executable).with_name("mooncake_master")
-    if importlib.util.find_spec("mooncake") is None or not master_binary.exists():
-        pytest.skip("Mooncake is not installed")
-    rpc, http, metrics, lender_port = free_ports(4)
-    metadata = f"http://127.0.0.1:{http}/metadata"
-    log = (tmp_path / "mooncake.log").open("w")
-    processes: list[subprocess.Popen[Any]] = []
-
-    def start_master() -> None:
-        ports = (f"--rpc_port={rpc}", f"--http_metadata_server_port={http}", f"--metrics_port={metrics}")
-        command = [str(master_binary), "--enable_http_metadata_server=true", *ports]
-        processes.insert(0, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
-        for port in (rpc, http):
-            wait_for_port(port, processes[0])
-
-    def kill_master() -> None:
-        processes[0].kill()
-        processes.pop(0).wait()
-
-    try:
-        start_master()
-        command = [sys.executable, "-c", LENDER, f"127.0.0.1:{lender_port}", metadata, f"127.0.0.1:{rpc}"]
-        lender = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        processes.append(lender)
-        assert lender.stdout is not None
-        assert lender.stdout.readline() == "ready\n", Path(log.name).read_text()[-2000:]
-        yield Store(f"mooncake://127.0.0.1:{rpc}?metadata={metadata}", kill_master, start_master)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        log.close()
-
-
-def wait_for_port(port: int, process: subprocess.Popen[Any]) -> None:
-    while process.poll() is None:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
-        time.sleep(0.05)
-    pytest.fail("mooncake_master ended")
-
-
-@pytest.fixture(params=["files", "mooncake"])
-def store(request: pytest.FixtureRequest) -> Store:
-    found: Store = request.getfixturevalue(request.param)
-    return found
+@pytest.fixture(params=["files", "nixl", "mooncake"])
+def store(request: pytest.FixtureRequest) -> str:
+    """The URL of a store that workers share."""
+    found = request.getfixturevalue(request.param)
+    return found if isinstance(found, str) else str(found.url)
 
 
 @contextlib.asynccontextmanager
@@ -144,29 +81,10 @@ async def stored(stub: Any, count: int) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_restarted_and_cold_workers_answer_from_the_store(start: Any, store: Store) -> None:
-    first = start(*TIERS, "--storage", store.url)
-    async with stub_of(first) as stub:
-        assert await ask(stub, "a", PROMPT) == 0
-        await stored(stub, 25 * 16 * 8)
-    first.process.kill()
-    first.process.wait()
-    for _ in range(2):
-        async with stub_of(start(*TIERS, "--storage", store.url)) as stub:
-            assert await ask(stub, "a", [*PROMPT, 7]) == 400
-            storage = await tier(stub, worker_pb2.CACHE_TIER_STORAGE)
-            assert (storage.hit_tokens, storage.failures, storage.rejected_pages) == (400, 0, 0)
-            assert storage.state == "attached"
-            async for response in stub.WatchLoad(worker_pb2.WatchLoadRequest(interval_ms=10)):
-                load = response.load
-                if load.storage_hit_tokens == load.host_hit_tokens == 400:
-                    break
-            assert 25 <= load.host_used_pages <= load.host_num_pages
-            assert load.device_hit_tokens == 0
-
-
-async def test_a_workers_death_during_transfers_fails_no_request_of_another(start: Any, store: Store) -> None:
-    dying, living = (start(*TIERS, "--storage", store.url) for _ in range(2))
+async def test_a_workers_death_amid_transfers_fails_no_request_and_a_cold_worker_answers_from_the_store(
+    start: Any, store: str
+) -> None:
+    dying, living = (start(*TIERS, "--storage", store) for _ in range(2))
     prompts = [[index, *PROMPT] for index in range(40)]
 
     async def until_it_dies(stub: Any) -> None:
@@ -187,20 +105,36 @@ async def test_a_workers_death_during_transfers_fails_no_request_of_another(star
         await dooms
         again = await asyncio.gather(*(ask(stub, f"m{index}", prompt) for index, prompt in enumerate(prompts)))
         assert min(again) == 400
+        before = (await tier(stub, worker_pb2.CACHE_TIER_STORAGE)).bytes_in
+        assert await ask(stub, "n", PROMPT) == 0
+        await stored(stub, before + 25 * 16 * 8)
+        theirs = (await stub.WatchLoad(worker_pb2.WatchLoadRequest()).read()).load.storage_id
+    async with stub_of(start(*TIERS, "--storage", store)) as stub:
+        assert await ask(stub, "a", [*PROMPT, 7]) == 400
+        storage = await tier(stub, worker_pb2.CACHE_TIER_STORAGE)
+        assert (storage.hit_tokens, storage.failures, storage.rejected_pages) == (400, 0, 0)
+        assert storage.state == "attached"
+        async for response in stub.WatchLoad(worker_pb2.WatchLoadRequest(interval_ms=10)):
+            load = response.load
+            if load.storage_hit_tokens == load.host_hit_tokens == 400:
+                break
+        assert 25 <= load.host_used_pages <= load.host_num_pages
+        assert load.device_hit_tokens == 0
+        assert load.storage_id == theirs != "", "a router would not know that they share it"
 
 
-async def test_the_masters_death_during_transfers_fails_no_request(start: Any, mooncake: Store) -> None:
+async def test_the_masters_death_during_transfers_fails_no_request(start: Any, mooncake: MooncakeCluster) -> None:
     worker = start(*TIERS, "--storage", mooncake.url, "--num-pages", "64")
     prompts = [[index, *PROMPT] for index in range(40)]
     async with stub_of(worker) as stub:
         asks = [asyncio.ensure_future(ask(stub, f"a{index}", prompt)) for index, prompt in enumerate(prompts)]
         await stored(stub, 25 * 16 * 8 * 3)
-        mooncake.kill()
+        mooncake.kill_master()
         await asyncio.gather(*asks)
         await asyncio.gather(*(ask(stub, f"b{index}", prompt) for index, prompt in enumerate(prompts)))
         storage = await tier(stub, worker_pb2.CACHE_TIER_STORAGE)
         assert storage.failures > 0
-        mooncake.restart()
+        mooncake.start_master()
         before = storage.bytes_in
         index = 0
         while (await tier(stub, worker_pb2.CACHE_TIER_STORAGE)).bytes_in == before:  # it comes back by itself
@@ -209,7 +143,9 @@ async def test_the_masters_death_during_transfers_fails_no_request(start: Any, m
 
 
 async def test_a_store_that_is_down_at_the_start_is_no_reason_not_to_start(start: Any) -> None:
-    [port] = free_ports(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     worker = start(*TIERS, "--storage", f"mooncake://127.0.0.1:{port}?metadata=http://127.0.0.1:{port}/metadata")
     async with stub_of(worker) as stub:
         assert await ask(stub, "a", PROMPT) == 0
@@ -223,7 +159,7 @@ def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[st
 
 
 def test_an_operator_attaches_shows_clears_and_detaches(
-    start: Any, files: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start: Any, files: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worker = start(*TIERS)
     at = ("--worker", worker.address)
@@ -240,8 +176,8 @@ def test_an_operator_attaches_shows_clears_and_detaches(
 
     assert cached("a") == 0
     assert [each["state"] for each in run_cli(capsys, "stats", *at)] == ["", "", "none"]
-    attached = run_cli(capsys, "attach", files.url, *at)
-    assert attached[2]["url"] == files.url and attached[2]["state"] == "attached"
+    attached = run_cli(capsys, "attach", files, *at)
+    assert attached[2]["url"] == files and attached[2]["state"] == "attached"
     device, host, _ = run_cli(capsys, "clear", "--tier", "device", *at)
     assert (device["pages"], host["pages"] > 0) == (0, True)
     assert cached("b") == 400, "the second tier was to be left alone"

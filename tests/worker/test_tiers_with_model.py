@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,21 +71,31 @@ def make_scheduler(runner: Any, page_size: int, num_pages: int, tiers: Hierarchi
     return Scheduler(config, tiers)
 
 
+@pytest.fixture(scope="module")
+def recomputed(tiny_model: Any, make_runner: Any) -> Callable[[str], list[list[int]]]:
+    """A model's answers to :func:`prompts` without any cache."""
+
+    @functools.cache
+    def compute(name: str) -> list[list[int]]:
+        plain = make_runner(tiny_model(name).path, page_size=16, num_pages=7, max_running=3)
+        return answers(plain, make_scheduler(plain, 16, 7, None), [[prompt] for prompt in prompts()])
+
+    return compute
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_tokens_from_the_second_tier_equal_recomputation(
-    tiny_model: Any, make_runner: Any, name: str, policy: Any, page_size: int
+    tiny_model: Any, make_runner: Any, recomputed: Any, name: str, policy: Any, page_size: int
 ) -> None:
     path = tiny_model(name).path
     num_pages = 112 // page_size
-    plain = make_runner(path, page_size=page_size, num_pages=num_pages, max_running=3)
     batches = [[prompt] for prompt in prompts()]
-    expected = answers(plain, make_scheduler(plain, page_size, num_pages, None), batches)
     runner = make_runner(path, page_size=page_size, num_pages=num_pages, max_running=3, host_cache_ratio=4.0)
     tiers = HierarchicalCache(HostPages(runner.host_pool.num_pages), num_pages, page_size, policy)
     scheduler = make_scheduler(runner, page_size, num_pages, tiers)
-    assert answers(runner, scheduler, batches) == expected
+    assert answers(runner, scheduler, batches) == recomputed(name)
     assert tiers.counters.host_hits >= 3 * (64 // page_size), "the second tier was hardly used"
 
 
@@ -101,18 +113,16 @@ def storage_tiers(runner: Any, page_size: int, folder: Path, policy: Any = "writ
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_worker_that_starts_cold_takes_its_prefixes_from_the_store(
-    tiny_model: Any, make_runner: Any, tmp_path: Path, name: str, policy: Any, page_size: int
+    tiny_model: Any, make_runner: Any, recomputed: Any, tmp_path: Path, name: str, policy: Any, page_size: int
 ) -> None:
     path = tiny_model(name).path
     num_pages = 112 // page_size
-    plain = make_runner(path, page_size=page_size, num_pages=num_pages, max_running=3)
     batches = [[prompt] for prompt in prompts()]
-    expected = answers(plain, make_scheduler(plain, page_size, num_pages, None), batches)
     for life in range(2):
         runner = make_runner(path, page_size=page_size, num_pages=num_pages, max_running=3, host_cache_ratio=2.0)
         tiers = storage_tiers(runner, page_size, tmp_path, policy)
         scheduler = make_scheduler(runner, page_size, num_pages, tiers)
-        assert answers(runner, scheduler, batches) == expected
+        assert answers(runner, scheduler, batches) == recomputed(name)
         if policy == "write_back":
             scheduler.flush_cache()
             answers(runner, scheduler, [])
@@ -157,20 +167,37 @@ def test_corrupt_objects_are_computed_again_and_replaced(tiny_model: Any, make_r
     assert results[0] == results[1] == results[2]
 
 
-def test_tenants_share_nothing_in_the_store(tiny_model: Any, make_runner: Any, tmp_path: Path) -> None:
-    found = []
-    for tenant in (b"a", b"b", b"a"):
-        runner = make_runner(tiny_model("llama").path, page_size=16, num_pages=16, max_running=3, host_cache_ratio=2.0)
-        tiers = storage_tiers(runner, 16, tmp_path)
-        scheduler = make_scheduler(runner, 16, 16, tiers)
+def test_tenants_with_the_same_prompt_share_nothing_in_any_tier(
+    tiny_model: Any, make_runner: Any, tmp_path: Path
+) -> None:
+    def ask(tenant: bytes) -> int:
         sampling = SamplingParams(max_tokens=1, seed=1)
         scheduler.add(Request(0, "r", prompts()[0], sampling, tenant))
+        found = 0
         while scheduler.has_work:
             planned = scheduler.schedule()
             if planned:
-                found += [output.cached_tokens for output in scheduler.update(runner.execute(planned))]
+                found += sum(output.cached_tokens for output in scheduler.update(runner.execute(planned)))
         settle(scheduler, runner)
-    assert found == [0, 0, 64]
+        return found
+
+    def cold() -> tuple[Any, HierarchicalCache, Scheduler]:
+        runner = make_runner(tiny_model("llama").path, page_size=16, num_pages=32, max_running=3, host_cache_ratio=2.0)
+        tiers = storage_tiers(runner, 16, tmp_path)
+        return runner, tiers, make_scheduler(runner, 16, 32, tiers)
+
+    runner, tiers, scheduler = cold()
+    assert (ask(b"a"), ask(b"b")) == (0, 0)
+    assert tiers.counters.device_hits == 0, "a hit in L1"
+    assert ask(b"a") == 64 and tiers.counters.device_hits == 4, "L1 was not used at all"
+    scheduler.flush_cache()
+    assert ask(b"c") == 0 and tiers.counters.host_hits == 0, "a hit in L2"
+    assert ask(b"a") == 64 and tiers.counters.host_hits == 4, "L2 was not used at all"
+    runner, tiers, scheduler = cold()
+    assert tiers.storage is not None
+    assert ask(b"d") == 0 and tiers.storage.counters.fetched == 0, "a hit in L3"
+    assert ask(b"a") == 64 and tiers.storage.counters.fetched == 4, "L3 was not used at all"
+    assert tiers.storage.counters.rejected == 0
 
 
 def test_another_models_objects_are_not_even_looked_at(tiny_model: Any, make_runner: Any, tmp_path: Path) -> None:
@@ -269,17 +296,3 @@ def test_a_request_s_trace_shows_what_was_loaded_from_lower_tiers(
             assert begun <= end
         if life:  # first from the store, while it queued, then to the device
             assert loads["storage"][2] <= loads["host"][1]
-
-
-def test_tenants_share_nothing_in_the_second_tier(tiny_model: Any, make_runner: Any) -> None:
-    runner = make_runner(tiny_model("llama").path, page_size=16, num_pages=8, max_running=3, host_cache_ratio=8.0)
-    tiers = HierarchicalCache(HostPages(runner.host_pool.num_pages), 8, 16)
-    scheduler = make_scheduler(runner, 16, 8, tiers)
-    prompt = list(range(3, 73))
-    found = []
-    for serial, tenant in enumerate([b"a", b"b", b"a", b"b"]):
-        scheduler.add(Request(serial, f"r{serial}", prompt, SamplingParams(max_tokens=1, seed=1), tenant))
-        while scheduler.has_work:
-            found += [output.cached_tokens for output in scheduler.update(runner.execute(scheduler.schedule()))]
-        scheduler.flush_cache()  # what is found from now on is in the second tier
-    assert found == [0, 0, 64, 64]

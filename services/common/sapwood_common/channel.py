@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 
 import grpc
 
 from sapwood_common.telemetry import REQUEST_ID_KEY, TRACEPARENT_KEY, traceparent_var
-from sapwood_common.tls import channel_credentials
+from sapwood_common.tls import Version, channel_credentials, client_context, version_of
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """The largest message a service sends or takes: a prompt of a few million tokens fits."""
@@ -30,7 +31,11 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def open_channel(
-    address: str, *, own_connection: bool = False, credentials: grpc.ChannelCredentials | None = None
+    address: str,
+    *,
+    own_connection: bool = False,
+    credentials: grpc.ChannelCredentials | None = None,
+    name: str | None = None,
 ) -> grpc.aio.Channel:
     """A channel to ``host:port`` (or any gRPC target, such as ``dns:///name:port``); it connects on first use.
 
@@ -40,11 +45,16 @@ def open_channel(
         address: The target.
         own_connection: Shares no TCP connection with other channels to the same target, as channels do otherwise.
         credentials: For TLS; None is plain text.
+        name: What the peer's certificate must be for; None: the target's host.
     """
-    own = (("grpc.use_local_subchannel_pool", 1),) if own_connection else ()
-    if credentials is not None:
-        return grpc.aio.secure_channel(address, credentials, options=_OPTIONS + own)
-    return grpc.aio.insecure_channel(address, options=_OPTIONS + own)
+    options: tuple[tuple[str, int | str], ...] = _OPTIONS
+    if own_connection:
+        options += (("grpc.use_local_subchannel_pool", 1),)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    if name is not None:
+        options += (("grpc.ssl_target_name_override", name),)
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 class Dialer:
@@ -54,18 +64,41 @@ class Dialer:
         ca: See :func:`sapwood_common.tls.channel_credentials`.
         cert: See there.
         key: See there.
+        name: What the peers' certificates must be for; None: the host each is reached at.
 
     Raises:
         ConfigError: See there; each :meth:`open` raises it, too.
     """
 
-    def __init__(self, ca: Path | None = None, cert: Path | None = None, key: Path | None = None) -> None:
+    def __init__(
+        self, ca: Path | None = None, cert: Path | None = None, key: Path | None = None, name: str | None = None
+    ) -> None:
         self._files = (ca, cert, key)
+        self._name = name
         channel_credentials(*self._files)
+
+    def expecting(self, name: str | None) -> Dialer:
+        """One with the same files, for peers whose certificates are for ``name``, at whatever address they are."""
+        return Dialer(*self._files, name)
+
+    def version(self) -> Version | None:
+        """Differs after any of the files has changed; None where there are none. Raises OSError if one is missing."""
+        files = [file for file in self._files if file is not None]
+        return version_of(files) if files else None
 
     def open(self, address: str, *, own_connection: bool = False) -> grpc.aio.Channel:
         """See :func:`open_channel`."""
-        return open_channel(address, own_connection=own_connection, credentials=channel_credentials(*self._files))
+        credentials = channel_credentials(*self._files)
+        return open_channel(address, own_connection=own_connection, credentials=credentials, name=self._name)
+
+    def context(self) -> ssl.SSLContext | None:
+        """The same for connections that are not grpcio's; None is plain text. See :func:`sapwood_common.tls.client_context`."""
+        return client_context(*self._files)
+
+    @property
+    def name(self) -> str | None:
+        """What the peers' certificates must be for; None: the host each is reached at."""
+        return self._name
 
 
 def request_metadata(request_id: str) -> tuple[tuple[str, str], ...]:

@@ -44,9 +44,22 @@ class ServiceConfig(BaseSettings):
     tls_client_ca: Path | None = Field(
         None, description="PEM file with the CAs that clients' certificates must come from (mTLS); none asks for none."
     )
+    health_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port on which the gRPC health check alone is served, in plain text: for probes that speak no TLS; 0 takes a "
+        "free one; none: health is on --port only.",
+    )
+    health_host: str = Field("127.0.0.1", description="Address that --health-port listens on.")
     drain_timeout: float = Field(
         30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM before they are cut off."
     )
+
+    @property
+    def health_address(self) -> str | None:
+        """Where the health check alone is served, as ``host:port``; None: nowhere."""
+        return None if self.health_port is None else f"{self.health_host}:{self.health_port}"
 
 
 def flag_of(name: str) -> str:

@@ -75,6 +75,10 @@ class AtMost:
         self._seen.add(value)
         return value
 
+    def forget(self, value: str) -> None:
+        """The value is no more: there is room for another."""
+        self._seen.discard(value)
+
     def describe(self) -> str:
         """See Label."""
         return f"at most {self._limit}"
@@ -117,6 +121,13 @@ class Family(Generic[MetricT]):
             if len(self._known) < _MOST_KNOWN:  # values that nobody knows beforehand may be without number
                 self._known[key] = found
         return found
+
+    def remove(self, **values: str) -> None:
+        """Ends the series of these label values, if there is one."""
+        self._known.pop(tuple(values.items()), None)
+        bounded = [label.bound(values[name]) for name, label in self._labels.items()]
+        if OTHER not in bounded:
+            self._metric.remove(*bounded)
 
 
 Reading = tuple[Sequence[str], float]

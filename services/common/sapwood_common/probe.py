@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=3.0, help="Seconds to wait. [default: 3]")
     parser.add_argument("--ca", type=Path, help="CA of the server's certificate; turns TLS on.")
     parser.add_argument("--cert", type=Path, help="Certificate to show.")
+    parser.add_argument("--name", help="What the server's certificate must be for. [default: the host in the address]")
     parser.add_argument("--key", type=Path, help="Its key.")
     arguments = parser.parse_args()
     try:
@@ -34,7 +35,8 @@ def main() -> int:
     if credentials is None:
         channel = grpc.insecure_channel(arguments.address)
     else:
-        channel = grpc.secure_channel(arguments.address, credentials)
+        options = () if arguments.name is None else (("grpc.ssl_target_name_override", arguments.name),)
+        channel = grpc.secure_channel(arguments.address, credentials, options=options)
     with channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(

@@ -88,4 +88,6 @@ class RunningCall:
         self._owner.ended(self._method, code.name, time.perf_counter() - self._started)
         if self._span is not None:
             self._span.set("rpc.grpc.status_code", code.value[0])
+            if code is not grpc.StatusCode.OK:
+                self._span.set("error.type", code.name)
             self._span.end(error=message)

@@ -16,6 +16,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.interceptor import Guard, ServiceInterceptor
 from sapwood_common.metrics import MetricSet
 from sapwood_common.rpc_telemetry import RpcTelemetry
+from sapwood_common.telemetry import announce
 from sapwood_common.tls import ServerTls, grpc_server_credentials
 from sapwood_common.tracing import NoTracing
 
@@ -40,6 +41,7 @@ class ServiceServer:
         guard: Asked before each call but health and reflection; raises a SapwoodError to refuse it.
         max_request_bytes: The largest message it takes.
         reuse_port: Whether other processes listen on the same port; each takes some of the connections.
+        health_address: ``host:port`` on which the health service alone is served, in plain text; None: nowhere.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class ServiceServer:
         guard: Guard | None = None,
         max_request_bytes: int = MAX_MESSAGE_BYTES,
         reuse_port: bool = False,
+        health_address: str | None = None,
     ) -> None:
         self._tls = tls
         self._address = f"{host}:{port}"
@@ -74,15 +77,22 @@ class ServiceServer:
             ],
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        self._health_address = health_address
+        self._health_server: grpc.aio.Server | None = None
+        if health_address is not None:
+            self._health_server = grpc.aio.server(options=[("grpc.so_reuseport", int(reuse_port))])
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
 
     async def start(self) -> int:
         """Listens; health says NOT_SERVING until :meth:`set_serving`. Returns the port.
 
         Raises:
-            ConfigError: The address cannot be listened on.
+            ConfigError: An address cannot be listened on.
         """
         await self.set_serving(False)
+        if self._health_server is not None:
+            await self._start_health(self._health_server)
         try:
             if self._tls is None:
                 port = self.grpc.add_insecure_port(self._address)
@@ -92,6 +102,16 @@ class ServiceServer:
             raise ConfigError(f"cannot listen on {self._address}: is the port in use?") from error
         await self.grpc.start()
         return int(port)
+
+    async def _start_health(self, server: grpc.aio.Server) -> None:
+        assert self._health_address is not None
+        host = self._health_address.rpartition(":")[0]
+        try:
+            port = server.add_insecure_port(self._health_address)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {self._health_address} for health: is the port in use?") from error
+        await server.start()
+        announce(logger, "health on %s:%d", host, port)
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the health of the server as a whole (``""``) and of each of its services."""
@@ -118,6 +138,8 @@ class ServiceServer:
     async def stop(self) -> None:
         """Closes the server; calls still running get a moment for their last message, then are cancelled."""
         await self.grpc.stop(0.2)
+        if self._health_server is not None:
+            await self._health_server.stop(None)
 
 
 def stop_signal() -> asyncio.Event:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +34,13 @@ class ServerTls:
     def version(self) -> Version:
         """Differs after any of the files has changed."""
         files = (self.cert, self.key) if self.client_ca is None else (self.cert, self.key, self.client_ca)
-        stats = [file.stat() for file in files]
-        return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
+        return version_of(files)
+
+
+def version_of(files: Iterable[Path]) -> Version:
+    """Differs after any of the files has changed. Raises OSError if one is missing."""
+    stats = [file.stat() for file in files]
+    return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
 
 
 def server_tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> ServerTls | None:
@@ -115,3 +121,21 @@ def channel_credentials(ca: Path | None, cert: Path | None, key: Path | None) ->
         )
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
+
+
+def client_context(ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """The same for connections that are not grpcio's, speaking HTTP/2; None, that is plain text, without a CA.
+
+    Raises:
+        ConfigError: As :func:`channel_credentials`.
+    """
+    if channel_credentials(ca, cert, key) is None:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        context.set_alpn_protocols(["h2"])
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--peer-ca {ca}, --peer-cert {cert}: {error.strerror or error}") from None
+    return context

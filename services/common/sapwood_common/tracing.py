@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
+from sapwood_common.errors import SapwoodError
+from sapwood_common.status import row_of
 from sapwood_common.telemetry import traceparent_var
 
 SpanKind = Literal["internal", "server", "client"]
@@ -31,6 +33,10 @@ class Span(Protocol):
 
     def set(self, name: str, value: Attribute) -> None:
         """Adds an attribute."""
+        ...
+
+    def rename(self, name: str) -> None:
+        """Gives it another name, once more is known."""
         ...
 
     def end(self, *, error: str | None = None, at_ns: int | None = None) -> None:
@@ -76,6 +82,9 @@ class _NoSpan:
         self.traceparent = traceparent
 
     def set(self, name: str, value: Attribute) -> None:
+        """Nothing."""
+
+    def rename(self, name: str) -> None:
         """Nothing."""
 
     def end(self, *, error: str | None = None, at_ns: int | None = None) -> None:
@@ -124,14 +133,22 @@ def start_tracing(service: str, endpoint: str | None, ratio: float) -> Tracing:
     return OtlpTracing(service, endpoint, ratio)
 
 
+def error_type(error: BaseException) -> str:
+    """What OpenTelemetry calls ``error.type``: the gRPC status of an error of ours, else the exception's name."""
+    return row_of(error).grpc.name if isinstance(error, SapwoodError) else type(error).__name__
+
+
 @contextmanager
-def child_span(tracing: Tracing, name: str, kind: SpanKind = "internal") -> Iterator[Span]:
+def child_span(
+    tracing: Tracing, name: str, kind: SpanKind = "internal", attributes: Mapping[str, Attribute] | None = None
+) -> Iterator[Span]:
     """A span of the current task around the body, which is the parent of whatever the body calls."""
-    span = tracing.start(name, parent=traceparent_var.get(), kind=kind)
+    span = tracing.start(name, parent=traceparent_var.get(), kind=kind, attributes=attributes)
     token = traceparent_var.set(span.traceparent)
     try:
         yield span
     except BaseException as error:
+        span.set("error.type", error_type(error))
         span.end(error=str(error) or type(error).__name__)
         raise
     else:

@@ -37,6 +37,10 @@ class _OtlpSpan:
         """See Span."""
         self._span.set_attribute(name, value)
 
+    def rename(self, name: str) -> None:
+        """See Span."""
+        self._span.update_name(name)
+
     def end(self, *, error: str | None = None, at_ns: int | None = None) -> None:
         """See Span."""
         if error is not None:

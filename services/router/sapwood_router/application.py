@@ -14,6 +14,7 @@ from typing import Any
 from sapwood.v1 import router_pb2_grpc
 from sapwood_common.api_keys import ApiKeys
 from sapwood_common.channel import Dialer
+from sapwood_common.errors import ConfigError
 from sapwood_common.metrics import MetricSet, MetricsServer
 from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_common.server import ServiceServer, serve_until_stopped
@@ -30,7 +31,8 @@ from sapwood_router.endpoint_slices import follow_endpoint_slices, in_cluster_ap
 from sapwood_router.fleet import CONFIGURED, Fleet
 from sapwood_router.guard import Guard
 from sapwood_router.kv_event_monitor import KvEventMonitor
-from sapwood_router.membership import follow_dns, follow_file, follow_leases
+from sapwood_router.membership import follow_file, follow_leases
+from sapwood_router.name_lookup import Lookup, addresses_behind, follow_name
 from sapwood_router.observer import RequestObserver
 from sapwood_router.openai.app import OpenAIFront
 from sapwood_router.openai.http_server import HttpServer
@@ -43,9 +45,9 @@ from sapwood_router.retry import RetryPolicy, RetrySettings
 from sapwood_router.router_metrics import RouterMetrics
 from sapwood_router.router_status import StatusBoard
 from sapwood_router.served_model import ServedModel
-from sapwood_router.service import GENERATE, PUBLIC_METHODS, SERVICE_NAME, RouterService
+from sapwood_router.service import PUBLIC_METHODS, SERVICE_NAME, TRACED, RouterService
 from sapwood_router.tokenizer_client import TokenizerClient
-from sapwood_router.tokenizer_replica import TokenizerReplica
+from sapwood_router.tokenizer_replicas import TokenizerReplicas
 from sapwood_router.worker import Worker
 from sapwood_router.worker_connection import WorkerConnection
 
@@ -59,17 +61,30 @@ class RouterApplication:
 
     Args:
         config: The configuration.
+        lookup: Asks for the addresses behind a name.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, lookup: Lookup = addresses_behind) -> None:
         self._config = config
         self._metrics = MetricSet()
         self._tracing = start_tracing("sapwood-router", config.trace_endpoint, config.trace_ratio)
         router_metrics = self._router_metrics = RouterMetrics(self._metrics)
         self._dialer = Dialer(config.peer_ca, config.peer_cert, config.peer_key)
-        self._replicas = [TokenizerReplica(address, self._dialer.open(address)) for address in config.tokenizers]
-        self._tokenizer = TokenizerClient(self._replicas, config.tokenizer_grace)
-        self._detokenizers = DetokenizePool(self._replicas, config.tokenizer_grace, self._tokenizer.forget)
+        if config.worker_name is not None and config.peer_ca is None:
+            raise ConfigError("--worker-name needs --peer-ca")
+        self._worker_dialer = self._dialer.expecting(config.worker_name)
+        self._lookup = lookup
+        self._detokenizers = DetokenizePool(config.tokenizer_grace, self._tokenizer_lost)
+        self._replicas = TokenizerReplicas(
+            config.tokenizers,
+            self._dialer,
+            self._detokenizers,
+            config.health_interval,
+            self._readiness_changed,
+            self._spawn,
+            lookup,
+        )
+        self._tokenizer = TokenizerClient(self._replicas.all, config.tokenizer_grace)
         self._blocks = BlockIndex(config.block_index_bytes)
         parts = PolicyParts(config, random.Random(), time.monotonic, self._blocks)
         self._policies = PolicyBook(
@@ -85,7 +100,14 @@ class RouterApplication:
         self._slices = (
             None if config.kubernetes_service is None else (in_cluster_api(), parse_service(config.kubernetes_service))
         )
-        self._fleet = Fleet(self.registry, self._policies, self._make_worker, self._watch_worker, time.monotonic)
+        self._fleet = Fleet(
+            self.registry,
+            self._policies,
+            self._make_worker,
+            self._watch_worker,
+            router_metrics.worker_removed,
+            time.monotonic,
+        )
         router_metrics.watch(self.registry, self._admission)
         router_metrics.watch_index(self._blocks)
         observer = RequestObserver(router_metrics, self._tracing)
@@ -105,11 +127,11 @@ class RouterApplication:
             config.resume_grace,
             observer,
         )
-        calls = RpcTelemetry(self._metrics, self._tracing, roots=frozenset({GENERATE}))
+        calls = RpcTelemetry(self._metrics, self._tracing, roots=TRACED)
         tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
         guard = Guard(
             None if config.api_keys is None else ApiKeys(config.api_keys),
-            public=None if config.admin_port is None else PUBLIC_METHODS,
+            public=PUBLIC_METHODS if config.separates_operators else None,
         )
         self._server = ServiceServer(
             config.host,
@@ -119,6 +141,7 @@ class RouterApplication:
             tls=tls,
             guard=guard.check_call,
             max_request_bytes=config.max_body_bytes,
+            health_address=config.health_address,
         )
         self.status = StatusBoard(self.registry, self._admission, router_metrics, self.problem, config.policy).snapshot
         service = RouterService(pipeline, self._fleet, config.request_timeout, self.status)
@@ -174,17 +197,17 @@ class RouterApplication:
             self._metrics_server = MetricsServer(self._metrics.registry, self._config.host, self._config.metrics_port)
             announce(logger, "metrics at http://%s:%d/metrics", self._config.host, self._metrics_server.port)
         self._spawn(self._admission.run(), "admission")
-        self._spawn(self._detokenizers.run(), "detokenizer calls")
-        for replica in self._replicas:
-            monitor = replica.monitor(self._config.health_interval, self._replica_changed)
-            self._spawn(monitor, f"health of tokenizer {replica.address}")
+        self._replicas.start()
         self._fleet.name(CONFIGURED, self._config.workers)
         self._spawn(follow_leases(self._fleet), "leases of registered workers")
         if self._config.workers_file is not None:
             self._spawn(follow_file(self._config.workers_file, self._fleet), "workers file")
-        dns = self._config.workers_dns
+        host, _, port = (self._config.workers_dns or "").rpartition(":")
         named = partial(self._fleet.name, "service discovery")
-        lookups = None if dns is None else partial(follow_dns, dns, named, self._config.workers_dns_interval)
+        interval = self._config.workers_dns_interval
+        if self._config.workers_dns is not None and not (host and port.isdigit()):
+            raise ConfigError(f"--workers-dns: {self._config.workers_dns!r} is not name:port")
+        lookups = partial(follow_name, host, int(port), named, interval, self._lookup) if host else None
         if self._slices is not None:  # names in DNS are for when the API server does not answer
             self._spawn(follow_endpoint_slices(*self._slices, named, lookups), "EndpointSlices")
         elif lookups is not None:
@@ -205,8 +228,6 @@ class RouterApplication:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for replica in self._replicas:
-            await replica.channel.close()
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
         await asyncio.to_thread(self._tracing.close)
@@ -225,9 +246,8 @@ class RouterApplication:
         self._tasks = [task for task in self._tasks if not task.done()]
         self._spawn(work, "set health")
 
-    def _replica_changed(self, replica: TokenizerReplica) -> None:
-        self._detokenizers.replica_changed(replica)
-        self._readiness_changed()
+    def _tokenizer_lost(self) -> None:
+        self._tokenizer.forget()
 
     def _watch_worker(self, worker: Worker) -> list[asyncio.Task[None]]:
         config = self._config
@@ -239,12 +259,12 @@ class RouterApplication:
             self._worker_lost,
             self._fleet.hand_over,
             time.monotonic,
-            self._dialer,
+            self._worker_dialer,
         )
         tasks = [self._spawn(connection.run(), f"connection to {worker.address}")]
         if config.kv_events and self._policies.uses("cache_aware"):
             drifts = self._router_metrics.drifts.at(worker=worker.address)
-            monitor = KvEventMonitor(worker, self._blocks, self._dialer, drifts.inc).run()
+            monitor = KvEventMonitor(worker, self._blocks, self._worker_dialer, drifts.inc).run()
             tasks.append(self._spawn(monitor, f"KV events of {worker.address}"))
         return tasks
 

@@ -13,8 +13,9 @@ fit is not taken, and counted: the index then knows of less than is there, never
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import IntEnum
+from types import MappingProxyType
 
 ENTRY_BYTES = 200
 """An entry of a tier's dictionary: a 16-byte key (64 as allocated), its slot, and an integer for the set."""
@@ -109,27 +110,33 @@ class BlockIndex:
             else:
                 del holders[page]
 
-    def overlaps(self, hashes: Sequence[bytes]) -> dict[str, tuple[int, float]]:
+    def overlaps(
+        self, hashes: Sequence[bytes], stores: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, tuple[int, float]]:
         """What each known worker holds of a prompt.
 
         Args:
             hashes: The prompt's page hashes, first page first.
+            stores: The store that a worker shares with others of the same store: what one of them holds there, all do.
 
         Returns:
             For each worker that holds the first page: how many pages it holds from the start without a gap, in whichever tier,
             and the sum of their weights, each page's best.
         """
         gpu, host, remote = self._holders
+        shared: dict[str, int] = {}
+        for worker, store in stores.items():
+            shared[store] = shared.get(store, 0) | self._bits.get(worker, 0)
         alive = -1
         found: dict[int, tuple[int, float]] = {}
-        run = (0, 0, 0)
+        raw = run = (0, 0, 0)
         length = 0
         for page in hashes:
             sets = (gpu.get(page, 0), host.get(page, 0), remote.get(page, 0))
-            if sets != run:
+            if sets != raw:
                 self._count(found, alive, run, length)
-                run, length = sets, 0
-                alive &= sets[0] | sets[1] | sets[2]
+                raw, run, length = sets, (sets[0], sets[1], _shared(sets[2], shared.values())), 0
+                alive &= run[0] | run[1] | run[2]
             if run == (0, 0, 0) or not alive:
                 break
             length += 1
@@ -145,3 +152,11 @@ class BlockIndex:
             tier = next(tier for tier in Tier if run[tier] & bit)
             pages, weight = found.get(bit, (0, 0.0))
             found[bit] = (pages + length, weight + length * TIER_WEIGHTS[tier])
+
+
+def _shared(holders: int, groups: Collection[int]) -> int:
+    """A set of workers, and all that share a store with one of them."""
+    for group in groups:
+        if holders & group:
+            holders |= group
+    return holders

@@ -31,7 +31,7 @@ class RouterConfig(ServiceConfig):
         ge=0,
         le=65535,
         description="gRPC port of the methods for operators, which then are refused on --port; 0 takes a free one; none: "
-        "they are on --port.",
+        "they are on --port, or with --api-keys nowhere.",
     )
     admin_host: str = Field("127.0.0.1", description="Address that --admin-port listens on.")
     api_keys: Path | None = Field(
@@ -43,10 +43,16 @@ class RouterConfig(ServiceConfig):
     )
     peer_cert: Path | None = Field(None, description="PEM file with the certificate shown to them (mTLS).")
     peer_key: Path | None = Field(None, description="PEM file with its private key.")
+    worker_name: str | None = Field(
+        None,
+        description="Name that the workers' certificates must be for, such as one that all of them share; none: the host that "
+        "each is reached at, which may be an IP address.",
+    )
     tokenizer: str = Field(
         "127.0.0.1:50052",
         min_length=1,
-        description="Address of the tokenizer service; of several replicas of it, with commas between them.",
+        description="Address of the tokenizer service; of several replicas of it, with commas between them. A host name stands "
+        "for a replica at each address behind it, looked up again each second.",
     )
     workers: tuple[str, ...] = Field(
         ("127.0.0.1:50061",), description="Addresses of the workers; more can be named by the next two, or register."
@@ -87,7 +93,10 @@ class RouterConfig(ServiceConfig):
     heartbeat_ms: int = Field(200, ge=10, description="Workers say something at least this often.")
     worker_silence: float = Field(1.0, gt=0, description="Seconds without a word from a worker after which it is lost.")
     most_resumptions: int = Field(
-        3, ge=0, description="Workers that may be lost under a request, which goes on elsewhere, before it fails."
+        3,
+        ge=0,
+        description="Workers that may be lost under a request, which goes on elsewhere, before it fails; those that drained or "
+        "were removed do not count.",
     )
     resume_grace: float = Field(
         10.0, ge=0, description="Seconds that a request whose worker was lost waits for another if there is none."
@@ -136,6 +145,11 @@ class RouterConfig(ServiceConfig):
             if not model or name not in get_args(PolicyName):
                 raise ValueError(f"{item!r} is not MODEL=POLICY with one of {', '.join(get_args(PolicyName))}")
         return given
+
+    @property
+    def separates_operators(self) -> bool:
+        """Whether operators' methods are kept off the public port: a client's key must not be one to the router itself."""
+        return self.admin_port is not None or self.api_keys is not None
 
     @property
     def shows_status(self) -> bool:

@@ -288,6 +288,7 @@ def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
         max_running=message.max_running,
         eos_token_ids=frozenset(message.eos_token_ids),
         embedding_size=message.embedding_size,
+        embedded_tokens=message.embedded_tokens,
     )
 
 
@@ -348,6 +349,7 @@ def load_of(message: worker_pb2.LoadReport) -> Load:
         epoch=message.epoch,
         kv_seq=message.kv_seq,
         kv_digest=message.kv_digest,
+        storage_id=message.storage_id,
     )
 
 

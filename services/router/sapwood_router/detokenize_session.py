@@ -1,9 +1,9 @@
 """One Detokenize call to a replica of the tokenizer, shared by many requests.
 
-One call, not one a request, because messages are what costs CPU: whatever the requests have ready while the last message is
-being written goes out together in the next. A lost call is opened again, and each stream open at the time is replayed on it
-from its tokens; the output that its client has already is dropped as it comes again. A restart of the tokenizer is a pause.
-Where there are several replicas, another one's session takes the streams over; see ``detokenize_pool``.
+One call, not one a request, because messages are what costs CPU: whatever the requests have ready goes out together. A lost call
+is opened again, and each stream open at the time is replayed on it from its tokens; the output that its client has already is
+dropped as it comes again. A restart of the tokenizer is a pause. Where there are several replicas, another one's session takes
+the streams over; see ``detokenize_pool``.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ import itertools
 import logging
 from collections.abc import Callable
 
-import grpc
-
 from sapwood.v1 import tokenizer_pb2
 from sapwood_common.errors import UnavailableError
 from sapwood_common.status import from_parts
 from sapwood_router.convert import output_of, to_options
 from sapwood_router.detokenize_stream import DetokenizeStream
+from sapwood_router.duplex_call import CallEndedError, DuplexCall, open_call
 from sapwood_router.field_names import detokenizer_error
 from sapwood_router.output import OutputOptions
 from sapwood_router.tokenizer_replica import TokenizerReplica
 
 logger = logging.getLogger(__name__)
 
+_METHOD = "/sapwood.v1.Tokenizer/Detokenize"
 _TOKENS_A_MESSAGE = 256 * 1024
 _RETRY_INTERVAL = 0.1
 _SETTLED_AFTER = 0.5
-
-DetokenizeCall = grpc.aio.StreamStreamCall[tokenizer_pb2.DetokenizeRequest, tokenizer_pb2.DetokenizeResponse]
+_OPEN_TIMEOUT = 2.0
 
 
 class DetokenizeSession:
@@ -39,10 +38,13 @@ class DetokenizeSession:
     Args:
         replica: Where the call goes.
         grace: Seconds that streams wait for a replica that is gone before they fail UNAVAILABLE.
-        on_lost: Called with this session when its call is lost, and again for each attempt to open it anew that fails.
+        on_lost: Called with this session when its call is lost, and again, with False, for each attempt to open it anew that
+            fails.
     """
 
-    def __init__(self, replica: TokenizerReplica, grace: float, on_lost: Callable[[DetokenizeSession], None]) -> None:
+    def __init__(
+        self, replica: TokenizerReplica, grace: float, on_lost: Callable[[DetokenizeSession, bool], None]
+    ) -> None:
         self._replica = replica
         self._grace = grace
         self._on_lost = on_lost
@@ -50,11 +52,11 @@ class DetokenizeSession:
         self._streams: dict[int, DetokenizeStream] = {}
         self._dirty: dict[int, DetokenizeStream] = {}
         self._cancelled: list[int] = []
-        self._wake = asyncio.Event()
+        self._flushing = False
         self._lost_since: float | None = None
-        self._call: DetokenizeCall | None = None
+        self._call: DuplexCall | None = None
         self._stands = False
-        self._abandoned = ""
+        self._finishing = False
 
     @property
     def up(self) -> bool:
@@ -77,6 +79,7 @@ class DetokenizeSession:
         streams = list(self._streams.values())
         self._streams.clear()
         self._dirty.clear()
+        self._end_if_finished()
         return streams
 
     def adopt(self, stream: DetokenizeStream) -> None:
@@ -88,21 +91,26 @@ class DetokenizeSession:
 
     def abandon(self, problem: str) -> None:
         """Gives the call up, if there is one: the replica does not answer."""
-        if self._call is not None and not self._call.done():
-            self._abandoned = problem
-            self._call.cancel()
+        if self._call is not None:
+            self._call.close(problem)
+
+    def finish(self) -> None:
+        """No stream will be opened any more: :meth:`run` returns once there is none."""
+        self._finishing = True
+        self._end_if_finished()
 
     async def run(self) -> None:
-        """Keeps the call open for ever; cancel it to stop."""
+        """Keeps the call open until :meth:`finish`; cancel it to stop."""
         loop = asyncio.get_running_loop()
-        while True:
+        while not (self._finishing and not self._streams):
             problem = await self._carry_one_call()
             self._stands = False
             now = loop.time()
+            first = self._lost_since is None
             if self._lost_since is None:
                 self._lost_since = now
                 logger.info("the detokenizer call was lost with %d streams open: %s", len(self._streams), problem)
-            self._on_lost(self)
+            self._on_lost(self, first)
             if now - self._lost_since >= self._grace:
                 for stream in tuple(self._streams.values()):
                     stream.fail(UnavailableError("the tokenizer is not available", retry_after=1.0))
@@ -113,49 +121,44 @@ class DetokenizeSession:
         for stream in self._streams.values():
             stream.rewind()
         self._dirty = dict(self._streams)
-        if self._dirty:
-            self._wake.set()
-        call = self._call = self._replica.stub.Detokenize()
-        self._abandoned = ""
-        writer = asyncio.ensure_future(self._write(call))
+        try:
+            call = self._call = await open_call(self._replica.address, _METHOD, self._replica.dialer, _OPEN_TIMEOUT)
+        except CallEndedError as error:
+            return str(error)
         settled = asyncio.get_running_loop().call_later(_SETTLED_AFTER, self._settle, call)
         try:
-            while True:
-                response = await call.read()
-                if not isinstance(response, tokenizer_pb2.DetokenizeResponse):
-                    return "the service ended it"
-                self._lost_since = None
-                self._stands = True
-                for output in response.outputs:
-                    self._deliver(output)
-        except grpc.aio.AioRpcError as error:
-            return f"{error.code().name}: {error.details()}"
-        except asyncio.CancelledError:
-            if not self._abandoned:  # this task was cancelled, not the call
-                raise
-            return self._abandoned
+            call.follow(self._take, self._flush)
+            self._flush()
+            self._end_if_finished()
+            return str(await call.wait_ended())
         finally:
             settled.cancel()
-            writer.cancel()
-            call.cancel()
+            call.close()
+            self._call = None
 
-    def _settle(self, call: DetokenizeCall) -> None:
+    def _take(self, message: bytes) -> None:
+        self._lost_since = None
+        self._stands = True
+        for output in tokenizer_pb2.DetokenizeResponse.FromString(message).outputs:
+            self._deliver(output)
+
+    def _settle(self, call: DuplexCall) -> None:
         # With nothing to detokenize no answer will say that the call stands.
-        if not call.done() and self._replica.channel.get_state() == grpc.ChannelConnectivity.READY:
+        if not call.ended:
             self._lost_since = None
             self._stands = True
 
-    async def _write(self, call: DetokenizeCall) -> None:
-        while True:
-            await self._wake.wait()
-            request = self._next_request()
-            if not self._dirty:
-                self._wake.clear()
-            if request.inputs:
-                try:
-                    await call.write(request)
-                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                    return  # the reader of the call sees the same end and says why
+    def _schedule(self) -> None:
+        """Sends what there is once everything that is ready now was handled."""
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        call = self._call
+        while call is not None and call.ready and (self._dirty or self._cancelled):
+            call.write(self._next_request().SerializeToString())
 
     def _next_request(self) -> tokenizer_pb2.DetokenizeRequest:
         request = tokenizer_pb2.DetokenizeRequest()
@@ -197,6 +200,7 @@ class DetokenizeSession:
         if output.ended:
             self._streams.pop(output.stream_id)
             self._dirty.pop(output.stream_id, None)
+            self._end_if_finished()
         stream.deliver(
             output_of(output),
             output.tokens_consumed,
@@ -206,11 +210,16 @@ class DetokenizeSession:
 
     def _on_dirty(self, stream: DetokenizeStream) -> None:
         self._dirty[stream.stream_id] = stream
-        self._wake.set()
+        self._schedule()
 
     def _on_close(self, stream: DetokenizeStream) -> None:
         self._streams.pop(stream.stream_id, None)
         self._dirty.pop(stream.stream_id, None)
         if stream.opened:
             self._cancelled.append(stream.stream_id)
-            self._wake.set()
+            self._schedule()
+        self._end_if_finished()
+
+    def _end_if_finished(self) -> None:
+        if self._finishing and not self._streams:
+            self.abandon("its replica left")

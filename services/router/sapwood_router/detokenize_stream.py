@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sapwood_common.errors import SapwoodError
+from sapwood_common.errors import InternalError, SapwoodError
 from sapwood_router.output import Output, OutputBuffer, OutputOptions
+
+logger = logging.getLogger(__name__)
 
 _BATCH = 1024
 """Tokens of an answer that is read whole that are written together."""
@@ -77,6 +80,7 @@ class DetokenizeStream:
         self._closed = False
         self._stop_match: str | None = None
         self._error: SapwoodError | None = None
+        self._divert: Callable[[], bool] | None = None
         self._reader: asyncio.Future[None] | None = None
         self._pusher: asyncio.Future[None] | None = None
 
@@ -118,11 +122,23 @@ class DetokenizeStream:
                 raise self._error
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
+        return self.take()
+
+    def take(self) -> OutputChunk:
+        """The same, of what is there."""
         chunk = OutputChunk(self._output.take(), self._tokens, self._ended, self._stop_match)
         self._fresh = False
         self._tokens_read = self._tokens
         self._wake_pusher()
         return chunk
+
+    def divert(self, take: Callable[[], bool]) -> None:
+        """Calls ``take`` for new output, except the last, instead of waking who waits in :meth:`read`.
+
+        Args:
+            take: Calls :meth:`take` and returns True, or returns False: then the reader is woken.
+        """
+        self._divert = take
 
     def fail(self, error: SapwoodError) -> None:
         """:meth:`read` raises ``error`` after what is there already; the first error counts."""
@@ -137,6 +153,7 @@ class DetokenizeStream:
         if not self.over:
             self._on_close(self)
         self._closed = True
+        self._divert = None
         self._wake_pusher()
 
     def deliver(self, output: Output, tokens: int, *, ended: bool, stop_match: str | None) -> None:
@@ -149,7 +166,7 @@ class DetokenizeStream:
         self._ended = ended
         self._stop_match = stop_match
         self._fresh = True
-        if ended or not self._whole:
+        if ended or not (self._whole or self._diverted()):
             self._wake_reader()
         if ended:
             self._wake_pusher()
@@ -176,6 +193,16 @@ class DetokenizeStream:
         self.end_written = False
         self.written = 0
         self._output.rewind()
+
+    def _diverted(self) -> bool:
+        if self._divert is None or self._reader is None or self._reader.done():
+            return False
+        try:
+            return self._divert()
+        except Exception as error:  # is this stream's, not that of those whose output came with it
+            logger.exception("output could not be passed on")
+            self.fail(InternalError(str(error)))
+            return True
 
     def _wake_reader(self) -> None:
         if self._reader is not None and not self._reader.done():

@@ -21,16 +21,18 @@ from sapwood_common.errors import (
     UnavailableError,
 )
 from sapwood_common.status import from_rpc_error, row_of
+from sapwood_common.tracing import child_span
 from sapwood_router.admission_control import AdmissionControl
 from sapwood_router.convert import to_embed_request
 from sapwood_router.embed_request import Embeddings, EmbedRequest
+from sapwood_router.genai_spans import EMBEDDINGS, asked_to_embed, embedded, span_name
+from sapwood_router.observer import RequestObserver
 from sapwood_router.outcome import Outcome, outcome_of
 from sapwood_router.policies.base import PromptPages
 from sapwood_router.policies.policy_book import PolicyBook
 from sapwood_router.registry import RETRY_AFTER, Registry
 from sapwood_router.resume import Failover
 from sapwood_router.retry import RetryPolicy
-from sapwood_router.router_metrics import RouterMetrics
 from sapwood_router.tokenizer_client import TokenizerClient
 from sapwood_router.validation import MAX_EMBEDDED, check_token_ids
 from sapwood_router.worker import Worker
@@ -51,7 +53,7 @@ class Embedder:
         policies: Choose one.
         retry: Counts requests for the retry budget.
         failover: Makes each request's account of failures.
-        metrics: Where requests are counted.
+        observer: Counts and traces requests.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Embedder:
         policies: PolicyBook,
         retry: RetryPolicy,
         failover: Callable[[], Failover],
-        metrics: RouterMetrics,
+        observer: RequestObserver,
     ) -> None:
         self._tokenizer = tokenizer
         self._registry = registry
@@ -70,13 +72,14 @@ class Embedder:
         self._policies = policies
         self._retry = retry
         self._failover = failover
-        self._metrics = metrics
+        self._metrics = observer.metrics
+        self._tracing = observer.tracing
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         """The vectors of all inputs. Raises as :meth:`_embed`."""
         code, model, tokens = "CANCELLED", "-", 0
         try:
-            found = await self._embed(request)
+            found = await self._traced(request)
             code, model, tokens = "OK", found.model, found.prompt_tokens
             return found
         except SapwoodError as error:
@@ -87,6 +90,16 @@ class Embedder:
             self._metrics.embeddings.at(model=model, code=code).inc()
             self._metrics.tenant_requests.at(tenant=tenant, code=code).inc()
             self._metrics.tenant_tokens.at(tenant=tenant).inc(tokens)
+
+    async def _traced(self, request: EmbedRequest) -> Embeddings:
+        attributes = asked_to_embed(request) if self._tracing.on else None
+        with child_span(self._tracing, span_name(EMBEDDINGS, request.model), "client", attributes) as span:
+            found = await self._embed(request)
+            if self._tracing.on:
+                span.rename(span_name(EMBEDDINGS, found.model))
+                for name, value in embedded(found).items():
+                    span.set(name, value)
+            return found
 
     async def _embed(self, request: EmbedRequest) -> Embeddings:
         """The vectors of all inputs.
@@ -108,7 +121,7 @@ class Embedder:
         served = workers[0].model
         assert served is not None
         for name, sequence in zip(request.names, sequences, strict=True):
-            if len(sequence) > served.context_length:
+            if len(sequence) > served.context_length and not served.embedded_tokens:
                 raise InvalidArgumentError(
                     f"it has {len(sequence)} tokens, the model takes {served.context_length}", field=name
                 )

@@ -2,7 +2,7 @@
 
 A list, then a watch from its version on, then again: the API server ends watches at will, and a watch that is too old (410)
 begins with a list anew. The official client blocks, so it runs in a thread. Endpoints that are not ready count as well: the
-router watches each worker's state itself. Those that terminate do not: nothing new goes there.
+router watches each worker's state itself. Those that terminate do not: the router gives them nothing new and lets them finish.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from sapwood_common.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_WATCH_SECONDS = 300
+_WATCH_SECONDS = 60
 _PAUSE = 2.0
+_CONNECT_SECONDS = 5.0
+_ANSWER_SECONDS = 15.0
+"""Within which a list begins to be answered, and beyond its own end a watch: a server that says nothing is one that fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,9 @@ def in_cluster_api() -> Any:
         config.load_incluster_config()  # type: ignore[no-untyped-call]
     except config.ConfigException as error:
         raise ConfigError(f"--kubernetes-service: {error}") from None
-    return client.DiscoveryV1Api()
+    configuration = client.Configuration.get_default_copy()
+    configuration.retries = False  # the next question comes soon enough; each retry would hold up the fallback
+    return client.DiscoveryV1Api(client.ApiClient(configuration))
 
 
 async def follow_endpoint_slices(
@@ -86,6 +91,9 @@ async def follow_endpoint_slices(
     service: ServiceName,
     name: Callable[[frozenset[str]], None],
     fallback: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    *,
+    watch_seconds: int = _WATCH_SECONDS,
+    answer_seconds: float = _ANSWER_SECONDS,
 ) -> None:
     """Tells ``name`` the addresses now and after each change, for ever; cancel it to stop.
 
@@ -94,6 +102,8 @@ async def follow_endpoint_slices(
         service: Whose endpoints.
         name: Called on the event loop.
         fallback: What runs from when the API server fails until it answers again: another way to find the endpoints.
+        watch_seconds: Seconds after which the server is to end a watch.
+        answer_seconds: Seconds without a word, beyond those, that are a failure.
     """
     loop = asyncio.get_running_loop()
     stop = threading.Event()
@@ -116,8 +126,9 @@ async def follow_endpoint_slices(
         if not stop.is_set():
             loop.call_soon_threadsafe(failed) if addresses is None else loop.call_soon_threadsafe(answered, addresses)
 
-    # A thread of its own, not the loop's pool: a watch blocks for minutes, and the process must not wait for it at its end.
-    threading.Thread(target=_follow, args=(api, service, tell, stop), name="EndpointSlices", daemon=True).start()
+    # A thread of its own, not the loop's pool: a watch blocks for a minute, and the process must not wait for it at its end.
+    asked = _Asked(api, service, watch_seconds, answer_seconds)
+    threading.Thread(target=_follow, args=(asked, tell, stop), name="EndpointSlices", daemon=True).start()
     try:
         await asyncio.Event().wait()
     finally:
@@ -126,39 +137,49 @@ async def follow_endpoint_slices(
             standing_in.cancel()
 
 
-def _follow(
-    api: Any, service: ServiceName, tell: Callable[[frozenset[str] | None], None], stop: threading.Event
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Whom to ask for what, and for how long to wait for it."""
+
+    api: Any
+    service: ServiceName
+    watch_seconds: int
+    answer_seconds: float
+
+
+def _follow(asked: _Asked, tell: Callable[[frozenset[str] | None], None], stop: threading.Event) -> None:
     """Tells the addresses, and None when the API server fails."""
     known: frozenset[str] | None = None
     while not stop.is_set():
         try:
-            for addresses in _changes(api, service):
+            for addresses in _changes(asked):
                 if stop.is_set():
                     return
                 if addresses != known:
                     known = addresses
                     tell(addresses)
         except Exception as error:  # the API server is away, or refuses: what is known stays, and it is asked again
-            logger.warning("EndpointSlices of %s/%s: %s", service.namespace, service.name, error)
+            logger.warning("EndpointSlices of %s/%s: %s", asked.service.namespace, asked.service.name, error)
             known = None
             tell(None)
             time.sleep(_PAUSE)
 
 
-def _changes(api: Any, service: ServiceName) -> Iterable[frozenset[str]]:
+def _changes(asked: _Asked) -> Iterable[frozenset[str]]:
     from kubernetes import watch
 
-    asked = {"namespace": service.namespace, "label_selector": f"kubernetes.io/service-name={service.name}"}
-    listed = api.list_namespaced_endpoint_slice(**asked)
+    service, slices_of = asked.service, asked.api.list_namespaced_endpoint_slice
+    which = {"namespace": service.namespace, "label_selector": f"kubernetes.io/service-name={service.name}"}
+    listed = slices_of(**which, _request_timeout=(_CONNECT_SECONDS, asked.answer_seconds))
     slices = {item.metadata.name: item for item in listed.items}
     yield addresses_of(slices.values(), service.port)
     follow: Any = watch.Watch()  # type: ignore[no-untyped-call]
     for event in follow.stream(
-        api.list_namespaced_endpoint_slice,
-        **asked,
+        slices_of,
+        **which,
         resource_version=listed.metadata.resource_version,
-        timeout_seconds=_WATCH_SECONDS,
+        timeout_seconds=asked.watch_seconds,
+        _request_timeout=(_CONNECT_SECONDS, asked.watch_seconds + asked.answer_seconds),
     ):
         item = event["object"]
         if event["type"] == "DELETED":

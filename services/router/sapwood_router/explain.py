@@ -82,6 +82,8 @@ def _excluded(worker: Worker, model: str) -> str:
         return worker.problem or "not available"
     if worker.draining:
         return "drained by an operator"
+    if worker.leaving:
+        return "no longer named by any source"
     if not worker.breaker.admits():
         return f"circuit breaker {worker.breaker.state.value}"
     return "" if worker.room else "has as many requests as it is given"

@@ -1,7 +1,9 @@
 """Which workers the router knows: named by several sources, added, drained and removed while it runs.
 
 A worker is there as long as some source names it: the configuration, a watched file, a DNS name, or its registration, which
-lapses unless it is renewed within its lease. One that no source names any more is removed: what runs on it goes on elsewhere.
+lapses unless it is renewed within its lease. One that no source names any more drains: it gets nothing new, what runs on it
+finishes, and it is removed once it is idle or gone. (Kubernetes ceases to name a pod when its grace period begins, not when it is
+over.) One that an operator removes is removed at once: what runs on it goes on elsewhere.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ class Fleet:
         policies: Told of workers that are gone.
         make: Makes a worker.
         watch: Starts what follows a worker; the tasks are cancelled when it is removed.
+        on_removed: Called with the address of a worker that is gone.
         clock: Seconds, monotonic.
     """
 
@@ -38,12 +41,14 @@ class Fleet:
         policies: PolicyBook,
         make: Callable[[str], Worker],
         watch: Callable[[Worker], Iterable[asyncio.Task[None]]],
+        on_removed: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
         self._registry = registry
         self._policies = policies
         self._make = make
         self._watch = watch
+        self._on_removed = on_removed
         self._clock = clock
         self._sources: dict[str, frozenset[str]] = {}
         self._leases: dict[str, float] = {}
@@ -81,24 +86,30 @@ class Fleet:
             self._policies.drained(worker.address, heirs)
 
     def remove(self, address: str) -> None:
-        """Forgets a worker, whoever named it; the configuration, file or DNS name names it again only when it changes.
+        """Forgets a worker at once, whoever named it; the configuration, file or DNS name names it again only when it changes.
 
         Raises:
             NotFoundError: There is no such worker.
         """
-        self._find(address)
+        worker = self._find(address)
         self._leases.pop(address, None)
         for source, addresses in self._sources.items():
             self._sources[source] = addresses - {address}
-        self._reconcile()
+        self._forget(worker)
 
     def lapse(self) -> None:
-        """Removes those whose lease is over; to be called now and then."""
+        """Ceases to name those whose lease is over, and removes those that nobody names and nothing runs on.
+
+        To be called now and then.
+        """
         now = self._clock()
         for address in [address for address, until in self._leases.items() if until <= now]:
             del self._leases[address]
             logger.warning("worker %s did not renew its registration", address)
             self.name(_REGISTERED + address, [])
+        for worker in self._registry.all():
+            if worker.leaving and (worker.in_flight == 0 or worker.session is None):
+                self._forget(worker)
 
     def _find(self, address: str) -> Worker:
         for worker in self._registry.all():
@@ -115,9 +126,20 @@ class Fleet:
             self._registry.add(worker)
             self._tasks[address] = list(self._watch(worker))
             logger.info("worker %s added", address)
-        for address in sorted(set(present) - wanted):
-            self._registry.remove(present[address])
-            for task in self._tasks.pop(address, []):
-                task.cancel()
-            self._policies.reset(address, 0)
-            logger.info("worker %s removed", address)
+        for worker in present.values():
+            if worker.leaving != (worker.address not in wanted):
+                self._set_leaving(worker, not worker.leaving)
+
+    def _set_leaving(self, worker: Worker, leaving: bool) -> None:
+        logger.info("worker %s is %s", worker.address, "no longer named: it drains" if leaving else "named again")
+        if leaving and worker.takes_new:
+            self.hand_over(worker)
+        self._registry.set_leaving(worker, leaving)
+
+    def _forget(self, worker: Worker) -> None:
+        self._registry.remove(worker)
+        for task in self._tasks.pop(worker.address, []):
+            task.cancel()
+        self._policies.reset(worker.address, 0)
+        self._on_removed(worker.address)
+        logger.info("worker %s removed", worker.address)

@@ -33,7 +33,7 @@ class Guard:
             SapwoodError: As :meth:`ApiKeys.check`.
         """
         if self._public is not None and method not in self._public:
-            raise UnimplementedError(f"{method} is served on the admin port only")
+            raise UnimplementedError(f"{method} is for operators: it is served on --admin-port only, where one is set")
         self._check(next((value for key, value in metadata if key == AUTHORIZATION_KEY), ""))
 
     def check_headers(self, headers: Mapping[bytes, bytes]) -> None:

@@ -20,3 +20,4 @@ class Load:
     epoch: int = 0
     kv_seq: int = 0
     kv_digest: int = 0
+    storage_id: str = ""

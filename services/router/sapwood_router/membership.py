@@ -1,11 +1,9 @@
-"""Sources of workers that change while the router runs: a file of addresses, and DNS names."""
+"""Sources of workers that change while the router runs: a file of addresses, and registrations."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-from collections.abc import Callable
 from pathlib import Path
 
 from sapwood_router.fleet import Fleet
@@ -45,32 +43,6 @@ def read_addresses(text: str) -> list[str]:
     """The addresses in a workers file."""
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     return [line for line in lines if line]
-
-
-async def follow_dns(target: str, name: Callable[[frozenset[str]], None], interval: float) -> None:
-    """Tells ``name`` every address that ``host:port`` resolves to, now and after each change, for ever.
-
-    It looks again each ``interval`` seconds.
-
-    A lookup that fails changes nothing: workers are worth more than a name server's word.
-    """
-    host, _, port = target.rpartition(":")
-    loop = asyncio.get_running_loop()
-    known: frozenset[str] | None = None
-    while True:
-        try:
-            found = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-        except OSError as error:
-            logger.warning("workers behind %s: %s", target, error)
-        else:
-            addresses = frozenset(
-                f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
-                for family, _, _, _, address in found
-            )
-            if addresses != known:
-                known = addresses
-                name(addresses)
-        await asyncio.sleep(interval)
 
 
 async def follow_leases(fleet: Fleet) -> None:

@@ -6,14 +6,15 @@ The pipeline calls a :class:`RequestWatch`; nothing here changes what it does.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextvars import Token
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from sapwood_common.metrics import MetricSet
 from sapwood_common.status import row_of
 from sapwood_common.telemetry import traceparent_var
-from sapwood_common.tracing import Attribute, NoTracing, Span, Tracing, child_span
+from sapwood_common.tracing import NoTracing, Span, Tracing
+from sapwood_router.genai_spans import answered, asked, operation_of, span_name
 from sapwood_router.router_metrics import RouterMetrics
 
 if TYPE_CHECKING:
@@ -43,6 +44,35 @@ def quiet_observer() -> RequestObserver:
     return RequestObserver(RouterMetrics(MetricSet()), NoTracing())
 
 
+class Stage:
+    """A stage of the pipeline, around a ``with`` body; with tracing on, what the body calls is traced as the stage's child."""
+
+    __slots__ = ("_metrics", "_name", "_span", "_started", "_token", "_traceparent", "_tracing")
+
+    def __init__(self, metrics: RouterMetrics, tracing: Tracing, traceparent: str | None, name: str) -> None:
+        self._metrics = metrics
+        self._tracing = tracing
+        self._traceparent = traceparent
+        self._name = name
+        self._span: Span | None = None
+        self._token: Token[str | None] | None = None
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+        if self._tracing.on:
+            self._span = self._tracing.start(self._name, parent=self._traceparent)
+            self._token = traceparent_var.set(self._span.traceparent)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._span is not None and self._token is not None:
+            traceparent_var.reset(self._token)
+            self._span.end(error=None if error is None else str(error) or type(error).__name__)
+        self._metrics.stage.at(stage=self._name).observe(time.perf_counter() - self._started)
+
+
 class RequestWatch:
     """One request under observation.
 
@@ -56,23 +86,32 @@ class RequestWatch:
         self._context = context
         self._last = context.started
         self._closed = False
+        self._responding = 0.0
+        self._respond_span: Span | None = None
         self._metrics.request_began()
+        self._named = context.model is not None
         self._span: Span = self._tracing.start(
-            "generate", parent=traceparent_var.get(), attributes=_asked(context) if self._tracing.on else None
+            span_name(operation_of(context), context.model),
+            parent=traceparent_var.get(),
+            kind="client",
+            attributes=asked(context) if self._tracing.on else None,
         )
         self.traceparent = self._span.traceparent
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """A stage of the pipeline, around the body: what the body calls is traced as the stage's child."""
-        started = time.perf_counter()
-        token = traceparent_var.set(self.traceparent)
-        try:
-            with child_span(self._tracing, name):
-                yield
-        finally:
-            traceparent_var.reset(token)
-            self._metrics.stage.at(stage=name).observe(time.perf_counter() - started)
+    def stage(self, name: str) -> Stage:
+        """A stage of the pipeline, to be entered once."""
+        return Stage(self._metrics, self._tracing, self.traceparent, name)
+
+    def responded(self, started: float) -> None:
+        """A delta was made, from ``started`` on ``time.perf_counter``'s clock until now.
+
+        The stage's time is that of all deltas; its span goes from the first to the end of the request.
+        """
+        seconds = time.perf_counter() - started
+        self._responding += seconds
+        if self._respond_span is None and self._tracing.on:
+            at_ns = time.time_ns() - int(seconds * 1e9)
+            self._respond_span = self._tracing.start("respond", parent=self.traceparent, at_ns=at_ns)
 
     def selected(self, reason: str) -> None:
         """A worker was chosen."""
@@ -103,6 +142,10 @@ class RequestWatch:
             return
         self._closed = True
         self._metrics.request_ended()
+        if self._responding:
+            self._metrics.stage.at(stage="respond").observe(self._responding)
+        if self._respond_span is not None:
+            self._respond_span.end()
         context, metrics = self._context, self._metrics
         code = "CANCELLED" if context.usage is None else "OK"
         if context.error is not None:
@@ -122,40 +165,8 @@ class RequestWatch:
         metrics.requests.at(model=model, code=code).inc()
         metrics.seconds.at(model=model, code=code).observe(time.perf_counter() - context.started)
         if self._tracing.on:
-            for name, value in _answered(context, code).items():
+            if not self._named and context.model is not None:
+                self._span.rename(span_name(operation_of(context), context.model))
+            for name, value in answered(context, code).items():
                 self._span.set(name, value)
         self._span.end(error=None if code == "OK" else code if context.error is None else context.error.message)
-
-
-# OpenTelemetry's semantic conventions for generative AI.
-def _asked(context: RequestContext) -> dict[str, Attribute]:
-    sampling = context.sampling
-    given: dict[str, Attribute | None] = {
-        "gen_ai.operation.name": "text_completion" if context.fields.prompt in ("text", "prompt") else "chat",
-        "gen_ai.provider.name": "sapwood",
-        "gen_ai.request.model": context.model,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.max_tokens": sampling.max_tokens,
-        "gen_ai.request.seed": sampling.seed,
-        "gen_ai.request.stop_sequences": list(context.output.stop) or None,
-        "sapwood.request_id": context.request_id,
-    }
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _answered(context: RequestContext, code: str) -> dict[str, Attribute]:
-    attributes: dict[str, Attribute] = {
-        "gen_ai.response.model": context.model or "-",
-        "gen_ai.usage.input_tokens": len(context.token_ids),
-        "gen_ai.usage.output_tokens": len(context.output_ids),
-        "gen_ai.usage.cache_read.input_tokens": context.cached_tokens,
-        "sapwood.worker": context.worker,
-        "sapwood.selection_reason": context.reason,
-        "sapwood.status": code,
-        "sapwood.resumptions": context.resumptions,
-    }
-    if context.worker_finish is not None:
-        attributes["gen_ai.response.finish_reasons"] = [context.worker_finish.value]
-    return attributes

@@ -23,6 +23,10 @@ class WorkerLostError(UnavailableError):
     """The connection to the worker broke or fell silent: nothing more will come of what it was doing."""
 
 
+class WorkerLeftError(WorkerLostError):
+    """The worker went as planned, by an operator or after it said that it drains: nothing is wrong with it or the request."""
+
+
 def outcome_of(error: SapwoodError) -> Outcome:
     """What a failure says about the worker."""
     if isinstance(error, WorkerLostError):

@@ -60,6 +60,11 @@ class Registry:
         worker.draining = draining
         self._refresh()
 
+    def set_leaving(self, worker: Worker, leaving: bool) -> None:
+        """No source names the worker any more, or one does again."""
+        worker.leaving = leaving
+        self._refresh()
+
     def models(self) -> dict[str, tuple[Worker, ...]]:
         """Every model that a worker was ever seen to serve, with its available workers."""
         known = {worker.model.model: () for worker in self._workers.values() if worker.model is not None}
@@ -129,7 +134,7 @@ class Registry:
     def _refresh(self) -> None:
         grouped: dict[str, list[Worker]] = {}
         for worker in self._workers.values():
-            if worker.available and not worker.draining and worker.model is not None:
+            if worker.takes_new and worker.model is not None:
                 grouped.setdefault(worker.model.model, []).append(worker)
         self._available = {model: tuple(workers) for model, workers in grouped.items()}
         self._changed.set()

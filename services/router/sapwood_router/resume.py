@@ -5,15 +5,16 @@ The same loop serves both. The next worker gets the prompt followed by the token
 goes on as it would have. Text, stop strings and parsers live behind the detokenizer's stream, which never learns of it.
 
 Bounds: a lost worker costs a request at most one resumption, of which it gets ``most_losses``; they are not taken from the
-retry budget, since workers die one at a time whatever the traffic. A worker that answered with an error is asked no second
-time, and the next try needs the retry policy's consent. A request that two workers failed with an internal error is taken
-for the cause. Errors that are the client's, and its deadline, end it at once.
+retry budget, since workers die one at a time whatever the traffic. One that went as planned costs it nothing: such a move says
+nothing about the request, and there are no more of them than somebody plans. A worker that answered with an error is asked no
+second time, and the next try needs the retry policy's consent. A request that two workers failed with an internal error is
+taken for the cause. Errors that are the client's, and its deadline, end it at once.
 """
 
 from __future__ import annotations
 
 from sapwood_common.errors import InternalError, ResourceExhaustedError, SapwoodError, UnavailableError
-from sapwood_router.outcome import WorkerLostError
+from sapwood_router.outcome import WorkerLeftError, WorkerLostError
 from sapwood_router.retry import RetryPolicy
 
 
@@ -46,6 +47,8 @@ class Failover:
             worker: Address of the worker that failed it.
             deadline: The request's.
         """
+        if isinstance(error, WorkerLeftError):
+            return 0.0
         if isinstance(error, WorkerLostError):
             self.losses += 1
             return 0.0 if self.losses <= self._most_losses else None

@@ -14,7 +14,8 @@ from sapwood_router.config import PolicyName
 from sapwood_router.registry import Registry
 from sapwood_router.worker import Worker
 
-STAGES = ("prepare", "queue", "select", "dispatch", "execute")
+STAGES = ("prepare", "queue", "select", "acquire", "build", "dispatch", "execute", "respond")
+_BREAKER_STATES = {BreakerState.CLOSED: 0.0, BreakerState.HALF_OPEN: 1.0, BreakerState.OPEN: 2.0}
 _MOST_MODELS = 32
 _MOST_REASONS = 32
 _MOST_WORKERS = 256
@@ -32,6 +33,7 @@ class RouterMetrics:
         self._metrics = metrics
         self.requests_running = 0
         self.resumed = 0
+        self._worker = AtMost(_MOST_WORKERS)  # of workers that are there now
         model = AtMost(_MOST_MODELS)  # of models that workers serve: an unknown name gets no metric
         self.requests = metrics.counter(
             "sapwood_router_requests_total", "Generations that ended, by gRPC status.", model=model, code=CODES
@@ -52,7 +54,9 @@ class RouterMetrics:
             "sapwood_router_request_seconds", "From the request to its end.", model=model, code=CODES
         )
         self.stage = metrics.histogram(
-            "sapwood_router_stage_seconds", "Time in the stages of the pipeline that take any.", stage=OneOf(*STAGES)
+            "sapwood_router_stage_seconds",
+            "Time in each stage of the pipeline; queue is the wait before select, respond all of a request's deltas.",
+            stage=OneOf(*STAGES),
         )
         self.prompt_tokens = metrics.counter(
             "sapwood_router_prompt_tokens_total", "Prompt tokens of generations that ended.", model=model
@@ -91,13 +95,19 @@ class RouterMetrics:
         self.losses = metrics.counter(
             "sapwood_router_worker_losses_total",
             "Sessions with a worker that broke or fell silent.",
-            worker=AtMost(_MOST_WORKERS),
+            worker=self._worker,
         )
         self.drifts = metrics.counter(
             "sapwood_router_kv_event_drifts_total",
             "Times that a worker's KV events were found incomplete and asked for anew.",
-            worker=AtMost(_MOST_WORKERS),
+            worker=self._worker,
         )
+
+    def worker_removed(self, address: str) -> None:
+        """The worker is no longer one of them: its series end, and its label makes room."""
+        self.losses.remove(worker=address)
+        self.drifts.remove(worker=address)
+        self._worker.forget(address)
 
     def request_began(self) -> None:
         """A generation is under way."""
@@ -142,11 +152,22 @@ class RouterMetrics:
             lambda: [((), float(admission.waiting))],
         )
 
+        self._metrics.polled(
+            "gauge",
+            "sapwood_router_available_workers",
+            "Workers that can take requests.",
+            lambda: [((), float(sum(worker.takes_new for worker in registry.all())))],
+        )
+
         def polled(name: str, text: str, read: str) -> None:
-            self._metrics.polled("gauge", name, text, lambda: _of_each(registry, read), worker=AtMost(_MOST_WORKERS))
+            self._metrics.polled("gauge", name, text, lambda: _of_each(registry, read), worker=self._worker)
 
         polled("sapwood_router_worker_available", "1 if the worker can take requests.", "available")
-        polled("sapwood_router_worker_breaker_closed", "1 unless its circuit breaker keeps requests off.", "breaker")
+        polled(
+            "sapwood_router_worker_breaker_state",
+            "Its circuit breaker: 0 closed, 1 half-open (one request tries the worker), 2 open (none is sent).",
+            "breaker",
+        )
         polled("sapwood_router_worker_in_flight_requests", "This router's requests on the worker.", "in_flight")
         polled("sapwood_router_worker_pending_tokens", "Prompt tokens sent and not prefilled yet.", "pending_tokens")
         polled("sapwood_router_worker_used_page_share", "Share of its pages that running requests hold.", "used_share")
@@ -163,7 +184,7 @@ def _reading(worker: Worker, what: str) -> float:
         case "available":
             return float(worker.available)
         case "breaker":
-            return float(worker.breaker.state is BreakerState.CLOSED)
+            return _BREAKER_STATES[worker.breaker.state]
         case "in_flight":
             return worker.in_flight
         case "pending_tokens":

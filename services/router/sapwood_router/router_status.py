@@ -115,7 +115,7 @@ class StatusBoard:
                 WorkerState(
                     address=worker.address,
                     model=worker.model.model if worker.model is not None else "",
-                    state="down" if not worker.available else "draining" if worker.draining else "up",
+                    state="down" if not worker.available else "up" if worker.takes_new else "draining",
                     problem="" if worker.available else worker.problem or "",
                     breaker=worker.breaker.state.value,
                     in_flight=worker.in_flight,

@@ -12,6 +12,7 @@ class ServedModel:
     Attributes:
         epoch: Differs after a restart.
         max_running: Requests that it runs at once; 0 if it does not say.
+        embedded_tokens: The worker cuts inputs to embed to so many tokens; 0: longer ones than the context are refused.
         eos_token_ids: The model's own end tokens.
     """
 
@@ -24,3 +25,4 @@ class ServedModel:
     max_running: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     embedding_size: int = 0
+    embedded_tokens: int = 0

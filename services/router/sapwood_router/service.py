@@ -39,7 +39,8 @@ from sapwood_router.request_ids import accept_request_id, unique_id
 from sapwood_router.router_status import RouterState
 
 SERVICE_NAME = "sapwood.v1.Router"
-GENERATE = f"/{SERVICE_NAME}/Generate"
+TRACED = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed"))
+"""Where a trace begins, if the caller has none."""
 PUBLIC_METHODS = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed", "ListModels"))
 """What clients call; everything else is for operators."""
 WORKER_KEY = "x-sapwood-worker"
@@ -171,7 +172,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 in_flight=worker.in_flight,
                 load=to_load(worker.load),
                 problem="" if worker.available else worker.problem,
-                draining=worker.draining,
+                draining=worker.draining or worker.leaving,
                 breaker=worker.breaker.state.value,
                 epoch=worker.model.epoch if worker.model is not None else 0,
             )

@@ -44,12 +44,12 @@ class TokenizerClient:
     """Encodes prompts on any of the tokenizer's replicas, and knows which parsers the model's output needs.
 
     Args:
-        replicas: The replicas, all with the same model.
+        replicas: Gives the replicas there are now, all with the same model.
         grace: Seconds that a call waits while every replica is gone.
     """
 
-    def __init__(self, replicas: Sequence[TokenizerReplica], grace: float) -> None:
-        self._replicas = tuple(replicas)
+    def __init__(self, replicas: Callable[[], Sequence[TokenizerReplica]], grace: float) -> None:
+        self._replicas = replicas
         self._grace = grace
         self._turn = 0
         self._parsers: Parsers | None = None
@@ -58,10 +58,10 @@ class TokenizerClient:
     @property
     def problem(self) -> str | None:
         """Why the service cannot be used; None while one of its replicas is well."""
-        problems = [replica.problem for replica in self._replicas]
-        if None in problems:
+        replicas = self._replicas()
+        if any(replica.problem is None for replica in replicas):
             return None
-        return "; ".join(f"{replica.address}: {replica.problem}" for replica in self._replicas)
+        return "; ".join(f"{replica.address}: {replica.problem}" for replica in replicas) or "has no address yet"
 
     async def encode_text(self, text: str, request_id: str, deadline: float) -> list[int]:
         """The tokens of a text, special tokens added.
@@ -168,28 +168,32 @@ class TokenizerClient:
         loop = asyncio.get_running_loop()
         give_up = min(loop.time() + self._grace, deadline)
         tried: set[TokenizerReplica] = set()
+        last: UnavailableError | None = None
         while True:
             timeout = deadline - loop.time()
             if timeout <= 0:
                 raise DeadlineExceededError("the deadline passed while the prompt was tokenized")
             replica = self._choose(tried)
-            try:
-                return await replica.call(lambda stub: call(stub, timeout))  # noqa: B023 - called before it returns
-            except UnavailableError as error:
-                tried.add(replica)
-                if len(tried) < len(self._replicas):
+            if replica is not None:
+                try:
+                    return await replica.call(lambda stub: call(stub, timeout))  # noqa: B023 - called before it returns
+                except UnavailableError as error:
+                    last = error
+                    tried.add(replica)
                     continue
-                if loop.time() + _PAUSE >= give_up:
-                    raise UnavailableError("the tokenizer is not available", retry_after=1.0) from error
+            if loop.time() + _PAUSE >= give_up:
+                raise UnavailableError("the tokenizer is not available", retry_after=1.0) from last
             tried.clear()
             await asyncio.sleep(_PAUSE)
 
-    def _choose(self, tried: set[TokenizerReplica]) -> TokenizerReplica:
-        """A replica that is well with the fewest calls, in turn; one that is not, if there is no other."""
+    def _choose(self, tried: set[TokenizerReplica]) -> TokenizerReplica | None:
+        """Of those not tried, one that is well with the fewest calls, in turn; one that is not well if there is no other."""
+        replicas = self._replicas()
         self._turn += 1
-        count = len(self._replicas)
-        order = (self._replicas[(self._turn + index) % count] for index in range(count))
+        count = len(replicas)
+        order = (replicas[(self._turn + index) % count] for index in range(count))
         return min(
             (replica for replica in order if replica not in tried),
             key=lambda replica: (replica.problem is not None, replica.load),
+            default=None,
         )

@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from sapwood.v1 import tokenizer_pb2_grpc
+from sapwood_common.channel import Dialer
 from sapwood_common.errors import UnavailableError
 from sapwood_common.status import from_rpc_error
 from sapwood_router.health import NOT_SERVING, check
@@ -34,18 +35,28 @@ class TokenizerReplica:
 
     Args:
         address: Where it is.
-        channel: To it; closed by whoever opened it.
+        dialer: Connects to it.
+        problem: What is known of it.
+
+    Attributes:
+        channel: To it; closed by whoever made this.
+
+    Raises:
+        ConfigError: The TLS files are of no use.
     """
 
-    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+    def __init__(self, address: str, dialer: Dialer, problem: str | None = "not checked yet") -> None:
         self.address = address
-        self.channel = channel
+        self.dialer = dialer
+        self.channel = channel = dialer.open(address)
         self.stub = tokenizer_pb2_grpc.TokenizerStub(channel)
-        self.problem: str | None = "not checked yet"
+        self.problem = problem
         """Why it cannot be used; None while it is well. Written by :meth:`monitor` only."""
         self._health = health_pb2_grpc.HealthStub(channel)
         self._running: set[grpc.aio.Call] = set()
         self._dropped: set[grpc.aio.Call] = set()
+        self._free = asyncio.Event()
+        self._free.set()
 
     @property
     def load(self) -> int:
@@ -65,6 +76,7 @@ class TokenizerReplica:
         """
         running = start(self.stub)
         self._running.add(running)
+        self._free.clear()
         try:
             answer: AnswerT = await running
             return answer
@@ -77,6 +89,12 @@ class TokenizerReplica:
         finally:
             self._running.discard(running)
             self._dropped.discard(running)
+            if not self._running:
+                self._free.set()
+
+    async def idle(self) -> None:
+        """Returns once no call is under way."""
+        await self._free.wait()
 
     async def monitor(self, interval: float, on_change: Callable[[TokenizerReplica], None]) -> None:
         """Keeps ``problem`` true for ever; cancel it to stop.

@@ -37,6 +37,7 @@ class WorkerView:
         queued_tokens: Prompt tokens it still has to prefill, counted likewise.
         used_share: Share of its pages that running requests hold, as last reported, 0 to 1.
         recent_work: Work this router gave it lately, in tokens to prefill; decays with a half-life of a minute.
+        storage_id: Names the store its KV cache reads from, as last reported; workers of one name share it. Empty: none.
     """
 
     address: str
@@ -45,6 +46,7 @@ class WorkerView:
     queued_tokens: int = 0
     used_share: float = 0.0
     recent_work: float = 0.0
+    storage_id: str = ""
 
 
 class Lease:
@@ -103,6 +105,8 @@ class Worker:
         self.available = False
         """Whether it is connected and takes requests; ``draining``: whether an operator wants it to get none."""
         self.draining = False
+        self.leaving = False
+        """Whether no source names it any more: it finishes what it has."""
         self.problem: str | None = "not reached yet"
         self.most_requests = math.inf
         """Requests that this router gives it at a time."""
@@ -117,6 +121,11 @@ class Worker:
         self._foreign_tokens = 0
         self._recent = 0.0
         self._recent_at = clock()
+
+    @property
+    def takes_new(self) -> bool:
+        """Whether it may be given requests that are new."""
+        return self.available and not self.draining and not self.leaving
 
     @property
     def room(self) -> float:
@@ -147,6 +156,7 @@ class Worker:
             queued_tokens=self.pending_tokens + self._foreign_tokens,
             used_share=used,
             recent_work=self._decayed(),
+            storage_id=load.storage_id,
         )
 
     def _decayed(self) -> float:

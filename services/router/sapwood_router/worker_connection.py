@@ -11,17 +11,18 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import grpc
-
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.channel import Dialer
+from sapwood_common.errors import ConfigError
 from sapwood_router.convert import load_of, served_model_of
+from sapwood_router.duplex_call import CallEndedError, DuplexCall, open_call
 from sapwood_router.registry import Registry
 from sapwood_router.worker import Worker
 from sapwood_router.worker_session import WorkerSession
 
 logger = logging.getLogger(__name__)
 
+_METHOD = "/sapwood.v1.Worker/Session"
 _RETRY_INTERVAL = 0.1
 _OPEN_TIMEOUT = 2.0
 _DRAINING = "it is draining"
@@ -64,7 +65,10 @@ class WorkerConnection:
     async def run(self) -> None:
         """Connects, again after each loss, for ever; cancel it to stop."""
         while True:
-            problem = await self._carry_one_session()
+            try:
+                problem = await self._carry_one_session()
+            except ConfigError as error:  # TLS files that are being replaced
+                problem = str(error)
             if self._worker.available:
                 logger.warning("worker %s is down: %s", self._worker.address, problem)
             self._registry.mark_down(self._worker, problem)
@@ -73,20 +77,14 @@ class WorkerConnection:
     async def _carry_one_session(self) -> str:
         worker = self._worker
         async with self._dialer.open(worker.address, own_connection=True) as channel:
-            stub = worker_pb2_grpc.WorkerStub(channel)
-            call = stub.Session()
             try:
-                async with asyncio.timeout(max(_OPEN_TIMEOUT, self._silence)):
-                    await call.write(worker_pb2.SessionRequest(heartbeat_ms=self._heartbeat_ms))
-                    first = await call.read()
-            except grpc.aio.AioRpcError as error:
-                return f"{error.code().name}: {error.details()}"
+                call, first = await self._open()
+            except CallEndedError as error:
+                return str(error)
             except TimeoutError:
                 return "it does not answer"
-            if not isinstance(first, worker_pb2.SessionResponse):
-                return "it ended the session at once"
             session = WorkerSession(worker.address, call, self._heard, self._silence, self._clock)
-            worker.session, worker.stub = session, stub
+            worker.session, worker.stub = session, worker_pb2_grpc.WorkerStub(channel)
             served = served_model_of(first.info)
             if not worker.available or worker.model != served:
                 logger.info("worker %s is up: model %s, epoch %d", worker.address, served.model, served.epoch)
@@ -101,10 +99,23 @@ class WorkerConnection:
                 self._on_loss(worker)
             return problem
 
+    async def _open(self) -> tuple[DuplexCall, worker_pb2.SessionResponse]:
+        timeout = max(_OPEN_TIMEOUT, self._silence)
+        call = await open_call(self._worker.address, _METHOD, self._dialer, timeout)
+        try:
+            call.write(worker_pb2.SessionRequest(heartbeat_ms=self._heartbeat_ms).SerializeToString())
+            async with asyncio.timeout(timeout):
+                return call, worker_pb2.SessionResponse.FromString(await call.read())
+        except BaseException:
+            call.close()
+            raise
+
     def _heard(self, response: worker_pb2.SessionResponse) -> None:
         worker = self._worker
         if response.HasField("load"):
             worker.report(load_of(response.load))
+        if worker.session is not None:
+            worker.session.planned = response.draining
         if response.draining and worker.available:
             logger.info("worker %s is draining", worker.address)
             self._on_drain(worker)

@@ -1,7 +1,8 @@
 """The router's end of one ``Session`` call to a worker: requests go out together, a step's outputs come in together.
 
-A message costs much more than what is in it, so whatever is to be sent while the last message is being written goes out in
-the next one, and a response's outputs are handed to their requests without a task switch each.
+A message costs much more than what is in it, so whatever is to be sent goes out in one once all that is ready was handled, and
+what there is while the connection is busy goes out in the next; a response's outputs are handed to their requests without a
+task switch each.
 """
 
 from __future__ import annotations
@@ -11,16 +12,13 @@ import itertools
 from collections.abc import Callable
 from typing import Protocol
 
-import grpc
-
 from sapwood.v1 import worker_pb2
 from sapwood_common.errors import SapwoodError
 from sapwood_router.convert import generation_error, worker_output_of
-from sapwood_router.outcome import WorkerLostError
+from sapwood_router.duplex_call import DuplexCall
+from sapwood_router.outcome import WorkerLeftError, WorkerLostError
 from sapwood_router.silence import SilenceDetector
 from sapwood_router.worker_output import WorkerOutput
-
-SessionCall = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 
 _TOKENS_A_MESSAGE = 256 * 1024
 _CHECK_INTERVAL = 0.1
@@ -69,16 +67,20 @@ class WorkerSession:
         on_response: Gets each message before its outputs are handed on.
         silence: Seconds without a message that are a loss.
         clock: Seconds, monotonic.
+
+    Attributes:
+        planned: Whether its end is: the worker announced it, or the router is to end it.
     """
 
     def __init__(
         self,
         address: str,
-        call: SessionCall,
+        call: DuplexCall,
         on_response: Callable[[worker_pb2.SessionResponse], None],
         silence: float,
         clock: Callable[[], float],
     ) -> None:
+        self.planned = False
         self._address = address
         self._call = call
         self._on_response = on_response
@@ -89,7 +91,7 @@ class WorkerSession:
         self._submits: dict[int, worker_pb2.SessionSubmit] = {}
         self._aborts: list[int] = []
         self._pauses: dict[int, bool] = {}
-        self._wake = asyncio.Event()
+        self._flushing = False
         self._problem: str | None = None
 
     def open(self, request: worker_pb2.WorkerGenerateRequest, timeout: float, sink: StreamSink) -> WorkerStream:
@@ -109,7 +111,7 @@ class WorkerSession:
             self._submits[stream_id] = worker_pb2.SessionSubmit(
                 stream_id=stream_id, request=request, timeout_ms=milliseconds
             )
-            self._wake.set()
+            self._schedule()
         return WorkerStream(self, stream_id)
 
     def abort(self, stream_id: int) -> None:
@@ -119,7 +121,7 @@ class WorkerSession:
         self._pauses.pop(stream_id, None)
         if self._submits.pop(stream_id, None) is None:
             self._aborts.append(stream_id)
-            self._wake.set()
+            self._schedule()
 
     def pause(self, stream_id: int) -> None:
         """See :meth:`WorkerStream.pause`."""
@@ -131,35 +133,27 @@ class WorkerSession:
 
     async def carry(self) -> str:
         """Runs the call until it is lost; returns how. Every stream then open fails."""
-        writer = asyncio.ensure_future(self._write())
         watcher = asyncio.ensure_future(self._watch())
         try:
-            self._problem = await self._read()
+            self._call.follow(self._take, self._flush)
+            self._flush()
+            ended = await self._call.wait_ended()
+            self._problem = self._problem or str(ended)
         finally:
-            self._problem = self._problem or "the router closed it"
-            writer.cancel()
+            if self._problem is None:
+                self._problem, self.planned = "the router closed it", True
             watcher.cancel()
-            self._call.cancel()
+            self._call.close()
             for stream_id in tuple(self._sinks):
                 self._fail(stream_id, self._lost())
         return self._problem
 
-    async def _read(self) -> str:
-        try:
-            while True:
-                response = await self._call.read()
-                if not isinstance(response, worker_pb2.SessionResponse):
-                    return "the worker ended it"
-                self._detector.heard()
-                self._on_response(response)
-                for output in response.outputs:
-                    self._deliver(output)
-        except grpc.aio.AioRpcError as error:
-            return f"{error.code().name}: {error.details()}"
-        except asyncio.CancelledError:
-            if self._problem is None:  # this task was cancelled, not the call by the watcher
-                raise
-            return self._problem
+    def _take(self, message: bytes) -> None:
+        response = worker_pb2.SessionResponse.FromString(message)
+        self._detector.heard()
+        self._on_response(response)
+        for output in response.outputs:
+            self._deliver(output)
 
     async def _watch(self) -> None:
         while True:
@@ -167,7 +161,7 @@ class WorkerSession:
             if self._detector.check():
                 break
         self._problem = f"nothing heard for {self._silence:g} s"
-        self._call.cancel()
+        self._call.close()
 
     def _deliver(self, output: worker_pb2.SessionOutput) -> None:
         sink = self._sinks.get(output.stream_id)
@@ -187,22 +181,25 @@ class WorkerSession:
             sink.failed(error)
 
     def _lost(self) -> WorkerLostError:
+        if self.planned:
+            return WorkerLeftError(f"worker {self._address} is gone: {self._problem}", retry_after=1.0)
         return WorkerLostError(f"worker {self._address} was lost: {self._problem}", retry_after=1.0)
 
     def _set_paused(self, stream_id: int, paused: bool) -> None:
         if stream_id in self._sinks and self._problem is None:
             self._pauses[stream_id] = paused
-            self._wake.set()
+            self._schedule()
 
-    async def _write(self) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while self._submits or self._aborts or self._pauses:
-                try:
-                    await self._call.write(self._next_request())
-                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                    return  # the reader of the call sees the same end and says why
+    def _schedule(self) -> None:
+        """Sends what there is once everything that is ready now was handled."""
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        while self._call.ready and (self._submits or self._aborts or self._pauses):
+            self._call.write(self._next_request().SerializeToString())
 
     def _next_request(self) -> worker_pb2.SessionRequest:
         request = worker_pb2.SessionRequest(

@@ -53,7 +53,9 @@ async def serve(config: WorkerConfig, runner: str = MODEL_RUNNER) -> int:
     """
     try:
         name = config.served_model_name or model_name(config.model)
-        scheduler = Supervisor(lambda: SchedulerProcess(config, runner), config.watchdog_timeout)
+        scheduler = Supervisor(
+            lambda: SchedulerProcess(config, runner), config.watchdog_timeout, config.watchdog_restart
+        )
         try:
             return await _serve(config, name, scheduler)
         finally:
@@ -75,6 +77,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
         uncounted=UNCOUNTED,
         telemetry=RpcTelemetry(metrics, tracing),
         tls=server_tls(config.tls_cert, config.tls_key, config.tls_client_ca),
+        health_address=config.health_address,
     )
     health = _Health(server)
     engine = Engine(scheduler.send, EngineObserver(worker_metrics, tracing))
@@ -124,6 +127,11 @@ async def _run(
     grammars: RequestGrammars | None = None
     publisher: KvEventPublisher | None = None
     replays: asyncio.Future[None] | None = None
+
+    def stuck(seconds: float | None) -> None:
+        engine.stuck = seconds is not None
+        health.stuck(seconds)
+
     try:
         while True:
             started = time.monotonic()
@@ -141,7 +149,7 @@ async def _run(
             service.model = ServedModel(name, info, epoch, grammars, config.max_running)
             await health.loaded(True)
             announce(logger, "listening on %s:%d", config.host, port)
-            reason = await scheduler.run(engine.receive, health.stuck)
+            reason = await scheduler.run(engine.receive, stuck)
             logger.error("the scheduler process stopped: %s", reason)
             service.model = None
             engine.scheduler_lost(reason)

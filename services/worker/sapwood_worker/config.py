@@ -33,9 +33,28 @@ class WorkerConfig(ServiceConfig):
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy fills the model with random weights of the true shape: for speed tests."
     )
+    quantization: Literal["none", "fp8", "fp8_block"] = Field(
+        "none",
+        description="Computes linear layers in float8, weights and activations, quantised as the model is loaded: fp8 with a "
+        "scale a token and output channel, fp8_block with one for each 128 numbers of a token and each 128 x 128 of a weight. "
+        "Embedding and output head stay as they are.",
+    )
     threads: int = Field(0, ge=0, description="CPU threads of the model; 0 takes all cores.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens a page of the KV cache holds.")
-    kv_cache_gb: float = Field(1.0, gt=0, description="Memory for the KV cache in GiB.")
+    kv_cache_gb: float | None = Field(
+        None,
+        gt=0,
+        description="Memory for the KV cache in GiB; none: on a GPU what a trial of the largest step shows to be left, "
+        "elsewhere 1.",
+    )
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
+        "auto",
+        description="Of the KV cache; auto is the model's. fp8_e4m3 takes half the memory and less time, and rounds keys and "
+        "values to 3 bits after the first; each layer's scale comes from a trial prompt at the start.",
+    )
+    memory_fraction: float = Field(
+        0.9, gt=0, le=1, description="Share of the GPU's memory to use in all, unless the KV cache's memory is given."
+    )
     num_pages: int | None = Field(None, ge=2, description="Pages of the KV cache; none derives it from the memory.")
     context_length: int | None = Field(
         None, ge=2, description="Most tokens of prompt and output together; none takes the model's own."
@@ -57,12 +76,20 @@ class WorkerConfig(ServiceConfig):
     starved_after: int = Field(
         1024,
         ge=1,
-        description="Steps of waiting after which what the policy prefers does not overtake a request any more.",
+        description="Steps of waiting after which what the policy prefers does not overtake a request any more, and a tenant of "
+        "which nothing was admitted for so long has a turn.",
     )
     watchdog_timeout: float = Field(
         300.0,
         gt=0,
-        description="Seconds after which a step counts as stuck: its stacks are logged and the worker turns unhealthy.",
+        description="Seconds after which a step counts as stuck: its stacks are logged, the worker turns unhealthy and routers "
+        "give it nothing new. (A long prompt is computed in many steps.)",
+    )
+    watchdog_restart: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds after which a step ends with the scheduler process, which is started anew: its requests end "
+        "UNAVAILABLE, and routers have other workers go on with them.",
     )
     conservativeness: float = Field(
         1.0,
@@ -108,8 +135,8 @@ class WorkerConfig(ServiceConfig):
     )
     storage: str = Field(
         "",
-        description="URL of the KV cache's third tier, a store that workers share: file:///folder?size_gb=10 or "
-        "mooncake://master:port?metadata=URL; needs a second tier. Empty: none.",
+        description="URL of the KV cache's third tier, a store that workers share: file:///folder?size_gb=10, "
+        "nixl://posix/folder, nixl://obj/bucket or mooncake://master:port?metadata=URL; needs a second tier. Empty: none.",
     )
     storage_prefetch: Literal["best_effort", "wait_complete", "timeout"] = Field(
         "timeout",

@@ -67,20 +67,42 @@ def check_prompt(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> 
         )
 
 
-def check_inputs(request: worker_pb2.WorkerEmbedRequest, info: ModelInfo) -> None:
-    """Raises InvalidArgumentError naming ``inputs`` if one of them cannot be embedded."""
+def to_inputs(request: worker_pb2.WorkerEmbedRequest, info: ModelInfo) -> list[list[int]]:
+    """The token ids of each input, cut where the model's files say so.
+
+    Raises:
+        InvalidArgumentError: One of them cannot be embedded; names ``inputs``.
+    """
     if not info.embedding_size:
         raise InvalidArgumentError("this model makes no embeddings")
     if not 1 <= len(request.inputs) <= MOST_INPUTS:
         raise InvalidArgumentError(f"{len(request.inputs)} inputs; there must be 1 to {MOST_INPUTS}", field="inputs")
-    for index, each in enumerate(request.inputs):
-        if not 1 <= len(each.ids) <= info.context_length:
-            problem = f"has {len(each.ids)} tokens; there must be 1 to {info.context_length}"
-        elif max(each.ids) >= info.vocab_size:
+    inputs = [_cut(list(each.ids), info.embedded_tokens, info.special_ids) for each in request.inputs]
+    for index, ids in enumerate(inputs):
+        if not 1 <= len(ids) <= info.context_length:
+            problem = f"has {len(ids)} tokens; there must be 1 to {info.context_length}"
+        elif max(ids) >= info.vocab_size:
             problem = f"has a token id that is not below the vocabulary size {info.vocab_size}"
         else:
             continue
         raise InvalidArgumentError(f"input {index} {problem}", field="inputs")
+    return inputs
+
+
+def _cut(token_ids: list[int], max_tokens: int, special_ids: tuple[int, ...]) -> list[int]:
+    """An input cut to so many tokens, as tokenizers do: the special tokens at its end stay.
+
+    Args:
+        token_ids: The input.
+        max_tokens: The most tokens; 0: it stays as it is.
+        special_ids: Special tokens.
+    """
+    if not max_tokens or len(token_ids) <= max_tokens:
+        return token_ids
+    end = 0
+    while end < max_tokens and token_ids[-1 - end] in special_ids:
+        end += 1
+    return token_ids[: max_tokens - end] + token_ids[len(token_ids) - end :]
 
 
 def to_pooling(pooling: worker_pb2.Pooling, info: ModelInfo) -> Pooling:
@@ -215,6 +237,8 @@ def to_load_report(load: Load, kv: KvEventStream) -> worker_pb2.LoadReport:
         device_hit_tokens=load.device_hit_tokens,
         host_hit_tokens=load.host_hit_tokens,
         storage_hit_tokens=load.storage_hit_tokens,
+        storage_id=load.storage_id,
+        running_tokens=load.running_tokens,
     )
 
 

@@ -24,11 +24,17 @@ class EmbeddingCalls:
     Args:
         send: Hands a message to the scheduler process; never blocks.
         serials: The engine's.
+        on_end: Called when a request has ended.
+
+    Attributes:
+        running: Requests that have not ended.
     """
 
-    def __init__(self, send: Callable[[ToScheduler], None], serials: Iterator[int]) -> None:
+    def __init__(self, send: Callable[[ToScheduler], None], serials: Iterator[int], on_end: Callable[[], None]) -> None:
         self._send = send
         self._serials = serials
+        self._on_end = on_end
+        self.running = 0
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
 
     async def embed(
@@ -56,9 +62,12 @@ class EmbeddingCalls:
             futures[serial] = self._waiting[serial] = loop.create_future()
             prompt = array("I", tokens).tobytes()
             self._send(Submit(serial, f"{request_id}/{index}", prompt, _SAMPLING, terms=terms, pooling=pooling))
+        self.running += 1
         try:
             raw = await asyncio.gather(*futures.values())
         finally:
+            self.running -= 1
+            self._on_end()
             for serial, future in futures.items():
                 del self._waiting[serial]
                 if not future.done():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -61,8 +62,9 @@ class Engine:
         self._running: dict[int, tuple[Generation, int]] = {}
         self._by_id: dict[str, Generation] = {}
         self._calls: dict[int, asyncio.Future[Answered]] = {}
+        self._preparing = 0
         self._ended = asyncio.Event()
-        self.embeddings = EmbeddingCalls(send, self._serials)
+        self.embeddings = EmbeddingCalls(send, self._serials, self._ended.set)
         """Embedding requests."""
         self._lost: str | None = None
         self._load_changed = asyncio.Event()
@@ -70,6 +72,8 @@ class Engine:
         """What is cached."""
         self.load = Load()
         """The load after the last step."""
+        self.stuck = False
+        """Whether a step has taken so long that nothing new should come before it ends."""
         self.load_version = 0
         """Goes up with each change of the load or of what is cached."""
 
@@ -134,9 +138,19 @@ class Engine:
         generation.fail(errors.RequestCancelledError(f"request {request_id} was aborted"))
         return True
 
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """A request that was let in is being prepared to be submitted: :meth:`wait_idle` waits for it too."""
+        self._preparing += 1
+        try:
+            yield
+        finally:
+            self._preparing -= 1
+            self._ended.set()
+
     async def wait_idle(self) -> None:
-        """Returns once no request runs."""
-        while self._by_id:
+        """Returns once no request runs, neither a generation nor an embedding, and none is being prepared."""
+        while self._by_id or self._preparing or self.embeddings.running:
             self._ended.clear()
             await self._ended.wait()
 

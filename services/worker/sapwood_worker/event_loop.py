@@ -79,7 +79,7 @@ class EventLoop:
         mailbox: The way to the gRPC front.
         grammars: Makes the matchers of requests with a grammar; without it none come.
         operations: Carries out what operators ask for; None: flush, pin and pause, but no profile.
-        progress: Is told when steps begin and end; None: nobody watches.
+        progress: Is told when a round of the loop, a step with all around it, begins and ends; None: nobody watches.
         tiering: The KV cache's lower tiers, which the scheduler knows; None: there are none.
         overlap: Plan and launch a step while the one before is computed, if the runner computes by itself.
     """
@@ -118,29 +118,39 @@ class EventLoop:
         """
         self._report([])
         while True:
-            if self._tiering is not None:
-                self._tiering.poll()
-            opening = self._tiering is not None and self._tiering.busy
-            busy = self._scheduler.can_step or self._scheduler.has_copies or self._launched or opening
-            idle = not busy and not self._grammars
+            idle = not self._busy and not self._grammars
             if idle and self._progress is not None:
                 self._progress.idle()
-            for message in self._mailbox.receive(wait=idle):
+            messages = self._mailbox.receive(wait=idle)
+            # Whatever may get stuck is between these two: an operation, a cache tier, a plan, the model.
+            if self._progress is not None:
+                self._progress.begin()
+            for message in messages:
                 if isinstance(message, Shutdown):
                     return
                 self._take(message)
-            self._admit_built()
-            worked = self._scheduler.has_work
-            outputs = self._scheduler.expire()
-            if self._scheduler.can_step or self._scheduler.has_copies or self._launched or opening:
-                if self._progress is not None:
-                    self._progress.begin()
-                outputs += self._step()
-                if self._progress is not None:
-                    self._progress.end()
-            self._report(outputs)
-            if worked and not self._scheduler.has_work:
-                self._scheduler.check_idle()
+            self._turn()
+            if self._progress is not None:
+                self._progress.end()
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a step is due, or the opening of a store is to be waited for as if for a step."""
+        opening = self._tiering is not None and self._tiering.busy
+        return opening or self._scheduler.can_step or self._scheduler.has_copies or bool(self._launched)
+
+    def _turn(self) -> None:
+        """One round of the loop, but for its messages."""
+        self._admit_built()
+        if self._tiering is not None:
+            self._tiering.poll()
+        worked = self._scheduler.has_work
+        outputs = self._scheduler.expire()
+        if self._busy:
+            outputs += self._step()
+        self._report(outputs)
+        if worked and not self._scheduler.has_work:
+            self._scheduler.check_idle()
 
     def _take(self, message: ToScheduler) -> None:
         match message:

@@ -124,6 +124,11 @@ class SchedulerProcess:
             exited.cancel()
         return self._how_it_ended()
 
+    def kill(self) -> None:
+        """Ends the process at once, whatever it does; :meth:`run` returns."""
+        assert self._process is not None
+        self._process.kill()
+
     async def stop(self) -> None:
         """Asks the process to exit, kills it if it does not or is still loading, and removes the sockets. Never fails."""
         if self._process is not None and self._process.returncode is None:

@@ -21,6 +21,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         special_tokens: Their special tokens' names, for compiling grammars.
         embedding_size: Numbers in an embedding; 0: it makes none.
         pooling: How embeddings are pooled unless a request says otherwise.
+        normalizes: Whether embeddings have length 1 unless a request says otherwise.
+        embedded_tokens: Inputs to embed are cut to so many tokens; 0: longer ones than the context are refused.
+        special_ids: Special tokens; those at an input's end stay when it is cut.
         generates: Whether it generates tokens. One that does not sees its prompts whole and caches nothing.
     """
 
@@ -35,4 +38,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens: tuple[str, ...] = ()
     embedding_size: int = 0
     pooling: str = "last"
+    normalizes: bool = True
+    embedded_tokens: int = 0
+    special_ids: tuple[int, ...] = ()
     generates: bool = True

@@ -98,6 +98,8 @@ class EngineObserver:
             span.set("gen_ai.usage.output_tokens", times.last.completion_tokens)
             span.set("gen_ai.usage.cache_read.input_tokens", times.last.cached_tokens)
         span.set("sapwood.outcome", outcome)
+        if outcome == "failed":
+            span.set("error.type", outcome)
         span.end(error=outcome if outcome == "failed" else None)
 
     def _unix_ns(self, seconds: float) -> int:

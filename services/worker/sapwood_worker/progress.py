@@ -1,6 +1,7 @@
 """How long the scheduler process has been at its current step, for the gRPC front to see, even if that step never ends.
 
-Eight bytes of shared memory hold when the step began, by the machine's monotonic clock; zero between steps. Writing them takes
+A step here is a round of the event loop: messages, plan, cache and model. Eight bytes of shared memory hold when it began, by the
+machine's monotonic clock; zero while the loop waits for messages. Writing them takes
 neither a lock nor a message, so that a step that hangs with the interpreter's lock held is seen too.
 """
 
@@ -64,7 +65,7 @@ class ProgressView:
         self._memory = _map(path)
 
     def seconds(self) -> float:
-        """For how long the current step has been computed; 0 between steps."""
+        """For how long the current step has been computed; 0 while none is."""
         (began,) = _FORMAT.unpack_from(self._memory, 0)
         return time.monotonic() - began if began else 0.0
 

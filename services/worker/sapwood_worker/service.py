@@ -14,9 +14,9 @@ from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_common.telemetry import is_valid_traceparent, traceparent_var
 from sapwood_worker.cache.report import TierReport
 from sapwood_worker.convert import (
-    check_inputs,
     check_prompt,
     from_pooling,
+    to_inputs,
     to_kv_events,
     to_load_report,
     to_namespace,
@@ -134,17 +134,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         check_prompt(request, info)
         sampling, count = to_sampling(request, info)
         terms = to_terms(request, seconds)
-        grammar = await grammars.compiled(request, seconds)
-        return self._engine.submit(
-            request.request_id,
-            request.token_ids,
-            sampling,
-            grammar,
-            request.output_tokens,
-            count,
-            request.traceparent if is_valid_traceparent(request.traceparent) else traceparent_var.get(),
-            terms,
-        )
+        with self._engine.preparing():
+            grammar = await grammars.compiled(request, seconds)
+            return self._engine.submit(
+                request.request_id,
+                request.token_ids,
+                sampling,
+                grammar,
+                request.output_tokens,
+                count,
+                request.traceparent if is_valid_traceparent(request.traceparent) else traceparent_var.get(),
+                terms,
+            )
 
     def _info(self) -> worker_pb2.GetModelInfoResponse:
         name, info, epoch, _, max_running = self._loaded()
@@ -161,6 +162,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             embedding_size=info.embedding_size,
             pooling=from_pooling(info),
             embeds_only=not info.generates,
+            embedded_tokens=info.embedded_tokens,
             max_running=max_running,
         )
 
@@ -169,9 +171,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
         """Pushes the load until the client goes or the worker drains."""
         interval = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
-        if interval < LEAST_INTERVAL_MS:
+        if 0 < interval < LEAST_INTERVAL_MS:
             raise InvalidArgumentError(
-                f"interval_ms is {interval}; it must be at least {LEAST_INTERVAL_MS}", field="interval_ms"
+                f"interval_ms is {interval}; it must be 0 or at least {LEAST_INTERVAL_MS}", field="interval_ms"
             )
         self._loaded()
         engine = self._engine
@@ -181,7 +183,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             while not draining.done():
                 version = engine.load_version
                 yield worker_pb2.WatchLoadResponse(load=to_load_report(engine.load, engine.kv_events))
-                await asyncio.wait({draining}, timeout=interval / 1000)
+                if interval:
+                    await asyncio.wait({draining}, timeout=interval / 1000)
                 change = asyncio.ensure_future(engine.load_after(version))
                 await asyncio.wait({change, draining}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -312,16 +315,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         info = self._loaded().info
         if self._draining.is_set():
             raise UnavailableError("this worker is draining", retry_after=1.0)
-        check_inputs(request, info)
+        inputs = to_inputs(request, info)
         self._engine.check()
-        inputs = [each.ids for each in request.inputs]
         pooling = to_pooling(request.pooling, info)
         vectors = await self._engine.embeddings.embed(
             request.request_id or "embed",
             inputs,
             pooling,
             to_terms(request, context.time_remaining()),
-            normalize=request.normalize if request.HasField("normalize") else True,
+            normalize=request.normalize if request.HasField("normalize") else info.normalizes,
         )
         return worker_pb2.WorkerEmbedResponse(
             embeddings=[worker_pb2.Embedding(values=vector.tolist()) for vector in vectors],

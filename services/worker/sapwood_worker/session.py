@@ -197,7 +197,7 @@ class Session:
             self._load_version = self._engine.load_version
             self._load_sent = now
             response.load.CopyFrom(to_load_report(self._engine.load, self._engine.kv_events))
-        response.draining = self._draining.is_set()
+        response.draining = self._draining.is_set() or self._engine.stuck
 
     def _add_output(self, response: worker_pb2.SessionResponse, stream_id: int, stream: _Stream) -> None:
         error = stream.error

@@ -29,11 +29,13 @@ class Supervisor:
     Args:
         make: Makes a process.
         watchdog_timeout: Seconds after which a step counts as stuck.
+        watchdog_restart: Seconds after which its process is ended.
     """
 
-    def __init__(self, make: Callable[[], SchedulerProcess], watchdog_timeout: float) -> None:
+    def __init__(self, make: Callable[[], SchedulerProcess], watchdog_timeout: float, watchdog_restart: float) -> None:
         self._make = make
         self._timeout = watchdog_timeout
+        self._restart = watchdog_restart
         self._process: SchedulerProcess | None = None
         self._losses: deque[float] = deque(maxlen=MOST_LOSSES)
 
@@ -93,4 +95,8 @@ class Supervisor:
                 else:
                     logger.warning("the step that was stuck has ended")
                 on_stuck(seconds if stuck else None)
+            if seconds > self._restart:
+                logger.error("a step has taken %.1f s: its process is ended", seconds)
+                process.kill()
+                return
             await asyncio.sleep(min(_POLL_SECONDS, self._timeout / 4))

@@ -75,9 +75,42 @@ class WorkerMetrics:
         self._metrics.polled(
             "counter",
             "sapwood_worker_cache_hit_tokens_total",
-            "Prompt tokens found in the cache, by where: in the host's memory are also those that came there from a store.",
-            lambda: [(("device",), load().device_hit_tokens), (("host",), load().host_hit_tokens)],
-            tier=OneOf("device", "host"),
+            "Prompt tokens found in the cache, by where; those of a store (storage) are fetched into the host's memory and "
+            "are found there then.",
+            lambda: [
+                (("device",), load().device_hit_tokens),
+                (("host",), load().host_hit_tokens),
+                (("storage",), load().storage_hit_tokens),
+            ],
+            tier=OneOf("device", "host", "storage"),
+        )
+        self._watch_store(load)
+
+    def _watch_store(self, load: Callable[[], Load]) -> None:
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_store_bytes_total",
+            "KV cache read from the store that workers share, or written to it.",
+            lambda: [(("read",), load().store_read_bytes), (("written",), load().store_written_bytes)],
+            direction=OneOf("read", "written"),
+        )
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_store_errors_total",
+            "Calls to the store that failed or took too long (call), pages read that were not what they should be (rejected), "
+            "pages not written (dropped).",
+            lambda: [
+                (("call",), load().store_failures),
+                (("rejected",), load().store_rejected_pages),
+                (("dropped",), load().store_dropped_pages),
+            ],
+            error=OneOf("call", "rejected", "dropped"),
+        )
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_store_timeouts_total",
+            "Requests that stopped waiting for the store before all was there.",
+            _reader(load, lambda now: now.store_timeouts),
         )
 
 

@@ -55,6 +55,11 @@ class Annotator:
         self._echo = set(range(len(contexts))) if echo else set[int]()
         self._prompt_only = prompt_only
 
+    @property
+    def silent(self) -> bool:
+        """Whether deltas after each choice's first are left as they are, but for the last."""
+        return self._writers is None and not self._prompt_only
+
     async def annotate(self, index: int, delta: Delta) -> object | None:
         """The ``logprobs`` of a choice's next delta, None if there are none. The delta's text and usage may be changed.
 

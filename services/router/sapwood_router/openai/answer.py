@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -80,6 +81,8 @@ async def send_stream(
 ) -> None:
     """Sends events as text comes. The response starts with the first text, so an error before it has its own status.
 
+    With one choice, what comes between first and last is sent by whoever brings it, while the client reads fast enough.
+
     Raises:
         SapwoodError: One of the requests failed; the others are ended.
     """
@@ -87,6 +90,7 @@ async def send_stream(
     opened: set[int] = set()
     called: set[int] = set()
     usages: dict[int, Usage] = {}
+    diverts = len(runs) == 1 and annotator.silent
     async with aclosing(merged(runs)) as deltas:
         async for index, delta in deltas:
             note = await annotator.annotate(index, delta)
@@ -109,3 +113,14 @@ async def send_stream(
                 events += chunks.closing(usage_object(ordered, continuations))
             if events:
                 await exchange.send_events(events, last=last)
+            if diverts and not last:
+                diverts = False
+                runs[0].divert(lambda: exchange.writable, partial(_pass_on, exchange, chunks, called))
+
+
+def _pass_on(exchange: Exchange, chunks: CompletionChunks, called: set[int], delta: Delta) -> None:
+    """Sends the events of a delta of the only choice at once."""
+    if delta.output.tool_calls:
+        called.add(0)
+    if events := chunks.output(0, delta.output):
+        exchange.write_events(events)

@@ -181,7 +181,8 @@ class OpenAIFront:
                 raise DeadlineExceededError("the body took too long to come") from error
             given = exchange.headers.get(TRACEPARENT_KEY.encode(), b"").decode("latin-1")
             traceparent_var.set(given if is_valid_traceparent(given) else None)
-            with child_span(self._tracing, exchange.path, kind="server"):
+            asked = {"http.request.method": "POST", "http.route": exchange.path}
+            with child_span(self._tracing, f"POST {exchange.path}", kind="server", attributes=asked):
                 await generate(exchange, body, self._pipeline, deadline)
 
         return handle

@@ -11,6 +11,7 @@ from sapwood_common.errors import SapwoodError
 from sapwood_common.telemetry import REQUEST_ID_KEY, new_request_id
 from sapwood_router.caller import Caller, caller_of
 from sapwood_router.guard import tenant_var
+from sapwood_router.openai.connection import connection_of
 from sapwood_router.openai.errors import error_body, http_status, retry_headers
 from sapwood_router.request_ids import accept_request_id
 
@@ -41,7 +42,8 @@ class Exchange:
         self.client_left = False
         self.started = False
         self._send = send
-        self._watcher: asyncio.Task[None] | None = None
+        self._connection = connection_of(scope)
+        self._watcher: Callable[[], None] | None = None
 
     def accept_request_id(self) -> None:
         """Takes the client's id over.
@@ -65,12 +67,20 @@ class Exchange:
         """Calls back as soon as the client leaves, and then cancels the current task. Only after the body was read."""
         task = asyncio.current_task()
         assert task is not None
-        self._watcher = asyncio.ensure_future(self._watch(task, callback))
+
+        def left() -> None:
+            self.client_left = True
+            callback()
+            task.cancel()
+
+        self._watcher = left
+        self._connection.watch(left)
 
     def close(self) -> None:
         """Stops watching the client."""
         if self._watcher is not None:
-            self._watcher.cancel()
+            self._connection.unwatch(self._watcher)
+            self._watcher = None
 
     async def send_body(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         """A complete JSON response."""
@@ -91,6 +101,15 @@ class Exchange:
         message: Message = {"type": "http.response.body", "body": events, "more_body": not last}
         await self._send(message)
 
+    @property
+    def writable(self) -> bool:
+        """Whether :meth:`write_events` may be called."""
+        return self._connection.writable
+
+    def write_events(self, events: bytes) -> None:
+        """Sends encoded events at once. Only while no :meth:`send_events` is awaited, and after one was."""
+        self._connection.write_chunk(events)
+
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.started = True
         await self._send(
@@ -100,13 +119,3 @@ class Exchange:
                 "headers": [*headers, (_REQUEST_ID_HEADER, self.request_id.encode("ascii"))],
             }
         )
-
-    async def _watch(self, task: asyncio.Task[object], callback: Callable[[], None]) -> None:
-        try:
-            while (await self.receive())["type"] != "http.disconnect":
-                pass
-        except asyncio.CancelledError:  # kept in the task it would hold, through its frames, the whole request
-            return
-        self.client_left = True
-        callback()
-        task.cancel()

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.tls import ServerTls
+from sapwood_router.openai.connection import HttpConnection
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class HttpServer:
         app: The application.
         host: Address to listen on.
         port: 0 takes a free one.
-        tls: Certificate and key, taken up anew when the files change; None is plain text.
+        tls: Certificate, key and the clients' CA, taken up anew when the files change; None is plain text.
     """
 
     def __init__(self, app: ASGIApp, host: str, port: int, tls: ServerTls | None = None) -> None:
@@ -50,7 +51,7 @@ class HttpServer:
             ssl_keyfile=None if tls is None else tls.key,
             ssl_ca_certs=None if tls is None or tls.client_ca is None else str(tls.client_ca),
             ssl_cert_reqs=ssl.CERT_NONE if tls is None or tls.client_ca is None else ssl.CERT_REQUIRED,
-            http="httptools",
+            http=HttpConnection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -62,6 +63,7 @@ class HttpServer:
             timeout_graceful_shutdown=1,
         )
         self._server = _Server(self._config)
+        self._newest: ssl.SSLContext | None = None
         self._task: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -79,17 +81,25 @@ class HttpServer:
         return port
 
     async def _follow(self, tls: ServerTls) -> None:
-        """Has new handshakes use new files."""
+        """Has new handshakes use new files.
+
+        The listener keeps its first context, and a context forgets no CA: so each handshake is moved to the newest one.
+        """
         version = tls.version()
         while True:
             await asyncio.sleep(_CERTIFICATE_INTERVAL)
             try:
                 found = tls.version()
                 if found != version and self._config.ssl is not None:
-                    self._config.ssl.load_cert_chain(tls.cert, tls.key)
+                    self._newest = _context(tls)
+                    self._config.ssl.sni_callback = self._move_to_newest
                     version = found
             except (OSError, ssl.SSLError) as error:
                 logger.warning("new TLS files are not taken up: %s", error)
+
+    def _move_to_newest(self, handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        assert self._newest is not None
+        handshake.context = self._newest
 
     async def stop(self) -> None:
         """Closes the listener and all connections; a request still running gets a second."""
@@ -98,6 +108,16 @@ class HttpServer:
         if self._task is not None:
             self._server.should_exit = True
             await self._task
+
+
+def _context(tls: ServerTls) -> ssl.SSLContext:
+    """As uvicorn makes its own."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tls.cert, tls.key)
+    if tls.client_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(tls.client_ca)
+    return context
 
 
 def _listen(host: str, port: int) -> socket.socket:

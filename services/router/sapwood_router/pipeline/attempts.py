@@ -112,15 +112,18 @@ class Attempts:
             await asyncio.sleep(delay)
 
     async def _try(self, worker: Worker, choice: Choice) -> SapwoodError | None:
-        lease, permit = acquire(worker, choice, self._prompt, self._policy())
+        with self._watch.stage("acquire"):
+            lease, permit = acquire(worker, choice, self._prompt, self._policy())
         assert worker.model is not None, "it was chosen for its model"
         end_tokens = worker.model.eos_token_ids | set(self._context.sampling.stop_token_ids)
         execution = self._execution = Execution(self._context, self._stream, lease, permit, end_tokens)
         self._worker = worker
         self._watch.selected(choice.reason)
         try:
+            with self._watch.stage("build"):
+                request = build(self._context)
             with self._watch.stage("dispatch"):
-                dispatch(self._context, worker, build(self._context), execution)
+                dispatch(self._context, worker, request, execution)
             with self._watch.stage("execute"):
                 error = await execution.wait()
         except SapwoodError as failure:

@@ -6,7 +6,6 @@ import secrets
 from dataclasses import replace
 
 from sapwood.v1 import worker_pb2
-from sapwood_common.telemetry import traceparent_var
 from sapwood_router.context import RequestContext
 from sapwood_router.convert import to_worker_request
 from sapwood_router.request_ids import unique_id
@@ -35,5 +34,4 @@ def build(context: RequestContext) -> worker_pb2.WorkerGenerateRequest:
     request.cache_salt = context.caller.cache_salt
     if context.compiled_grammar:
         request.grammar.compiled = context.compiled_grammar
-    request.traceparent = traceparent_var.get() or ""
     return request

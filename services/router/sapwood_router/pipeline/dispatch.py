@@ -1,4 +1,4 @@
-"""Stage 5: the request goes to the worker, with the time it has left."""
+"""Stage 5: the request goes to the worker, with the time it has left and the trace it is part of."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 
 from sapwood.v1 import worker_pb2
 from sapwood_common.errors import DeadlineExceededError, UnavailableError
+from sapwood_common.telemetry import traceparent_var
 from sapwood_router.context import RequestContext
 from sapwood_router.pipeline.execute import Execution
 from sapwood_router.worker import Worker
@@ -25,4 +26,5 @@ def dispatch(
         raise DeadlineExceededError("the deadline passed before a worker was called")
     if worker.session is None:
         raise UnavailableError(f"worker {worker.address} is not connected", retry_after=1.0)
+    request.traceparent = traceparent_var.get() or ""
     execution.begin(worker.session.open(request, timeout, execution))

@@ -14,7 +14,7 @@ from sapwood_common.status import row_of
 from sapwood_router.admission_control import AdmissionControl
 from sapwood_router.context import Delta, RequestContext
 from sapwood_router.detokenize_pool import DetokenizePool
-from sapwood_router.detokenize_stream import DetokenizeStream
+from sapwood_router.detokenize_stream import DetokenizeStream, OutputChunk
 from sapwood_router.embedding import Embedder
 from sapwood_router.observer import RequestObserver
 from sapwood_router.pipeline.attempts import Attempts
@@ -58,7 +58,7 @@ class Pipeline:
         observer: RequestObserver,
     ) -> None:
         self.tokenizer = tokenizer
-        self.embedder = Embedder(tokenizer, registry, admission, policies, retry, failover, observer.metrics)
+        self.embedder = Embedder(tokenizer, registry, admission, policies, retry, failover, observer)
         self.session = session
         self.registry = registry
         self.admission = admission
@@ -100,7 +100,7 @@ class Run:
             if self._stream is None:
                 self._stream = await self._start()
             chunk = await self._stream.read()
-            delta = respond(self._context, chunk, self._sent_tokens)
+            delta = self._respond(chunk)
         except SapwoodError as error:
             self._context.error = error
             self.close()
@@ -109,11 +109,35 @@ class Run:
             self._context.error = InternalError(str(error))
             self.close()
             raise
-        self._sent_tokens += len(delta.token_ids)
-        self._watch.delta(len(delta.token_ids))
         if delta.finish is not None:
             self._finished()
             self.close()
+        return delta
+
+    def divert(self, ready: Callable[[], bool], sink: Callable[[Delta], None]) -> None:
+        """Hands deltas over as they come, the last one excepted, instead of waking who waits in :meth:`next`.
+
+        Args:
+            ready: Whether ``sink`` takes one now.
+            sink: Takes one.
+        """
+        stream = self._stream
+        assert stream is not None, "only after the first delta"
+
+        def take() -> bool:
+            if not ready():
+                return False
+            sink(self._respond(stream.take()))
+            return True
+
+        stream.divert(take)
+
+    def _respond(self, chunk: OutputChunk) -> Delta:
+        started = time.perf_counter()
+        delta = respond(self._context, chunk, self._sent_tokens)
+        self._watch.responded(started)
+        self._sent_tokens += len(delta.token_ids)
+        self._watch.delta(len(delta.token_ids))
         return delta
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """The worker that costs least to give the prompt to: it holds the longest prefix, unless it has so much to do that another
 computes the rest sooner, or has been given so much more than the others that its cache would be fought over.
 
-What a worker holds: exactly what its KV events say, each page weighted by the tier it is in, or what this router has just sent
+What a worker holds: exactly what its KV events say, each page weighted by the tier it is in (and what a worker says of a store
+counts for all that share the store), or what this router has just sent
 there, whichever is more (a burst of siblings follows the first of them before its event can arrive); for a worker without events,
 whatever this router has sent there and the worker has had room for.
 
@@ -91,7 +92,10 @@ class CacheAware:
         return {view.address: (found.tokens, cost((view, found))[0]) for view, found in zip(workers, held, strict=True)}
 
     def _held(self, workers: Sequence[WorkerView], prompt: PromptPages) -> list[_Held]:
-        exact = {size: self._blocks.overlaps(prompt.hashes(size)) for size in {view.page_size for view in workers}}
+        stores = {view.address: view.storage_id for view in workers if view.storage_id}
+        exact = {
+            size: self._blocks.overlaps(prompt.hashes(size), stores) for size in {view.page_size for view in workers}
+        }
         result = []
         for view in workers:
             size, hashes = view.page_size, prompt.hashes(view.page_size)

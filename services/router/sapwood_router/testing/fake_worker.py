@@ -160,6 +160,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.calls: list[SeenCall] = []
         self.embed_calls: list[worker_pb2.WorkerEmbedRequest] = []
         self.embedding_size = 3
+        self.embedded_tokens = 0
         self.epoch = next(_epochs)
         self.load = worker_pb2.LoadReport(num_pages=10_000)
         self._model = model
@@ -329,6 +330,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             num_pages=self.load.num_pages,
             epoch=self.epoch,
             embedding_size=self.embedding_size,
+            embedded_tokens=self.embedded_tokens,
         )
 
     async def WatchLoad(  # noqa: N802

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from sapwood_worker.cache.device_pool import KVDestination
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
@@ -48,8 +50,8 @@ class AttentionBatch:
 class AttentionPlan(Protocol):
     """A planned step. A layer either calls ``attend``, or writes to ``destination`` itself and calls ``attend_cached``."""
 
-    def destination(self, layer: AttentionLayer) -> tuple[Tensor, Tensor, Tensor]:
-        """Where a layer's keys and values of this step go: key slots [S, K, D], value slots [S, K, D], int64 slots [T]."""
+    def destination(self, layer: AttentionLayer) -> KVDestination:
+        """Where a layer's keys and values of this step go."""
         ...
 
     def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:

@@ -16,12 +16,12 @@ from sapwood_kernels.flashinfer_attention import (
     PrefillAttention,
     Variant,
 )
+from sapwood_kernels.float8_prefill import Float8PrefillAttention, WideningBuffer
 from sapwood_kernels.split_decode_attention import MOST_SPLIT, SplitDecodeAttention
 from sapwood_worker.attention.backend import AttentionBatch, AttentionLayer
-from sapwood_worker.cache.device_pool import DevicePool
+from sapwood_worker.cache.device_pool import DevicePool, KVDestination
 
-Destination = tuple[Tensor, Tensor, Tensor]
-Attention = PrefillAttention | DecodeAttention | SplitDecodeAttention | MixedAttention
+Attention = PrefillAttention | Float8PrefillAttention | DecodeAttention | SplitDecodeAttention | MixedAttention
 
 
 def variant_of(layer: AttentionLayer) -> Variant:
@@ -66,22 +66,28 @@ class FlashInferPlan:
         self._attentions = attentions
         self._cache_slots = cache_slots
 
-    def destination(self, layer: AttentionLayer) -> Destination:
+    def destination(self, layer: AttentionLayer) -> KVDestination:
         """See :class:`sapwood_worker.attention.backend.AttentionPlan`."""
         self._pool.await_layer(layer.index)
-        return self._pool.key_slots[layer.index], self._pool.value_slots[layer.index], self._cache_slots
+        return self._pool.destination(layer.index, self._cache_slots)
 
     def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:
         """See :class:`sapwood_worker.attention.backend.AttentionPlan`."""
         attention = self._attentions[variant_of(layer)]
-        result = attention.run(query, self._pool.key_pages(layer.index), self._pool.value_pages(layer.index))
+        pool, index = self._pool, layer.index
+        result = attention.run(query, pool.key_pages(index), pool.value_pages(index), pool.scales.of(index))
         return result.view(query.shape[0], -1)
+
+    def attend_into(self, layer: AttentionLayer, query: Tensor, out: Tensor) -> None:
+        """Like :meth:`attend_cached`, once the layer's cached pages have arrived; fills ``out`` [T, H, D]."""
+        pool, index = self._pool, layer.index
+        pool.await_layer(index)
+        attention = self._attentions[variant_of(layer)]
+        attention.run(query, pool.key_pages(index), pool.value_pages(index), pool.scales.of(index), out)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See :class:`sapwood_worker.attention.backend.AttentionPlan`."""
-        keys, values, slots = self.destination(layer)
-        keys.index_copy_(0, slots, key)
-        values.index_copy_(0, slots, value)
+        self.destination(layer).store(key, value)
         return self.attend_cached(layer, query.contiguous())
 
 
@@ -89,24 +95,30 @@ class FlashInferBackend:
     """Implements :class:`sapwood_worker.attention.backend.AttentionBackend`.
 
     Args:
-        pool: Keys and values.
+        pool: Keys and values, of the shape's dtype or float8_e4m3fn.
         shape: What the layers share.
         kinds: The distinct kinds of layer.
+        longest: Tokens of the longest request.
     """
 
-    def __init__(self, pool: DevicePool, shape: AttentionShape, kinds: Sequence[Variant]) -> None:
+    def __init__(self, pool: DevicePool, shape: AttentionShape, kinds: Sequence[Variant], longest: int) -> None:
         self._pool = pool
         self.shape = shape
         self.kinds = tuple(kinds)
         # Requests may share pages, so a step can name more pages than the pool has: room for that.
         self.indices = torch.zeros(4 * pool.num_pages, dtype=torch.int32, device=pool.device)
-        self._prefill = {kind: PrefillAttention(shape, kind, pool.device) for kind in self.kinds}
+        self._float8 = pool.dtype != shape.dtype
+        self._prefill: dict[Variant, PrefillAttention | Float8PrefillAttention]
+        if self._float8:
+            buffer = WideningBuffer(shape, longest, pool.device)
+            self._prefill = {kind: Float8PrefillAttention(shape, kind, buffer, pool.device) for kind in self.kinds}
+        else:
+            self._prefill = {kind: PrefillAttention(shape, kind, pool.device) for kind in self.kinds}
         workspace = DecodeAttention.workspace(pool.device)
         self._mixed = {
-            kind: MixedAttention(DecodeAttention(None, self.indices, workspace, shape, kind), prefill)
+            kind: MixedAttention(self.decode_attention(None, workspace, kind), prefill)
             for kind, prefill in self._prefill.items()
         }
-
         self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def begin_plan(self) -> None:
@@ -118,9 +130,11 @@ class FlashInferBackend:
         """All copies of a plan have been asked for."""
         self._planned.record()
 
-    def decode_attention(self, batch: int, workspace: Tensor, kind: Variant) -> DecodeAttention | SplitDecodeAttention:
-        """The attention of ``batch`` decodes at fixed addresses, by the faster of two kernels."""
-        if batch <= MOST_SPLIT:
+    def decode_attention(
+        self, batch: int | None, workspace: Tensor, kind: Variant
+    ) -> DecodeAttention | SplitDecodeAttention:
+        """The attention of ``batch`` decodes at fixed addresses, or of any number, by the faster of two kernels."""
+        if self._float8 or (batch is not None and batch <= MOST_SPLIT):
             return SplitDecodeAttention(batch, self.indices, self.shape, kind)
         return DecodeAttention(batch, self.indices, workspace, self.shape, kind)
 

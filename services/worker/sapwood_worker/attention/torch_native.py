@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sapwood_kernels import reference
 from sapwood_worker.attention.backend import AttentionBatch, AttentionLayer
-from sapwood_worker.cache.device_pool import DevicePool
+from sapwood_worker.cache.device_pool import DevicePool, KVDestination
 
 _TILE = 256
 # Tiles of at least this many queries are computed alone: there is nothing to gain by batching them, only padding to lose.
@@ -90,32 +89,36 @@ class TorchNativePlan:
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See :class:`sapwood_worker.attention.backend.AttentionPlan`."""
-        reference.store_kv(key, value, *self.destination(layer))
+        self.destination(layer).store(key, value)
         return self.attend_cached(layer, query)
 
-    def destination(self, layer: AttentionLayer) -> tuple[Tensor, Tensor, Tensor]:
+    def destination(self, layer: AttentionLayer) -> KVDestination:
         """See :class:`sapwood_worker.attention.backend.AttentionPlan`."""
         self._pool.await_layer(layer.index)
-        return self._pool.key_slots[layer.index], self._pool.value_slots[layer.index], self._batch.cache_slots
+        return self._pool.destination(layer.index, self._batch.cache_slots)
 
     def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:
         """See :class:`sapwood_worker.attention.backend.AttentionPlan`."""
-        keys, values, _ = self.destination(layer)
+        self._pool.await_layer(layer.index)
         groups = self._groups.get(layer.window)
         if groups is None:
             groups = self._groups[layer.window] = self._plan(layer.window)
         if len(groups) == 1 and groups[0].rows is None:
-            return _attend(layer, query, keys, values, groups[0])
+            return self._attend(layer, query, groups[0])
         result = torch.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype, device=query.device)
         for group in groups:
             assert group.rows is not None
-            part = _attend(layer, query.index_select(0, group.rows), keys, values, group)
+            part = self._attend(layer, query.index_select(0, group.rows), group)
             if group.kept is None:
                 result.index_copy_(0, group.rows, part)
             else:
                 assert group.kept_rows is not None
                 result.index_copy_(0, group.kept_rows, part.index_select(0, group.kept))
         return result
+
+    def _attend(self, layer: AttentionLayer, query: Tensor, group: _Group) -> Tensor:
+        keys, values = self._pool.read(layer.index, group.slots, query.dtype)
+        return _attend(layer, query, keys, values, group)
 
     def _plan(self, window: int | None) -> list[_Group]:
         tiles = _cut(self._batch, window)
@@ -180,13 +183,13 @@ def _log2(values: IntArray) -> IntArray:
 
 
 def _attend(layer: AttentionLayer, query: Tensor, keys: Tensor, values: Tensor, group: _Group) -> Tensor:
-    """[B * N, H, D] -> [B * N, H * D]."""
+    """[B * N, H, D], and keys and values [B * M, K, D] -> [B * N, H * D]."""
     size, heads, dim = group.size, query.shape[1], query.shape[2]
     shared = heads // keys.shape[1]
     # [B, K, shared, N, D]; key and value [B, K, 1, M, D].
     query = query.view(size, -1, keys.shape[1], shared, dim).permute(0, 2, 3, 1, 4)
-    key = keys.index_select(0, group.slots).view(size, -1, keys.shape[1], dim).transpose(1, 2)
-    value = values.index_select(0, group.slots).view(size, -1, keys.shape[1], dim).transpose(1, 2)
+    key = keys.view(size, -1, keys.shape[1], dim).transpose(1, 2)
+    value = values.view(size, -1, keys.shape[1], dim).transpose(1, 2)
     count = query.shape[3]
     # The heads that share a key head become further queries of it, so keys are not repeated.
     stacked = query.reshape(size, keys.shape[1], shared * count, dim)

@@ -3,9 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from sapwood_kernels import reference
+
+
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """What a stored number of each layer is multiplied by to give the true one; powers of two, so that scaling is exact.
+
+    Attributes:
+        keys: One for each layer.
+        values: One for each layer.
+    """
+
+    keys: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def of(self, layer: int) -> tuple[float, float]:
+        """Those of a layer's keys and of its values."""
+        return self.keys[layer], self.values[layer]
+
+
+@dataclass(frozen=True, slots=True)
+class KVDestination:
+    """Where a layer's keys and values of a step go.
+
+    Attributes:
+        keys: [S, K, D]: the layer's key slots.
+        values: [S, K, D]: its value slots.
+        slots: int64 [T]: each token's slot.
+        scales: What keys and values are divided by as they are stored.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    scales: tuple[float, float] = (1.0, 1.0)
+
+    def store(self, key: Tensor, value: Tensor) -> None:
+        """Writes the step's keys and values, [T, K, D] each, to their slots."""
+        reference.store_kv(key, value, self.keys, self.values, self.slots, self.scales)
 
 
 class DevicePool:
@@ -20,13 +61,16 @@ class DevicePool:
         page_size: Tokens a page.
         num_kv_heads: Heads a token.
         head_dim: Elements a head.
-        dtype: Of keys and values.
+        dtype: Of keys and values as they are stored.
         device: Where the pool lies.
+        scales: Of a dtype of few bits; None: numbers are stored as they are.
 
     Attributes:
         num_pages: Pages in each layer.
         page_size: Tokens a page.
         device: Where the pool lies.
+        dtype: As given.
+        scales: One factor a layer; 1 where none were given.
         key_slots: For each layer [num_pages * page_size, num_kv_heads, head_dim]: page p holds slots
             p * page_size .. (p + 1) * page_size - 1.
         value_slots: The same for values.
@@ -42,10 +86,14 @@ class DevicePool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: KVScales | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.device = device
+        self.dtype = dtype
+        ones = (1.0,) * num_layers
+        self.scales = KVScales(ones, ones) if scales is None else scales
         shape = (num_pages * page_size, num_kv_heads, head_dim)
         self.key_slots = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.value_slots = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
@@ -65,6 +113,22 @@ class DevicePool:
         if self._arrivals:
             self.await_layer(-1)
             self._arrivals = ()
+
+    def destination(self, layer: int, slots: Tensor) -> KVDestination:
+        """Where keys and values for ``slots``, int64 [T], go in a layer."""
+        return KVDestination(self.key_slots[layer], self.value_slots[layer], slots, self.scales.of(layer))
+
+    def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values in some slots, int64 [N]: new tensors [N, K, D] of ``dtype``."""
+        keys, values = self.key_slots[layer], self.value_slots[layer]
+        if self.dtype != torch.float8_e4m3fn:
+            return keys.index_select(0, slots), values.index_select(0, slots)
+        bytes_read = (each.view(torch.uint8).index_select(0, slots).view(self.dtype) for each in (keys, values))
+        key, value = (
+            reference.dequantise(each, scale, dtype)
+            for each, scale in zip(bytes_read, self.scales.of(layer), strict=True)
+        )
+        return key, value
 
     def key_pages(self, layer: int) -> Tensor:
         """A layer's keys as [num_pages, page_size, num_kv_heads, head_dim]; a view."""

@@ -25,6 +25,7 @@ import numpy as np
 
 from sapwood_worker.cache.copies import CacheLoad, Copies, CopyReport, PageCopy, PageIds
 from sapwood_worker.cache.host_pages import HostPage, HostPages
+from sapwood_worker.cache.kv_events import KvEventLog
 from sapwood_worker.cache.page_key import PageChain, PageName
 from sapwood_worker.cache.storage.tier import StorageTier
 
@@ -124,6 +125,12 @@ class HierarchicalCache:
     @property
     def _copying(self) -> bool:
         return bool(self._next.device or self._loads or self._stores)
+
+    def announce(self, events: KvEventLog) -> None:
+        """From now on ``events`` takes note of what comes to and goes from these tiers; called before anything does."""
+        self.host.announce(events)
+        if self.storage is not None:
+            self.storage.known.announce(events)
 
     def queued(self, serial: int, token_ids: array[int], namespace: bytes, cached: int) -> bool:
         """A request has been let in: what the first two tiers lack of it is looked for in the third.

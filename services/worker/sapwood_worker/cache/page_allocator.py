@@ -1,13 +1,19 @@
 """The page ledger: every page of the pool has exactly one owner: nobody, the prefix cache, a transfer or one request.
 
 Algorithm: a stack of free page ids and, beside it, one owner and one epoch a page in numpy arrays. Taking and giving back n
-pages is O(n), vectorised; :meth:`check` is O(pages). It is always on: a page that is freed twice, or by who does not own it,
-is an error at that moment and not a wrong token later.
+pages is O(n), vectorised; :meth:`check` is O(pages). It is always on: a page that is freed twice, or by who does not own it, or
+that an owner keeps beyond its end, is an error at that moment and not a wrong token later. The error names the owner and the
+last one the page was allocated for.
+
+An epoch counts a page's allocations. What comes later and relies on a page (the end of a step in flight or of a transfer) carries
+a :class:`PageHandle` and has it confirmed, so that a page that was given away meanwhile is noticed, even if its new owner is the
+old one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +26,13 @@ TRANSFER = -3
 """Owner of a page that a transfer is writing: what it holds is not there yet."""
 
 PageIds = npt.NDArray[np.int32]
+
+
+class PageHandle(NamedTuple):
+    """Pages as they were at some time: ids and epochs, one each."""
+
+    pages: PageIds
+    epochs: npt.NDArray[np.int64]
 
 
 class LedgerError(AssertionError):
@@ -40,6 +53,8 @@ class PageAllocator:
         self._owner = np.full(num_pages, FREE, dtype=np.int32)
         self._epoch = np.zeros(num_pages, dtype=np.int64)
         self._place = np.zeros(num_pages, dtype=np.int64)
+        self._held = {FREE: num_pages, CACHE: 0, TRANSFER: 0}
+        self._borrowers = np.full(num_pages, "nobody", dtype=object)
         self._names = {FREE: "nobody (it is free)", CACHE: "the prefix cache", TRANSFER: "a transfer"}
 
     @property
@@ -56,17 +71,23 @@ class PageAllocator:
         """Says what to call an owner in errors."""
         self._names[owner] = name
 
+    def name_of(self, owner: int) -> str:
+        """What an owner is called."""
+        return self._names.get(owner, f"the request in slot {owner}")
+
     def allocate(self, count: int, owner: int) -> PageIds:
         """Takes ``count`` free pages for an owner; the caller has made sure that there are as many.
 
-        Each page's epoch goes up by one: whoever still remembers the page under its old epoch knows that it is another.
+        Each page's epoch goes up by one: handles of before are stale.
         """
         if count > self._num_free:
-            raise LedgerError(f"{count} pages asked for {self._name(owner)}, {self._num_free} are free")
+            raise LedgerError(f"{count} pages asked for {self.name_of(owner)}, {self._num_free} are free")
         pages = self._free[self._num_free - count : self._num_free][::-1].copy()
         self._num_free -= count
         self._owner[pages] = owner
         self._epoch[pages] += 1
+        self._borrowers[pages] = self.name_of(owner)
+        self._count(count, FREE, owner)
         return pages
 
     def move(self, pages: PageIds | Sequence[int], source: int, target: int) -> None:
@@ -76,6 +97,7 @@ class PageAllocator:
             return
         self._expect(ids, source)
         self._owner[ids] = target
+        self._count(len(ids), source, target)
 
     def free(self, pages: PageIds | Sequence[int], owner: int) -> None:
         """Gives pages back; all of them must be ``owner``'s and none may come twice."""
@@ -84,22 +106,56 @@ class PageAllocator:
             return
         self._expect(ids, owner)
         if self._repeats(ids):
-            raise LedgerError(f"{self._name(owner)} frees a page twice in one call: {sorted(ids.tolist())}")
+            raise LedgerError(f"{self.name_of(owner)} frees a page twice in one call: {sorted(ids.tolist())}")
         self._owner[ids] = FREE
         self._free[self._num_free : self._num_free + len(ids)] = ids
         self._num_free += len(ids)
+        self._count(len(ids), owner, FREE)
+
+    def num_held(self, owner: int) -> int:
+        """How many pages an owner has. O(1)."""
+        return self._held.get(owner, 0)
+
+    def ended(self, owner: int) -> None:
+        """Says that an owner has come to its end. O(1).
+
+        Raises:
+            LedgerError: It still has pages.
+        """
+        if self.num_held(owner):
+            raise LedgerError(f"{self.name_of(owner)} has ended, but keeps pages {self.owned_by(owner).tolist()}")
 
     def owned_by(self, owner: int) -> PageIds:
         """The pages of an owner, in order of id."""
         return np.flatnonzero(self._owner == owner).astype(np.int32)
 
-    def epochs(self, pages: PageIds | Sequence[int]) -> npt.NDArray[np.int64]:
-        """How often each of these pages has been allocated so far."""
-        epochs: npt.NDArray[np.int64] = self._epoch[np.asarray(pages, dtype=np.int32)]
-        return epochs
+    def handle(self, pages: PageIds) -> PageHandle:
+        """A handle of pages as they are now. The caller does not change ``pages`` any more."""
+        return PageHandle(pages, self._epoch[pages])
+
+    def confirm(self, handle: PageHandle) -> None:
+        """Checks that a handle's pages have not been allocated again since it was made. O(pages of it), vectorised.
+
+        Raises:
+            LedgerError: One has; it names for whom.
+        """
+        stale = self._epoch[handle.pages] != handle.epochs
+        if stale.any():
+            raise LedgerError(f"somebody relied on pages that have changed hands: {self.describe(handle.pages[stale])}")
+
+    def used(self) -> PageIds:
+        """The pages that somebody owns, in order of id."""
+        return np.flatnonzero(self._owner != FREE).astype(np.int32)
+
+    def describe(self, pages: PageIds) -> str:
+        """Some pages, for errors: ids, whose they are and for whom they were allocated last."""
+        owners = sorted({self.name_of(owner) for owner in self._owner[pages].tolist()})
+        return (
+            f"{pages.tolist()} of {', '.join(owners)}, allocated for {', '.join(sorted(set(self._borrowers[pages])))}"
+        )
 
     def check(self) -> None:
-        """Compares the free stack with the owners.
+        """Compares the free stack, and how many pages each has, with the owners.
 
         Raises:
             LedgerError: They disagree.
@@ -109,6 +165,9 @@ class PageAllocator:
             raise LedgerError("the free stack holds a page twice or a page that is owned")
         if int((self._owner == FREE).sum()) != self._num_free:
             raise LedgerError("a page is neither owned nor free")
+        owners, counts = np.unique(self._owner, return_counts=True)
+        if dict(zip(owners.tolist(), counts.tolist(), strict=True)) != {key: n for key, n in self._held.items() if n}:
+            raise LedgerError("it is miscounted how many pages each owner has")
 
     def check_owners(self, owners: PageIds, used: int) -> None:
         """Compares the ledger with who holds which page.
@@ -124,7 +183,7 @@ class PageAllocator:
         wrong = np.flatnonzero(self._owner != owners)
         if len(wrong):
             page = int(wrong[0])
-            held, known = self._name(int(owners[page])), self._name(int(self._owner[page]))
+            held, known = self.name_of(int(owners[page])), self.name_of(int(self._owner[page]))
             raise LedgerError(f"page {page} is held by {held}, the ledger says by {known}")
         if used != self.num_used:
             raise LedgerError("a page is held in two places")
@@ -139,9 +198,11 @@ class PageAllocator:
         wrong = ids[self._owner[ids] != owner]
         if len(wrong):
             page = int(wrong[0])
+            held, known = self.name_of(owner), self.name_of(int(self._owner[page]))
             raise LedgerError(
-                f"page {page} belongs to {self._name(int(self._owner[page]))}, not to {self._name(owner)}"
+                f"page {page} belongs to {known}, not to {held}; it was allocated for {self._borrowers[page]}"
             )
 
-    def _name(self, owner: int) -> str:
-        return self._names.get(owner, f"the request in slot {owner}")
+    def _count(self, count: int, source: int, target: int) -> None:
+        self._held[source] -= count
+        self._held[target] = self._held.get(target, 0) + count

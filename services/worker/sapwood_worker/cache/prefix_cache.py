@@ -6,7 +6,7 @@ A row of the page table begins with pages that are the tree's, locked for the ro
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_worker.cache.eviction import EvictionName
 from sapwood_worker.cache.kv_events import KvEventLog
-from sapwood_worker.cache.page_allocator import CACHE, FREE, TRANSFER, PageAllocator, PageIds
+from sapwood_worker.cache.page_allocator import CACHE, FREE, TRANSFER, LedgerError, PageAllocator, PageHandle, PageIds
 from sapwood_worker.cache.page_table import PageTable
 from sapwood_worker.cache.radix_tree import Node, RadixTree
 
@@ -62,7 +62,7 @@ class _Row:
 
     node: Node
     shared: int
-    loading: PageIds = field(default_factory=lambda: np.empty(0, np.int32))
+    loading: PageHandle | None = None
 
 
 class PrefixCache:
@@ -163,9 +163,20 @@ class PrefixCache:
             return 0
         row = self._rows[slot]
         own = self._table.pages(slot, row.shared)
-        row.loading = own[: self._below.load(slot, own)].copy()
-        self._allocator.move(row.loading, slot, TRANSFER)
-        return len(row.loading) * self._page_size
+        loading = own[: self._below.load(slot, own)].copy()
+        if len(loading):
+            self._allocator.move(loading, slot, TRANSFER)
+            row.loading = self._allocator.handle(loading)
+        return len(loading) * self._page_size
+
+    def written_by(self, slots: list[int], ends: list[int]) -> PageHandle:
+        """A handle of the pages in which rows write the tokens before these positions: what a step computes last of each."""
+        places = (np.array(ends, np.intp) - 1) // self._page_size
+        return self._allocator.handle(self._table.rows[np.array(slots, np.intp), places])
+
+    def confirm(self, handle: PageHandle) -> None:
+        """Checks that its pages are still those that they were; raises LedgerError if not."""
+        self._allocator.confirm(handle)
 
     def commit(self, slot: int, token_ids: array[int], computed: int) -> None:
         """Shares the full pages of a row's first ``computed`` tokens, whose KV must be in place.
@@ -189,6 +200,7 @@ class PrefixCache:
         self._tree.lock(cached.node)
         self._tree.unlock(row.node)
         row.node, row.shared = cached.node, end
+        self._balance(slot)
 
     def close(self, slot: int) -> None:
         """Ends a row: unlocks its prefix and frees the pages that are its own."""
@@ -198,6 +210,8 @@ class PrefixCache:
             self._below.close(slot)
         self._tree.unlock(row.node)
         self._allocator.free(self._table.pages(slot, row.shared), slot)
+        self._allocator.ended(slot)
+        self._balance(slot)
 
     def pin(self, name: str, token_ids: array[int], namespace: bytes, most: int, until: float | None) -> int:
         """Locks what is cached of a prefix; a pin of the same name is replaced.
@@ -247,13 +261,19 @@ class PrefixCache:
         """Checks that nothing is held while no row is open; vectorised, O(pages).
 
         Raises:
-            AssertionError: A page leaked or a lock was left behind.
+            AssertionError: A page leaked or a lock was left behind; the message names the requests.
         """
         self._allocator.check()
         assert not self._rows, f"rows {sorted(self._rows)} are open, though nothing runs"
-        pinned = sum(len(node.pages) for node in _and_above([pin.node for pin in self._pins.values()]))
-        assert self._tree.num_evictable + pinned == self._tree.num_pages, "a lock was left behind in the prefix cache"
-        assert self._allocator.num_used == self._tree.num_pages, "pages leaked: nothing runs, yet some are held"
+        pins = _and_above([pin.node for pin in self._pins.values()])
+        pinned = sum(len(node.pages) for node in pins)
+        if self._tree.num_evictable + pinned != self._tree.num_pages:
+            locked = [node.pages for node in self._tree.nodes() if node.locks and node not in pins]
+            raise LedgerError(f"a lock was left behind on pages {self._allocator.describe(np.concatenate(locked))}")
+        if self._allocator.num_used != self._tree.num_pages:
+            cached = np.concatenate([np.empty(0, np.int32), *(node.pages for node in self._tree.nodes())])
+            leaked = np.setdiff1d(self._allocator.used(), cached)
+            raise LedgerError(f"nothing runs, yet there are pages {self._allocator.describe(leaked)}")
 
     def check(self) -> None:
         """Compares tree, ledger and rows page by page; for tests.
@@ -274,9 +294,10 @@ class PrefixCache:
                 assert start >= 0 and (pages[start:end] == at.pages).all(), f"row {slot} does not begin with its prefix"
                 end, at = start, at.parent
             assert end == 0, f"row {slot} does not begin with the prefix it locks"
-            loaded = row.shared + len(row.loading)
-            assert (pages[row.shared : loaded] == row.loading).all(), f"row {slot} is not filled where it should be"
-            owners[row.loading] = TRANSFER
+            loading = pages[:0] if row.loading is None else row.loading.pages
+            loaded = row.shared + len(loading)
+            assert (pages[row.shared : loaded] == loading).all(), f"row {slot} is not filled where it should be"
+            owners[loading] = TRANSFER
             owners[pages[loaded:]] = slot
             held += len(pages) - row.shared
         for pin in self._pins.values():
@@ -286,10 +307,24 @@ class PrefixCache:
         # That the numbers agree too says that no page stands in two places.
         self._allocator.check_owners(owners, held + len(cached))
 
+    def _balance(self, slot: int) -> None:
+        """Compares, after a row's move, how much is locked and cached with what should be. O(1).
+
+        Raises:
+            LedgerError: A lock or a page was lost, now, by this row.
+        """
+        locks = len(self._rows) + len(self._pins)
+        if self._tree.num_locks != locks:
+            name = self._allocator.name_of(slot)
+            raise LedgerError(f"{name}: {self._tree.num_locks} locks where rows and pins have {locks}")
+        if self._allocator.num_held(CACHE) != self._tree.num_pages:
+            raise LedgerError(f"{self._allocator.name_of(slot)}: the tree's pages are not those that the cache has")
+
     def _arrived(self, slot: int, row: _Row) -> None:
-        if len(row.loading) and self._below is not None:
-            self._allocator.move(row.loading, TRANSFER, slot)
-            row.loading = row.loading[:0]
+        if row.loading is not None and self._below is not None:
+            self._allocator.confirm(row.loading)
+            self._allocator.move(row.loading.pages, TRANSFER, slot)
+            row.loading = None
             self._below.loaded(slot)
 
     def _evict(self, count: int) -> int:

@@ -90,6 +90,8 @@ class RadixTree:
         self._stride = page_size * TOKEN_BYTES
         self._roots: dict[bytes, Node] = {}
         self._tick = 0
+        self.num_locks = 0
+        """Locks taken and not taken back."""
         self._pages = 0
         self._evictable = 0
         self._queue: EvictionQueue[Node] = EvictionQueue(POLICIES[eviction], _is_free_leaf)
@@ -176,6 +178,7 @@ class RadixTree:
 
     def lock(self, node: Node) -> None:
         """Protects a node and all above it from eviction; locks count."""
+        self.num_locks += 1
         at: Node | None = node
         while at is not None:
             if at.locks == 0:
@@ -185,6 +188,7 @@ class RadixTree:
 
     def unlock(self, node: Node) -> None:
         """Takes one lock back."""
+        self.num_locks -= 1
         at: Node | None = node
         while at is not None:
             assert at.locks > 0, "unlocked more often than locked"

@@ -77,8 +77,10 @@ class CpuTransfer:
     def _copy(self, copy: PageCopy, kernel: Kernel) -> float:
         began = time.perf_counter()
         device, host = (torch.from_numpy(pages).long() for pages in (copy.device, copy.host))
+        byte = torch.uint8  # torch indexes no float8
         for layer in range(len(self._device.key_slots)):
-            kernel(self._device.key_pages(layer), self._device.value_pages(layer), self._host, layer, device, host)
+            keys, values = self._device.key_pages(layer).view(byte), self._device.value_pages(layer).view(byte)
+            kernel(keys, values, self._host.view(byte), layer, device, host)
         return time.perf_counter() - began
 
 

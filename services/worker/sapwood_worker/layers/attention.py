@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sapwood_worker.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.layers.layer import Layer
-from sapwood_worker.layers.linear import Linear
+from sapwood_worker.layers.linear import Linear, Quantization
 from sapwood_worker.layers.norm import RMSNorm
 from sapwood_worker.layers.rotary import apply_rope
 from sapwood_worker.layers.weight_slot import WeightSlot, WeightSlots
@@ -103,10 +103,10 @@ class Attention(Layer):
         norms = self.qk_norm.weights(prefix) if self.qk_norm is not None else {}
         return self.qkv.weights(prefix) | self.output.weights(prefix) | norms
 
-    def prepare(self, dtype: torch.dtype) -> None:
+    def prepare(self, dtype: torch.dtype, quantization: Quantization = "none") -> None:
         """Called once when weights are loaded."""
-        self.qkv.prepare()
-        self.output.prepare()
+        self.qkv.prepare(quantization)
+        self.output.prepare(quantization)
         if self.qk_norm is not None:
             self.qk_norm.prepare(dtype)
         if self.qkv.weight.device.type == "cuda":
@@ -131,9 +131,10 @@ class Attention(Layer):
 
     def _context(self, hidden: Tensor, norm: RMSNorm, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
         if self._fused is not None:
-            keys, values, slots = plan.destination(self._constants)
+            to = plan.destination(self._constants)
             cos, sin = angles
-            query = self._fused(self.qkv.normed(hidden, norm), cos[:, 0], sin[:, 0], keys, values, slots)
+            qkv = self.qkv.normed(hidden, norm)
+            query = self._fused(qkv, cos[:, 0], sin[:, 0], to.keys, to.values, to.slots, scales=to.scales)
             return plan.attend_cached(self._constants, query)
         heads = self.qkv.normed(hidden, norm).view(self._shape)
         query_key, value = heads[:, : self._rotated], heads[:, self._rotated :]

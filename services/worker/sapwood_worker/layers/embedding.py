@@ -74,13 +74,13 @@ class LMHead(Layer):
             self._one_row = gemv
 
     def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
-        """[R, hidden_size], still to be normed -> float32 [R, vocab_size]."""
+        """[R, hidden_size], still to be normed -> [R, vocab_size], float32 or the model's dtype."""
         if self._one_row is not None and hidden.shape[0] == 1:
             logits = self._one_row(hidden, self.weight, norm=(norm.weight, norm.eps), dtype=torch.float32)
         elif self._packed is not None:
             logits = self._packed(norm(hidden))
         else:
-            logits = F.linear(norm(hidden), self.weight).float()
+            logits = F.linear(norm(hidden), self.weight)
         if self._softcap is not None:
-            logits = logits.div_(self._softcap).tanh_().mul_(self._softcap)
+            logits = logits.float().div_(self._softcap).tanh_().mul_(self._softcap)
         return logits

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sapwood_kernels import cpu, reference
 from sapwood_worker.layers.layer import Layer
-from sapwood_worker.layers.linear import Gate, Linear
+from sapwood_worker.layers.linear import Gate, Input, Linear, Quantization
 from sapwood_worker.layers.norm import RMSNorm
 from sapwood_worker.layers.weight_slot import WeightSlots
 
@@ -47,19 +47,24 @@ class GatedMLP(Layer):
         """The slots of its tensors under ``prefix``."""
         return self.gate_up.weights(prefix) | self.down.weights(prefix)
 
-    def prepare(self) -> None:
+    def prepare(self, quantization: Quantization = "none") -> None:
         """Called once when weights are loaded."""
-        self.gate_up.prepare()
-        self.down.prepare()
+        self.gate_up.prepare(quantization)
+        self.down.prepare(quantization)
 
     def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """[T, hidden_size], still to be normed -> [T, hidden_size]."""
-        result: Tensor = self.down(self.gate_up.gated(hidden, norm, self._gate, self._activate))
+        result: Tensor = self.down(self._inner(hidden, norm))
         return result
 
     def add_to(self, hidden: Tensor, norm: RMSNorm) -> None:
         """Adds the output for ``hidden`` to it in place."""
-        self.down.add_to(hidden, self.gate_up.gated(hidden, norm, self._gate, self._activate))
+        self.down.add_to(hidden, self._inner(hidden, norm))
+
+    def _inner(self, hidden: Tensor, norm: RMSNorm) -> Input:
+        if self.down.float8 is not None and hidden.shape[0] > 1:
+            return self.down.float8.gate(self.gate_up.normed(hidden, norm), self._gate)
+        return self.gate_up.gated(hidden, norm, self._gate, self._activate)
 
 
 def _activation(device: torch.device, *, gelu: bool) -> Callable[[Tensor], Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,16 +145,6 @@ def load_bert(path: Path, dtype: torch.dtype, device: torch.device, *, dummy: bo
             )
         model.load_state_dict({name: found[name] for name in wanted})
     return model.to(device, dtype).eval().requires_grad_(False), config
-
-
-def read_pooling(path: Path) -> str:
-    """How the model's files want its hidden states pooled: ``cls``, ``last`` or ``mean``, which is also what is taken if they do
-    not say (``1_Pooling/config.json``, as sentence-transformers writes it)."""
-    try:
-        modes = json.loads((path / "1_Pooling" / "config.json").read_text())
-    except (OSError, ValueError):
-        return "mean"
-    return "cls" if modes.get("pooling_mode_cls_token") else "last" if modes.get("pooling_mode_lasttoken") else "mean"
 
 
 def _dense_norm(inner: int, size: int, eps: float) -> nn.ModuleDict:

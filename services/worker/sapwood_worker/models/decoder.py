@@ -11,6 +11,7 @@ from sapwood_worker.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.layers.attention import Attention, QKNorm
 from sapwood_worker.layers.embedding import Embedding, LMHead
 from sapwood_worker.layers.layer import Layer
+from sapwood_worker.layers.linear import Quantization
 from sapwood_worker.layers.mlp import GatedMLP
 from sapwood_worker.layers.norm import RMSNorm
 from sapwood_worker.layers.rotary import RotaryEmbedding, inverse_frequencies
@@ -79,10 +80,10 @@ class DecoderLayer(Layer, ABC):
         assert isinstance(found, RMSNorm)
         return found
 
-    def prepare(self, dtype: torch.dtype) -> None:
+    def prepare(self, dtype: torch.dtype, quantization: Quantization = "none") -> None:
         """Called once when weights are loaded."""
-        self.attention.prepare(dtype)
-        self.mlp.prepare()
+        self.attention.prepare(dtype, quantization)
+        self.mlp.prepare(quantization)
         for name in self.norm_names():
             self.norm(name).prepare(dtype)
 
@@ -130,11 +131,11 @@ class DecoderModel(Layer):
             slots |= layer.weights(f"model.layers.{i}")
         return slots | self.norm.weights("model.norm") | self.head.weights("lm_head")
 
-    def prepare(self) -> None:
-        """Readies the weights for use; called once when they are loaded."""
+    def prepare(self, quantization: Quantization = "none") -> None:
+        """Readies the weights for use; called once when they are loaded. Embedding and head are never quantised."""
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            layer.prepare(self._dtype)
+            layer.prepare(self._dtype, quantization)
         self.norm.prepare(self._dtype)
         self.head.prepare()
 
@@ -156,6 +157,6 @@ class DecoderModel(Layer):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden_size] as :meth:`forward` returns -> float32 [R, vocab_size]."""
+        """[R, hidden_size] as :meth:`forward` returns -> [R, vocab_size], float32 or the model's dtype."""
         result: Tensor = self.head(hidden, self.norm)
         return result

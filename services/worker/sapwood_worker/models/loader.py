@@ -10,6 +10,7 @@ import torch
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.gguf_file import GgufError, GgufFile
+from sapwood_worker.layers.linear import Quantization
 from sapwood_worker.models.config import ModelConfig
 from sapwood_worker.models.decoder import DecoderModel
 from sapwood_worker.models.gguf_config import read_gguf_config, read_gguf_eos
@@ -46,6 +47,7 @@ def load_model(
     context_length: int | None,
     threads: int,
     seed: int,
+    quantization: Quantization = "none",
 ) -> LoadedModel:
     """Loads a ``.gguf`` file or a Hugging Face directory.
 
@@ -57,6 +59,7 @@ def load_model(
         context_length: Lowers the configuration's ``max_position`` to this, if it is less.
         threads: Tensors read at once.
         seed: Of made-up weights.
+        quantization: Of the linear layers, done once their weights are there.
 
     Raises:
         ConfigError: It cannot be read or is not supported; names the file and what.
@@ -83,7 +86,7 @@ def load_model(
         eos = read_gguf_eos(file)
         file.close()
     with torch.inference_mode():
-        model.prepare()
+        model.prepare(quantization)
     return LoadedModel(model, config, eos)
 
 

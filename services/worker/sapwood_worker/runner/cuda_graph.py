@@ -8,6 +8,7 @@ one memory pool, captured from the largest down, so the ladder costs little more
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ class DecodeResult:
     """What a replay leaves behind; views of the graph's own buffers, valid until the next replay.
 
     Attributes:
-        logits: float32 [B, vocab_size].
+        logits: [B, vocab_size], float32 or the model's dtype.
         largest: float32 [B]: each row's largest logit.
         greedy: int64 [B]: where it is.
         slots: int64 [B]: the rows of the page table, as given.
@@ -62,7 +63,7 @@ class DecodeGraphs:
         model: The model.
         backend: Its attention; the pool must have a page beyond ``scratch_page`` - 1 that nobody else uses.
         pool: Keys and values.
-        max_running: The largest batch.
+        sizes: Batch sizes to capture, ascending; see :func:`ladder`.
         scratch_page: The page that padding rows write to.
         last_tokens: int64 [rows of the page table]: stands in where a request's token is not known on the host.
     """
@@ -72,7 +73,7 @@ class DecodeGraphs:
         model: DecoderModel,
         backend: FlashInferBackend,
         pool: DevicePool,
-        max_running: int,
+        sizes: Sequence[int],
         scratch_page: int,
         last_tokens: Tensor,
     ) -> None:
@@ -81,10 +82,10 @@ class DecodeGraphs:
         self._pool = pool
         self._scratch_page = scratch_page
         self._last_tokens = last_tokens
-        self._sizes = ladder(max_running)
+        self._sizes = list(sizes)
         # Rows: token ids, positions, cache slots, rows of the page table. One copy a step brings all four over.
-        self._inputs = torch.zeros(4, max_running, dtype=torch.int64, device=pool.device)
-        self._staging = torch.zeros(4, max_running, dtype=torch.int64).pin_memory()
+        self._inputs = torch.zeros(4, self._sizes[-1], dtype=torch.int64, device=pool.device)
+        self._staging = torch.zeros(4, self._sizes[-1], dtype=torch.int64).pin_memory()
         self._captured: dict[int, _Captured] = {}
         memory: Any = None  # torch's handle of the graphs' memory pool; its type is private
         workspace = DecodeAttention.workspace(pool.device)

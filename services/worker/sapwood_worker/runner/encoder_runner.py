@@ -6,7 +6,8 @@ import torch
 
 from sapwood_worker.cache.host_pool import HostPool
 from sapwood_worker.model_info import ModelInfo
-from sapwood_worker.models.bert import load_bert, read_pooling
+from sapwood_worker.models.bert import load_bert
+from sapwood_worker.models.sentence_config import read_sentence_config
 from sapwood_worker.runner.model_runner import _DTYPES, RunnerOptions
 from sapwood_worker.runner.pooling import pool_chunk
 from sapwood_worker.scheduler.output import CompletedStep, ModelOutput, SchedulerOutput
@@ -35,6 +36,7 @@ class EncoderRunner:
             options.model_path, _DTYPES[name], self._device, dummy=options.load_format == "dummy"
         )
         length = min(config.max_position_embeddings, options.context_length or config.max_position_embeddings)
+        sentences = read_sentence_config(options.model_path, "mean", length)
         self.asynchronous = False
         self.vocabulary = None
         self.host_pool: HostPool | None = None
@@ -47,7 +49,10 @@ class EncoderRunner:
             page_size=options.page_size,
             num_pages=options.max_running * (-(-length // options.page_size) + 1),
             embedding_size=config.hidden_size,
-            pooling=read_pooling(options.model_path),
+            pooling=sentences.pooling,
+            normalizes=sentences.normalizes,
+            embedded_tokens=sentences.max_tokens,
+            special_ids=sentences.special_ids,
             generates=False,
         )
 

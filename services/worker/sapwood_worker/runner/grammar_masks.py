@@ -53,7 +53,12 @@ class StepMasks:
         bitmask = to_device(self._filled.result(), logits.device)
         every = len(self._rows) == self._count
         rows = None if every else to_device(np.array(self._rows), logits.device)
-        apply_token_bitmask(logits, bitmask, rows)
+        if logits.is_cuda:
+            from sapwood_kernels import triton_logits  # triton is there only with CUDA builds of torch
+
+            triton_logits.apply_token_bitmask(logits, bitmask, rows)
+        else:
+            apply_token_bitmask(logits, bitmask, rows)
 
 
 class GrammarMasks:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -16,30 +18,37 @@ from sapwood_kernels.device_copy import to_device
 from sapwood_worker.attention.backend import AttentionBackend
 from sapwood_worker.attention.torch_native import TorchNativeBackend
 from sapwood_worker.cache.copies import NOTHING, CopyReport
-from sapwood_worker.cache.device_pool import DevicePool, page_bytes
+from sapwood_worker.cache.device_pool import DevicePool, KVScales, page_bytes
 from sapwood_worker.cache.host_pool import HostPool, host_pool_pages
 from sapwood_worker.cache.torch_transfer import make_transfer
 from sapwood_worker.cache.transfer import Transfer
+from sapwood_worker.layers.linear import Quantization
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.models.config import ModelConfig
 from sapwood_worker.models.fingerprint import model_fingerprint
 from sapwood_worker.models.loader import LoadFormat, load_model
+from sapwood_worker.models.sentence_config import read_sentence_config
 from sapwood_worker.runner.forward_batch import ForwardBatch
 from sapwood_worker.runner.grammar_masks import GrammarMasks, StepMasks
 from sapwood_worker.runner.input_builder import build_forward_batch
+from sapwood_worker.runner.kv_calibration import calibrate
 from sapwood_worker.runner.launched_step import LaunchedStep
+from sapwood_worker.runner.memory_profile import measure_pool_bytes
 from sapwood_worker.runner.pooling import pool_chunk
 from sapwood_worker.runner.token_sampler import SampledTokens, TokenSampler
 from sapwood_worker.sampling.logprobs import Distribution, Logprobs, join
+from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import ModelOutput, ScheduledRequest, SchedulerOutput
 
 if TYPE_CHECKING:
     from sapwood_worker.runner.cuda_graph import DecodeGraphs
+    from sapwood_worker.runner.piecewise_graphs import PiecewiseGraphs
 
 # Pages beyond those the scheduler knows of: rows that only pad a batch write there.
 _SCRATCH_PAGES = 1
 # Prompt tokens whose logits are computed at once where their log probabilities are wanted: they take memory.
 _LOGPROB_ROWS = 256
+_DEFAULT_BYTES = 1 << 30
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,7 +63,13 @@ class RunnerOptions:
         dtype: Of weights, activations and cache; ``auto`` is float32 on a CPU, else bfloat16.
         page_size: Tokens a page.
         num_pages: Pages in the pool; None: as many as fit in ``kv_cache_bytes``.
-        kv_cache_bytes: Memory of the pool, unless ``num_pages`` is given.
+        kv_cache_bytes: Memory of the pool, unless ``num_pages`` is given; None: on CUDA what is left of ``memory_fraction``
+            after a trial of the largest step, elsewhere 1 GiB.
+        quantization: Of the linear layers: ``fp8`` scales by token and output channel, ``fp8_block`` by 128 numbers of a token
+            and 128 x 128 of the weight.
+        kv_cache_dtype: Of the pool: ``auto`` is the model's.
+        memory_fraction: Largest share of the GPU's memory that is used, by whatever uses it.
+        max_step_tokens: Most tokens in a step: how large the trial's is.
         context_length: Upper limit of prompt and output together; None: the model's own.
         max_running: Most requests in a step; the pool must have a page for each.
         threads: CPU threads of torch and of loading; None: torch's own choice. Set for the whole process.
@@ -70,7 +85,11 @@ class RunnerOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     page_size: int = 16
     num_pages: int | None = None
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: int | None = None
+    quantization: Quantization = "none"
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    memory_fraction: float = 0.9
+    max_step_tokens: int = 8192
     context_length: int | None = None
     max_running: int = 64
     threads: int | None = None
@@ -111,54 +130,144 @@ class ModelRunner:
             context_length=options.context_length,
             threads=options.threads or torch.get_num_threads(),
             seed=options.seed,
+            quantization=options.quantization,
         )
         config = loaded.config
         self._options = options
         self._model = loaded.model
-        self._pool = _build_pool(options, config, dtype, self._device)
+        self._dtype = dtype
+        # The latest token of the request in each row of the page table.
+        self._last_tokens = torch.zeros(options.max_running, dtype=torch.int64, device=self._device)
+        self._scales: KVScales | None = None
+        if options.kv_cache_dtype == "fp8_e4m3":
+            self._scales = calibrate(self._model, config, dtype, self._device)
+        self._pool = self._build_pool(config, self._num_pages(config))
         self.host_pool = _build_host_pool(options, self._pool)
         self._transfer: Transfer | None = None if self.host_pool is None else make_transfer(self._pool, self.host_pool)
-        self._backend: AttentionBackend = TorchNativeBackend(self._pool, dtype)
+        self._backend, self._graphs = self._build_backend(config, self._pool, None)
+        self._pieces = self._build_pieces(self._backend, self._pool, whole_ladder=True)
         self.vocabulary: TokenVocabulary | None = (
             load_vocabulary(options.model_path) if options.structured_output else None
         )
         self._masks = GrammarMasks(config.vocab_size)
         self._sampler = TokenSampler(options.max_running, config.vocab_size, loaded.eos_token_ids, self._device)
-        # The latest token of the request in each row of the page table.
-        self._last_tokens = torch.zeros(options.max_running, dtype=torch.int64, device=self._device)
-        self._graphs: DecodeGraphs | None = None
-        if self._device.type == "cuda" and dtype != torch.float32:
-            self._use_flashinfer(options, config, dtype)
+        length = min(config.max_position, (self._pool.num_pages - _SCRATCH_PAGES) * self._pool.page_size)
+        sentences = read_sentence_config(options.model_path, "last", length)
         self.info = ModelInfo(
             architecture=config.architecture,
             dtype=name,
-            context_length=min(config.max_position, (self._pool.num_pages - _SCRATCH_PAGES) * self._pool.page_size),
+            context_length=length,
             vocab_size=config.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             page_size=self._pool.page_size,
             num_pages=self._pool.num_pages - _SCRATCH_PAGES,
             embedding_size=config.hidden_size,
+            pooling=sentences.pooling,
+            normalizes=sentences.normalizes,
+            embedded_tokens=sentences.max_tokens,
+            special_ids=sentences.special_ids,
         )
 
     @torch.inference_mode()
-    def _use_flashinfer(self, options: RunnerOptions, config: ModelConfig, dtype: torch.dtype) -> None:
+    def _build_backend(
+        self, config: ModelConfig, pool: DevicePool, sizes: Sequence[int] | None
+    ) -> tuple[AttentionBackend, DecodeGraphs | None]:
+        """What attends, and the graphs of decode steps where there are any: of the given sizes, None: of all."""
+        dtype = self._dtype
+        if self._device.type != "cuda" or dtype == torch.float32:
+            return TorchNativeBackend(pool, dtype), None
         # Imported here: the package is there only with the extra [gpu].
         from sapwood_kernels.flashinfer_attention import AttentionShape, Variant
         from sapwood_worker.attention.flashinfer import FlashInferBackend
-        from sapwood_worker.runner.cuda_graph import DecodeGraphs
+        from sapwood_worker.runner.cuda_graph import DecodeGraphs, ladder
 
-        shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, self._pool.page_size, dtype)
+        shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, pool.page_size, dtype)
         kinds = [Variant(config.attention_scale, window, config.attention_softcap) for window in config.windows]
-        backend = FlashInferBackend(self._pool, shape, tuple(dict.fromkeys(kinds)))
-        self._backend = backend
-        self._graphs = DecodeGraphs(
-            self._model,
-            backend,
-            self._pool,
-            options.max_running,
-            self._pool.num_pages - _SCRATCH_PAGES,
-            self._last_tokens,
+        backend = FlashInferBackend(pool, shape, tuple(dict.fromkeys(kinds)), config.max_position)
+        sizes = ladder(self._options.max_running) if sizes is None else sizes
+        scratch = pool.num_pages - _SCRATCH_PAGES
+        return backend, DecodeGraphs(self._model, backend, pool, sizes, scratch, self._last_tokens)
+
+    @torch.inference_mode()
+    def _build_pieces(
+        self, backend: AttentionBackend, pool: DevicePool, *, whole_ladder: bool
+    ) -> PiecewiseGraphs | None:
+        """The graphs of steps that compute prompts, where there are any: of all sizes, or of the largest only."""
+        if self._device.type != "cuda" or self._dtype == torch.float32:
+            return None
+        from sapwood_worker.attention.flashinfer import FlashInferBackend
+        from sapwood_worker.runner.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
+
+        assert isinstance(backend, FlashInferBackend)
+        parameters = sum(each.numel() for each in self._model.layers.parameters())
+        largest = min(worth_capturing(parameters), self._options.max_step_tokens)
+        sizes = token_ladder(largest) if whole_ladder else [largest]
+        return PiecewiseGraphs(self._model, backend, pool, sizes, pool.num_pages - _SCRATCH_PAGES)
+
+    def _build_pool(self, config: ModelConfig, pages: int) -> DevicePool:
+        options = self._options
+        if pages < options.max_running:
+            raise ConfigError(
+                f"the KV cache holds {pages} pages of {options.page_size} tokens, fewer than the {options.max_running} "
+                "requests that may run: give it more memory or lower --max-running"
+            )
+        return DevicePool(
+            num_layers=config.num_layers,
+            num_pages=pages + _SCRATCH_PAGES,
+            page_size=options.page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self._dtype if self._scales is None else torch.float8_e4m3fn,
+            device=self._device,
+            scales=self._scales,
         )
+
+    def _num_pages(self, config: ModelConfig) -> int:
+        options = self._options
+        if options.num_pages is not None:
+            return options.num_pages
+        size = page_bytes(
+            num_layers=config.num_layers,
+            page_size=options.page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self._dtype if self._scales is None else torch.float8_e4m3fn,
+        )
+        if options.kv_cache_bytes is not None:
+            return options.kv_cache_bytes // size
+        if self._device.type != "cuda":
+            return _DEFAULT_BYTES // size
+        trial = partial(self._try_largest_step, config, size)
+        return measure_pool_bytes(self._device, options.memory_fraction, trial) // size
+
+    @torch.inference_mode()
+    def _try_largest_step(self, config: ModelConfig, size: int) -> int:
+        """Computes a step of the most tokens and the most samples beside the largest decode graph, in a pool of its own.
+
+        Returns that pool's bytes, of pages of ``size`` bytes. Also has libraries build and load what a first request needs.
+        """
+        options = self._options
+        longest = config.max_position
+        prompts = [min(longest, options.max_step_tokens)]
+        while sum(prompts) < options.max_step_tokens and len(prompts) < options.max_running:
+            prompts.append(min(longest, options.max_step_tokens - sum(prompts)))
+        needed = [-(-length // options.page_size) for length in prompts]
+        pool = self._build_pool(config, max(sum(needed), options.max_running))
+        backend, graphs = self._build_backend(config, pool, [options.max_running])
+        pieces = self._build_pieces(backend, pool, whole_ladder=False)
+        table = np.zeros((len(prompts), max(needed)), np.int32)
+        table[np.arange(max(needed)) < np.array(needed)[:, None]] = np.arange(sum(needed))
+        requests = [
+            ScheduledRequest(str(slot), slot, [0] * length, 0, True, SamplingParams())
+            for slot, length in enumerate(prompts)
+        ]
+        batch = build_forward_batch(SchedulerOutput(0, table, requests), options.page_size, self._device)
+        hidden: Tensor = self._model(batch.token_ids, batch.positions, backend.plan(batch.attention))
+        rows = hidden.index_select(0, torch.zeros(options.max_running, dtype=torch.int64, device=self._device))
+        self._model.logits(rows).float().softmax(-1)
+        torch.cuda.synchronize(self._device)
+        del graphs, pieces
+        return pool.num_pages * size
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
         """See :class:`sapwood_worker.scheduler.output.Runner`."""
@@ -210,18 +319,23 @@ class ModelRunner:
         options, pool = self._options, self._pool
         made_up = f"dummy-{options.seed}" if options.load_format == "dummy" else ""
         shape = "x".join(map(str, (len(pool.key_slots), *pool.key_slots[0].shape[1:])))
-        parts = (model_fingerprint(options.model_path), made_up, self.info.dtype, shape, self._device.type)
+        stored = f"{pool.dtype}{pool.scales}" if self._scales is not None else ""
+        computed = self.info.dtype if options.quantization == "none" else f"{self.info.dtype}-{options.quantization}"
+        parts = (model_fingerprint(options.model_path), made_up, computed, stored, shape, self._device.type)
         return "|".join(parts)
 
     @torch.inference_mode()
     def logits(self, output: SchedulerOutput) -> Tensor:
         """Runs a step like :meth:`execute` but returns the logits after every token, float32 [T, vocab_size]."""
-        return self._model.logits(self._forward(build_forward_batch(output, self._pool.page_size, self._device)))
+        hidden = self._forward(build_forward_batch(output, self._pool.page_size, self._device))
+        return self._model.logits(hidden).float()
 
     def _copied(self) -> CopyReport:
         return NOTHING if self._transfer is None else self._transfer.poll()
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
+        if self._pieces is not None and len(batch.token_ids) <= self._pieces.largest:
+            return self._pieces.run(batch)
         hidden: Tensor = self._model(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
         return hidden
 
@@ -251,35 +365,9 @@ class ModelRunner:
         parts = []
         for start in range(0, len(tokens), _LOGPROB_ROWS):
             chosen = tokens[start : start + _LOGPROB_ROWS]
-            logits = self._model.logits(hidden[start : start + len(chosen)])
+            logits = self._model.logits(hidden[start : start + len(chosen)]).float()
             parts.append(Distribution(logits, request.prompt_logprobs).of(chosen))
         return join(parts)
-
-
-def _build_pool(options: RunnerOptions, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DevicePool:
-    pages = options.num_pages
-    if pages is None:
-        pages = options.kv_cache_bytes // page_bytes(
-            num_layers=config.num_layers,
-            page_size=options.page_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=dtype,
-        )
-    if pages < options.max_running:
-        raise ConfigError(
-            f"the KV cache holds {pages} pages of {options.page_size} tokens, fewer than the {options.max_running} "
-            "requests that may run: give it more memory or lower --max-running"
-        )
-    return DevicePool(
-        num_layers=config.num_layers,
-        num_pages=pages + _SCRATCH_PAGES,
-        page_size=options.page_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        device=device,
-    )
 
 
 def _build_host_pool(options: RunnerOptions, pool: DevicePool) -> HostPool | None:

@@ -65,7 +65,7 @@ class TokenSampler:
         """One token for each request, without waiting for the device.
 
         Args:
-            logits: float32 [R, V], contiguous; changed in place.
+            logits: [R, V], contiguous; float32 ones are changed in place.
             requests: Each row's request.
             masks: The rows' grammars.
             greedy: Each row's largest logit and its place, if that is known already.
@@ -75,6 +75,7 @@ class TokenSampler:
         if settings.plain(slots) and not masks:
             largest, tokens = greedy if greedy is not None else row_max(logits)
             return SampledTokens(_valid(tokens, largest))
+        logits = logits.float()  # the likeliest is the same in fewer bits; whatever changes logits needs them all
         wanted = settings.logprobs(slots)
         distribution = None
         if wanted is not None:

@@ -11,11 +11,13 @@ transformers (repetition: over prompt and output).
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sapwood_kernels import reference
 from sapwood_kernels.device_copy import to_device
 from sapwood_worker.sampling.sampling_batch import Penalties
 
@@ -32,6 +34,7 @@ class TokenCounts:
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
         self._shape = rows, vocab_size
         self._device = device
+        self._kernels = _kernels(device)
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def enter(self, row: int, tokens: array[int], output_start: int) -> None:
@@ -55,18 +58,20 @@ class TokenCounts:
     def apply(self, logits: Tensor, penalties: Penalties) -> None:
         """Changes the logits [R, V] of the rows that have penalties, in place."""
         assert self._tables is not None
-        counts, seen = (table.index_select(0, penalties.slots) for table in self._tables)
-        chosen = logits.index_select(0, penalties.rows)
-        repeated = torch.where(chosen > 0, chosen / penalties.repetition, chosen * penalties.repetition)
-        chosen = torch.where(seen, repeated, chosen)
-        chosen -= penalties.frequency * counts
-        chosen -= penalties.presence * (counts > 0)
-        logits.index_copy_(0, penalties.rows, chosen)
+        self._kernels[0](
+            logits, *self._tables, penalties.rows, penalties.slots, penalties.frequency, penalties.presence,
+            penalties.repetition,
+        )  # fmt: skip
 
     def add(self, tokens: Tensor, penalties: Penalties) -> None:
         """Counts a step's tokens, int64 [R], for the rows that have penalties."""
         assert self._tables is not None
-        counts, seen = self._tables
-        at = penalties.slots, tokens.index_select(0, penalties.rows)
-        counts.index_put_(at, torch.ones_like(at[1], dtype=torch.int32), accumulate=True)
-        seen.index_put_(at, torch.ones_like(at[1], dtype=torch.bool))
+        self._kernels[1](*self._tables, tokens, penalties.rows, penalties.slots)
+
+
+def _kernels(device: torch.device) -> tuple[Callable[..., None], Callable[..., None]]:
+    if device.type == "cuda":
+        from sapwood_kernels import triton_logits  # triton is there only with CUDA builds of torch
+
+        return triton_logits.apply_penalties, triton_logits.count_tokens
+    return reference.apply_penalties, reference.count_tokens

@@ -57,8 +57,13 @@ def sample(logits: Tensor, batch: SamplingBatch | None) -> tuple[Tensor, Tensor]
 def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's maximum and its first index; NaN if the row holds one. As ``max(-1)``, in two levels.
 
-    A maximum alone is vectorised where one with its index is not: on a CPU this is several times faster.
+    A maximum alone is vectorised where one with its index is not: on a CPU this is several times faster. On a GPU logits may be
+    of any float dtype, and a kernel reads them as they are.
     """
+    if logits.is_cuda:
+        from sapwood_kernels import triton_logits  # triton is there only with CUDA builds of torch
+
+        return triton_logits.row_max(logits)
     rows, width = logits.shape
     block = _divisor(width)
     if block == 1:

@@ -96,4 +96,5 @@ class Admission:
                 request.cached = request.computed
                 self.prompt_tokens += request.prompt_length
                 self.cached_tokens += request.cached
+                self._fairness.admitted(request.tenant, step)
                 self._fairness.charge(request.tenant, request.remaining)

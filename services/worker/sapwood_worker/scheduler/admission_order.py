@@ -2,11 +2,13 @@
 
 From the outside in: priorities, the highest first (one level only, unless the policy is ``priority``); within one, requests that
 were sent back to the queue, by arrival, as they were admitted before; then the tenants, the one that got least first
-(``fairness.py``); within a tenant the policy's order.
+(``fairness.py``) and of equals the one whose next request is the oldest; within a tenant the policy's order.
 
 Starvation: a request that has waited ``starved_after`` steps, all its waits together, goes before its tenant's others, and
-counts as one of the highest priority there is and keeps that rank when it runs. So what the policy prefers delays it no longer;
-then only older requests and other tenants' shares do, which are bounded.
+counts as one of the highest priority there is and keeps that rank when it runs. Shares alone bound nothing, as tenants that
+are new without end each have a share to come: a tenant whose oldest request starves, and of whose new requests none was
+admitted for ``starved_after`` steps, is given one turn before all shares, by arrival. So the i-th oldest starved request of a
+tenant waits at most for i such periods and for all requests that are older.
 
 O(waiting) and what the policy takes, in steps that may admit something.
 """
@@ -77,24 +79,40 @@ class AdmissionOrder:
             tenants = fresh.get(level, {})
             if level == TOP:
                 tenants = {tenant: sorted(requests, key=_by_arrival) for tenant, requests in tenants.items()}
-            yield from self._fair(tenants)
+            yield from self._fair(tenants, step)
 
-    def _fair(self, tenants: dict[str, list[Request]]) -> Iterator[Request]:
-        """Requests of several tenants, each time one of the tenant that will have got least."""
+    def _fair(self, tenants: dict[str, list[Request]], step: int) -> Iterator[Request]:
+        """Requests of several tenants: one of each that starves, then each time one of the tenant that will have got least."""
         if len(tenants) == 1:
             [requests] = tenants.values()
             yield from requests
             return
-        heap = [(self._fairness.served(tenant), tenant, 0) for tenant in tenants]
+        turns = [tenant for tenant, requests in tenants.items() if self._has_turn(requests[0], step)]
+        turns.sort(key=lambda tenant: tenants[tenant][0].arrival)
+        yield from (tenants[tenant][0] for tenant in turns)
+        heap: list[tuple[float, int, str, int]] = []
+        for tenant, requests in tenants.items():
+            served, first = self._fairness.served(tenant), 0
+            if tenant in turns:
+                served, first = served + requests[0].remaining, 1
+            if first < len(requests):
+                heap.append((served, requests[first].arrival, tenant, first))
         heapq.heapify(heap)
         while heap:
-            served, tenant, index = heap[0]
-            request = tenants[tenant][index]
-            if index + 1 < len(tenants[tenant]):
-                heapq.heapreplace(heap, (served + request.remaining, tenant, index + 1))
+            served, _, tenant, index = heap[0]
+            requests = tenants[tenant]
+            request = requests[index]
+            if index + 1 < len(requests):
+                following = served + request.remaining, requests[index + 1].arrival, tenant, index + 1
+                heapq.heapreplace(heap, following)
             else:
                 heapq.heappop(heap)
             yield request
+
+    def _has_turn(self, oldest: Request, step: int) -> bool:
+        """Whether a tenant with this request at its head goes before those who have got less."""
+        since = step - self._fairness.admitted_at(oldest.tenant)
+        return self._starved(oldest, step) and since >= self._starved_after
 
     def _starved(self, request: Request, step: int) -> bool:
         return request.waited + step - request.queued_at >= self._starved_after

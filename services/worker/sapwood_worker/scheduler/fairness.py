@@ -5,7 +5,8 @@ goes up with the tokens computed for it; of the tenants that have requests waiti
 next. A tenant that comes back is lifted to the lowest counter of those that are busy, so that idling saves nothing up.
 
 Bound: while two tenants both wait, what they get differs by at most what one round of admissions gives one of them; so one of n
-tenants gets at least its n-th share, however many requests the others send. O(1) a token and O(log tenants) an admission; a
+tenants gets at least its n-th share, however many requests the others send. If ever new tenants come, n has no bound; that
+none of them starves all the same is ``admission_order.py``'s matter. O(1) a token and O(log tenants) an admission; a
 counter is kept for each busy tenant and for the ``MOST_IDLE`` that were busy last.
 """
 
@@ -25,6 +26,7 @@ class TenantFairness:
         self._busy: dict[str, int] = {}
         self._counters: dict[str, float] = {}
         self._idle: dict[str, None] = {}
+        self._admitted: dict[str, int] = {}
 
     def arrived(self, tenant: str) -> None:
         """One more request of the tenant's is unfinished."""
@@ -40,10 +42,19 @@ class TenantFairness:
         self._busy[tenant] -= 1
         if not self._busy[tenant]:
             del self._busy[tenant]
+            self._admitted.pop(tenant, None)
             self._idle[tenant] = None
             if len(self._idle) > MOST_IDLE:
                 oldest = next(iter(self._idle))
                 del self._idle[oldest], self._counters[oldest]
+
+    def admitted(self, tenant: str, step: int) -> None:
+        """A new request of a busy tenant's was admitted in this step."""
+        self._admitted[tenant] = step
+
+    def admitted_at(self, tenant: str) -> int:
+        """The step in which a new request of a busy tenant's was admitted last; -1: in none since it has been busy."""
+        return self._admitted.get(tenant, -1)
 
     def charge(self, tenant: str, tokens: int) -> None:
         """So many tokens are computed for a busy tenant."""

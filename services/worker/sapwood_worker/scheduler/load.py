@@ -12,6 +12,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         running_requests: Requests with a row in the page table.
         waiting_requests: Requests in the queue.
         queued_tokens: Tokens still to prefill over all of them.
+        running_tokens: Tokens of the running requests that are computed, the steps in flight included.
         used_pages: Pages held by requests or by the prefix cache.
         evictable_pages: Of these, pages that only the prefix cache holds.
         num_pages: Pages in the pool.
@@ -23,6 +24,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         host_used_pages: Pages of the second tier that hold something.
         forced_tokens: Tokens of output that a grammar forced and no step sampled.
         host_num_pages: Pages of the second tier; 0: there is none.
+        store_read_bytes: Read from the third tier, and good.
+        store_written_bytes: Written to it, or found there already.
+        store_failures: Calls to it that failed or took too long.
+        store_rejected_pages: Pages read from it that were not what they should have been.
+        store_dropped_pages: Pages that were not written to it.
+        store_timeouts: Requests that stopped waiting for it before all was there.
+        storage_id: Names the third tier's store for all who share it; empty: there is none, or nothing is read from it.
     """
 
     running_requests: int = 0
@@ -39,3 +47,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     host_used_pages: int = 0
     host_num_pages: int = 0
     forced_tokens: int = 0
+    store_read_bytes: int = 0
+    store_written_bytes: int = 0
+    store_failures: int = 0
+    store_rejected_pages: int = 0
+    store_dropped_pages: int = 0
+    store_timeouts: int = 0
+    storage_id: str = ""
+    running_tokens: int = 0

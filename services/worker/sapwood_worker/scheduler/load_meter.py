@@ -30,6 +30,7 @@ def measure_load(
         running_requests=len(running),
         waiting_requests=len(waiting),
         queued_tokens=waiting.num_tokens + sum(tokens for tokens in left if tokens > 1),
+        running_tokens=sum(each.planned for each in running.requests),
         used_pages=allocator.num_used,
         evictable_pages=cache.num_evictable,
         num_pages=allocator.num_pages,
@@ -40,11 +41,24 @@ def measure_load(
     )
     if tiers is None:
         return load
-    return msgspec.structs.replace(
+    load = msgspec.structs.replace(
         load,
         device_hit_tokens=tiers.counters.device_hits * page_size,
         host_hit_tokens=tiers.counters.host_hits * page_size,
-        storage_hit_tokens=0 if tiers.storage is None else tiers.storage.counters.fetched * page_size,
         host_used_pages=tiers.host.num_ready,
         host_num_pages=tiers.host.num_pages,
+    )
+    if tiers.storage is None:
+        return load
+    store, page_bytes = tiers.storage.counters, tiers.storage.page_bytes
+    return msgspec.structs.replace(
+        load,
+        storage_hit_tokens=store.fetched * page_size,
+        store_read_bytes=store.fetched * page_bytes,
+        store_written_bytes=store.written * page_bytes,
+        store_failures=tiers.storage.failures,
+        store_rejected_pages=store.rejected,
+        store_dropped_pages=store.dropped,
+        store_timeouts=store.timeouts,
+        storage_id=tiers.storage.store_id,
     )

@@ -18,7 +18,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from sapwood_common.errors import InvalidArgumentError
 from sapwood_worker.cache.hierarchical import HierarchicalCache
 from sapwood_worker.cache.kv_events import KvEvent, KvEventLog
 from sapwood_worker.cache.page_allocator import PageAllocator
@@ -26,11 +25,11 @@ from sapwood_worker.cache.page_table import PageTable
 from sapwood_worker.cache.prefix_cache import PrefixCache
 from sapwood_worker.scheduler.admission import Admission
 from sapwood_worker.scheduler.admission_order import AdmissionOrder
-from sapwood_worker.scheduler.completion import end_output, may_jump, stop_tokens, take_token
+from sapwood_worker.scheduler.completion import end_output, take_token
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.consistency import check_requests
-from sapwood_worker.scheduler.deadlines import Deadlines
 from sapwood_worker.scheduler.fairness import TenantFairness
+from sapwood_worker.scheduler.lifecycle import Lifecycle
 from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.load_meter import measure_load
 from sapwood_worker.scheduler.output import ModelOutput, RequestOutput, SchedulerOutput
@@ -70,7 +69,7 @@ class Scheduler:
         table = PageTable(config.max_running, -(-self._limit // config.page_size))
         self._kv_events = KvEventLog() if config.kv_events else None
         if tiers is not None and self._kv_events is not None:
-            tiers.host.announce(self._kv_events)
+            tiers.announce(self._kv_events)
         self._cache = PrefixCache(
             self._allocator,
             table,
@@ -82,8 +81,6 @@ class Scheduler:
         )
         self._waiting = WaitingQueue(config.max_waiting)
         self._running = RunningBatch(table, self._cache, config.page_size)
-        self._requests: dict[int, Request] = {}
-        self._deadlines = Deadlines()
         self._fairness = TenantFairness()
         self._order = AdmissionOrder(
             make_policy(config.policy, self._match_length, self._match_path),
@@ -96,9 +93,12 @@ class Scheduler:
         self._admission = Admission(
             self._waiting, self._running, self._order, self._fairness, self._retraction, self._ratio, tiers
         )
+        self._lifecycle = Lifecycle(
+            config, self._limit, self._waiting, self._running, self._fairness, self._cache, tiers
+        )
+        self._requests = self._lifecycle.requests
         self._in_flight: deque[StepInFlight] = deque()
         self._steps = 0
-        self._arrivals = 0
         self._forced_tokens = 0
         self._paused = self._retract_all = False
 
@@ -140,37 +140,8 @@ class Scheduler:
             time.sleep(seconds)
 
     def add(self, request: Request) -> None:
-        """Lets a request in; its first tokens are computed in one of the next steps.
-
-        Raises:
-            InvalidArgumentError: It can never run: its prompt leaves no room in the context.
-            ResourceExhaustedError: The queue is full.
-        """
-        assert request.serial not in self._requests, f"serial {request.serial} is taken"
-        if not request.prompt_length:
-            raise InvalidArgumentError("token_ids is empty: there is no prompt", field="token_ids")
-        if request.prompt_length >= self._limit + bool(request.pooling):
-            raise InvalidArgumentError(
-                f"prompt of {request.prompt_length} tokens leaves no room in the context of {self._limit} tokens",
-                field="token_ids",
-            )
-        if not self._order.by_priority:
-            request.priority = 0
-        request.whole = self._config.whole_prompts
-        self._waiting.add(request)
-        self._requests[request.serial] = request
-        self._fairness.arrived(request.tenant)
-        if request.deadline is not None:
-            self._deadlines.add(request.serial, request.deadline, self._requests)
-        request.max_length = min(self._limit, request.max_length)
-        request.stops = stop_tokens(request.sampling, self._config.eos_token_ids)
-        request.jumps = self._config.jump_forward and may_jump(request)
-        request.arrival = self._arrivals
-        request.queued_at = self._steps
-        self._arrivals += 1
-        if self._tiers is not None:
-            cached = self._cache.probe(request.reusable, request.namespace)[0]
-            request.held = self._tiers.queued(request.serial, request.reusable[:-1], request.namespace, cached)
+        """Lets a request in; its first tokens are computed in one of the next steps. Raises as :meth:`Lifecycle.add`."""
+        self._lifecycle.add(request, self._steps)
 
     def abort(self, serial: int) -> bool:
         """Ends a request; its pages are free before the next step (after the steps in flight, if it is part of one).
@@ -178,22 +149,12 @@ class Scheduler:
         Returns:
             Whether there was such a request. It gets no further output.
         """
-        request = self._requests.get(serial)
-        if request is None or request.over:
-            return False
-        self._end(request)
-        return True
+        return self._lifecycle.abort(serial)
 
     def expire(self) -> list[RequestOutput]:
         """Ends the requests whose deadline has passed, as :meth:`abort` does; what they get."""
-        outputs: list[RequestOutput] = []
-        for serial in self._deadlines.passed(self._clock()):
-            request = self._requests.get(serial)
-            if request is not None and not request.over:
-                outputs.append(end_output(request, "deadline"))
-                self.abort(serial)
         self._cache.expire_pins(self._clock())
-        return outputs
+        return self._lifecycle.expire(self._clock())
 
     def pause(self, *, retract: bool = False) -> None:
         """Schedules nothing until :meth:`resume`; requests may still come, end by the step in flight, and be aborted.
@@ -243,7 +204,7 @@ class Scheduler:
             self._ratio.step()
             self._admission.admit(adder, self._steps)
         copies = self._tiers.take() if self._tiers is not None else None
-        step = StepInFlight(plan.decodes, [*((request, 1) for request in plan.last_tokens), *adder.chunks])
+        step = StepInFlight(plan.decodes, [*((request, 1) for request in plan.last_tokens), *adder.chunks], self._cache)
         output = SchedulerOutput(self._steps, self._running.rows, step.parts, copies)
         if output:
             self._in_flight.append(step)
@@ -255,6 +216,7 @@ class Scheduler:
         assert output.step == self._steps - len(self._in_flight)
         step = self._in_flight.popleft()
         assert len(step) == len(output.token_ids)
+        self._cache.confirm(step.written)
         if self._tiers is not None:
             self._tiers.ended(output.copied)
         outputs: list[RequestOutput] = []
@@ -266,13 +228,13 @@ class Scheduler:
             request.unknown -= 1
             if request.over:
                 if not request.in_flight:
-                    self._finish(request)
+                    self._lifecycle.finish(request)
                 continue
             taken = take_token(request, token, logprobs.get(index) if logprobs else None)
             self._forced_tokens += max(0, len(taken.token_ids) - 1)
             outputs.append(taken)
             if taken.finish_reason is not None:
-                self._end(request)
+                self._lifecycle.end(request)
         first = len(step.decodes)
         for index, ((request, count), samples) in enumerate(zip(step.chunks, step.samples, strict=True), first):
             got = self._take_chunk(request, count, samples, index, output)
@@ -290,7 +252,7 @@ class Scheduler:
                 outputs.append(end_output(request, "error", error))
             request.in_flight = 0
             request.shared = False
-            self._finish(request)
+            self._lifecycle.finish(request)
         return outputs
 
     def flush_cache(self) -> int:
@@ -378,7 +340,7 @@ class Scheduler:
         request.unknown -= samples
         if request.over:
             if not request.in_flight:
-                self._finish(request)
+                self._lifecycle.finish(request)
             return None
         taken: RequestOutput | None = None
         if request.pooling:
@@ -390,30 +352,10 @@ class Scheduler:
             taken = take_token(request, output.token_ids[index], output.logprobs.get(index))
             self._forced_tokens += max(0, len(taken.token_ids) - 1)
         if taken is not None and taken.finish_reason is not None:
-            self._end(request)
+            self._lifecycle.end(request)
         if request.state is RequestState.RUNNING:
             self._running.commit(request)  # who shares the prompt finds it from now on
         return taken
-
-    def _end(self, request: Request) -> None:
-        """Ends a request once no step in flight computes it."""
-        if request.in_flight:
-            request.over = True
-        else:
-            self._finish(request)
-
-    def _finish(self, request: Request) -> None:
-        if request.state is RequestState.WAITING:
-            self._waiting.remove(request, request.remaining)
-            request.become(RequestState.FINISHED)
-            if self._tiers is not None:
-                self._tiers.settle(request.serial)
-        else:
-            self._running.stop(request, RequestState.FINISHED, keep=request.shared)
-        if request.grammar is not None:
-            request.grammar.close()
-        self._fairness.ended(request.tenant)
-        del self._requests[request.serial]
 
     def _match_length(self, request: Request) -> int:
         return self._cache.probe(request.reusable, request.namespace)[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sapwood_worker.cache.prefix_cache import PrefixCache
 from sapwood_worker.scheduler.output import ScheduledRequest
 from sapwood_worker.scheduler.request import Request
 
@@ -22,18 +23,20 @@ class StepInFlight:
     Args:
         decodes: Requests of which the step computes one token of output, at the end of what is known, and samples the next.
         chunks: Everything else: parts of prompts, whether or not they reach the end.
+        cache: Has their pages.
 
     Attributes:
         decodes: As above.
         chunks: As above.
         samples: For each chunk whether it samples.
         parts: What the runner is told, decodes first. The scheduler's own: valid until the step's ``update()``.
+        written: The last page that each of them writes, as it is when the step is planned.
         awaits_grammar: Whether a sampled token must be seen by a grammar before the request's next one is planned.
     """
 
-    __slots__ = ("awaits_grammar", "chunks", "decodes", "parts", "samples")
+    __slots__ = ("awaits_grammar", "chunks", "decodes", "parts", "samples", "written")
 
-    def __init__(self, decodes: list[Request], chunks: list[Chunk]) -> None:
+    def __init__(self, decodes: list[Request], chunks: list[Chunk], cache: PrefixCache) -> None:
         self.decodes = decodes
         self.chunks = chunks
         self.awaits_grammar = False
@@ -54,6 +57,9 @@ class StepInFlight:
                 self.awaits_grammar = True
             parts.append(part)
         self.samples = [self._add_chunk(request, count) for request, count in chunks]
+        self.written = cache.written_by(
+            [part.slot for part in parts], [part.start + len(part.token_ids) for part in parts]
+        )
 
     def __len__(self) -> int:
         return len(self.parts)

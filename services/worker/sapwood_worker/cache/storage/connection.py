@@ -11,6 +11,8 @@ from sapwood_worker.cache.storage.backend import StorageBackend, StorageError
 from sapwood_worker.cache.storage.breaker import CircuitBreaker
 from sapwood_worker.cache.storage.executor import Executor
 
+NEVER = 1 << 40
+"""A number of pages that no request has."""
 CALL_SECONDS = 10.0
 """A call that takes longer counts as failed, whether or not it ends some day."""
 
@@ -28,8 +30,9 @@ class Connection:
         backend: The store.
         executor: Where calls run.
         namespace: Of all object names; see ``record.namespace_of``.
-        min_pages: Fewer than this are computed sooner than fetched.
+        min_pages: Fewer than this are computed sooner than fetched; NEVER: that is always so.
         clock: Seconds, monotonic.
+        store_id: Names the store, for all who share it.
     """
 
     def __init__(
@@ -39,10 +42,12 @@ class Connection:
         namespace: str,
         min_pages: int,
         clock: Callable[[], float],
+        store_id: str = "",
     ) -> None:
         self.backend = backend
         self.namespace = namespace
         self.min_pages = min_pages
+        self.store_id = store_id
         self.breaker = CircuitBreaker(clock)
         self.failures = 0
         """Calls that failed or took too long."""
@@ -50,6 +55,11 @@ class Connection:
         self._executor = executor
         self._clock = clock
         self._calls: set[_Call] = set()
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether anything is ever read."""
+        return self.min_pages < NEVER
 
     @property
     def pending(self) -> int:

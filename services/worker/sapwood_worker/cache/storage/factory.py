@@ -10,6 +10,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_worker.cache.storage.backend import StorageBackend
 from sapwood_worker.cache.storage.file import FileStorage
 from sapwood_worker.cache.storage.mooncake import MooncakeOptions, MooncakeStorage
+from sapwood_worker.cache.storage.nixl import NixlFileStorage, NixlObjectStorage
 
 _GIB = 1 << 30
 
@@ -19,6 +20,8 @@ def parse_storage(url: str) -> Callable[[], StorageBackend]:
 
     - ``file:///folder?size_gb=10``
     - ``mooncake://master:50051?metadata=http://host:8080/metadata&protocol=tcp&devices=&host=&lend_gb=0``
+    - ``nixl://posix/folder?size_gb=10``
+    - ``nixl://obj/bucket?endpoint=http://host:9000&region=us-east-1``
 
     Raises:
         ConfigError: It is not such a URL; the message says what is wrong with it.
@@ -30,11 +33,10 @@ def parse_storage(url: str) -> Callable[[], StorageBackend]:
         raise ConfigError(f"--storage: {url!r} is not a URL: {error}") from error
     match parts.scheme:
         case "file":
-            folder, size = Path(unquote(parts.path)), _number(url, given.pop("size_gb", "10"))
+            folder, size = _folder(url, parts.path, given)
             _expect(url, not parts.netloc and folder.is_absolute(), "name an absolute folder: file:///folder")
-            _expect(url, size > 0, "size_gb must be more than 0")
             _expect_none(url, given)
-            return lambda: FileStorage(folder, int(size * _GIB))
+            return lambda: FileStorage(folder, size)
         case "mooncake":
             lend = _number(url, given.pop("lend_gb", "0"))
             options = MooncakeOptions(
@@ -50,8 +52,32 @@ def parse_storage(url: str) -> Callable[[], StorageBackend]:
             _expect(url, options.protocol in ("tcp", "rdma"), "protocol must be tcp or rdma")
             _expect_none(url, given)
             return lambda: MooncakeStorage(options)
+        case "nixl" if parts.netloc == "posix":
+            folder, size = _folder(url, parts.path, given)
+            _expect(url, folder.is_absolute() and folder != Path("/"), "name an absolute folder: nixl://posix/folder")
+            _expect_none(url, given)
+            return lambda: NixlFileStorage(folder, size)
+        case "nixl" if parts.netloc == "obj":
+            bucket, endpoint = parts.path.strip("/"), given.pop("endpoint", "")
+            _expect(url, bool(bucket) and "/" not in bucket, "name a bucket: nixl://obj/bucket")
+            settings = {"region": given.pop("region", "us-east-1")}
+            if endpoint:
+                scheme = endpoint.partition("://")[0]
+                _expect(url, scheme in ("http", "https"), "endpoint must be a URL: http://host:port")
+                settings |= {"endpoint_override": endpoint, "scheme": scheme}
+            _expect_none(url, given)
+            return lambda: NixlObjectStorage(bucket, settings)
+        case "nixl":
+            raise ConfigError(f"--storage: {url!r} must begin with nixl://posix/ or nixl://obj/")
         case _:
-            raise ConfigError(f"--storage: {url!r} must begin with file: or mooncake:")
+            raise ConfigError(f"--storage: {url!r} must begin with file:, mooncake: or nixl:")
+
+
+def _folder(url: str, path: str, given: dict[str, str]) -> tuple[Path, int]:
+    """The folder of a URL's path, and the most bytes it is to hold."""
+    folder, size = Path(unquote(path)), _number(url, given.pop("size_gb", "10"))
+    _expect(url, size > 0, "size_gb must be more than 0")
+    return folder, int(size * _GIB)
 
 
 def _number(url: str, text: str) -> float:

@@ -115,9 +115,8 @@ class MooncakeStorage:
         return [code == 0 for code in codes]
 
     def remove(self, names: Sequence[str]) -> None:
-        """See StorageBackend. An object that was read a moment ago is leased and stays."""
-        for name in names:
-            self._store.remove(name)
+        """See StorageBackend. By force: one that was asked for a moment ago is leased, and would stay."""
+        self._store.batch_remove(list(names), True)
 
     def clear(self, namespace: str) -> None:
         """See StorageBackend."""

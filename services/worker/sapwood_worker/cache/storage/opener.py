@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from sapwood_worker.cache.host_pool import HEADER_BYTES, SCRATCH_PAGES, HostPool
 from sapwood_worker.cache.storage.backend import StorageBackend, StorageError
-from sapwood_worker.cache.storage.connection import Connection
+from sapwood_worker.cache.storage.connection import NEVER, Connection
 from sapwood_worker.cache.storage.executor import ThreadExecutor
 from sapwood_worker.cache.storage.factory import parse_storage
 from sapwood_worker.cache.storage.record import namespace_of
@@ -26,9 +27,6 @@ from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import Runner, ScheduledRequest, SchedulerOutput
 
 logger = logging.getLogger(__name__)
-
-NEVER = 1 << 40
-"""A number of pages that no request has."""
 
 _FIRST_RETRY, _LAST_RETRY = 1.0, 60.0
 _PROBE_TOKENS = 256
@@ -151,7 +149,7 @@ class StorageOpener:
             tokens = connection.min_pages * self._facts.page_size
             worth = (
                 "slower than computing, so nothing is read"
-                if connection.min_pages == NEVER
+                if not connection.worthwhile
                 else f"used from {tokens} tokens on"
             )
             logger.info("%s is the KV cache's third tier, %s", self._url, worth)
@@ -176,6 +174,7 @@ def open_connection(backend: StorageBackend, facts: StorageFacts, clock: Callabl
     try:
         backend.register(facts.pool.records)
         fixed, each = _measure_store(backend, facts.pool, namespace)
+        store_id = _store_id(backend, facts.pool, namespace)
     except BaseException:
         backend.close()
         raise
@@ -183,7 +182,7 @@ def open_connection(backend: StorageBackend, facts: StorageFacts, clock: Callabl
         min_pages = -(-facts.min_tokens // facts.page_size)
     else:
         min_pages = break_even(fixed, each, facts.seconds_per_token * facts.page_size)
-    return Connection(backend, ThreadExecutor(), namespace, min_pages, clock)
+    return Connection(backend, ThreadExecutor(), namespace, min_pages, clock, store_id)
 
 
 def break_even(fixed: float, each: float, compute: float) -> int:
@@ -221,3 +220,17 @@ def _measure_store(backend: StorageBackend, pool: HostPool, namespace: str) -> t
         seconds.append(time.perf_counter() - began)
     each = max(0.0, (seconds[2] - seconds[1]) / (SCRATCH_PAGES - 1))
     return max(0.0, seconds[1] - each), each
+
+
+def _store_id(backend: StorageBackend, pool: HostPool, namespace: str) -> str:
+    """The store's name among those who share it: an object in it, made up by whoever comes first. Uses a scratch page.
+
+    A URL would not do: the same folder's name may be another folder elsewhere.
+    """
+    name, record = f"{namespace}/{SCRATCH_PAGES:032x}", pool.record(pool.num_pages)
+    if not backend.exists([name]):
+        record[:HEADER_BYTES] = uuid.uuid4().bytes.ljust(HEADER_BYTES, b"\0")
+        backend.put([name], [record])  # somebody else's stays if it was quicker
+    if not all(backend.get([name], [record])):
+        raise StorageError("the store does not give back what was written a moment ago")
+    return bytes(record[:16]).hex()

@@ -26,11 +26,13 @@ from sapwood_worker.cache.host_pool import HostPool
 from sapwood_worker.cache.page_key import PageName
 from sapwood_worker.cache.storage.backend import StorageError
 from sapwood_worker.cache.storage.connection import Connection
+from sapwood_worker.cache.storage.known import KnownObjects
 from sapwood_worker.cache.storage.record import object_name, seal, verify
 
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 
 _BATCH = 32
+_KNOWN_FOR_EACH_HOST_PAGE = 4
 _LONGEST_WAIT = 60.0
 
 
@@ -113,6 +115,8 @@ class StorageTier:
     Attributes:
         counters: What has happened so far.
         connection: The attached store; None: there is none.
+        known: What it is known to hold.
+        page_bytes: Bytes of a page's content.
     """
 
     def __init__(
@@ -120,7 +124,10 @@ class StorageTier:
     ) -> None:
         self.counters = StorageCounters()
         self.connection: Connection | None = None
+        self.known = KnownObjects(_KNOWN_FOR_EACH_HOST_PAGE * host.num_pages)
         self._host = host
+        self.page_bytes = pool.page_bytes
+        self._past_failures = 0
         self._pool = pool
         self._page_size = page_size
         self._options = options
@@ -132,6 +139,17 @@ class StorageTier:
         self._occupied = 0
         self._writing = 0
         self._closing: list[Connection] = []
+
+    @property
+    def failures(self) -> int:
+        """Calls that failed or took too long, of all stores so far."""
+        return self._past_failures + (0 if self.connection is None else self.connection.failures)
+
+    @property
+    def store_id(self) -> str:
+        """Names the attached store for all who share it; empty: there is none, or nothing is read from it."""
+        connection = self.connection
+        return connection.store_id if connection is not None and connection.worthwhile else ""
 
     @property
     def busy(self) -> bool:
@@ -149,8 +167,10 @@ class StorageTier:
         """From now on there is no store. What is on its way ends by itself."""
         if self.connection is not None:
             self.connection.close()
+            self._past_failures += self.connection.failures
             self._closing.append(self.connection)
             self.connection = None
+            self.known.clear()
 
     def prefetch(self, serial: int, wanted: list[PageName]) -> bool:
         """Looks for pages that a new request lacks; returns whether the request is to wait until :meth:`poll` names it."""
@@ -199,7 +219,9 @@ class StorageTier:
                 continue
             self._host.pin(batch)
             self._writing += len(batch)
-            connection.call(partial(self._put, connection, batch), partial(self._written, batch), urgent=False)
+            connection.call(
+                partial(self._put, connection, batch), partial(self._written, connection, batch), urgent=False
+            )
 
     def clear(self, done: Callable[[str], None]) -> None:
         """Has this model's objects removed from the store; ``done`` is called with what went wrong, in a later :meth:`poll`."""
@@ -209,6 +231,8 @@ class StorageTier:
             return
 
         def ended(fine: bool | None) -> None:
+            if fine and connection is self.connection:
+                self.known.clear()
             done("" if fine else connection.last_error or "the store did not do it")
 
         def job() -> bool:
@@ -255,6 +279,7 @@ class StorageTier:
         assert self._occupied == held + len(self._fetching), "prefetched pages were miscounted"
         assert self._occupied <= self._limit, "prefetches hold more than their share"
         assert self._held <= self._prefetches.keys()
+        self.known.check()
         return pins
 
     @property
@@ -280,6 +305,10 @@ class StorageTier:
     def _found(self, prefetch: _Prefetch, count: int | None) -> None:
         connection = prefetch.connection
         prefetch.looking = False
+        if count is not None and connection is self.connection:  # looked for only where it is worthwhile
+            self.known.add(prefetch.wanted[:count])
+            if count < len(prefetch.wanted):
+                self.known.forget(prefetch.wanted[count])
         count = min(count or 0, max(0, self._limit - self._occupied))
         del prefetch.wanted[count:]
         if prefetch.cancelled or connection is not self.connection or count < connection.min_pages:
@@ -324,26 +353,31 @@ class StorageTier:
             prefetch.pinned += arrived
             prefetch.ended = self._clock()
         if fetched is not None:
+            for entry, fine in zip(batch, good, strict=True):
+                if not fine:
+                    self.known.forget(entry.name)
             self.counters.fetched += len(arrived)
             self.counters.rejected += fetched.rejected
             self.counters.missing += len(batch) - len(arrived) - fetched.rejected
             self.counters.seconds_reading += fetched.seconds
 
-    def _put(self, connection: Connection, batch: list[HostPage]) -> tuple[int, float]:
-        """Runs elsewhere: seals and writes pages; how many, and the seconds it took."""
+    def _put(self, connection: Connection, batch: list[HostPage]) -> tuple[list[bool], float]:
+        """Runs elsewhere: seals and writes pages; whether each is there now, and the seconds it took."""
         began = self._clock()
         records = [self._pool.record(entry.page) for entry in batch]
         for entry, record in zip(batch, records, strict=True):
             seal(record, entry.key, connection.namespace)
         names = [object_name(connection.namespace, entry.key) for entry in batch]
-        return sum(connection.backend.put(names, records)), self._clock() - began
+        return connection.backend.put(names, records), self._clock() - began
 
-    def _written(self, batch: list[HostPage], result: tuple[int, float] | None) -> None:
+    def _written(self, connection: Connection, batch: list[HostPage], result: tuple[list[bool], float] | None) -> None:
         self._host.unpin(batch)
         self._writing -= len(batch)
-        written, seconds = result if result is not None else (0, 0.0)
-        self.counters.written += written
-        self.counters.dropped += len(batch) - written
+        there, seconds = result if result is not None else ([False] * len(batch), 0.0)
+        if connection is self.connection and connection.worthwhile:
+            self.known.add([entry.name for entry, fine in zip(batch, there, strict=True) if fine])
+        self.counters.written += sum(there)
+        self.counters.dropped += len(batch) - sum(there)
         self.counters.seconds_writing += seconds
 
 

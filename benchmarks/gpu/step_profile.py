@@ -1,0 +1,54 @@
+"""Where the device's time goes: kernels recorded with torch's profiler, summed by what they are for."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+# What a kernel is for -> pattern of its name; the first that matches counts.
+PARTS = {
+    "attention": r"BatchDecode|BatchPrefill|PrefillWithKV|MergeStates|_split_kernel|_merge_kernel|flashinfer",
+    "head norm, rotation, KV write": r"_qkv_kernel",
+    "widening float8 pages": r"_widen_kernel",
+    "to float8, with norm or gate": r"_quantise_kernel",
+    "matrix products": r"gemm|cutlass|cublas|nvjet|splitKreduce|_gemv_kernel|xmma|sm90_",
+    "RMSNorm": r"_rms_norm",
+    "gate": r"_gated",
+    "likeliest token": r"_max_kernel|argmax|max_",
+    "copies": r"Memcpy|Memset|copy",
+}
+
+
+def record(run: Callable[[], None], trace: Path | None = None) -> tuple[dict[str, float], dict[str, float]]:
+    """Microseconds of device time of ``run``, by part and by kernel, the longest first.
+
+    Args:
+        run: What is recorded; it has run before.
+        trace: Where a Chrome trace goes, if anywhere.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize()
+    kernels: dict[str, float] = defaultdict(float)
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels[event.name] += event.time_range.elapsed_us()
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(trace))
+    parts: dict[str, float] = defaultdict(float)
+    for name, microseconds in kernels.items():
+        part = next((part for part, pattern in PARTS.items() if re.search(pattern, name)), "other")
+        parts[part] += microseconds
+    parts["all kernels"] = sum(kernels.values())
+    return _longest(parts), _longest(kernels)
+
+
+def _longest(times: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(times.items(), key=lambda item: -item[1]))

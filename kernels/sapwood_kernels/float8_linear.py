@@ -1,0 +1,110 @@
+"""A linear layer in float8 (W8A8): weights quantised once, activations as they come.
+
+Two ways of scaling. By row: one scale for each output channel of the weight and one for each token, which is finer than one for a
+whole tensor and, for many tokens, as fast on an H200. By block: one for each 128 x 128 numbers of the weight and each 128 of a
+token, as DeepSeek-V3's (2024) checkpoints have them. The products are ``torch._scaled_mm``'s on CUDA; elsewhere the same rounded
+numbers are multiplied in the model's dtype, which is the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sapwood_kernels import reference
+
+Gate = Literal["silu", "gelu_tanh"]
+
+GROUP = 128
+_ALIGNED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """Activations in float8.
+
+    Attributes:
+        values: float8_e4m3fn [at least T, K].
+        scales: float32 [at least T, 1 or K / 128].
+        rows: T.
+    """
+
+    values: Tensor
+    scales: Tensor
+    rows: int
+
+
+def can_quantise(weight: Tensor) -> bool:
+    """Whether the matrix units take a weight of this shape."""
+    return weight.shape[0] % _ALIGNED == 0 and weight.shape[1] % _ALIGNED == 0
+
+
+class Float8Linear:
+    """``x @ weight.T + bias``.
+
+    Args:
+        weight: [N, K], which :func:`can_quantise`; not kept.
+        bias: [N].
+        block: Scales by block, where both sides of the weight are multiples of 128; else by row.
+
+    Attributes:
+        weight: float8_e4m3fn [N, K].
+        scales: float32 [N, 1], or [N / 128, K / 128] by block.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, block: bool) -> None:
+        self._block = block and weight.shape[0] % GROUP == 0 and weight.shape[1] % GROUP == 0
+        self._bias = bias
+        self._dtype = weight.dtype
+        if self._block:
+            self.weight, scales = reference.quantise_blocks(weight)
+            # cuBLAS wants rows of a multiple of 4 scales in memory.
+            self.scales = F.pad(scales, (0, -scales.shape[1] % 4))[:, : scales.shape[1]]
+        else:
+            self.weight, self.scales = reference.quantise_rows(weight)
+        self._cuda = weight.device.type == "cuda"
+        self._dense: Tensor | None = None
+        if not self._cuda:
+            self._dense = reference.dequantise_blocks(self.weight, self.scales).to(self._dtype)
+
+    def quantise(self, x: Tensor) -> Quantised:
+        """[T, K]."""
+        if self._cuda:
+            from sapwood_kernels import triton_float8  # triton is there only with CUDA builds of torch
+
+            return Quantised(*triton_float8.quantise(x, grouped=self._block), x.shape[0])
+        return Quantised(*reference.quantise_rows(x, GROUP if self._block else None), x.shape[0])
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Quantised:
+        """:meth:`quantise` of the RMSNorm of x, of whose weight float32 [K]."""
+        if self._cuda:
+            from sapwood_kernels import triton_float8
+
+            return Quantised(*triton_float8.rms_norm(x, weight, eps, grouped=self._block), x.shape[0])
+        return self.quantise(reference.rms_norm(x, weight, eps))
+
+    def gate(self, gate_up: Tensor, gate: Gate) -> Quantised:
+        """:meth:`quantise` of a gated activation: [T, 2K]."""
+        if self._cuda:
+            from sapwood_kernels import triton_float8
+
+            return Quantised(*triton_float8.gated(gate_up, gate, grouped=self._block), gate_up.shape[0])
+        activate = reference.silu_mul if gate == "silu" else reference.gelu_tanh_mul
+        return self.quantise(activate(gate_up))
+
+    def __call__(self, x: Quantised) -> Tensor:
+        """[T, N], a new tensor."""
+        if self._dense is not None:
+            wide = reference.dequantise_blocks(x.values, x.scales).to(self._dtype)
+            return F.linear(wide, self._dense, self._bias)
+        # Sums of float8 products in fewer bits than float32's: its error is far under that of the rounding to float8.
+        dtype = torch.bfloat16 if self._dtype == torch.float32 else self._dtype  # torch gives no float32
+        result: Tensor = torch._scaled_mm(
+            x.values, self.weight.t(), scale_a=x.scales, scale_b=self.scales.t(), out_dtype=dtype,
+            use_fast_accum=not self._block,
+        )[: x.rows].to(self._dtype)  # fmt: skip
+        return result if self._bias is None else result.add_(self._bias)

@@ -1,0 +1,53 @@
+"""Triton: brings pages of a float8 cache into a buffer of the model's dtype, where an attention kernel without float8 reads them.
+
+One program copies a few tokens' heads of a page. Bound: reads each element once, one byte, and writes it once, two bytes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _widen_kernel(
+    keys, values, pages, key_out, value_out, key_scale, value_scale, WORDS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    item = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < WORDS
+    source = tl.load(pages + item).to(tl.int64) * WORDS + at
+    target = item * WORDS + at
+    key = tl.load(keys + source, mask=inside, other=0.0).to(tl.float32) * key_scale
+    tl.store(key_out + target, key.to(key_out.dtype.element_ty), mask=inside)
+    value = tl.load(values + source, mask=inside, other=0.0).to(tl.float32) * value_scale
+    tl.store(value_out + target, value.to(value_out.dtype.element_ty), mask=inside)
+
+
+def dequantise_pages(
+    key_pages: Tensor,
+    value_pages: Tensor,
+    pages: Tensor,
+    key_out: Tensor,
+    value_out: Tensor,
+    scales: tuple[float, float],
+) -> None:
+    """Writes ``key_pages[pages] * scales[0]`` and ``value_pages[pages] * scales[1]`` to the first pages of the outputs.
+
+    Args:
+        key_pages: float8_e4m3fn [P, page_size, K, D], contiguous.
+        value_pages: The same for values.
+        pages: int32 [N].
+        key_out: [at least N, page_size, K, D], contiguous, of a wider dtype; mutated.
+        value_out: The same for values.
+        scales: Of keys and of values.
+    """
+    words = key_pages[0].numel()
+    block = min(_BLOCK, triton.next_power_of_2(words))
+    grid = (len(pages), triton.cdiv(words, block))
+    _widen_kernel[grid](
+        key_pages, value_pages, pages, key_out, value_out, *scales, WORDS=words, BLOCK=block, num_warps=4
+    )  # fmt: skip

@@ -1,0 +1,109 @@
+"""A Mooncake Store of its own: a master and a client that lends it memory, each a process. For tests and benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_MASTER = Path(sys.executable).with_name("mooncake_master")
+_LENDER = """
+import sys, time
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup(sys.argv[1], sys.argv[2], int(sys.argv[4]), 16 << 20, "tcp", "", sys.argv[3]) == 0
+print("ready", flush=True)
+time.sleep(1e6)
+"""
+
+
+def mooncake_is_installed() -> bool:
+    """Whether there can be a cluster."""
+    return importlib.util.find_spec("mooncake") is not None and _MASTER.exists()
+
+
+class MooncakeCluster:
+    """The processes, on free ports of this machine. A context manager: they run within the block.
+
+    Args:
+        folder: For their log.
+        lend_bytes: Memory that the client lends.
+    """
+
+    def __init__(self, folder: Path, lend_bytes: int = 64 << 20) -> None:
+        self._log = folder / "mooncake.log"
+        self._lend_bytes = lend_bytes
+        self._rpc, self._http, self._metrics, self._lender_port = _free_ports(4)
+        self._metadata = f"http://127.0.0.1:{self._http}/metadata"
+        self._master: subprocess.Popen[Any] | None = None
+        self._lender: subprocess.Popen[Any] | None = None
+
+    @property
+    def url(self) -> str:
+        """For ``--storage``."""
+        return f"mooncake://127.0.0.1:{self._rpc}?metadata={self._metadata}"
+
+    def __enter__(self) -> MooncakeCluster:
+        try:
+            self.start_master()
+            command = [
+                *(sys.executable, "-c", _LENDER, f"127.0.0.1:{self._lender_port}", self._metadata),
+                *(f"127.0.0.1:{self._rpc}", str(self._lend_bytes)),
+            ]
+            with self._log.open("a") as log:
+                self._lender = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+            assert self._lender.stdout is not None
+            assert self._lender.stdout.readline() == "ready\n", self._log.read_text()[-2000:]
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def start_master(self) -> None:
+        """Starts the master and waits until it listens."""
+        ports = (
+            f"--rpc_port={self._rpc}",
+            f"--http_metadata_server_port={self._http}",
+            f"--metrics_port={self._metrics}",
+        )
+        with self._log.open("a") as log:
+            self._master = subprocess.Popen(
+                [str(_MASTER), "--enable_http_metadata_server=true", *ports], stdout=log, stderr=subprocess.STDOUT
+            )
+        for port in (self._rpc, self._http):
+            while True:
+                assert self._master.poll() is None, f"mooncake_master ended: {self._log.read_text()[-2000:]}"
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                    break
+                time.sleep(0.05)
+
+    def kill_master(self) -> None:
+        """Kills the master (SIGKILL)."""
+        assert self._master is not None
+        self._master.kill()
+        self._master.wait()
+
+    def _stop(self) -> None:
+        for process in (self._lender, self._master):
+            if process is not None:
+                process.kill()
+                process.wait()
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]

@@ -73,7 +73,7 @@ bench-tokenizer: $(BIN)/.installed-dev ## Measure the tokenizer service beside t
 bench-router: $(BIN)/.installed-dev ## Measure the router beside smg, sglang-router and vllm-router: ARGS='speed hits'
 	$(BIN)/python benchmarks/bench_router.py $(ARGS)
 
-bench-gpu: $(BIN)/.installed-dev ## Check and measure the engine on this CUDA GPU: ARGS=out.jsonl
+bench-gpu: $(BIN)/.installed-dev ## Check and measure engine and services on this CUDA GPU: ARGS=out.jsonl
 	PATH="$(abspath $(BIN)):$$PATH" benchmarks/gpu/run.sh $(ARGS)
 
 node: examples/node/node_modules/.installed # What examples/node needs

@@ -126,13 +126,13 @@ def measure(kind: str, arguments: argparse.Namespace) -> tuple[list[Figure], lis
                 seconds.setdefault("from the host", []).append(first_token(stub, prompt, cached=True))
             wait_until_stored(stub)
             with worker(url) as second:
-                first_token(second, [7] * 64, cached=False)
+                first_token(second, [7] * 64, cached=False)  # warms up; what it has asked is in the store from now on
                 for prompt in asked:
                     seconds.setdefault(f"from {kind}, second worker", []).append(
                         first_token(second, prompt, cached=True)
                     )
         with worker(url) as stub:
-            first_token(stub, [7] * 64, cached=False)
+            first_token(stub, [8] * 64, cached=False)
             for prompt in asked:
                 seconds.setdefault(f"from {kind}, restarted", []).append(first_token(stub, prompt, cached=True))
     figures = [

@@ -126,15 +126,14 @@ class Engine:
         for _ in decoding:
             pass
 
-    def profile_decode(self, batch: int, steps: int) -> dict[str, float]:
-        """Mean milliseconds of a steady decode step, and of what the host does in one but wait."""
-        with self.decoding(batch, steps + 60) as step:
-            self.runner.waited = 0.0
-            started = time.perf_counter()
-            for _ in range(steps):
-                step()
-            seconds = time.perf_counter() - started
-            host = seconds - self.runner.waited
+    def time_steps(self, step: Callable[[], None], steps: int) -> dict[str, float]:
+        """Mean milliseconds of a steady step, and of what the host does in one but wait."""
+        self.runner.waited = 0.0
+        started = time.perf_counter()
+        for _ in range(steps):
+            step()
+        seconds = time.perf_counter() - started
+        host = seconds - self.runner.waited
         return {"steady": seconds / steps * 1000, "host": host / steps * 1000}
 
 
@@ -147,6 +146,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="Folder with a config.json.")
     parser.add_argument("--only", default="decode,sampled,prefill,offline", help="Which workloads (default: all).")
+    parser.add_argument("--batches", default="1,64,256", help="Of the workload decode (default: 1,64,256).")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="Of each timing of decode; the best counts (default: 2)."
+    )
     parser.add_argument("--no-overlap", action="store_true", help="Step by step: the host waits for each.")
     parser.add_argument("--kv-gb", type=float, default=60.0, help="KV cache in GiB (default: 60); 0: what is left.")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="Of the KV cache.")
@@ -163,15 +166,15 @@ def main() -> None:
     ).stdout.strip()
 
     # A variant has a name of its own, so that no figure of it is taken for the plain model's.
-    name = arguments.model.name
+    variant = arguments.model.name
     if arguments.quantization != "none":
-        name += f"+{arguments.quantization}"
+        variant += f"+{arguments.quantization}"
     if arguments.kv_cache_dtype != "auto":
-        name += "+fp8-kv"
+        variant += "+fp8-kv"
 
     def report(what: str, value: float, unit: str) -> None:
         row = {
-            "what": f"{name} {what}",
+            "what": f"{variant} {what}",
             "value": round(value, 4),
             "unit": unit,
             "engine": "sapwood",
@@ -187,24 +190,25 @@ def main() -> None:
     def profile(what: str, run: Callable[[], None], steps: int) -> None:
         if arguments.profile is None:
             return
-        parts, kernels = record(run, arguments.profile / f"{name}-{what.replace(' ', '-')}.json.gz")
+        parts, kernels = record(run, arguments.profile / f"{variant}-{what.replace(' ', '-')}.json.gz")
         for part, microseconds in parts.items():
             report(f"{what} profile: {part}", microseconds / steps, "us")
         for kernel, microseconds in list(kernels.items())[:12]:
             print(f"#   {microseconds / steps:9.1f} us {kernel[:120]}", flush=True)
 
     report("start-up", engine.start_seconds, "s")
+    report("KV cache", engine.runner.info.num_pages * engine.runner.info.page_size, "tokens")
     engine.generate(prompts_of(4, 700, seed=1), [8] * 4)
     if "decode" in wanted:
-        for batch in (1, 64, 256):
+        for batch in map(int, arguments.batches.split(",")):
             prompts = prompts_of(batch, 1024, seed=batch)
             engine.generate(prompts, [4] * batch)
-            first = min(engine.generate(prompts, [1] * batch) for _ in range(2))
-            whole = min(engine.generate(prompts, [129] * batch) for _ in range(2))
+            first = min(engine.generate(prompts, [1] * batch) for _ in range(arguments.repeats))
+            whole = min(engine.generate(prompts, [129] * batch) for _ in range(arguments.repeats))
             report(f"decode {batch}", (whole - first) / 128 * 1000, "ms")
-            for part, milliseconds in engine.profile_decode(batch, 50).items():
-                report(f"decode {batch} {part}", milliseconds, "ms")
-            with engine.decoding(batch) as step:
+            with engine.decoding(batch, length=130) as step:
+                for part, milliseconds in engine.time_steps(step, 50).items():
+                    report(f"decode {batch} {part}", milliseconds, "ms")
                 profile(f"decode {batch}", lambda step=step: [step() for _ in range(10)], 10)  # type: ignore[misc]
     if "sampled" in wanted:
         prompts = prompts_of(256, 1024, seed=256)

@@ -60,7 +60,7 @@ class Bench:
         self._requests = offline(options.requests, vocabulary, shortest=options.shortest, longest=options.longest)
 
     def report(self, what: str, value: float, unit: str, **conditions: float) -> None:
-        row = {"what": f"{self._options.model.name} {what}", "value": round(value, 4), "unit": unit}
+        row = {"what": f"{variant_of(self._options)} {what}", "value": round(value, 4), "unit": unit}
         row |= {"engine": "sapwood", "overlap": True, "device": self._options.device_name, "commit": self._commit}
         row |= conditions
         print(json.dumps(row), flush=True)
@@ -129,7 +129,7 @@ class Bench:
         spies = []
         for name, pid in self._services.processes().items() if folder is not None else ():
             command = ["py-spy", "record", "--format", "raw", "--rate", "200", "--duration", "600", "--nonblocking"]
-            command += ["--pid", str(pid), "--output", f"{folder}/{self._options.model.name}-{kind}-{name}.txt"]
+            command += ["--pid", str(pid), "--output", f"{folder}/{variant_of(self._options)}-{kind}-{name}.txt"]
             spies.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         try:
             yield
@@ -137,6 +137,12 @@ class Bench:
             for spy in spies:
                 spy.send_signal(2)  # as Ctrl-C: it writes what it has
                 spy.wait(30)
+
+
+def variant_of(options: argparse.Namespace) -> str:
+    """The model's name, with what makes it another: no figure of a float8 model is taken for the plain one's."""
+    quantization = "" if options.quantization == "none" else f"+{options.quantization}"
+    return f"{options.model.name}{quantization}{'' if options.kv_cache_dtype == 'auto' else '+fp8-kv'}"
 
 
 def device_name(device: str, worker_module: str) -> str:
@@ -160,6 +166,10 @@ def main() -> None:
     parser.add_argument("--singles", type=int, default=7, help="How many single requests (default: 7).")
     parser.add_argument("--clients", type=int, default=4, help="Processes of the load generator (default: 4).")
     parser.add_argument("--kv-gb", type=float, default=60.0, help="KV cache in GiB (default: 60).")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="Of the KV cache.")
+    parser.add_argument(
+        "--quantization", choices=("none", "fp8", "fp8_block"), default="none", help="Of the linear layers."
+    )
     parser.add_argument("--worker-module", default=REAL_WORKER, help="What to start as the worker.")
     parser.add_argument("--worker-flags", default="", help="More flags of the worker, in one argument.")
     parser.add_argument("--router-flags", default="", help="More flags of the router, in one argument.")
@@ -171,6 +181,7 @@ def main() -> None:
     worker_flags = ["--max-running", "256", "--max-step-tokens", "8192", "--kv-cache-gb", str(options.kv_gb)]
     if options.worker_module == REAL_WORKER:
         worker_flags += ["--load-format", "dummy", "--device", options.device, "--context-length", "16384"]
+        worker_flags += ["--kv-cache-dtype", options.kv_cache_dtype, "--quantization", options.quantization]
     worker_flags += shlex.split(options.worker_flags)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-serving-")))

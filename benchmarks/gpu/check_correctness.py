@@ -120,7 +120,7 @@ def check_float8(name: str, model: transformers.PreTrainedModel) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         for variant, (options, limit) in FLOAT8.items():
-            made = {"model_path": Path(folder), "num_pages": 64, "max_running": 8, **options}
+            made = {"model_path": Path(folder), "num_pages": 64, "max_running": 8, "max_step_tokens": 128, **options}
             wanted = ModelRunner(RunnerOptions(**made)).logits(request(prompt, 0))
             runner = ModelRunner(RunnerOptions(**made, device="cuda", dtype="bfloat16"))
             got = torch.cat((runner.logits(request(prompt[:60], 0)), runner.logits(request(prompt[60:], 60))))
@@ -145,7 +145,7 @@ def check_float8(name: str, model: transformers.PreTrainedModel) -> bool:
 
 def check_demo(path: Path) -> bool:
     """Whether greedy tokens of a real model in float32 equal the CPU's; also what float8 costs there."""
-    made = {"model_path": path, "num_pages": 64, "max_running": 4, "dtype": "float32"}
+    made: dict[str, Any] = {"model_path": path, "num_pages": 64, "max_running": 4, "dtype": "float32"}
     runners = [ModelRunner(RunnerOptions(**made, device=device)) for device in ("cpu", "cuda")]
     texts: list[list[list[int]]] = []
     prompts = [[2, 818, 1279, 529, 301], [2, *range(700, 740)], [2, 1000, 90, 3000, 41, 41, 500]]
@@ -193,14 +193,15 @@ def main() -> int:
     worst = 0
     if arguments.cut_demo is not None:
         worst |= not check_demo(arguments.cut_demo)
-    for name in ("llama", "qwen3"):
-        worst |= not check_float8(name, models()[name])
+    worst |= not check_float8("qwen3", models()["qwen3"])
     for name, model in models().items():
         for dtype, limit in (("float32", 1e-3), ("bfloat16", 0.06)):
             with tempfile.TemporaryDirectory() as folder:
                 model.save_pretrained(folder)
                 runner = ModelRunner(
-                    RunnerOptions(model_path=Path(folder), device="cuda", dtype=dtype, num_pages=64, max_running=8)
+                    RunnerOptions(
+                        model_path=Path(folder), device="cuda", dtype=dtype, num_pages=64, max_running=8, max_step_tokens=128
+                    )
                 )  # fmt: skip
             reference = model.to("cuda", torch.float32).eval()
             prompt = torch.randint(3, 1000, (100,)).tolist()

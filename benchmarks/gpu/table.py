@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 MODELS = ("qwen3-0.6b", "llama-3.1-8b")
+PROFILE = " profile: "
 # Figure -> vLLM's for the two models.
 VLLM = {
     "start-up": (119, 43),
@@ -45,8 +47,8 @@ def vllm(name: str) -> tuple[float, float] | None:
 
 def main() -> None:
     rows = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines() if line.startswith("{")]
-    found = {(row["what"], row["overlap"]): row for row in rows if "value" in row}
-    names = dict.fromkeys(what.split(" ", 1)[1] for what, _ in found)
+    found = {(row["what"], row["overlap"]): row for row in rows if "value" in row and PROFILE not in row["what"]}
+    names = dict.fromkeys(what.split(" ", 1)[1] for what, _ in found if what.split(" ", 1)[0] in MODELS)
     print("| figure | unit | 0.6B | step by step | vLLM | 8B | step by step | vLLM |")
     print("|---|---|---|---|---|---|---|---|")
     for name in names:
@@ -54,13 +56,45 @@ def main() -> None:
         for index, model in enumerate(MODELS):
             for overlap in (True, False):
                 row = found.get((f"{model} {name}", overlap))
-                cells.append(
-                    "" if row is None else f"{row['value']:.4g}" if row["value"] < 1000 else f"{row['value']:.0f}"
-                )
+                cells.append("" if row is None else number(row["value"]))
                 unit = unit if row is None else row["unit"]
             theirs = vllm(name)
             cells.append("" if theirs is None else str(theirs[index]))
         print(f"| {name} | {unit} | " + " | ".join(cells) + " |")
+    print_float8(found)
+    print_profile([row for row in rows if PROFILE in row.get("what", "")])
+
+
+def number(value: float) -> str:
+    """In four digits."""
+    return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
+
+
+def print_float8(found: dict[tuple[str, bool], dict[str, Any]]) -> None:
+    """The variants of the models, each beside the plain one."""
+    variants = [what.split(" ", 1) for what, overlap in found if "+" in what.split(" ", 1)[0] and overlap]
+    if variants:
+        print("\n| float8 | figure | unit | bfloat16 | float8 |\n|---|---|---|---|---|")
+    for variant, name in variants:
+        row, plain = found[f"{variant} {name}", True], found.get((f"{variant.split('+')[0]} {name}", True))
+        beside = "" if plain is None else number(plain["value"])
+        print(f"| {variant} | {name} | {row['unit']} | {beside} | {number(row['value'])} |")
+
+
+def print_profile(rows: list[dict[str, Any]]) -> None:
+    """Where the device's time goes: a column for each step that was recorded."""
+    if not rows:
+        return
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        step, part = row["what"].split(PROFILE)
+        times.setdefault(step, {})[part] = row["value"]
+    parts = dict.fromkeys(part for each in times.values() for part in each)
+    print("\n| us | " + " | ".join(times) + " |\n|---|" + "---|" * len(times))
+    for part in parts:
+        print(
+            f"| {part} | " + " | ".join(f"{each[part]:.0f}" if part in each else "" for each in times.values()) + " |"
+        )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 Two ways of scaling. By row: one scale for each output channel of the weight and one for each token, which is finer than one for a
 whole tensor and, for many tokens, as fast on an H200. By block: one for each 128 x 128 numbers of the weight and each 128 of a
-token, as DeepSeek-V3's (2024) checkpoints have them. The products are ``torch._scaled_mm``'s on CUDA; elsewhere the same rounded
-numbers are multiplied in the model's dtype, which is the reference.
+token, as DeepSeek-V3's (2024) checkpoints have them. The products are ``torch._scaled_mm``'s on CUDA; where it does not take such
+scales (torch 2.11 refuses blocks on an H200), and elsewhere, the same rounded numbers are multiplied in the model's dtype: the
+reference, and slow on a GPU, where the weight is widened for each product.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Float8Linear:
         self._dense: Tensor | None = None
         if not self._cuda:
             self._dense = reference.dequantise_blocks(self.weight, self.scales).to(self._dtype)
+        self._scaled = self._cuda and (not self._block or self._takes_block_scales(weight))
 
     def quantise(self, x: Tensor) -> Quantised:
         """[T, K]."""
@@ -98,13 +100,27 @@ class Float8Linear:
 
     def __call__(self, x: Quantised) -> Tensor:
         """[T, N], a new tensor."""
-        if self._dense is not None:
-            wide = reference.dequantise_blocks(x.values, x.scales).to(self._dtype)
-            return F.linear(wide, self._dense, self._bias)
+        if not self._scaled:
+            wide = reference.dequantise_blocks(x.values[: x.rows], x.scales[: x.rows]).to(self._dtype)
+            dense = self._dense
+            if dense is None:
+                dense = reference.dequantise_blocks(self.weight, self.scales).to(self._dtype)
+            return F.linear(wide, dense, self._bias)
+        result = self._scaled_product(x)
+        return result if self._bias is None else result.add_(self._bias)
+
+    def _scaled_product(self, x: Quantised) -> Tensor:
         # Sums of float8 products in fewer bits than float32's: its error is far under that of the rounding to float8.
         dtype = torch.bfloat16 if self._dtype == torch.float32 else self._dtype  # torch gives no float32
         result: Tensor = torch._scaled_mm(
             x.values, self.weight.t(), scale_a=x.scales, scale_b=self.scales.t(), out_dtype=dtype,
             use_fast_accum=not self._block,
         )[: x.rows].to(self._dtype)  # fmt: skip
-        return result if self._bias is None else result.add_(self._bias)
+        return result
+
+    def _takes_block_scales(self, weight: Tensor) -> bool:
+        try:
+            self._scaled_product(self.quantise(weight.new_zeros(1, weight.shape[1])))
+        except RuntimeError:
+            return False
+        return True

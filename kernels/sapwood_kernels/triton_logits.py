@@ -63,9 +63,10 @@ def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _penalty_kernel(
-    logits, counts, seen, rows, slots, frequency, presence, repetition, V: tl.constexpr, BLOCK: tl.constexpr
+    logits, counts, seen, rows, slots, frequency, presence, repetition, stride, V: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     index = tl.program_id(0)
+    setting = index * stride
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < V
     target = logits + tl.load(rows + index) * V + at
@@ -73,10 +74,10 @@ def _penalty_kernel(
     values = tl.load(target, mask=inside, other=0.0)
     count = tl.load(counts + source, mask=inside, other=0)
     known = tl.load(seen + source, mask=inside, other=0)
-    factor = tl.load(repetition + index)
+    factor = tl.load(repetition + setting)
     values = tl.where(known != 0, tl.where(values > 0, values / factor, values * factor), values)
-    values -= tl.load(frequency + index) * count.to(tl.float32)
-    values -= tl.where(count > 0, tl.load(presence + index), 0.0)
+    values -= tl.load(frequency + setting) * count.to(tl.float32)
+    values -= tl.where(count > 0, tl.load(presence + setting), 0.0)
     tl.store(target, values, mask=inside)
 
 
@@ -90,11 +91,13 @@ def apply_penalties(
     presence: Tensor,
     repetition: Tensor,
 ) -> None:
-    """See ``reference.apply_penalties``; logits, counts and seen contiguous."""
+    """See ``reference.apply_penalties``; logits, counts and seen contiguous, the penalties columns of one table or alike."""
     width = logits.shape[1]
+    stride = frequency.stride(0)
+    assert stride == presence.stride(0) == repetition.stride(0), "the penalties lie differently"
     block = min(_BLOCK, triton.next_power_of_2(width))
     _penalty_kernel[(len(rows), triton.cdiv(width, block))](
-        logits, counts, seen.view(torch.uint8), rows, slots, frequency, presence, repetition, V=width, BLOCK=block,
+        logits, counts, seen.view(torch.uint8), rows, slots, frequency, presence, repetition, stride, V=width, BLOCK=block,
         num_warps=8,
     )  # fmt: skip
 

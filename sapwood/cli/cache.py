@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -123,5 +124,10 @@ def _print_table(address: str, tiers: list[worker_pb2.CacheTierStats]) -> None:
 def _traffic(count: int, seconds: float) -> str:
     if not count:
         return "-"
-    shown = f"{count / 1e9:.2f} GB"
-    return f"{shown}, {count / seconds / 1e9:.2f} GB/s" if seconds else shown
+    return f"{_scaled(count)}, {_scaled(count / seconds)}/s" if seconds else _scaled(count)
+
+
+def _scaled(count: float) -> str:
+    """Bytes as people read them: 23.7 kB."""
+    power = min(3, max(0, int(math.log10(max(count, 1)) // 3)))
+    return f"{count / 1000**power:.{1 if power else 0}f} {('B', 'kB', 'MB', 'GB')[power]}"

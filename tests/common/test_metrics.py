@@ -51,6 +51,19 @@ def test_polled_metrics_are_read_when_asked_and_bounded_too() -> None:
     assert metrics.registry.get_sample_value("load", {"worker": "other"}) == 7
 
 
+def test_a_value_falls_into_every_bucket_it_is_not_above() -> None:
+    metrics = MetricSet()
+    seconds = metrics.histogram("seconds", "Seconds.", buckets=(0.1, 1.0, 5.0), code=OneOf("OK"))
+    for amount in (0.05, 0.1, 0.2, 1.0, 4.0, 7.0, 0.0):
+        seconds.at(code="OK").observe(amount)
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"seconds_{name}", {"code": "OK", **labels})
+
+    assert [value("bucket", le=le) for le in ("0.1", "1.0", "5.0", "+Inf")] == [3, 5, 6, 7]
+    assert (value("count"), value("sum")) == (7, pytest.approx(12.35))
+
+
 def test_two_sets_share_nothing() -> None:
     first, second = MetricSet(), MetricSet()
     first.gauge("level", "Level.").at().set(1)

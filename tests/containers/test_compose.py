@@ -184,7 +184,7 @@ def test_operators_methods_are_answered_inside_the_routers_container_only(engine
     command = ("sapwood", "router", "workers", "list", "--address", "127.0.0.1:50055")
     listed = engine.compose("exec", "-T", "router", *command)
     assert "worker-0:50061" in listed and "worker-1:50061" in listed
-    with grpc.insecure_channel(stack.grpc) as channel, pytest.raises(grpc.RpcError, match="admin port"):
+    with grpc.insecure_channel(stack.grpc) as channel, pytest.raises(grpc.RpcError, match="is for operators"):
         router_pb2_grpc.RouterStub(channel).ListWorkers(router_pb2.ListWorkersRequest(), timeout=60)
 
 

@@ -212,6 +212,12 @@ def test_the_compose_file_hardens_every_service_and_reads_known_variables() -> N
         else:
             assert ":" in service["image"], "a pinned tag"
             assert not service["image"].endswith(":latest"), name
+        for variable, value in service.get("environment", {}).items():
+            if variable.endswith("_DRAIN_TIMEOUT"):
+                seconds = [
+                    float(re.sub(r".*:-([\d.]+)s?\}", r"\1", text)) for text in (value, service["stop_grace_period"])
+                ]
+                assert seconds[0] + 10 <= seconds[1], name
     router = compose["services"]["router"]
     published = {str(port).rpartition(":")[2] for port in router["ports"]}
     assert published == {"8000", "50051"}

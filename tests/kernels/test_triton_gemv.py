@@ -61,14 +61,13 @@ def test_any_tile_gives_the_same(blocks: tuple[int, int, int]):
 
 @pytest.mark.parametrize("block", [False, True])
 @pytest.mark.parametrize("gate", [None, "silu"])
-@pytest.mark.parametrize("width", [384, 1536])
-def test_a_weight_of_float8_is_read_with_its_scales(width: int, gate: str | None, block: bool):
-    torch.manual_seed(width)
+def test_a_weight_of_float8_is_read_with_its_scales(gate: str | None, block: bool):
+    width = 384
     x, weight = drawn(1, width), drawn(512, width) / width**0.5
     rounded, scales = reference.quantise_blocks(weight) if block else reference.quantise_rows(weight)
     norm = (torch.rand(width, device=DEVICE) + 0.5, 1e-5)
     expected = reference.rms_norm(x, *norm) @ reference.dequantise_blocks(rounded, scales).t()
     if gate is not None:
         expected = GATES[gate](expected)
-    got = triton_gemv.gemv(x, rounded, scales=scales, norm=norm, gate=gate)
+    got = triton_gemv.gemv(x, rounded, scales=scales, norm=norm, gate=gate, blocks=(32, 128, 1))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

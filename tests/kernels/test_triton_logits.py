@@ -43,14 +43,13 @@ def test_penalties_and_counts(width: int):
     logits, counts = torch.randn(4, width) * 3, torch.randint(0, 3, (6, width), dtype=torch.int32)
     seen = (counts > 0) | (torch.rand(6, width) < 0.3)
     rows, slots = torch.tensor([2, 0, 3]), torch.tensor([5, 1, 0])
-    frequency, presence = torch.rand(2, 3, 1)
-    repetition = torch.rand(3, 1) + 0.6
+    settings = torch.rand(3, 3) + torch.tensor([0.0, 0.0, 0.6])
     tokens = torch.randint(width, (4,))
     expected, new_counts, new_seen = logits.clone(), counts.clone(), seen.clone()
-    reference.apply_penalties(expected, counts, seen, rows, slots, frequency, presence, repetition)
+    reference.apply_penalties(expected, counts, seen, rows, slots, *settings.chunk(3, dim=1))
     reference.count_tokens(new_counts, new_seen, tokens, rows, slots)
-    on = [each.to(DEVICE, copy=True) for each in (logits, counts, seen, rows, slots, frequency, presence, repetition)]
-    kernel.apply_penalties(*on)
+    on = [each.to(DEVICE, copy=True) for each in (logits, counts, seen, rows, slots)]
+    kernel.apply_penalties(*on, *settings.to(DEVICE).chunk(3, dim=1))  # columns of one table, as the sampler has them
     kernel.count_tokens(on[1], on[2], tokens.to(DEVICE), on[3], on[4])
     torch.testing.assert_close(on[0].cpu(), expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(on[1].cpu(), new_counts)

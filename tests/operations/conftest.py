@@ -163,6 +163,20 @@ def start_services(small_model: Path) -> Iterator[Callable[..., Cluster]]:
 
 
 @pytest.fixture
+def start_process() -> Iterator[Callable[..., Process]]:
+    """Starts one service: ``start_process("router", "--port", "0")``."""
+    running: list[Process] = []
+
+    def start(service: str, *flags: str) -> Process:
+        running.append(Process(service, *flags))
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.stop()
+
+
+@pytest.fixture
 def connect() -> Iterator[Callable[..., Client]]:
     """Opens clients that are closed in the end."""
     clients: list[Client] = []

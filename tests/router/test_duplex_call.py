@@ -6,9 +6,11 @@ import os
 
 import grpc
 import pytest
+from hyperframe.frame import SettingsFrame, WindowUpdateFrame
 
 from sapwood_common.channel import Dialer
-from sapwood_router.duplex_call import CallEndedError, open_call
+from sapwood_router.duplex_call import CallEndedError
+from sapwood_router.duplex_dial import open_call
 
 METHOD = "/test.Service/Call"
 MOST = 8 * 1024 * 1024
@@ -76,6 +78,16 @@ async def test_messages_larger_than_frames_and_windows_pass_whole() -> None:
         assert not opened.ready, "four megabytes do not fit into a window"
         assert await collect(opened, 5) == sent
         assert opened.ready
+        opened.close()
+
+
+async def test_windows_are_opened_again_as_messages_are_taken() -> None:
+    async with serving(echo) as target:
+        opened = await call(target)
+        message = os.urandom(4_000_000)
+        for _ in range(10):  # more than twice the window
+            opened.write(message)
+            assert await opened.read() == message
         opened.close()
 
 
@@ -174,6 +186,32 @@ async def test_closing_cancels_it_at_the_service() -> None:
         opened.close()
         async with asyncio.timeout(60):
             await cancelled.wait()
+
+
+async def test_closing_waits_for_no_peer_that_reads_nothing() -> None:
+    closed, received = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+    async def greet(reader, writer):
+        wide = SettingsFrame(0, settings={SettingsFrame.INITIAL_WINDOW_SIZE: 2**30})
+        writer.write(wide.serialize() + WindowUpdateFrame(0, 2**30).serialize())
+        await closed.wait()
+        total = 0
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 20):
+                total += len(data)
+        received.set_result(total)
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with server:
+        opened = await call(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        opened.write(bytes(50_000_000))
+        assert not opened.ready
+        opened.close()
+        await asyncio.sleep(0)
+        closed.set()
+        async with asyncio.timeout(60):
+            assert await received < 50_000_000
 
 
 async def test_a_message_that_is_too_large_ends_it() -> None:

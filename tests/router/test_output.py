@@ -54,7 +54,7 @@ def test_what_is_only_repeated_is_not_new() -> None:
     assert buffer.take() == Output("text", "why", [ToolCallDelta(0, "i", "f", "{} ")])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(WHOLE, st.lists(st.integers(0, 20), max_size=4), st.randoms(use_true_random=False))
 def test_however_often_it_comes_again_each_channel_comes_once(whole, losses, rng) -> None:
     buffer = OutputBuffer()

@@ -1,9 +1,11 @@
 """Which policy decides for which model, and shadows."""
 
+from typing import get_args
+
 import pytest
 
 from sapwood.v1 import router_pb2
-from sapwood_router.config import RouterConfig
+from sapwood_router.config import PolicyName, RouterConfig
 from sapwood_router.policies.base import PromptPages
 from sapwood_router.policies.policy_book import PolicyBook
 from sapwood_router.worker import WorkerView
@@ -100,3 +102,10 @@ async def test_a_models_policy_decides_and_a_shadow_sees_every_selection(make_cl
         assert {shadow.chosen for shadow in answer.shadows} <= {worker.address for worker in cluster.workers}
         assert next(s.reason for s in answer.shadows if s.policy == "consistent_hash") == "session"
         assert await counted(cluster) == before
+
+
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+async def test_a_router_serves_with_every_policy(make_cluster, policy) -> None:
+    async with make_cluster(2, policy=policy) as cluster:
+        for text in ("abc", "abc", "another"):
+            assert "".join([response.text for response in await cluster.generate(text)]) == text

@@ -65,12 +65,10 @@ async def fakes():
     await tokenizer.kill()
 
 
-@pytest.mark.parametrize(
-    "policy", ["cache_aware", "round_robin", "random", "least_load", "power_of_two", "prefix_hash", "consistent_hash"]
-)
-async def test_it_serves_with_every_policy(fakes, policy) -> None:
+async def test_it_serves_and_logs_a_line_a_request(fakes) -> None:
     tokenizer, worker = fakes
-    async with router("--tokenizer", tokenizer.address, "--workers", worker.address, "--policy", policy) as running:
+    flags = ("--tokenizer", tokenizer.address, "--workers", worker.address, "--policy", "least_load")
+    async with router(*flags) as running:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{running.ports['HTTP']}", trust_env=False) as http:
             async with asyncio.timeout(30):
                 while (await http.get("/health")).status_code != 200:

@@ -60,6 +60,12 @@ MUTATIONS = [
         "return request.waited + step - request.queued_at >= self._starved_after",
         "return False",
     ),
+    # So does a tenant, however many new ones come.
+    Mutation(
+        "scheduler/admission_order.py",
+        "return self._starved(oldest, step) and since >= self._starved_after",
+        "return False",
+    ),
     # What has a deadline ends by it.
     Mutation("scheduler/deadlines.py", "self._heap[0][0] <= now", "self._heap[0][0] <= now - 3"),
     # What leaves the queue is not counted in it.

@@ -58,13 +58,15 @@ class Simulation:
         context_length = chance.randint(12, 96)
         # From less than one longest request to three of them.
         num_pages = max(3, int(context_length * chance.uniform(0.8, 3) / page_size))
+        # None: a tenant "z" with one request at a time, and ever new ones whose names sort before its, without a pause.
+        self.tenants = chance.choice([[""], [""], ["a", "a", "a", "b"], ["a", "b", "c"], None])
         self.config = SchedulerConfig(
             page_size=page_size,
             num_pages=num_pages,
             context_length=context_length,
             eos_token_ids=frozenset({END}),
-            max_running=chance.choice([1, 4, 8, 16]),
-            max_waiting=chance.randint(1, 60),
+            max_running=1 if self.tenants is None else chance.choice([1, 4, 8, 16]),
+            max_waiting=chance.randint(1, 8 if self.tenants is None else 60),
             max_step_tokens=chance.choice([1, 8, 32, 512]),
             policy=chance.choice(["fcfs", "lpm", "dfs-weight", "lof", "priority", "priority"]),
             starved_after=chance.choice([4, 30, 100]),
@@ -101,8 +103,6 @@ class Simulation:
         self.lengths = chance.choice([[1, 2], [5, 20], [1, 20, 1000], [1000]])
         self.poison_rate = chance.choice([0.0, 0.0, 0.02])
         self.priorities = chance.choice([[0], [0, 0, 0, 5], [-3, 0, 3]])
-        # None: a tenant "z", and others that come once, whose names sort before its, without a pause and for long.
-        self.tenants = chance.choice([[""], [""], ["a", "a", "a", "b"], ["a", "b", "c"], None])
         if self.tenants is None:
             self.arrival_rate, self.lengths, self.rounds = 1.0, [1, 2], 3 * rounds
         self.documents = [self._tokens(chance.randint(1, 1 + self.limit // 3)) for _ in range(chance.randint(1, 6))]
@@ -190,7 +190,9 @@ class Simulation:
     def tenant(self) -> str:
         if self.tenants is not None:
             return self.chance.choice(self.tenants)
-        return "z" if self.chance.random() < 0.3 else f"a{self.serial:09}"
+        # One at a time: more would fill the queue and so keep the others out.
+        is_there = any(client.request.tenant == "z" for client in self.clients.values())
+        return f"a{self.serial:09}" if is_there else "z"
 
     def bound(self, starved: Request) -> int:
         """The step by which a request that nothing its tenant's policy prefers may overtake any more has ended.

@@ -67,7 +67,8 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
         case "nixl-obj":
             return parse_storage(f"nixl://obj/bucket?endpoint={request.getfixturevalue('bucket').url}")
         case _:
-            return parse_storage(request.getfixturevalue("mooncake").url)
+            cluster: MooncakeCluster = request.getfixturevalue("mooncake")
+            return cluster.connect
 
 
 def filled(seed: int, page_bytes: int = 5000) -> HostPool:
@@ -256,7 +257,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing_behind(scheme: str, tmp_path
 @pytest.mark.slow
 def test_a_full_mooncake_makes_room_or_refuses_and_never_gives_wrong_bytes(mooncake: MooncakeCluster) -> None:
     pool = filled(1, 8 << 20)
-    store = parse_storage(mooncake.url)()
+    store = mooncake.connect()
     store.register(pool.records)
     taken = []
     for number in range(5 * PAGES):  # 320 MiB into 256

@@ -72,11 +72,11 @@ def runner_of() -> Iterator[Callable[[int], ModelRunner]]:
 
 
 @pytest.fixture(scope="module")
-def mooncake_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeCluster]:
     if not mooncake_is_installed():
         pytest.skip("Mooncake is not installed")
-    with MooncakeCluster(tmp_path_factory.mktemp("mooncake"), lend_bytes=256 << 20) as cluster:
-        yield cluster.url
+    with MooncakeCluster(tmp_path_factory.mktemp("mooncake"), lend_bytes=256 << 20) as running:
+        yield running
 
 
 def ask(runner: ModelRunner, scheduler: Scheduler, prompt: list[int]) -> list[int]:
@@ -145,7 +145,7 @@ def test_answers_from_every_tier_equal_recomputation(
     if kind == "nixl" and importlib.util.find_spec("nixl_cu12") is None and importlib.util.find_spec("nixl") is None:
         pytest.skip("NIXL is not installed")
     urls = {"file": f"file://{tmp_path}", "nixl": f"nixl://posix{tmp_path}"}
-    url = urls[kind] if kind in urls else request.getfixturevalue("mooncake_url")
+    connect = parse_storage(urls[kind]) if kind in urls else request.getfixturevalue("cluster").connect
     runner, pages = runner_of(page_size), DOCUMENT // page_size
     first, again, other = recomputed
     pool = runner.host_pool
@@ -155,7 +155,7 @@ def test_answers_from_every_tier_equal_recomputation(
     storage = StorageTier(host, pool, page_size, PrefetchOptions(policy=prefetch, share=1.0), time.monotonic)
     own_name = f"{identity} {request.node.name}"  # Mooncake's objects outlive the test
     facts = StorageFacts(pool, page_size, lambda: own_name, 1.0, min_tokens=1)
-    storage.attach(open_connection(parse_storage(url)(), facts, time.monotonic))
+    storage.attach(open_connection(connect(), facts, time.monotonic))
     tiers = HierarchicalCache(host, runner.info.num_pages, page_size, policy, storage)
     scheduler = make_scheduler(runner, tiers)
     found = tiers.counters

@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.gguf_file import GgufFile
+from sapwood_kernels import reference
 from sapwood_worker.models.gguf_source import read_tensor
 from sapwood_worker.models.hf_config import read_hf_config, read_hf_eos
 from sapwood_worker.models.loader import load_model
+from sapwood_worker.models.safetensors_source import SafetensorsSource
 
 CPU = torch.device("cpu")
 
@@ -68,6 +70,44 @@ def test_bfloat16_checkpoints_are_widened_exactly(llama):
     for name, weight in weights_of(load(llama)).items():
         assert weight.dtype == torch.float32
         assert torch.equal(weight, stored[name].float())
+
+
+@pytest.mark.parametrize("kind", ["tensor", "row", "block"])
+def test_float8_checkpoints_are_widened_by_their_scales(llama, kind):
+    name = "model.layers.1.mlp.down_proj.weight"
+    rounded = {}
+
+    def change(tensors):
+        weight = tensors[name]
+        if kind == "block":  # smaller than a block on both sides
+            scales, suffix = weight.abs().max().view(1, 1) / 448, "_scale_inv"
+        else:
+            scales, suffix = weight.abs().amax(1, keepdim=True) / 448, "_scale"
+            scales = scales.amax() if kind == "tensor" else scales
+        tensors[name] = reference.quantise(weight, scales)
+        tensors[name + suffix] = scales
+        tensors[name.replace("weight", "input_scale")] = torch.tensor(1.0)
+        rounded[name] = tensors[name].float() * scales
+
+    edit_weights(llama, change)
+    torch.testing.assert_close(weights_of(load(llama))[name], rounded[name])
+
+
+def test_float8_blocks_at_the_edges_may_be_smaller(tmp_path):
+    weight, scales = torch.randn(300, 130).to(torch.float8_e4m3fn), torch.rand(3, 2)
+    save_file({"a.weight": weight, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    source, target = SafetensorsSource(tmp_path, tied=False), torch.empty(300, 130)
+    source.read_into("a.weight", target)
+    expected = weight.float() * torch.kron(scales, torch.ones(128, 128))[:300, :130]
+    assert source.shapes() == {"a.weight": (300, 130)}
+    torch.testing.assert_close(target, expected)
+
+
+def test_float8_scales_of_another_shape_are_refused(llama):
+    name = "model.layers.1.mlp.down_proj.weight"
+    edit_weights(llama, lambda tensors: tensors.update({name + "_scale": torch.ones(3)}))
+    with pytest.raises(ConfigError, match=r"down_proj.weight cannot be read: its scales have shape \[3\]"):
+        load(llama)
 
 
 def test_missing_tensor_is_named_with_its_file(llama):

@@ -5,6 +5,7 @@ A label takes only values that it knows; anything else is counted under ``other`
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -130,6 +131,15 @@ class Family(Generic[MetricT]):
             self._metric.remove(*bounded)
 
 
+class _Histogram(Histogram):
+    """A third of the library's time for each value: it looks at every bucket below, and checks its labels again."""
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        """See Histogram; no exemplars are kept."""
+        self._sum.inc(amount)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
+
+
 Reading = tuple[Sequence[str], float]
 """Label values in order, and the value."""
 
@@ -191,7 +201,7 @@ class MetricSet:
     ) -> Family[Histogram]:
         """A histogram, in seconds unless ``buckets`` says otherwise."""
         self._note(name, "histogram", text, labels)
-        return Family(Histogram(name, text, tuple(labels), registry=self.registry, buckets=buckets), labels)
+        return Family(_Histogram(name, text, tuple(labels), registry=self.registry, buckets=buckets), labels)
 
     def polled(self, kind: str, name: str, text: str, read: Callable[[], Iterable[Reading]], **labels: Label) -> None:
         """A gauge or counter whose values are read when they are asked for, possibly in another thread.

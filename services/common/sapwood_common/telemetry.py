@@ -6,9 +6,9 @@ import contextvars
 import datetime
 import json
 import logging
+import os
 import re
 import sys
-import uuid
 from typing import Literal
 
 REQUEST_ID_KEY = "x-request-id"
@@ -32,7 +32,7 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}"
 
 def new_request_id() -> str:
     """A fresh request id."""
-    return f"req-{uuid.uuid4().hex}"
+    return f"req-{os.urandom(16).hex()}"
 
 
 def is_valid_request_id(value: str) -> bool:

@@ -164,6 +164,7 @@ class RequestContext:
         grammar: What the text must match.
         tool_choice: Which calls there must be.
         parallel_tool_calls: Whether there may be several calls.
+        seed: What tokens are drawn with, the client's or one made for it (prepare).
         compiled_grammar: The grammar of the output as workers take it; empty if it is free (prepare).
         fields: How the client spells them.
         deadline: On the event loop's clock.
@@ -193,6 +194,7 @@ class RequestContext:
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
     caller: Caller = NOBODY
+    seed: int = 0
     compiled_grammar: bytes = b""
     token_ids: list[int] = field(default_factory=list)
     worker: str = "-"

@@ -168,7 +168,9 @@ def sampling_of(message: common_pb2.SamplingParams) -> Sampling:
     )
 
 
-def to_worker_request(request_id: str, token_ids: list[int], sampling: Sampling) -> worker_pb2.WorkerGenerateRequest:
+def to_worker_request(
+    request_id: str, token_ids: list[int], sampling: Sampling, seed: int
+) -> worker_pb2.WorkerGenerateRequest:
     """The worker's request for a prompt."""
     return worker_pb2.WorkerGenerateRequest(
         request_id=request_id,
@@ -178,7 +180,7 @@ def to_worker_request(request_id: str, token_ids: list[int], sampling: Sampling)
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
-            seed=sampling.seed,
+            seed=seed,
             max_tokens=sampling.max_tokens,
             stop_token_ids=sampling.stop_token_ids,
             ignore_eos=sampling.ignore_eos,

@@ -18,7 +18,8 @@ from sapwood_common.errors import UnavailableError
 from sapwood_common.status import from_parts
 from sapwood_router.convert import output_of, to_options
 from sapwood_router.detokenize_stream import DetokenizeStream
-from sapwood_router.duplex_call import CallEndedError, DuplexCall, open_call
+from sapwood_router.duplex_call import CallEndedError, DuplexCall
+from sapwood_router.duplex_dial import open_call
 from sapwood_router.field_names import detokenizer_error
 from sapwood_router.output import OutputOptions
 from sapwood_router.tokenizer_replica import TokenizerReplica
@@ -30,6 +31,9 @@ _TOKENS_A_MESSAGE = 256 * 1024
 _RETRY_INTERVAL = 0.1
 _SETTLED_AFTER = 0.5
 _OPEN_TIMEOUT = 2.0
+_GATHERING = 0.002
+"""Seconds from a message with inputs of ``_MANY`` streams to the next: there are more, whose workers step at other times."""
+_MANY = 8
 
 
 class DetokenizeSession:
@@ -53,6 +57,8 @@ class DetokenizeSession:
         self._dirty: dict[int, DetokenizeStream] = {}
         self._cancelled: list[int] = []
         self._flushing = False
+        self._flushed = 0.0
+        self._last_inputs = 0
         self._lost_since: float | None = None
         self._call: DuplexCall | None = None
         self._stands = False
@@ -149,16 +155,23 @@ class DetokenizeSession:
             self._stands = True
 
     def _schedule(self) -> None:
-        """Sends what there is once everything that is ready now was handled."""
+        """Sends what there is once everything that is ready now was handled; a moment later where many come."""
         if not self._flushing:
             self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            loop = asyncio.get_running_loop()
+            if self._last_inputs >= _MANY and loop.time() - self._flushed < _GATHERING:
+                loop.call_later(_GATHERING, self._flush)
+            else:
+                loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flushing = False
+        self._flushed = asyncio.get_running_loop().time()
         call = self._call
         while call is not None and call.ready and (self._dirty or self._cancelled):
-            call.write(self._next_request().SerializeToString())
+            request = self._next_request()
+            self._last_inputs = len(request.inputs)
+            call.write(request.SerializeToString())
 
     def _next_request(self) -> tokenizer_pb2.DetokenizeRequest:
         request = tokenizer_pb2.DetokenizeRequest()

@@ -10,6 +10,8 @@ from contextvars import Token
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from prometheus_client import Histogram
+
 from sapwood_common.metrics import MetricSet
 from sapwood_common.status import row_of
 from sapwood_common.telemetry import traceparent_var
@@ -70,7 +72,7 @@ class Stage:
         if self._span is not None and self._token is not None:
             traceparent_var.reset(self._token)
             self._span.end(error=None if error is None else str(error) or type(error).__name__)
-        self._metrics.stage.at(stage=self._name).observe(time.perf_counter() - self._started)
+        self._metrics.stages[self._name].observe(time.perf_counter() - self._started)
 
 
 class RequestWatch:
@@ -88,6 +90,7 @@ class RequestWatch:
         self._closed = False
         self._responding = 0.0
         self._respond_span: Span | None = None
+        self._inter_token: Histogram | None = None
         self._metrics.request_began()
         self._named = context.model is not None
         self._span: Span = self._tracing.start(
@@ -102,17 +105,6 @@ class RequestWatch:
         """A stage of the pipeline, to be entered once."""
         return Stage(self._metrics, self._tracing, self.traceparent, name)
 
-    def responded(self, started: float) -> None:
-        """A delta was made, from ``started`` on ``time.perf_counter``'s clock until now.
-
-        The stage's time is that of all deltas; its span goes from the first to the end of the request.
-        """
-        seconds = time.perf_counter() - started
-        self._responding += seconds
-        if self._respond_span is None and self._tracing.on:
-            at_ns = time.time_ns() - int(seconds * 1e9)
-            self._respond_span = self._tracing.start("respond", parent=self.traceparent, at_ns=at_ns)
-
     def selected(self, reason: str) -> None:
         """A worker was chosen."""
         self._metrics.selections.at(reason=reason).inc()
@@ -125,15 +117,22 @@ class RequestWatch:
         """The stream goes on, on another worker, after tokens had come."""
         self._metrics.stream_resumed()
 
-    def delta(self, tokens: int) -> None:
-        """The client gets a delta with so many tokens."""
+    def delta(self, started: float, tokens: int) -> None:
+        """The client gets a delta with so many tokens; respond began to make it at ``started``, by ``time.perf_counter``.
+
+        That stage's time is that of all deltas; its span goes from the first to the end of the request.
+        """
         now = time.perf_counter()
         context = self._context
-        model = context.model or "-"
+        self._responding += now - started
         if self._last == context.started:
+            model = context.model or "-"
             self._metrics.first_token.at(model=model).observe(now - context.started)
-        elif tokens:
-            self._metrics.inter_token.at(model=model).observe((now - self._last) / tokens)
+            self._inter_token = self._metrics.inter_token.at(model=model)
+            if self._tracing.on:
+                self._respond_span = self._tracing.start("respond", parent=self.traceparent)
+        elif tokens and self._inter_token is not None:
+            self._inter_token.observe((now - self._last) / tokens)
         self._last = now
 
     def close(self) -> None:
@@ -143,27 +142,26 @@ class RequestWatch:
         self._closed = True
         self._metrics.request_ended()
         if self._responding:
-            self._metrics.stage.at(stage="respond").observe(self._responding)
+            self._metrics.stages["respond"].observe(self._responding)
         if self._respond_span is not None:
             self._respond_span.end()
         context, metrics = self._context, self._metrics
         code = "CANCELLED" if context.usage is None else "OK"
         if context.error is not None:
             code = row_of(context.error).grpc.name
+        model, tenant = "-", context.caller.tenant or "-"
         if context.worker != "-":  # a model that a worker serves: what clients made up is no label
             model = context.model or "-"
             generated = len(context.output_ids) if context.usage is None else context.usage.completion_tokens
-            metrics.prompt_tokens.at(model=model).inc(len(context.token_ids))
-            metrics.cached_tokens.at(model=model).inc(context.cached_tokens)
-            metrics.completion_tokens.at(model=model).inc(generated)
-        else:
-            model = "-"
-        tenant = context.caller.tenant or "-"
-        metrics.tenant_requests.at(tenant=tenant, code=code).inc()
-        if context.worker != "-":
-            metrics.tenant_tokens.at(tenant=tenant).inc(len(context.token_ids) + len(context.output_ids))
-        metrics.requests.at(model=model, code=code).inc()
-        metrics.seconds.at(model=model, code=code).observe(time.perf_counter() - context.started)
+            prompt_tokens, cached_tokens, completion_tokens, tenant_tokens = metrics.of_tokens(model, tenant)
+            prompt_tokens.inc(len(context.token_ids))
+            cached_tokens.inc(context.cached_tokens)
+            completion_tokens.inc(generated)
+            tenant_tokens.inc(len(context.token_ids) + len(context.output_ids))
+        requests, seconds, tenant_requests = metrics.of_end(model, tenant, code)
+        tenant_requests.inc()
+        requests.inc()
+        seconds.observe(time.perf_counter() - context.started)
         if self._tracing.on:
             if not self._named and context.model is not None:
                 self._span.rename(span_name(operation_of(context), context.model))

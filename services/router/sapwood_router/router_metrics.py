@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import get_args
 
+from prometheus_client import Counter, Histogram
+
 from sapwood_common.metrics import AtMost, MetricSet, OneOf, Reading
 from sapwood_common.rpc_telemetry import CODES
 from sapwood_router.admission_control import AdmissionControl
@@ -20,6 +22,8 @@ _MOST_MODELS = 32
 _MOST_REASONS = 32
 _MOST_WORKERS = 256
 _MOST_TENANTS = 64
+_MOST_KNOWN = 1024
+"""Combinations of labels whose series are kept at hand."""
 
 
 class RouterMetrics:
@@ -31,6 +35,8 @@ class RouterMetrics:
 
     def __init__(self, metrics: MetricSet) -> None:
         self._metrics = metrics
+        self._of_ends: dict[tuple[str, str, str], tuple[Counter, Histogram, Counter]] = {}
+        self._of_tokens: dict[tuple[str, str], tuple[Counter, Counter, Counter, Counter]] = {}
         self.requests_running = 0
         self.resumed = 0
         self._worker = AtMost(_MOST_WORKERS)  # of workers that are there now
@@ -58,6 +64,8 @@ class RouterMetrics:
             "Time in each stage of the pipeline; queue is the wait before select, respond all of a request's deltas.",
             stage=OneOf(*STAGES),
         )
+        self.stages = {stage: self.stage.at(stage=stage) for stage in STAGES}
+        """The series of each, which are asked for many times a request."""
         self.prompt_tokens = metrics.counter(
             "sapwood_router_prompt_tokens_total", "Prompt tokens of generations that ended.", model=model
         )
@@ -108,6 +116,33 @@ class RouterMetrics:
         self.losses.remove(worker=address)
         self.drifts.remove(worker=address)
         self._worker.forget(address)
+
+    def of_end(self, model: str, tenant: str, code: str) -> tuple[Counter, Histogram, Counter]:
+        """What a request's end is counted in: ``requests``, ``seconds`` and ``tenant_requests``, looked up together."""
+        key = (model, tenant, code)
+        if key not in self._of_ends:
+            if len(self._of_ends) >= _MOST_KNOWN:
+                self._of_ends.clear()
+            self._of_ends[key] = (
+                self.requests.at(model=model, code=code),
+                self.seconds.at(model=model, code=code),
+                self.tenant_requests.at(tenant=tenant, code=code),
+            )
+        return self._of_ends[key]
+
+    def of_tokens(self, model: str, tenant: str) -> tuple[Counter, Counter, Counter, Counter]:
+        """The same for ``prompt_tokens``, ``cached_tokens``, ``completion_tokens`` and ``tenant_tokens``."""
+        key = (model, tenant)
+        if key not in self._of_tokens:
+            if len(self._of_tokens) >= _MOST_KNOWN:
+                self._of_tokens.clear()
+            self._of_tokens[key] = (
+                self.prompt_tokens.at(model=model),
+                self.cached_tokens.at(model=model),
+                self.completion_tokens.at(model=model),
+                self.tenant_tokens.at(tenant=tenant),
+            )
+        return self._of_tokens[key]
 
     def request_began(self) -> None:
         """A generation is under way."""

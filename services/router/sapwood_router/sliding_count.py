@@ -25,8 +25,8 @@ class SlidingCount:
     def add(self, amount: float = 1.0) -> None:
         """Adds to the count, now."""
         number = self._now()
-        self._expire(number)
         if not self._parts or self._parts[-1][0] != number:
+            self._expire(number)
             self._parts.append([number, 0.0])
         self._parts[-1][1] += amount
         self._total += amount

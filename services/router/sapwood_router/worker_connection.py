@@ -15,7 +15,8 @@ from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.channel import Dialer
 from sapwood_common.errors import ConfigError
 from sapwood_router.convert import load_of, served_model_of
-from sapwood_router.duplex_call import CallEndedError, DuplexCall, open_call
+from sapwood_router.duplex_call import CallEndedError, DuplexCall
+from sapwood_router.duplex_dial import open_call
 from sapwood_router.registry import Registry
 from sapwood_router.worker import Worker
 from sapwood_router.worker_session import WorkerSession

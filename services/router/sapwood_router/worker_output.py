@@ -9,7 +9,7 @@ from sapwood_router.context import FinishReason
 from sapwood_router.logprobs import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerOutput:
     """One message's news of a request.
 

@@ -48,6 +48,8 @@ from sapwood_router.router_status import RouterState
 
 logger = logging.getLogger(__name__)
 
+_TRACEPARENT_HEADER = TRACEPARENT_KEY.encode()
+
 Handler = Callable[[Exchange], Awaitable[None]]
 Generate = Callable[[Exchange, bytes, Pipeline, float], Awaitable[None]]
 
@@ -174,13 +176,18 @@ class OpenAIFront:
             if self._draining.is_set():
                 raise UnavailableError("this service is shutting down", retry_after=1.0)
             deadline = asyncio.get_running_loop().time() + self._request_timeout
-            try:
-                async with asyncio.timeout_at(deadline):
-                    body = await read_body(exchange.receive, exchange.headers, self._max_body_bytes)
-            except TimeoutError as error:
-                raise DeadlineExceededError("the body took too long to come") from error
-            given = exchange.headers.get(TRACEPARENT_KEY.encode(), b"").decode("latin-1")
-            traceparent_var.set(given if is_valid_traceparent(given) else None)
+            body = exchange.take_body(self._max_body_bytes)
+            if body is None:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        body = await read_body(exchange.receive, exchange.headers, self._max_body_bytes)
+                except TimeoutError as error:
+                    raise DeadlineExceededError("the body took too long to come") from error
+            given = exchange.headers.get(_TRACEPARENT_HEADER, b"").decode("latin-1")
+            traceparent_var.set(given if given and is_valid_traceparent(given) else None)
+            if not self._tracing.on:
+                await generate(exchange, body, self._pipeline, deadline)
+                return
             asked = {"http.request.method": "POST", "http.route": exchange.path}
             with child_span(self._tracing, f"POST {exchange.path}", kind="server", attributes=asked):
                 await generate(exchange, body, self._pipeline, deadline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from sapwood_common.errors import InvalidArgumentError
@@ -83,7 +84,7 @@ def _contexts(request: CompletionRequest, request_id: str, deadline: float) -> t
     if request.echo:
         sampling = replace(sampling, prompt_logprobs=request.logprobs)
     named = _prompts(request.prompt)
-    settings = continuations(sampling, 1 if request.n is None else request.n, FieldNames(prompt="prompt", sampling=""))
+    settings = continuations(sampling, 1 if request.n is None else request.n, _fields("prompt", grammar_field))
     if request.best_of not in (None, len(settings)):
         raise InvalidArgumentError("best_of is only supported where it equals n", field="best_of")
     if len(named) * len(settings) > MAX_CHOICES:
@@ -97,7 +98,7 @@ def _contexts(request: CompletionRequest, request_id: str, deadline: float) -> t
             prompt=prompt,
             sampling=own,
             output=output,
-            fields=FieldNames(prompt=name, sampling="", max_tokens="max_tokens", grammar=grammar_field),
+            fields=_fields(name, grammar_field),
             deadline=deadline,
             model=request.model,
             whole=not request.stream,
@@ -107,6 +108,11 @@ def _contexts(request: CompletionRequest, request_id: str, deadline: float) -> t
         for own in settings
     ]
     return contexts, len(settings)
+
+
+@lru_cache(maxsize=64)
+def _fields(prompt: str, grammar: str) -> FieldNames:
+    return FieldNames(prompt=prompt, sampling="", max_tokens="max_tokens", grammar=grammar)
 
 
 def _prompts(value: Any) -> list[tuple[str, Prompt]]:

@@ -6,13 +6,37 @@ cost more than the rest of what a delta goes through.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
-from starlette.types import Scope
+from starlette.types import Message, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _EXTENSION = "sapwood.connection"
+
+
+class _Gathered:
+    """Stands for a transport while a response is put together."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._parts: list[bytes] = []
+        self._closed = False
+
+    def write(self, data: bytes) -> None:
+        self._parts.append(data)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def flush(self) -> None:
+        self._transport.write(b"".join(self._parts))
+        if self._closed:
+            self._transport.close()
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -39,9 +63,33 @@ class HttpConnection(HttpToolsProtocol):
         """Whether the client is there and reads: then :meth:`write_chunk` may be called."""
         return not self.flow.write_paused and not self.transport.is_closing()
 
+    async def send_together(self, scope: Scope, send: Send, *messages: Message) -> None:
+        """Sends head and body of a response in one write, where ``send`` makes one of each."""
+        cycle = self.cycle
+        if cycle is None or cycle.scope is not scope or not self.writable:
+            for message in messages:
+                await send(message)
+            return
+        gathered = _Gathered(self.transport)
+        cycle.transport = cast(asyncio.Transport, gathered)
+        try:
+            for message in messages:
+                await send(message)
+        finally:
+            cycle.transport = self.transport
+            gathered.flush()
+
     def write_chunk(self, body: bytes) -> None:
         """Sends more of a chunked body, at once. Its response has been started, and no ``send`` is being awaited."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    def take_body(self, scope: Scope, limit: int) -> bytes | None:
+        """The body of a request, if all of it has come and it is no larger than ``limit`` bytes; else it is to be received."""
+        cycle = self.cycle
+        if cycle is None or cycle.scope is not scope or cycle.more_body or len(cycle.body) > limit:
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        return body
 
     def watch(self, watcher: Callable[[], None]) -> None:
         """Calls ``watcher`` when the client leaves, until :meth:`unwatch`. Only after the request's body was read."""

@@ -42,6 +42,7 @@ class Exchange:
         self.client_left = False
         self.started = False
         self._send = send
+        self._scope = scope
         self._connection = connection_of(scope)
         self._watcher: Callable[[], None] | None = None
 
@@ -55,13 +56,20 @@ class Exchange:
         if given:
             self.request_id = accept_request_id(given, REQUEST_ID_KEY)
 
+    def take_body(self, limit: int) -> bytes | None:
+        """The request's body, if all of it is here and it is no larger than ``limit`` bytes; else ``receive`` it."""
+        return self._connection.take_body(self._scope, limit)
+
     def caller(self) -> Caller:
         """Who asks, as the headers say.
 
         Raises:
             InvalidArgumentError: A header makes no sense.
         """
-        return caller_of(lambda key: self.headers.get(key.encode(), b"").decode("latin-1"), tenant_var.get())
+        return caller_of(self._header, tenant_var.get())
+
+    def _header(self, key: str) -> str:
+        return self.headers.get(key.encode(), b"").decode("latin-1")
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         """Calls back as soon as the client leaves, and then cancels the current task. Only after the body was read."""
@@ -84,8 +92,10 @@ class Exchange:
 
     async def send_body(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         """A complete JSON response."""
-        await self._start(status, [_JSON, (b"content-length", str(len(body)).encode()), *headers])
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        start = self._start(status, [_JSON, (b"content-length", str(len(body)).encode()), *headers])
+        await self._connection.send_together(
+            self._scope, self._send, start, {"type": "http.response.body", "body": body, "more_body": False}
+        )
 
     async def send_error(self, error: SapwoodError) -> None:
         """An error response; within a stream of events an error event, after which the stream ends."""
@@ -96,10 +106,11 @@ class Exchange:
 
     async def send_events(self, events: bytes, *, last: bool = False) -> None:
         """Encoded events; the first call starts the response."""
-        if not self.started:
-            await self._start(200, _EVENTS)
         message: Message = {"type": "http.response.body", "body": events, "more_body": not last}
-        await self._send(message)
+        if self.started:
+            await self._send(message)
+        else:
+            await self._connection.send_together(self._scope, self._send, self._start(200, _EVENTS), message)
 
     @property
     def writable(self) -> bool:
@@ -110,12 +121,10 @@ class Exchange:
         """Sends encoded events at once. Only while no :meth:`send_events` is awaited, and after one was."""
         self._connection.write_chunk(events)
 
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> Message:
         self.started = True
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [*headers, (_REQUEST_ID_HEADER, self.request_id.encode("ascii"))],
-            }
-        )
+        return {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [*headers, (_REQUEST_ID_HEADER, self.request_id.encode("ascii"))],
+        }

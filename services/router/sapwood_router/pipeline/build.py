@@ -13,8 +13,8 @@ from sapwood_router.request_ids import unique_id
 
 def fix_seed(context: RequestContext) -> None:
     """Draws the seed here, if the client gave none: whatever worker goes on with the request then samples the same."""
-    if context.sampling.seed is None:
-        context.sampling = replace(context.sampling, seed=secrets.randbits(64))
+    given = context.sampling.seed
+    context.seed = secrets.randbits(64) if given is None else given
 
 
 def build(context: RequestContext) -> worker_pb2.WorkerGenerateRequest:
@@ -28,7 +28,7 @@ def build(context: RequestContext) -> worker_pb2.WorkerGenerateRequest:
     token_ids = context.token_ids + context.output_ids if done else context.token_ids
     context.attempts += 1
     request_id = context.worker_request_id if context.attempts == 1 else unique_id(context.request_id)
-    request = to_worker_request(request_id, token_ids, sampling)
+    request = to_worker_request(request_id, token_ids, sampling, context.seed)
     request.output_tokens = done
     request.priority, request.tenant = context.caller.priority, context.caller.tenant
     request.cache_salt = context.caller.cache_salt

@@ -42,6 +42,7 @@ class Execution:
         self._permit = permit
         self._worker_stream: WorkerStream | None = None
         self._resuming: asyncio.Task[None] | None = None
+        self._begun = False
         self._ended = False
         self._over: asyncio.Future[SapwoodError | None] = asyncio.get_running_loop().create_future()
 
@@ -59,9 +60,11 @@ class Execution:
         if token_ids:
             if context.whole and context.first_token is None:  # who reads the whole learns of it at the end only
                 context.first_token = time.perf_counter()
-            self._lease.prefilled()
             self._lease.generated(len(token_ids))
-            self._permit.end(Outcome.SUCCESS)
+            if not self._begun:
+                self._begun = True
+                self._lease.prefilled()
+                self._permit.end(Outcome.SUCCESS)
         if output.cached_tokens is not None and not context.resumptions:
             context.cached_tokens = output.cached_tokens
         context.output_ids.extend(token_ids)

@@ -135,9 +135,8 @@ class Run:
     def _respond(self, chunk: OutputChunk) -> Delta:
         started = time.perf_counter()
         delta = respond(self._context, chunk, self._sent_tokens)
-        self._watch.responded(started)
         self._sent_tokens += len(delta.token_ids)
-        self._watch.delta(len(delta.token_ids))
+        self._watch.delta(started, len(delta.token_ids))
         return delta
 
     def close(self) -> None:
@@ -183,6 +182,8 @@ class Run:
         self._attempts.finished()
 
     def _log(self) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
         context = self._context
         now = time.perf_counter()
         if context.error is not None:

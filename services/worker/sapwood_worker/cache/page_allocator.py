@@ -165,8 +165,9 @@ class PageAllocator:
             raise LedgerError("the free stack holds a page twice or a page that is owned")
         if int((self._owner == FREE).sum()) != self._num_free:
             raise LedgerError("a page is neither owned nor free")
-        owners, counts = np.unique(self._owner, return_counts=True)
-        if dict(zip(owners.tolist(), counts.tolist(), strict=True)) != {key: n for key, n in self._held.items() if n}:
+        lowest = TRANSFER
+        counts = np.bincount(self._owner - lowest, minlength=max(self._held) - lowest + 1)
+        if any(counts[owner - lowest] != count for owner, count in self._held.items()):
             raise LedgerError("it is miscounted how many pages each owner has")
 
     def check_owners(self, owners: PageIds, used: int) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from sapwood_worker.cache.storage.mooncake import MooncakeOptions, MooncakeStorage
+
 _MASTER = Path(sys.executable).with_name("mooncake_master")
 _LENDER = """
 import sys, time
@@ -43,6 +45,10 @@ class MooncakeCluster:
         self._metadata = f"http://127.0.0.1:{self._http}/metadata"
         self._master: subprocess.Popen[Any] | None = None
         self._lender: subprocess.Popen[Any] | None = None
+
+    def connect(self) -> MooncakeStorage:
+        """A client, given all the time a busy machine may take."""
+        return MooncakeStorage(MooncakeOptions(f"127.0.0.1:{self._rpc}", self._metadata), patience=300)
 
     @property
     def url(self) -> str:

@@ -1,0 +1,86 @@
+"""What the HTTP port does beyond ASGI: several requests at once, connections that close, late bodies, clients that leave."""
+
+import asyncio
+import json
+
+BODY = {"model": "fake", "prompt": "abcdef", "max_tokens": 4}
+
+
+def request(*, headers: str = "", **fields) -> bytes:
+    body = json.dumps({**BODY, **fields}).encode()
+    return f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n{headers}\r\n".encode() + body
+
+
+async def connect(cluster) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", cluster.router.http_port)
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """Head and body, chunked or not."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    if b"chunked" not in head:
+        length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+        return head, await reader.readexactly(length)
+    body = b""
+    while size := int(await reader.readline(), 16):
+        body += await reader.readexactly(size)
+        await reader.readexactly(2)
+    await reader.readexactly(2)
+    return head, body
+
+
+def text_of(events: bytes) -> str:
+    lines = [line[6:] for line in events.decode().split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"])
+
+
+async def test_requests_sent_at_once_are_answered_in_turn(cluster) -> None:
+    reader, writer = await connect(cluster)
+    writer.write(request() + request(stream=True) + request(prompt="x", max_tokens=-1) + request())
+    async with asyncio.timeout(60):
+        first, streamed, refused, last = [await answer(reader) for _ in range(4)]
+    whole = json.loads(first[1])["choices"][0]["text"]
+    assert whole
+    assert text_of(streamed[1]) == whole
+    assert b" 400 " in refused[0]
+    assert json.loads(last[1])["choices"][0]["text"] == whole
+    writer.close()
+
+
+async def test_a_connection_that_is_to_close_closes_after_the_whole_answer(cluster) -> None:
+    for stream in (False, True):
+        reader, writer = await connect(cluster)
+        writer.write(request(headers="connection: close\r\n", stream=stream))
+        async with asyncio.timeout(60):
+            head, body = await answer(reader)
+            assert await reader.read() == b""
+        assert b"connection: close" in head
+        assert (text_of(body) if stream else json.loads(body)["choices"][0]["text"]) != ""
+        writer.close()
+
+
+async def test_a_body_that_comes_in_pieces_or_after_an_invitation_is_read(cluster) -> None:
+    reader, writer = await connect(cluster)
+    whole = request(headers="expect: 100-continue\r\n")
+    head, body = whole.split(b"\r\n\r\n", 1)
+    writer.write(head + b"\r\n\r\n")
+    async with asyncio.timeout(60):
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        for index in range(len(body)):
+            writer.write(body[index : index + 1])
+            await writer.drain()
+        assert b" 200 " in (await answer(reader))[0]
+    writer.close()
+
+
+async def test_a_client_that_leaves_before_its_answer_ends_the_request(cluster, wait_until) -> None:
+    for worker in cluster.workers:
+        worker.script.delay = 0.05
+    for stream in (False, True):
+        _reader, writer = await connect(cluster)
+        writer.write(request(prompt="abcdefghijklmnop", max_tokens=None, stream=stream))
+        await wait_until(lambda: any(call.outcome == "running" for call in cluster.calls()))
+        writer.transport.abort()
+        await cluster.idle()
+    assert {call.outcome for call in cluster.calls()} == {"cancelled"}

@@ -3,8 +3,8 @@
 Two ways of scaling. By row: one scale for each output channel of the weight and one for each token, which is finer than one for a
 whole tensor and, for many tokens, as fast on an H200. By block: one for each 128 x 128 numbers of the weight and each 128 of a
 token, as DeepSeek-V3's (2024) checkpoints have them. The products are ``torch._scaled_mm``'s on CUDA; where it does not take such
-scales (torch 2.11 refuses blocks on an H200), and elsewhere, the same rounded numbers are multiplied in the model's dtype: the
-reference, and slow on a GPU, where the weight is widened for each product.
+scales (blocks where K / 128 is no multiple of 4), and elsewhere, the same rounded numbers are multiplied in the model's dtype,
+the reference, and slow on a GPU, where the weight is widened for each product.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def test_a_handful_of_schemas(runner, store, compile_grammar, check_json, json_s
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3000)
 def test_all_schemas_but_a_few_are_completed_and_what_is_completed_validates(
     runner, store, compile_grammar, check_json, json_schemas
 ):

@@ -71,7 +71,7 @@ def generate(store, vocabulary, noise: Noise, compiled: list[bytes], seed: int) 
     return [(bytes(text), matcher.finished) for text, matcher in zip(texts, matchers, strict=True)]
 
 
-@pytest.mark.parametrize("group", range(10))
+@pytest.mark.parametrize("group", [*range(3), *(pytest.param(group, marks=pytest.mark.slow) for group in range(3, 10))])
 def test_each_of_the_hundred_schemas_is_completed_and_what_is_completed_validates(
     demo_store, demo_vocabulary, compile_grammar, noise, json_schemas, check_json, group
 ):

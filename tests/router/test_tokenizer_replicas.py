@@ -89,7 +89,7 @@ async def test_a_stream_waits_for_a_replica_where_none_is_left(wait_until) -> No
         await fakes[1].kill()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
 async def test_a_real_replica_killed_or_stopped_under_load_fails_no_request(wait_until, start_tokenizer, how) -> None:
     worker = FakeWorker()
     worker.script.delay = 0.002

@@ -69,10 +69,12 @@ class Client:
             await self.read()
 
     async def load_where(self, condition: Callable[[worker_pb2.LoadReport], bool]) -> None:
+        """Returns once the latest report is such a one; there is none that says again what the one before it said."""
         while True:
-            response = await self.read()
-            if response.HasField("load") and condition(response.load):
+            reports = [response.load for response in self.responses if response.HasField("load")]
+            if reports and condition(reports[-1]):
                 return
+            await self.read()
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _METHOD = "/sapwood.v1.Worker/Session"
 _RETRY_INTERVAL = 0.1
+_MOST_RETRY_INTERVAL = 0.5
 _OPEN_TIMEOUT = 2.0
 _DRAINING = "it is draining"
 
@@ -65,15 +66,24 @@ class WorkerConnection:
 
     async def run(self) -> None:
         """Connects, again after each loss, for ever; cancel it to stop."""
+        wait = _RETRY_INTERVAL
         while True:
+            begun = self._clock()
             try:
                 problem = await self._carry_one_session()
             except ConfigError as error:  # TLS files that are being replaced
                 problem = str(error)
+            except Exception as error:
+                # A fault of ours costs a session, not the worker for as long as the router lives.
+                logger.exception("the session with worker %s failed", self._worker.address)
+                problem = f"{type(error).__name__}: {error}"
             if self._worker.available:
                 logger.warning("worker %s is down: %s", self._worker.address, problem)
             self._registry.mark_down(self._worker, problem)
-            await asyncio.sleep(_RETRY_INTERVAL)
+            if self._clock() - begun > _MOST_RETRY_INTERVAL:
+                wait = _RETRY_INTERVAL
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, _MOST_RETRY_INTERVAL)
 
     async def _carry_one_session(self) -> str:
         worker = self._worker

@@ -32,6 +32,7 @@ class Options(TypedDict, total=False):
         ignore_eos: Go on past the model's own end tokens.
         stop: Text ends before the first of these; at most 16.
         skip_special_tokens: Leave special tokens out of the text.
+        detokenize: False gives token ids and no text: they come without a visit to the tokenizer. Not with ``stop`` or ``tools``.
         request_id: 1 to 128 plain characters by which logs and answers name the request.
         frequency_penalty: Taken off a token's logit for each time it was generated, in [-2, 2].
         presence_penalty: Taken off a token's logit once it was generated, in [-2, 2].
@@ -64,6 +65,7 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     stop: str | Sequence[str]
     skip_special_tokens: bool
+    detokenize: bool
     request_id: str
     frequency_penalty: float
     presence_penalty: float

@@ -13,7 +13,7 @@ from typing import Any, cast
 import grpc
 import httptools
 import msgspec
-from router_load.mock_worker import MODEL, WORD
+from router_load.mock_worker import MODEL, WORD, WORD_TOKEN
 
 from sapwood.v1 import common_pb2, router_pb2, router_pb2_grpc
 
@@ -158,14 +158,21 @@ def http_request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
     return head.encode() + raw
 
 
-def is_whole(answer: Answer, tokens: int, stream: bool) -> bool:
-    """Whether all of the text is there: a router may end a broken stream as if nothing had happened."""
-    words = answer.body.count(WORD.encode())
+def is_whole(answer: Answer, tokens: int, stream: bool, as_ids: bool = False) -> bool:
+    """Whether all of the text, or of the ids, is there: a router may end a broken stream as if nothing had happened."""
+    words = answer.body.count(b"%d" % WORD_TOKEN if as_ids else WORD.encode())
     return words == tokens and (not stream or _DONE in answer.body) and b'"error"' not in answer.body
 
 
 async def http_load(
-    port: int, make: Callable[[int], bytes], tokens: int, stream: bool, *, concurrency: int, count: int
+    port: int,
+    make: Callable[[int], bytes],
+    tokens: int,
+    stream: bool,
+    *,
+    concurrency: int,
+    count: int,
+    as_ids: bool = False,
 ) -> Result:
     """``count`` requests, made by ``make`` from their numbers."""
     result = Result()
@@ -177,7 +184,7 @@ async def http_load(
             if not connection.open:
                 connection = await HttpClient.connect(port)
             answer = await connection.ask(make(number))
-            result.add(answer, is_whole(answer, tokens, stream))
+            result.add(answer, is_whole(answer, tokens, stream, as_ids))
         connection.close()
 
     began = time.perf_counter()
@@ -187,9 +194,16 @@ async def http_load(
 
 
 async def grpc_load(
-    port: int, make: Callable[[int], list[int]], tokens: int, *, concurrency: int, count: int, channels: int = 8
+    port: int,
+    make: Callable[[int], list[int]],
+    tokens: int,
+    *,
+    concurrency: int,
+    count: int,
+    channels: int = 8,
+    as_ids: bool = False,
 ) -> Result:
-    """The same over gRPC, with streams of token ids."""
+    """The same over gRPC, with streams of token ids, and of their text unless ``as_ids``."""
     result = Result()
     numbers = itertools.count()
     async with _stubs(port, channels) as stubs:
@@ -200,6 +214,7 @@ async def grpc_load(
                 request = router_pb2.RouterGenerateRequest(
                     tokens=common_pb2.TokenIds(ids=make(number)),
                     sampling=common_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True),
+                    detokenize=not as_ids,
                 )
                 answer = Answer(time.perf_counter())
                 got = 0

@@ -30,6 +30,7 @@ from sapwood_common.server import ServiceServer
 BLOCK = 64
 CHARACTERS_A_TOKEN = 4
 WORD = " tok"
+WORD_TOKEN = int.from_bytes(WORD.encode(), "little")
 MODEL = "mock"
 _NAME = "sapwood.v1.Worker"
 
@@ -281,7 +282,7 @@ class Session:
             output = self._ready.get(stream_id)
             if output is None:
                 output = self._ready[stream_id] = worker_pb2.SessionOutput(stream_id=stream_id)
-            output.response.token_ids.extend([_WORD_TOKEN] * count)
+            output.response.token_ids.extend([WORD_TOKEN] * count)
             if first:
                 first = False
                 output.response.usage.cached_tokens = cached
@@ -312,9 +313,6 @@ class Session:
     def close(self) -> None:
         for stream_id in tuple(self._open):
             self._end(stream_id)
-
-
-_WORD_TOKEN = int.from_bytes(WORD.encode(), "little")
 
 
 class MockWorker(worker_pb2_grpc.WorkerServicer):

@@ -1,4 +1,8 @@
-"""CPU time a request and latency."""
+"""CPU time a request and latency.
+
+Ours is measured without tokenization, as its peers are: prompts and answers are token ids, and the tokenizer is not visited.
+Beside it, with it: ids in and text out, and text both ways.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,8 @@ from router_load.mock_tokenizer import encode
 
 _CHUNKS = 32
 _ROUNDS = 3
-_GRPC = f"{OURS} (gRPC)"
+_TEXT_OUT, _TEXT = f"{OURS} (text out)", f"{OURS} (text)"
+_GRPC, _GRPC_TEXT_OUT = f"{OURS} (gRPC)", f"{OURS} (gRPC, text out)"
 
 
 @dataclass(frozen=True)
@@ -43,23 +48,28 @@ def _text(number: int) -> str:
 Load = Callable[[Router, int, int], Coroutine[Any, Any, Result]]
 
 
-def _http(kind: _Kind, ids: bool) -> Load:
-    """Prompts as token ids, which only ours takes, or as text."""
+def _http(kind: _Kind, *, ids_in: bool = False, ids_out: bool = False) -> Load:
+    """Prompts and answers as token ids, which only ours takes, or as text."""
     tokens = _CHUNKS if kind.stream else 1
+    options = {"detokenize": False} if ids_out else {}
 
     def make(number: int) -> bytes:
-        prompt = encode(_text(number)).tolist() if ids else _text(number)
-        return http_request({"prompt": prompt, "max_tokens": tokens, "stream": kind.stream})
+        prompt = encode(_text(number)).tolist() if ids_in else _text(number)
+        return http_request({"prompt": prompt, "max_tokens": tokens, "stream": kind.stream, **options})
 
     return lambda router, concurrency, count: http_load(
-        router.http_port, make, tokens, kind.stream, concurrency=concurrency, count=count
+        router.http_port, make, tokens, kind.stream, concurrency=concurrency, count=count, as_ids=ids_out
     )
 
 
-def _grpc(kind: _Kind) -> Load:
+def _grpc(kind: _Kind, *, ids_out: bool) -> Load:
     tokens = _CHUNKS if kind.stream else 1
+
+    def make(number: int) -> list[int]:
+        return encode(_text(number)).tolist()
+
     return lambda router, concurrency, count: grpc_load(
-        router.grpc_port, lambda number: encode(_text(number)).tolist(), tokens, concurrency=concurrency, count=count
+        router.grpc_port, make, tokens, concurrency=concurrency, count=count, as_ids=ids_out
     )
 
 
@@ -93,10 +103,12 @@ def _measure_kind(
     loads: list[tuple[str, Router, Load]] = []
     for router in routers:
         ours = router.engine == OURS
-        loads.append((router.engine, router, _http(kind, ids=ours)))
+        loads.append((router.engine, router, _http(kind, ids_in=ours, ids_out=ours)))
         if ours:
-            loads.append((f"{OURS} (text)", router, _http(kind, ids=False)))
-            loads.append((_GRPC, router, _grpc(kind)))
+            loads.append((_TEXT_OUT, router, _http(kind, ids_in=True)))
+            loads.append((_TEXT, router, _http(kind)))
+            loads.append((_GRPC, router, _grpc(kind, ids_out=True)))
+            loads.append((_GRPC_TEXT_OUT, router, _grpc(kind, ids_out=False)))
     direct = Router("direct", workers.processes[0], workers.http_ports[0])
     count = max(64, int(kind.count * scale))
     rates: dict[str, list[float]] = {}
@@ -114,7 +126,7 @@ def _measure_kind(
                 rates.setdefault(name, []).append(count / result.seconds)
         if not number:
             continue
-        for name, router, load in [("direct", direct, _http(kind, ids=False)), *loads]:
+        for name, router, load in [("direct", direct, _http(kind)), *loads]:
             if kind.pace_ms:
                 continue
             result = _run(load(router, 1, max(20, int(300 * scale))))

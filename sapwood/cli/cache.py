@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from sapwood.cli.each_worker import add_worker_option, each_worker
 from sapwood.cli.errors import EXIT_CODES
-from sapwood.cli.options import add_option, one_of
-from sapwood.cli.request import failing_plainly
+from sapwood.cli.options import one_of
 
 if TYPE_CHECKING:  # at run time grpc is loaded only by the verbs that use it
     from sapwood.v1 import worker_pb2, worker_pb2_grpc
@@ -44,14 +44,7 @@ def configure(verbs: Any) -> None:
     attach.add_argument("url", metavar="URL", help="as a worker's --storage takes it")
     detach = actions.add_parser("detach", help="detach the store", allow_abbrev=False)
     for action, run in ((stats, _stats), (clear, _clear), (attach, _attach), (detach, _detach)):
-        add_option(
-            action,
-            "--worker",
-            "The worker's gRPC host:port; several are separated by commas.",
-            variable="SAPWOOD_WORKERS",
-            default="127.0.0.1:50061",
-            metavar="ADDRESS",
-        )
+        add_worker_option(action)
         action.add_argument("--json", action="store_true", help="One JSON object a tier and line. [default: a table]")
         action.set_defaults(run=run)
 
@@ -84,18 +77,7 @@ def _detach(arguments: argparse.Namespace) -> int:
 
 def _on_each(arguments: argparse.Namespace, call: Call) -> int:
     """Makes the call to every worker and shows the tiers that come back; returns the exit code, raises CliError."""
-    import grpc
-
-    from sapwood.errors import from_rpc_error
-    from sapwood.v1 import worker_pb2_grpc
-
-    for address in arguments.worker.split(","):
-        with failing_plainly(address), grpc.insecure_channel(address) as channel:
-            try:
-                tiers = list(call(worker_pb2_grpc.WorkerStub(channel)))
-            except grpc.RpcError as error:
-                assert isinstance(error, grpc.Call)
-                raise from_rpc_error(error) from None
+    for address, tiers in each_worker(arguments.worker, lambda worker: list(call(worker))):
         if arguments.json:
             for tier in tiers:
                 print(json.dumps({"worker": address, **_fields(tier)}))

@@ -7,9 +7,8 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sapwood.cli.each_worker import add_worker_option, each_worker
 from sapwood.cli.errors import EXIT_CODES
-from sapwood.cli.options import add_option
-from sapwood.cli.request import failing_plainly
 
 if TYPE_CHECKING:  # at run time grpc is loaded only by the verbs that use it
     from sapwood.v1 import worker_pb2_grpc
@@ -31,14 +30,7 @@ def configure(verbs: Any) -> None:
 
     def action(name: str, text: str, run: Callable[[argparse.Namespace], int], *, to: Any = actions) -> Any:
         made = to.add_parser(name, help=text, allow_abbrev=False)
-        add_option(
-            made,
-            "--worker",
-            "The worker's gRPC host:port; several are separated by commas.",
-            variable="SAPWOOD_WORKERS",
-            default="127.0.0.1:50061",
-            metavar="ADDRESS",
-        )
+        add_worker_option(made)
         made.add_argument("--json", action="store_true", help="One JSON object a worker. [default: words]")
         made.set_defaults(run=run)
         return made
@@ -150,18 +142,7 @@ def _done(_: object, what: str) -> Answer:
 
 def _on_each(arguments: argparse.Namespace, call: Call) -> int:
     """Makes the call to every worker and shows what comes back; returns the exit code, raises CliError."""
-    import grpc
-
-    from sapwood.errors import from_rpc_error
-    from sapwood.v1 import worker_pb2_grpc
-
-    for address in arguments.worker.split(","):
-        with failing_plainly(address), grpc.insecure_channel(address) as channel:
-            try:
-                answer = call(worker_pb2_grpc.WorkerStub(channel))
-            except grpc.RpcError as error:
-                assert isinstance(error, grpc.Call)
-                raise from_rpc_error(error) from None
+    for address, answer in each_worker(arguments.worker, call):
         if arguments.json:
             print(json.dumps({"worker": address, **answer}))
         else:

@@ -46,6 +46,11 @@ def test_broken_details_of_a_peer_do_not_hide_its_error() -> None:
     assert received.field is None
 
 
+def test_a_call_that_broke_as_its_server_stopped_was_cancelled_by_nobody() -> None:
+    error = FailedCall(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata(), "")
+    assert isinstance(status.from_rpc_error(error), errors.UnavailableError)
+
+
 def test_a_status_nobody_here_sends_becomes_an_internal_error() -> None:
     error = FailedCall(grpc.StatusCode.DATA_LOSS, grpc.aio.Metadata(), grpc.aio.Metadata(), "?")
     assert isinstance(status.from_rpc_error(error), errors.InternalError)

@@ -5,6 +5,7 @@ import contextlib
 import signal
 import socket
 
+import grpc
 import openai
 import pytest
 
@@ -70,6 +71,29 @@ async def test_streams_move_to_another_replica_and_new_requests_go_there(wait_un
         await wait_until(lambda: router.problem() is None)
         assert await complete(client) == TEXT
         await fakes[0].kill()
+
+
+class ResettingTokenizer(FakeTokenizer):
+    """Resets the first call, as a server may that stops."""
+
+    resets = 0
+
+    async def Tokenize(self, request, context):  # noqa: N802 - the method of the protocol
+        if not self.resets:
+            self.resets += 1
+            await context.abort(grpc.StatusCode.CANCELLED)
+        return await super().Tokenize(request, context)
+
+
+async def test_a_call_that_the_tokenizer_resets_is_made_again(wait_until) -> None:
+    fake, worker = ResettingTokenizer(), FakeWorker()
+    await fake.start()
+    try:
+        async with running_router(wait_until, fake.address, worker) as (_, client):
+            assert await complete(client) == TEXT
+        assert fake.resets == 1
+    finally:
+        await fake.kill()
 
 
 async def test_a_stream_waits_for_a_replica_where_none_is_left(wait_until) -> None:

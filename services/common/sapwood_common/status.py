@@ -71,7 +71,10 @@ def code_number(error: errors.SapwoodError) -> int:
 
 
 def to_trailing_metadata(error: errors.SapwoodError) -> tuple[tuple[str, bytes], ...]:
-    """The trailing metadata that carries the ``google.rpc`` details of an error; empty if it has none."""
+    """The trailing metadata that carries the ``google.rpc`` details of an error; empty if it has none.
+
+    That a request was cancelled is always told there, so that :func:`from_rpc_error` can tell it from a call that broke.
+    """
     details: list[AnyMessage] = []
     if error.field is not None:
         bad_request = error_details_pb2.BadRequest()
@@ -81,19 +84,27 @@ def to_trailing_metadata(error: errors.SapwoodError) -> tuple[tuple[str, bytes],
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(round(error.retry_after * 1000))
         details.append(_pack(retry))
-    if not details:
+    if not details and not isinstance(error, errors.RequestCancelledError):
         return ()
     status = Status(code=code_number(error), message=error.message, details=details)
     return ((_DETAILS_KEY, status.SerializeToString()),)
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.SapwoodError:
-    """The exception that a failed call stands for, with field and retry delay restored from its details."""
+    """The exception that a failed call stands for, with field and retry delay restored from its details.
+
+    CANCELLED without details is no service's answer: the peer reset the call, as a server does that stops. Whoever cancels a
+    call of his own gets ``asyncio.CancelledError`` instead.
+    """
     field: str | None = None
     retry_after: float | None = None
+    detailed = False
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS_KEY and isinstance(value, bytes):
+            detailed = True
             field, retry_after = _unpack(value)
+    if error.code() is grpc.StatusCode.CANCELLED and not detailed:
+        return errors.UnavailableError("the peer cancelled the call")
     cls = error_of_code(error.code())
     return cls(error.details() or error.code().name, field=field, retry_after=retry_after)
 

@@ -161,6 +161,7 @@ class RequestContext:
         prompt, model, sampling: What the client asked for.
         output: How tokens become output: what the client asked for, then what the model needs (prepare).
         whole: The answer is told in one piece, at its end.
+        detokenize: Whether there is to be text; else the answer is token ids alone.
         grammar: What the text must match.
         tool_choice: Which calls there must be.
         parallel_tool_calls: Whether there may be several calls.
@@ -190,6 +191,7 @@ class RequestContext:
     deadline: float
     model: str | None = None
     whole: bool = False
+    detokenize: bool = True
     grammar: AnswerGrammar | None = None
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True

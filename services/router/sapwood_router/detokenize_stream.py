@@ -6,38 +6,19 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from sapwood_common.errors import InternalError, SapwoodError
 from sapwood_router.output import Output, OutputBuffer, OutputOptions
+from sapwood_router.output_stream import WINDOW, OutputChunk
 
 logger = logging.getLogger(__name__)
 
 _BATCH = 1024
 """Tokens of an answer that is read whole that are written together."""
-WINDOW = 256
-"""Tokens that may wait on either side of the tokenizer before the worker's stream is read no further."""
-
-
-@dataclass(slots=True)
-class OutputChunk:
-    """Output that became certain.
-
-    Attributes:
-        output: What is new.
-        tokens: How many of the stream's tokens were read for all output so far.
-        ended: Nothing follows.
-        stop_match: The stop string that ended the stream.
-    """
-
-    output: Output
-    tokens: int
-    ended: bool
-    stop_match: str | None = None
 
 
 class DetokenizeStream:
-    """Tokens in, output out. One task pushes, one reads; the session writes and delivers. All on one event loop.
+    """An :class:`~sapwood_router.output_stream.OutputStream`; the session writes its tokens and delivers the output.
 
     What is read later is merged, so the stream holds at most the output of its own unread tokens; with :meth:`room` the
     pusher keeps those within a window.
@@ -86,11 +67,11 @@ class DetokenizeStream:
 
     @property
     def over(self) -> bool:
-        """Whether it ended, failed or was closed: what is pushed now goes nowhere."""
+        """See OutputStream."""
         return self._ended or self._closed or self._error is not None
 
     def push(self, token_ids: Sequence[int], *, end: bool = False) -> None:
-        """Hands over new tokens; ``end`` says that these were the last."""
+        """See OutputStream."""
         if self.over or self.end_pushed:
             return
         self.token_ids.extend(token_ids)
@@ -112,11 +93,7 @@ class DetokenizeStream:
             await self._pusher
 
     async def read(self) -> OutputChunk:
-        """All that became certain since the last call; waits for something.
-
-        Raises:
-            SapwoodError: The stream failed; what came before was read.
-        """
+        """See OutputStream."""
         while not self._fresh or (self._whole and not self._ended):
             if self._error is not None:
                 raise self._error
@@ -125,7 +102,7 @@ class DetokenizeStream:
         return self.take()
 
     def take(self) -> OutputChunk:
-        """The same, of what is there."""
+        """See OutputStream."""
         chunk = OutputChunk(self._output.take(), self._tokens, self._ended, self._stop_match)
         self._fresh = False
         self._tokens_read = self._tokens
@@ -133,15 +110,11 @@ class DetokenizeStream:
         return chunk
 
     def divert(self, take: Callable[[], bool]) -> None:
-        """Calls ``take`` for new output, except the last, instead of waking who waits in :meth:`read`.
-
-        Args:
-            take: Calls :meth:`take` and returns True, or returns False: then the reader is woken.
-        """
+        """See OutputStream."""
         self._divert = take
 
     def fail(self, error: SapwoodError) -> None:
-        """:meth:`read` raises ``error`` after what is there already; the first error counts."""
+        """See OutputStream."""
         if not self.over:
             self._error = error
             self._on_close(self)
@@ -149,7 +122,7 @@ class DetokenizeStream:
             self._wake_pusher()
 
     def close(self) -> None:
-        """Nobody reads on. May be called again."""
+        """See OutputStream."""
         if not self.over:
             self._on_close(self)
         self._closed = True

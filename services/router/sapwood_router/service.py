@@ -122,6 +122,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 ),
                 fields=fields,
                 deadline=deadline,
+                detokenize=request.detokenize if request.HasField("detokenize") else True,
                 model=request.model if request.HasField("model") else None,
                 caller=caller,
                 grammar=grammar_of(request),

@@ -58,6 +58,18 @@ def check_stop(stop: tuple[str, ...], field: str = "stop") -> None:
         raise InvalidArgumentError("a stop string is empty", field=field)
 
 
+def check_tokens_only(prompt: Prompt, stop: tuple[str, ...]) -> None:
+    """Refuses what needs the text of an answer that is to be token ids alone.
+
+    Raises:
+        InvalidArgumentError: As said.
+    """
+    if stop:
+        raise InvalidArgumentError("stop needs the text, which detokenize false leaves out", field="stop")
+    if isinstance(prompt, ChatPrompt) and prompt.tools:
+        raise InvalidArgumentError("tools need the text, which detokenize false leaves out", field="tools")
+
+
 def check_sampling(sampling: Sampling, fields: FieldNames) -> None:
     """Refuses sampling settings out of their ranges (those of ``common.proto``).
 

@@ -69,7 +69,7 @@ class Annotator:
         ids, logprobs = self._tokens(delta)
         if self._prompt_only:
             ids, logprobs = [], []
-            delta.output = Output()
+            delta.output, delta.token_ids = Output(), []
             if delta.finish is not None:
                 delta.finish = replace(delta.finish, usage=replace(delta.finish.usage, completion_tokens=0))
         context = self._contexts[index]

@@ -25,6 +25,7 @@ class Answer:
     """A complete generation."""
 
     output: Output
+    token_ids: list[int]
     finish: Finish
     logprobs: Any = None
 
@@ -68,7 +69,7 @@ async def send_whole(
         whole.output = output.take()
         logprobs = await annotator.annotate(index, whole)
         assert whole.finish is not None, "each run ends with a finish or an error"
-        answers.append(Answer(whole.output, whole.finish, logprobs))
+        answers.append(Answer(whole.output, whole.token_ids, whole.finish, logprobs))
     await exchange.send_body(200, msgspec.json.encode(make_body(answers)))
 
 
@@ -103,10 +104,10 @@ async def send_stream(
             if delta.output.tool_calls:
                 called.add(index)
             if delta.finish is None:
-                events += chunks.output(index, delta.output, logprobs)
+                events += chunks.output(index, delta, logprobs)
             else:
                 usages[index] = delta.finish.usage
-                events += chunks.finish(index, delta.output, finish_reason(delta.finish, index in called), logprobs)
+                events += chunks.finish(index, delta, finish_reason(delta.finish, index in called), logprobs)
             last = len(usages) == len(runs)
             if last:
                 ordered = [usages[number] for number in range(len(runs))]
@@ -122,5 +123,5 @@ def _pass_on(exchange: Exchange, chunks: CompletionChunks, called: set[int], del
     """Sends the events of a delta of the only choice at once."""
     if delta.output.tool_calls:
         called.add(0)
-    if events := chunks.output(0, delta.output):
+    if events := chunks.output(0, delta):
         exchange.write_events(events)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.context import FieldNames, Prompt, RequestContext, TextPrompt, TokenPrompt
 from sapwood_router.continuations import continuations
@@ -17,7 +19,7 @@ from sapwood_router.openai.exchange import Exchange
 from sapwood_router.openai.logprobs import CompletionWriter
 from sapwood_router.openai.parameters import output_of, sampling_of, wants_stream
 from sapwood_router.openai.response_format import answer_grammar
-from sapwood_router.openai.sse import CompletionChunks
+from sapwood_router.openai.sse import CompletionChunks, TokenChunks
 from sapwood_router.openai.types import (
     COMPLETION_NEUTRAL,
     IGNORED,
@@ -51,9 +53,16 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     writer = None if request.logprobs is None else CompletionWriter
     annotator = Annotator(contexts, pipeline.tokenizer, writer, echo=echo, prompt_only=prompt_only)
 
+    shows_prompt = request.return_token_ids is True
+    shows_tokens = shows_prompt or request.detokenize is False
+
     def make_body(answers: list[Answer]) -> CompletionResponse:
         choices = [
-            CompletionChoice(index, answer.output.text, answer.finish.reason.value, answer.logprobs)
+            CompletionChoice(
+                *(index, answer.output.text, answer.finish.reason.value, answer.logprobs),
+                token_ids=answer.token_ids if shows_tokens else msgspec.UNSET,
+                prompt_token_ids=contexts[index].token_ids if shows_prompt else msgspec.UNSET,
+            )
             for index, answer in enumerate(answers)
         ]
         usage = usage_object([answer.finish.usage for answer in answers], count)
@@ -62,7 +71,10 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         )
 
     def make_chunks() -> CompletionChunks:
-        return CompletionChunks(answer_id, created, contexts[0].model or "", include_usage)
+        fixed = (answer_id, created, contexts[0].model or "", include_usage)
+        if not shows_tokens:
+            return CompletionChunks(*fixed)
+        return TokenChunks(*fixed, [context.token_ids for context in contexts] if shows_prompt else [])
 
     try:
         if stream:
@@ -76,6 +88,8 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
 def _contexts(request: CompletionRequest, request_id: str, deadline: float) -> tuple[list[RequestContext], int]:
     """One for each choice, those of a prompt together; and how many each prompt has."""
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    if request.echo and request.detokenize is False:
+        raise InvalidArgumentError("echo is of the text, which detokenize false leaves out", field="echo")
     if request.echo and max_tokens == 0:
         max_tokens = 1  # a worker generates at least one; it is dropped
     grammar, grammar_field = answer_grammar(request)
@@ -102,6 +116,7 @@ def _contexts(request: CompletionRequest, request_id: str, deadline: float) -> t
             deadline=deadline,
             model=request.model,
             whole=not request.stream,
+            detokenize=request.detokenize is not False,
             grammar=grammar,
         )
         for name, prompt in named

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from sapwood_router.context import Delta
 from sapwood_router.openai.types import UsageObject
-from sapwood_router.output import Output, ToolCallDelta
+from sapwood_router.output import ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
 
@@ -38,13 +41,14 @@ class CompletionChunks:
         """What precedes a choice's first text."""
         return b""
 
-    def output(self, index: int, output: Output, logprobs: bytes = NULL) -> bytes:
+    def output(self, index: int, delta: Delta, logprobs: bytes = NULL) -> bytes:
         """New output of a choice, with its ``logprobs`` in JSON; nothing if it is empty."""
-        return self._chunk(index, output.text, NULL, logprobs) if output.text or logprobs is not NULL else b""
+        text = delta.output.text
+        return self._chunk(index, _encode(text), NULL, logprobs) if text or logprobs is not NULL else b""
 
-    def finish(self, index: int, output: Output, reason: str, logprobs: bytes = NULL) -> bytes:
+    def finish(self, index: int, delta: Delta, reason: str, logprobs: bytes = NULL) -> bytes:
         """The last output of a choice and why it ended."""
-        return self._chunk(index, output.text, _encode(reason), logprobs)
+        return self._chunk(index, _encode(delta.output.text), _encode(reason), logprobs)
 
     def closing(self, usage: UsageObject) -> bytes:
         """The end of the stream, with the usage if it was asked for."""
@@ -52,14 +56,14 @@ class CompletionChunks:
             return DONE
         return self._head + b'],"usage":' + _encode(usage) + b"}\n\n" + DONE
 
-    def _chunk(self, index: int, text: str, reason: bytes, logprobs: bytes) -> bytes:
+    def _chunk(self, index: int, text: bytes, reason: bytes, logprobs: bytes) -> bytes:
         return b"".join(
             (
                 self._head,
                 b'{"index":',
                 str(index).encode(),
                 self._BEFORE_TEXT,
-                _encode(text),
+                text,
                 self._AFTER_TEXT,
                 logprobs,
                 b',"finish_reason":',
@@ -67,6 +71,41 @@ class CompletionChunks:
                 self._tail,
             )
         )
+
+
+class TokenChunks(CompletionChunks):
+    """The events of a streamed completion with its tokens.
+
+    Args:
+        answer_id, created, model, include_usage: As for CompletionChunks.
+        prompts: The prompt of each choice, for its first chunk; empty: it is not told.
+    """
+
+    def __init__(
+        self, answer_id: str, created: int, model: str, include_usage: bool, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        super().__init__(answer_id, created, model, include_usage)
+        self._prompts = dict(enumerate(prompts))
+
+    def output(self, index: int, delta: Delta, logprobs: bytes = NULL) -> bytes:
+        """See CompletionChunks; output of a choice may be tokens alone."""
+        if not (delta.token_ids or delta.output.text or logprobs is not NULL):
+            return b""
+        return self._chunk(index, self._with_tokens(index, delta), NULL, logprobs)
+
+    def finish(self, index: int, delta: Delta, reason: str, logprobs: bytes = NULL) -> bytes:
+        """See CompletionChunks."""
+        return self._chunk(index, self._with_tokens(index, delta), _encode(reason), logprobs)
+
+    def _with_tokens(self, index: int, delta: Delta) -> bytes:
+        """The text and what comes after it."""
+        text, ids = delta.output.text, delta.token_ids
+        written = b"[%d]" % ids[0] if len(ids) == 1 else _encode(ids)
+        parts = (_encode(text) if text else b'""', b',"token_ids":', written)
+        if not self._prompts:
+            return b"".join(parts)
+        prompt = self._prompts.pop(index, None)
+        return b"".join(parts) if prompt is None else b"".join((*parts, b',"prompt_token_ids":', _encode(prompt)))
 
 
 class ChatChunks(CompletionChunks):
@@ -80,22 +119,23 @@ class ChatChunks(CompletionChunks):
         """The first chunk says who speaks."""
         return self._delta(index, b'{"role":"assistant","content":""}', NULL)
 
-    def output(self, index: int, output: Output, logprobs: bytes = NULL) -> bytes:
+    def output(self, index: int, delta: Delta, logprobs: bytes = NULL) -> bytes:
         """A chunk for each kind of what is new: reasoning, text, then calls; the first has the ``logprobs``."""
+        output = delta.output
         if not output.reasoning and not output.tool_calls:
-            return super().output(index, output, logprobs)
+            return super().output(index, delta, logprobs)
         events = b""
         if output.reasoning:
             events = self._delta(index, b'{"reasoning_content":' + _encode(output.reasoning) + b"}", NULL, logprobs)
             logprobs = NULL
-        events += super().output(index, output, logprobs)
+        events += super().output(index, delta, logprobs)
         for call in output.tool_calls:
             events += self._call(index, call)
         return events
 
-    def finish(self, index: int, output: Output, reason: str, logprobs: bytes = NULL) -> bytes:
+    def finish(self, index: int, delta: Delta, reason: str, logprobs: bytes = NULL) -> bytes:
         """The last output, then a chunk with an empty delta and the reason, as OpenAI sends them."""
-        return self.output(index, output, logprobs) + self._delta(index, b"{}", _encode(reason))
+        return self.output(index, delta, logprobs) + self._delta(index, b"{}", _encode(reason))
 
     def _call(self, index: int, call: ToolCallDelta) -> bytes:
         """One call a chunk; its id and name come alone, as OpenAI sends them."""

@@ -52,6 +52,8 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
+    return_token_ids: bool | None = None  # an extension, named as in vLLM; so is the next, there a sampling parameter
+    detokenize: bool | None = None
 
 
 class ContentPart(msgspec.Struct):
@@ -164,12 +166,14 @@ class UsageObject(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """A choice of a completion."""
+    """A choice of a completion; the last two, if asked for, are named as in vLLM."""
 
     index: int
     text: str
     finish_reason: str
     logprobs: CompletionLogprobs | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):

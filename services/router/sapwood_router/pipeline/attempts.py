@@ -10,10 +10,10 @@ from typing import Protocol
 from sapwood_common.errors import InternalError, SapwoodError, UnavailableError
 from sapwood_router.admission_control import AdmissionControl
 from sapwood_router.context import FinishReason, RequestContext
-from sapwood_router.detokenize_stream import DetokenizeStream
 from sapwood_router.field_names import to_client_field
 from sapwood_router.observer import RequestWatch
 from sapwood_router.outcome import WorkerLostError
+from sapwood_router.output_stream import OutputStream
 from sapwood_router.pipeline.acquire import acquire
 from sapwood_router.pipeline.build import build
 from sapwood_router.pipeline.dispatch import dispatch
@@ -54,7 +54,7 @@ class Attempts:
         watch: Measures.
     """
 
-    def __init__(self, shared: Shared, context: RequestContext, stream: DetokenizeStream, watch: RequestWatch) -> None:
+    def __init__(self, shared: Shared, context: RequestContext, stream: OutputStream, watch: RequestWatch) -> None:
         self._shared = shared
         self._context = context
         self._stream = stream

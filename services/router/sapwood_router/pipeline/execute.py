@@ -1,4 +1,4 @@
-"""Stage 6: tokens flow from the worker to the detokenizer, no faster than the client takes the text."""
+"""Stage 6: tokens flow from the worker to the detokenizer, or past it, no faster than the client takes what comes of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Collection
 from sapwood_common.errors import SapwoodError
 from sapwood_router.circuit_breaker import Permit
 from sapwood_router.context import FinishReason, RequestContext
-from sapwood_router.detokenize_stream import DetokenizeStream
 from sapwood_router.outcome import Outcome, outcome_of
+from sapwood_router.output_stream import OutputStream
 from sapwood_router.worker import Lease
 from sapwood_router.worker_output import WorkerOutput
 from sapwood_router.worker_session import WorkerStream
@@ -30,7 +30,7 @@ class Execution:
     def __init__(
         self,
         context: RequestContext,
-        stream: DetokenizeStream,
+        stream: OutputStream,
         lease: Lease,
         permit: Permit,
         end_tokens: Collection[int],

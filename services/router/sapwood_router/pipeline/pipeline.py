@@ -14,9 +14,9 @@ from sapwood_common.status import row_of
 from sapwood_router.admission_control import AdmissionControl
 from sapwood_router.context import Delta, RequestContext
 from sapwood_router.detokenize_pool import DetokenizePool
-from sapwood_router.detokenize_stream import DetokenizeStream, OutputChunk
 from sapwood_router.embedding import Embedder
 from sapwood_router.observer import RequestObserver
+from sapwood_router.output_stream import OutputChunk, OutputStream
 from sapwood_router.pipeline.attempts import Attempts
 from sapwood_router.pipeline.build import fix_seed
 from sapwood_router.pipeline.prepare import prepare
@@ -25,6 +25,7 @@ from sapwood_router.policies.policy_book import PolicyBook
 from sapwood_router.registry import Registry
 from sapwood_router.resume import Failover
 from sapwood_router.retry import RetryPolicy
+from sapwood_router.token_stream import TokenStream
 from sapwood_router.tokenizer_client import TokenizerClient
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class Run:
         self._pipeline = pipeline
         self._context = context
         self._watch = pipeline.observer.watch(context)
-        self._stream: DetokenizeStream | None = None
+        self._stream: OutputStream | None = None
         self._attempts: Attempts | None = None
         self._driver: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -157,20 +158,24 @@ class Run:
         self._watch.close()
         self._log()
 
-    async def _start(self) -> DetokenizeStream:
+    async def _start(self) -> OutputStream:
         context, pipeline = self._context, self._pipeline
         with self._watch.stage("prepare"):
             await prepare(context, pipeline.tokenizer)
         if self._closed:
             raise RequestCancelledError("the client left")
         fix_seed(context)
-        stream = pipeline.session.open(context.output, whole=context.whole)
+        stream: OutputStream
+        if context.detokenize:
+            stream = pipeline.session.open(context.output, whole=context.whole)
+        else:
+            stream = TokenStream(whole=context.whole)
         self._attempts = Attempts(pipeline, context, stream, self._watch)
         self._driver = asyncio.ensure_future(self._attempts.run())
         self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire, stream)
         return stream
 
-    def _expire(self, stream: DetokenizeStream) -> None:
+    def _expire(self, stream: OutputStream) -> None:
         stream.fail(DeadlineExceededError("the deadline passed"))
         if self._driver is not None:
             self._driver.cancel()

@@ -6,7 +6,7 @@ import time
 
 from sapwood_common.errors import InternalError
 from sapwood_router.context import Delta, Finish, FinishReason, RequestContext, Usage
-from sapwood_router.detokenize_stream import OutputChunk
+from sapwood_router.output_stream import OutputChunk
 
 
 def respond(context: RequestContext, chunk: OutputChunk, sent_tokens: int) -> Delta:

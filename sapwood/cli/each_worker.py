@@ -1,0 +1,51 @@
+"""What verbs about workers share: which workers, and a call to each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sapwood.cli.options import add_option
+from sapwood.cli.request import failing_plainly
+
+if TYPE_CHECKING:  # at run time grpc is loaded only by the verbs that use it
+    from sapwood.v1 import worker_pb2_grpc
+
+Answer = TypeVar("Answer")
+
+
+def add_worker_option(parser: Any) -> None:
+    """Adds ``--worker``, whose value :func:`each_worker` takes."""
+    add_option(
+        parser,
+        "--worker",
+        "The worker's gRPC host:port; several are separated by commas.",
+        variable="SAPWOOD_WORKERS",
+        default="127.0.0.1:50061",
+        metavar="ADDRESS",
+    )
+
+
+def each_worker(addresses: str, call: Callable[[worker_pb2_grpc.WorkerStub], Answer]) -> Iterator[tuple[str, Answer]]:
+    """Makes the call to one worker after the other; gives each one's address and answer as it comes.
+
+    Args:
+        addresses: ``host:port``, several separated by commas.
+        call: Must be done with the stub when it returns.
+
+    Raises:
+        CliError: A worker refuses, or cannot be reached; those after it are not called.
+    """
+    import grpc
+
+    from sapwood.errors import from_rpc_error
+    from sapwood.v1 import worker_pb2_grpc
+
+    for address in addresses.split(","):
+        with failing_plainly(address), grpc.insecure_channel(address) as channel:
+            try:
+                answer = call(worker_pb2_grpc.WorkerStub(channel))
+            except grpc.RpcError as error:
+                assert isinstance(error, grpc.Call)
+                raise from_rpc_error(error) from None
+        yield address, answer

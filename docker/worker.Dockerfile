@@ -1,7 +1,7 @@
 # A worker. VARIANT=cpu (default) or cuda. Build from the top of the repository:
 #   docker build -f docker/worker.Dockerfile -t sapwood-worker .
 #   docker build -f docker/worker.Dockerfile --build-arg VARIANT=cuda -t sapwood-worker:cuda .
-# torch is taken from docker/wheels if a wheel lies there, else from TORCH_INDEX.
+# torch is taken from docker/wheels if a wheel of the variant lies there, else from TORCH_INDEX.
 # Behind a proxy with a CA of its own: --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04@sha256:7d2f6a8c2071d911524f95061a0db363e24d27aa51ec831fcccf9e76eb72bc92
@@ -62,8 +62,10 @@ COPY docker/constraints.txt /build/
 RUN --mount=type=secret,id=ca,required=false --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,source=docker/wheels,target=/wheels \
     if [ -s /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi; \
-    wheel=$(find /wheels -name 'torch-*.whl' | head -n 1); \
-    case "$VARIANT" in cpu) index="$TORCH_INDEX/cpu";; cuda) index="$TORCH_INDEX/cu130";; esac; \
+    case "$VARIANT" in \
+        cpu) index="$TORCH_INDEX/cpu"; wheel=$(find /wheels -name 'torch-*.whl' ! -name '*+cu*' | head -n 1);; \
+        cuda) index="$TORCH_INDEX/cu130"; wheel=$(find /wheels -name 'torch-*+cu*.whl' | head -n 1);; \
+    esac; \
     if [ -n "$wheel" ]; then /opt/sapwood/bin/pip install "$wheel" -c /build/constraints.txt; \
     else /opt/sapwood/bin/pip install "$TORCH" --index-url "$index"; fi
 COPY --from=requirements /requirements.txt /build/

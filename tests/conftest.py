@@ -34,6 +34,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ClustersTogether(config, log)
 
 
+def pytest_configure() -> None:
+    """Processes that tests start can be interrupted, even where the tests' own shell (``nohup``, ``&``) ignores SIGINT."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks the tests that need the demo model."""
     if "demo_model" in getattr(item, "fixturenames", ()):

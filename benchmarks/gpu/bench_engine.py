@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from typing import Any
 
 import msgspec
 import torch
+from commit import measured_commit
 from step_profile import record
 
 from sapwood_worker.runner.launched_step import LaunchedStep
@@ -116,9 +116,11 @@ class Engine:
         return time.perf_counter() - started
 
     @contextmanager
-    def decoding(self, batch: int, length: int = 120) -> Iterator[Callable[[], None]]:
+    def decoding(
+        self, batch: int, length: int = 120, sampling: SamplingParams = GREEDY
+    ) -> Iterator[Callable[[], None]]:
         """Lets a batch of 1024-token prompts decode; gives what does a step of it."""
-        self.add(prompts_of(batch, 1024, seed=5), [length] * batch, GREEDY)
+        self.add(prompts_of(batch, 1024, seed=5), [length] * batch, sampling)
         decoding = (None for outputs in self.steps() if len(outputs) == batch)
         for _ in range(20):
             next(decoding)
@@ -150,6 +152,7 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=2, help="Of each timing of decode; the best counts (default: 2)."
     )
+    parser.add_argument("--both-loops", action="store_true", help="Offline step by step too, after the overlapped one.")
     parser.add_argument("--no-overlap", action="store_true", help="Step by step: the host waits for each.")
     parser.add_argument("--kv-gb", type=float, default=60.0, help="KV cache in GiB (default: 60); 0: what is left.")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="Of the KV cache.")
@@ -161,9 +164,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     wanted = set(arguments.only.split(","))
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    commit = measured_commit()
 
     # A variant has a name of its own, so that no figure of it is taken for the plain model's.
     variant = arguments.model.name
@@ -211,16 +212,13 @@ def main() -> None:
                     report(f"decode {batch} {part}", milliseconds, "ms")
                 profile(f"decode {batch}", lambda step=step: [step() for _ in range(10)], 10)  # type: ignore[misc]
     if "sampled" in wanted:
-        prompts = prompts_of(256, 1024, seed=256)
-        for name, sampling in SAMPLED.items():
-            engine.generate(prompts, [4] * 256, sampling)
-            seconds = engine.generate(prompts, [129] * 256, sampling) - engine.generate(prompts, [1] * 256, sampling)
-            report(f"decode 256 {name}", seconds / 128 * 1000, "ms")
+        for name, sampling in {"greedy": GREEDY, **SAMPLED}.items():
+            with engine.decoding(256, length=80, sampling=sampling) as step:
+                report(f"sampled 256 {name}", engine.time_steps(step, 40)["steady"], "ms")
     if "prefill" in wanted:
         for count, length in ((1, 128), (1, 1024), (1, 8192), (16, 8192)):
             prompts = prompts_of(count, length, seed=count)
-            engine.generate(prompts, [1] * count)
-            seconds = min(engine.generate(prompts, [1] * count) for _ in range(3))
+            seconds = min(engine.generate(prompts, [1] * count) for _ in range(4 if count == 1 else 1))
             report(f"prefill {count}x{length}", seconds * 1000, "ms")
             report(f"prefill {count}x{length} rate", count * length / seconds, "tokens/s")
             if count == 1:
@@ -230,8 +228,10 @@ def main() -> None:
         shapes = [(draw.randint(100, 1024), draw.randint(100, 1024)) for _ in range(256)]
         prompts = [[draw.randint(10, 99999) for _ in range(length)] for length, _ in shapes]
         outputs = [length for _, length in shapes]
-        seconds = engine.generate(prompts, outputs)
-        report("offline256", sum(outputs) / seconds, "output tokens/s")
+        report("offline256", sum(outputs) / engine.generate(prompts, outputs), "output tokens/s")
+        if arguments.both_loops:
+            engine.overlap = False
+            report("offline256", sum(outputs) / engine.generate(prompts, outputs), "output tokens/s")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Prints one JSON object a line.
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from statistics import median
 
 import numpy as np
 import torch
+from commit import measured_commit
 
 from sapwood_kernels.memcpy_batch import MemcpyBatch
 from sapwood_worker.cache.copies import PageCopy
@@ -31,9 +31,8 @@ PAGES, DEVICE_PAGES, HOST_PAGES = 1000, 2048, 1500
 
 
 def show(what: str, value: float, unit: str) -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     row = {"what": what, "value": round(value, 4), "unit": unit, "engine": "sapwood"}
-    print(json.dumps({**row, "device": torch.cuda.get_device_name(), "commit": commit.stdout.strip()}), flush=True)
+    print(json.dumps({**row, "device": torch.cuda.get_device_name(), "commit": measured_commit()}), flush=True)
 
 
 def attempt(what: str, function: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@
 
 Prompts are random token ids, greedy, end tokens ignored, one stream a request, on the machine of the services:
 
+start-up  from the start of the processes until all are healthy, and the first request's time to its first token on top
 offline   256 requests at once, prompts of U(100, 1024) tokens, outputs of U(100, 1024)
 one       single requests of 1024 tokens with 129 outputs, a second apart; medians
 poisson   offline's prompts with a quarter of its outputs, so many a second: as fresh prompts, and again as they were in offline
@@ -30,6 +31,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from commit import measured_commit
 from serving_load.load import run_load
 from serving_load.services import Services
 from serving_load.stream import Summary, summarize
@@ -54,9 +56,7 @@ class Bench:
         self._services = services
         self._options = options
         self._vocabulary = vocabulary
-        self._commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
+        self._commit = measured_commit()
         self._requests = offline(options.requests, vocabulary, shortest=options.shortest, longest=options.longest)
 
     def report(self, what: str, value: float, unit: str, **conditions: float) -> None:
@@ -64,6 +64,17 @@ class Bench:
         row |= {"engine": "sapwood", "overlap": True, "device": self._options.device_name, "commit": self._commit}
         row |= conditions
         print(json.dumps(row), flush=True)
+
+    def first_token(self) -> float:
+        """Seconds that the very first request waits for its first token."""
+        (stream,) = run_load(
+            "gRPC",
+            self._services.grpc,
+            self._services.name,
+            one_by_one(1, 64, 2, self._vocabulary, apart=1.0, seed=8),
+            1,
+        )
+        return stream.arrivals[0] - stream.began
 
     def warm_up(self) -> None:
         """Nothing that is measured is the first of its kind."""
@@ -198,6 +209,7 @@ def main() -> None:
         )
         bench = Bench(services, options, vocabulary)
         bench.report("start-up of the worker's processes", services.worker_seconds, "s")
+        bench.report("start-up to first token", services.seconds + bench.first_token(), "s")
         bench.warm_up()
         for kind in kinds:
             if "one" in wanted:

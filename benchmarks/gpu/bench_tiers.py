@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
 import sys
 import time
 import traceback
@@ -28,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from commit import measured_commit
 
 from sapwood_worker.cache.copies import Copies, PageCopy
 from sapwood_worker.cache.hierarchical import HierarchicalCache
@@ -124,9 +124,8 @@ def prompt(chance: random.Random, tokens: int) -> list[int]:
 
 
 def show(what: str, value: float, unit: str) -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     row = {"what": what, "value": round(value, 4), "unit": unit, "engine": "sapwood"}
-    print(json.dumps({**row, "device": torch.cuda.get_device_name(), "commit": commit.stdout.strip()}), flush=True)
+    print(json.dumps({**row, "device": torch.cuda.get_device_name(), "commit": measured_commit()}), flush=True)
 
 
 def bandwidth(engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -73,22 +74,20 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("version", ["1.33", "1.34", "1.35", "1.36", "1.37"])
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_manifest_is_valid(overlay: str, version: str) -> None:
-    items = manifests(overlay)
-    assert {"router", "tokenizer", "worker"} <= set(workloads(overlay))
-    for item in items:
-        kubernetes_validate.validate(item, version, strict=True)
-
-
-def test_all_components_go_together_and_are_valid(everything: list[dict[str, Any]]) -> None:
-    kinds = {item["kind"] for item in everything}
-    assert {"PodMonitor", "PrometheusRule", "RoleBinding"} <= kinds
-    for item in everything:
+def test_every_manifest_is_valid(version: str, everything: list[dict[str, Any]]) -> None:
+    overlays = [manifests(overlay) for overlay in OVERLAYS]
+    assert all({"router", "tokenizer", "worker"} <= set(workloads(overlay)) for overlay in OVERLAYS)
+    different = {json.dumps(item, sort_keys=True): item for items in (*overlays, everything) for item in items}
+    for item in different.values():
         if not item["apiVersion"].startswith(
             "monitoring.coreos.com"
-        ):  # an operator's own kinds, whose schema is not here
-            kubernetes_validate.validate(item, "1.37", strict=True)
+        ):  # an operator's own kinds: their schema is not here
+            kubernetes_validate.validate(item, version, strict=True)
+
+
+def test_all_components_go_together(everything: list[dict[str, Any]]) -> None:
+    kinds = {item["kind"] for item in everything}
+    assert {"PodMonitor", "PrometheusRule", "RoleBinding"} <= kinds
     for name, config in CONFIGS.items():
         prefix = str(config.model_config["env_prefix"])
         known = {f"{prefix}{field}".upper() for field in config.model_fields}
@@ -135,6 +134,19 @@ def test_the_grace_period_covers_the_drain(overlay: str) -> None:
         prefix = str(config.model_config["env_prefix"])
         known = {f"{prefix}{field}".upper() for field in config.model_fields}
         assert set(settings[name]) <= known, "a variable that nobody reads"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_how_many_there_are_is_said_in_one_place(overlay: str) -> None:
+    scaled = {
+        item["spec"]["scaleTargetRef"]["name"]: item["spec"]["minReplicas"]
+        for item in manifests(overlay)
+        if item["kind"] == "HorizontalPodAutoscaler"
+    }
+    for name in CONFIGS:  # replicas beside an autoscaler would be set again with each `kubectl apply`
+        replicas = workloads(overlay)[name]["spec"].get("replicas")
+        assert (replicas is None) is (name in scaled), name
+        assert (replicas or scaled[name]) >= 2, name
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -224,6 +236,32 @@ def test_the_compose_file_hardens_every_service_and_reads_known_variables() -> N
     assert str(router["environment"]["SAPWOOD_ROUTER_ADMIN_PORT"]) not in published
 
 
+def test_the_example_settings_are_those_that_compose_reads() -> None:
+    shown: dict[str, list[str]] = {}
+    for name, value in re.findall(r"^#([A-Z_]+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE):
+        shown.setdefault(name, []).append(value)
+    texts = [(ROOT / "compose.yaml").read_text(), *(path.read_text() for path in (ROOT / "docker").glob("*.yaml"))]
+    assert set(shown) == {name for text in texts for name in re.findall(r"\$\{([A-Z_]+)", text)}
+    for name, default in re.findall(r"\$\{([A-Z_]+):-([^}]*)\}", texts[0]):
+        assert not default or shown[name] == [default], name
+
+
+@pytest.mark.parametrize(
+    ("variant", "wheel"),
+    [("cpu", "torch-2.13.0+cpu-x.whl"), ("cpu", "torch-2.13.0-x.whl"), ("cuda", "torch-2.13.0+cu130-x.whl")],
+)
+def test_an_image_takes_only_a_torch_of_its_own_variant(variant: str, wheel: str, tmp_path: Path) -> None:
+    found = re.search(r'case "\$VARIANT" in \\\n.*?esac;', (ROOT / "docker/worker.Dockerfile").read_text(), re.DOTALL)
+    assert found is not None
+    (tmp_path / wheel).touch()
+    shell = f'{found[0].replace("/wheels", str(tmp_path))} echo "$wheel"'
+    for asked, expected in ((variant, str(tmp_path / wheel)), ({"cpu": "cuda", "cuda": "cpu"}[variant], "")):
+        command = ["bash", "-euo", "pipefail", "-c", shell]
+        environment = {**os.environ, "VARIANT": asked, "TORCH_INDEX": "index"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout.strip() == expected
+
+
 def test_compose_prometheus_knows_every_worker_and_a_router_every_one_it_runs_with() -> None:
     files = {path.name: path.read_text() for path in (ROOT / "docker").glob("compose.*.yaml")}
     text = (ROOT / "compose.yaml").read_text() + "".join(files.values())
@@ -243,8 +281,8 @@ def test_what_images_are_built_with_is_pinned() -> None:
         for line in (ROOT / "docker/constraints.txt").read_text().splitlines()
         if "==" in line
     }
-    for extras in (["router", "otel"], ["tokenizer", "otel"], ["worker", "otel", "mooncake", "nixl"], ["cli"]):
+    for extras in (["router", "otel"], ["tokenizer", "otel"], ["gpu", "otel", "mooncake", "nixl"], ["cli"]):
         command = [sys.executable, str(ROOT / "docker/requirements.py"), str(ROOT / "pyproject.toml"), *extras]
         listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
         names = {requirement.split(">")[0].split("=")[0].split("[")[0].lower() for requirement in listed}
-        assert names - {"torch"} <= pinned, f"docker/constraints.txt misses {names - pinned}"
+        assert names - {"torch", "triton"} <= pinned, f"docker/constraints.txt misses {names - pinned}"

@@ -103,6 +103,7 @@ def test_it_does_not_outlive_the_reader_of_its_output(demo_model: Any) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_does_not_wait(start_cluster: Any) -> None:
     with start_cluster("--workers", "1", "--drain-timeout", "600") as cluster, Client(cluster.grpc) as client:
         generation = client.generate("Once upon a time", max_tokens=5000, temperature=0, ignore_eos=True)

@@ -93,6 +93,19 @@ def test_a_cache_of_float8_is_read_with_its_scales(splits: int):
     check([1, 70, 300], splits=splits, float8=True)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"dim": 80, "window": 40},
+        {"dim": 128, "heads": 8, "page_size": 4},
+        {"dim": 256, "heads": 20, "kv_heads": 1, "softcap": 1.5},
+    ],
+    ids=str,
+)
+def test_a_cache_of_float8_with_heads_of_any_size(shape: dict[str, float]):
+    check([1, 5, 130], float8=True, **shape)
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_only_long_requests_are_split_where_there_are_many(window: int | None):
     check([1, 63, 64, 130, 700], splits=8, least=64, window=window)

@@ -21,6 +21,12 @@ from sapwood.cli.main import main
 from sapwood.client import SapwoodError
 
 
+def _replace(path: Path, blob: bytes) -> None:
+    fresh = path.with_suffix(path.suffix + ".new")
+    fresh.write_bytes(blob)
+    fresh.rename(path)
+
+
 class Authority:
     """A CA and the files of certificates it issued."""
 
@@ -36,13 +42,8 @@ class Authority:
         folder = self.folder
         issued = self.ca.issue_cert(*(hosts or ("127.0.0.1", "localhost")), common_name=name)
         cert, key = folder / f"{name}.pem", folder / f"{name}.key"
-        for path, blob in (
-            (key, issued.private_key_pem.bytes()),
-            (cert, b"".join(c.bytes() for c in issued.cert_chain_pems)),
-        ):
-            fresh = path.with_suffix(path.suffix + ".new")
-            fresh.write_bytes(blob)
-            fresh.rename(path)
+        _replace(key, issued.private_key_pem.bytes())
+        _replace(cert, b"".join(c.bytes() for c in issued.cert_chain_pems))
         return cert, key
 
     def credentials(self, *shown: Path) -> grpc.ChannelCredentials:
@@ -167,10 +168,11 @@ def test_a_new_authority_for_clients_replaces_the_old_one_on_both_ports(
         return health(grpc.secure_channel(address, authority.credentials(*mine))) == no, over_http
 
     assert let_in(authority) == (True, True)
+    _replace(clients, b"no certificate")  # changes nothing
+    router.find("(new TLS files) are not taken up")
+    assert let_in(authority) == (True, True)
     assert let_in(successor) == (False, False)
-    fresh = tmp_path / "fresh.pem"
-    fresh.write_bytes(successor.ca_file.read_bytes())
-    fresh.rename(clients)
+    _replace(clients, successor.ca_file.read_bytes())
     deadline = time.monotonic() + 60
     while let_in(successor) != (True, True):
         assert time.monotonic() < deadline

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import grpc
@@ -11,6 +12,7 @@ import pytest
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.metrics import MetricSet
+from sapwood_common.telemetry import request_id_var
 from sapwood_worker.engine import Engine
 from sapwood_worker.messages import Step, Submit, ToScheduler
 from sapwood_worker.model_info import ModelInfo
@@ -33,13 +35,16 @@ INFO = ModelInfo(
 
 
 class SlowGrammars:
-    """Compiles nothing until told to."""
+    """Compiles nothing until told to, or has a fault."""
 
     def __init__(self) -> None:
+        self.fault: Exception | None = None
         self.begun = asyncio.Event()
         self.go_on = asyncio.Event()
 
     async def compiled(self, request: worker_pb2.WorkerGenerateRequest, time_remaining: float | None) -> bytes:
+        if self.fault is not None:
+            raise self.fault
         self.begun.set()
         await self.go_on.wait()
         return b""
@@ -117,6 +122,31 @@ async def test_a_drain_waits_for_a_request_whose_grammar_is_being_compiled(front
     front.end(request)
     assert (await ended).finish_reason == common_pb2.FINISH_REASON_STOP
     await asyncio.wait_for(drain, 60)
+
+
+async def test_a_fault_ends_its_stream_and_is_in_the_log_under_the_request_id(front: Front) -> None:
+    lines: list[tuple[str, str]] = []
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append((request_id_var.get(), self.format(record)))
+
+    heard = Heard()
+    front.grammars.fault = RuntimeError("what only the log should have")
+    session = front.stub.Session()
+    request = worker_pb2.WorkerGenerateRequest(request_id="r7", token_ids=[1])
+    logging.getLogger("sapwood_worker").addHandler(heard)
+    try:
+        await session.write(worker_pb2.SessionRequest(submits=[worker_pb2.SessionSubmit(stream_id=1, request=request)]))
+        async with asyncio.timeout(60):
+            while not (outputs := (await session.read()).outputs):
+                pass
+    finally:
+        logging.getLogger("sapwood_worker").removeHandler(heard)
+        session.cancel()
+    assert outputs[0].error.code == grpc.StatusCode.INTERNAL.value[0]
+    assert "what only" not in outputs[0].error.message
+    assert [name for name, line in lines if "what only the log should have" in line] == ["r7"]
 
 
 async def test_loads_are_pushed_after_each_step_that_changed_them(front: Front) -> None:

@@ -45,14 +45,18 @@ def test_a_replayed_step_equals_one_launched_kernel_by_kernel(tmp_path):
 
 
 def test_the_ladder_pads_by_less_than_a_quarter():
-    for largest in (16, 100, 512, 4096):
+    for largest in (16, 100, 512, 4096, 8192):
         sizes = token_ladder(largest)
         assert sizes[-1] == largest
         assert sizes == sorted(set(sizes))
-        assert all(later - earlier <= max(16, earlier / 4) for earlier, later in itertools.pairwise(sizes))
+        assert all(later - earlier <= min(max(16, earlier / 4), 512) for earlier, later in itertools.pairwise(sizes))
 
 
 def test_a_large_model_is_captured_up_to_fewer_tokens_than_a_small_one():
-    assert worth_capturing(440_000_000) == 4096
+    assert worth_capturing(440_000_000) == 8192
     assert worth_capturing(7_000_000_000) == 512
     assert worth_capturing(70_000_000_000) == 256
+
+
+def test_float8_takes_the_device_less_time_and_the_host_more_so_more_is_captured():
+    assert worth_capturing(7_000_000_000, float8=True) == 1536

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -40,9 +41,12 @@ class Client:
         await self.call.write(worker_pb2.SessionRequest(heartbeat_ms=self.heartbeat_ms))
         return await self.read()
 
-    async def submit(self, stream_id: int, prompt: list[int], timeout_ms: int | None = None, **sampling) -> None:
+    async def submit(
+        self, stream_id: int, prompt: list[int], timeout_ms: int | None = None, traceparent: str = "", **sampling
+    ) -> None:
         request = worker_pb2.WorkerGenerateRequest(
             request_id=f"r{stream_id}",
+            traceparent=traceparent,
             token_ids=prompt,
             sampling=common_pb2.SamplingParams(**({"seed": SEED} | sampling)),
         )
@@ -90,7 +94,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen]]:
         running.append(process)
         assert process.stderr is not None
         for line in process.stderr:
-            if found := re.search(r"listening on (\S+)", line):
+            if found := re.search(r"listening on ([\w.:]+)", line):
                 return process, found.group(1)
         raise AssertionError("the worker did not start")
 
@@ -148,15 +152,20 @@ async def test_each_stream_gets_its_own_tokens_and_a_step_is_one_message(connect
 
 
 async def test_a_stream_that_is_refused_leaves_the_others_alone(connect) -> None:
-    client = await connect()
+    client = await connect("--log-format", "json")
     await client.submit(1, [5], max_tokens=20)
     await client.submit(2, [])
-    await client.submit(3, [5], temperature=-1)
+    await client.submit(3, [5], temperature=-1, traceparent=f"00-{'5b' * 16}-{'c7' * 8}-01")
     await client.until(lambda: len(client.ends) == 3)
     assert client.tokens == {1: expected([5], 20)}
     invalid = grpc.StatusCode.INVALID_ARGUMENT.value[0]
     assert (client.ends[2].code, client.ends[2].field) == (invalid, "token_ids")
     assert (client.ends[3].code, client.ends[3].field) == (invalid, "sampling.temperature")
+    # The log says so under the ids of each request, though they came over one call.
+    client.process.terminate()
+    lines = [json.loads(line) for line in (await asyncio.to_thread(client.process.stderr.read)).splitlines()]
+    said = [line for line in lines if line["message"].startswith("generation ends INVALID_ARGUMENT")]
+    assert {(line["request_id"], line.get("trace_id")) for line in said} == {("r2", None), ("r3", "5b" * 16)}
 
 
 async def test_a_stream_id_that_is_open_ends_the_call(connect) -> None:

@@ -214,17 +214,15 @@ def test_what_cannot_be_done_is_said(start: Any, tmp_path: Path, capsys: pytest.
     assert main(["cache", "stats", "--worker", plain.address]) == 0
 
 
-def test_a_wrong_storage_flag_ends_the_worker_with_its_reason() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "sapwood_worker.testing.fake_worker",
-        "--port",
-        "0",
-        *TIERS,
-        "--storage",
-        "nowhere",
-    ]
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((*TIERS, "--storage", "nowhere"), "--storage: 'nowhere' must begin with file:"),
+        (("--storage", "file:///nowhere"), "--storage needs a second tier: --host-cache-gb"),
+    ],
+)
+def test_a_wrong_storage_flag_ends_the_worker_with_its_reason(flags: tuple[str, ...], said: str) -> None:
+    command = [sys.executable, "-m", "sapwood_worker.testing.fake_worker", "--port", "0", *flags]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 1
-    assert "--storage: 'nowhere' must begin with file:" in result.stderr
+    assert said in result.stderr

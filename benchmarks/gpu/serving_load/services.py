@@ -119,6 +119,7 @@ class Services:
         self._logs = logs
         self._started: list[Service] = []
         self.grpc = self.http = self._worker = ""
+        self.seconds = self.worker_seconds = 0.0
 
     def __enter__(self) -> Services:
         shared = ("--port", "0", "--model", str(self._model), "--served-model-name", self.name)
@@ -134,6 +135,7 @@ class Services:
             )  # fmt: skip
             self.grpc, self.http = router.address("gRPC"), router.address("HTTP")
             self._await_health()
+            self.seconds = monotonic() - began
         except BaseException:
             self.__exit__()
             raise

@@ -77,7 +77,9 @@ def grpc_server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
                 if found == self.version:
                     return None
                 context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-                context.load_cert_chain(tls.cert, tls.key)  # or a half-written pair would be taken up
+                context.load_cert_chain(tls.cert, tls.key)  # or half-written files would be taken up
+                if tls.client_ca is not None:
+                    context.load_verify_locations(tls.client_ca)
                 self.version = found
                 return _configuration(tls)
             except (OSError, ssl.SSLError) as error:

@@ -264,10 +264,10 @@ class EventLoop:
 
     def _fail(self, error: Exception) -> list[RequestOutput]:
         """Ends what is in flight."""
+        names = ", ".join(self._scheduler.in_flight())
         outputs = self._scheduler.fail_step("the model failed to compute this step; the worker's log has the details")
         self._clock.failed()
-        serials = ", ".join(str(output.serial) for output in outputs)
-        logger.error("a step failed; it was computing the requests of serials %s", serials, exc_info=error)
+        logger.error("a step failed; it was computing the requests %s", names, exc_info=error)
         self._failures += 1
         if self._failures >= MOST_FAILURES:
             raise RuntimeError(f"{MOST_FAILURES} steps in a row failed") from error

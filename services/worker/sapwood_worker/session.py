@@ -9,14 +9,25 @@ own tokens.
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from sapwood.v1 import worker_pb2
-from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError, SapwoodError, UnavailableError
-from sapwood_common.status import code_number
+from sapwood_common.errors import (
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    SapwoodError,
+    UnavailableError,
+)
+from sapwood_common.status import code_number, row_of
+from sapwood_common.telemetry import is_valid_request_id, request_id_var, traceparent_var
 from sapwood_worker.convert import to_load_report, to_response
 from sapwood_worker.engine import Engine
 from sapwood_worker.generation import Generation
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_HEARTBEAT_MS, LEAST_HEARTBEAT_MS = 200, 10
 _LOAD_INTERVAL = 0.05
@@ -26,11 +37,19 @@ Start = Callable[[worker_pb2.WorkerGenerateRequest, float | None], Awaitable[Gen
 
 
 class _Stream:
-    """A generation of this session; ``generation`` is None while the request is being checked."""
+    """A generation of this session; ``generation`` is None while the request is being checked.
 
-    __slots__ = ("error", "generation", "paused", "starting", "timer")
+    What is logged of it is logged in ``context``, which has its request and trace ids.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("context", "error", "generation", "paused", "starting", "timer")
+
+    def __init__(self, request: worker_pb2.WorkerGenerateRequest) -> None:
+        self.context = contextvars.copy_context()
+        if is_valid_request_id(request.request_id):
+            self.context.run(request_id_var.set, request.request_id)
+        if request.traceparent:
+            self.context.run(traceparent_var.set, request.traceparent)
         self.generation: Generation | None = None
         self.starting: asyncio.Task[None] | None = None
         self.error: SapwoodError | None = None
@@ -152,15 +171,17 @@ class Session:
         stream_id = submit.stream_id
         if stream_id in self._streams:
             raise InvalidArgumentError(f"stream {stream_id} is open already", field="submits.stream_id")
-        stream = self._streams[stream_id] = _Stream()
+        stream = self._streams[stream_id] = _Stream(submit.request)
         if self._draining.is_set():
             self._fail(stream_id, UnavailableError("this worker is shutting down", retry_after=1.0))
             return
+        loop = asyncio.get_running_loop()
         seconds = submit.timeout_ms / 1000 if submit.HasField("timeout_ms") else None
         if seconds is not None:
             late = DeadlineExceededError("the deadline passed")
-            stream.timer = asyncio.get_running_loop().call_later(seconds, self._fail, stream_id, late)
-        stream.starting = asyncio.ensure_future(self._begin(stream_id, stream, submit.request, seconds))
+            stream.timer = loop.call_later(seconds, self._fail, stream_id, late)
+        begin = self._begin(stream_id, stream, submit.request, seconds)
+        stream.starting = loop.create_task(begin, context=stream.context)
 
     async def _begin(
         self, stream_id: int, stream: _Stream, request: worker_pb2.WorkerGenerateRequest, seconds: float | None
@@ -169,6 +190,10 @@ class Session:
             generation = await self._start(request, seconds)
         except SapwoodError as error:
             self._fail(stream_id, error)
+            return
+        except Exception as error:
+            logger.error("a generation could not begin", exc_info=error)
+            self._fail(stream_id, InternalError("internal error; the worker's log has the details"))
             return
         if self._streams.get(stream_id) is not stream or stream.error is not None:
             generation.close()
@@ -212,6 +237,7 @@ class Session:
                     self._drop(stream_id)
                 return
         if error is not None:
+            stream.context.run(logger.info, "generation ends %s: %s", row_of(error).grpc.name, error.message)
             response.outputs.add(stream_id=stream_id, error=_to_error(error))
             self._drop(stream_id)
 

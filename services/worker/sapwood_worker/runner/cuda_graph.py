@@ -48,6 +48,11 @@ class DecodeResult:
     greedy: Tensor
     slots: Tensor
 
+    def select(self, rows: Tensor) -> DecodeResult:
+        """Those of some rows, int64 [R]: new tensors."""
+        parts = (each.index_select(0, rows) for each in (self.logits, self.largest, self.greedy, self.slots))
+        return DecodeResult(*parts)
+
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
@@ -99,6 +104,11 @@ class DecodeGraphs:
         """The largest batch that :meth:`run` takes."""
         return self._sizes[-1]
 
+    @property
+    def most_pages(self) -> int:
+        """How many pages the rows of a batch may name together."""
+        return len(self._backend.indices) - self.largest  # a padding row names one
+
     def run(
         self,
         token_ids: npt.NDArray[np.int64],
@@ -106,13 +116,13 @@ class DecodeGraphs:
         page_table: npt.NDArray[np.int32],
         slots: npt.NDArray[np.int64],
     ) -> DecodeResult:
-        """Computes one token of each of B requests, writes its KV, and leaves its logits; asynchronous.
+        """Computes B tokens, writes their KV, and leaves their logits; asynchronous. Rows of one request may see each other.
 
         Args:
             token_ids: [B]; -1 for one that is among ``last_tokens`` only.
             positions: [B].
             page_table: [B, P]: pages in order; entries beyond the position's page are undefined.
-            slots: [B]: where each request's is in ``last_tokens``.
+            slots: [B]: where each row's request's is in ``last_tokens``.
         """
         self._backend.begin_plan()
         count = len(token_ids)

@@ -28,6 +28,7 @@ from sapwood_worker.models.config import ModelConfig
 from sapwood_worker.models.fingerprint import model_fingerprint
 from sapwood_worker.models.loader import LoadFormat, load_model
 from sapwood_worker.models.sentence_config import read_sentence_config
+from sapwood_worker.runner.decode_rows import DecodeRows, decode_rows
 from sapwood_worker.runner.forward_batch import ForwardBatch
 from sapwood_worker.runner.grammar_masks import GrammarMasks, StepMasks
 from sapwood_worker.runner.input_builder import build_forward_batch
@@ -200,7 +201,8 @@ class ModelRunner:
 
         assert isinstance(backend, FlashInferBackend)
         parameters = sum(each.numel() for each in self._model.layers.parameters())
-        largest = min(worth_capturing(parameters), self._options.max_step_tokens)
+        worth = worth_capturing(parameters, float8=self._options.quantization != "none")
+        largest = min(worth, self._options.max_step_tokens)
         sizes = token_ladder(largest) if whole_ladder else [largest]
         return PiecewiseGraphs(self._model, backend, pool, sizes, pool.num_pages - _SCRATCH_PAGES)
 
@@ -283,20 +285,24 @@ class ModelRunner:
         if not requests:
             return LaunchedStep(output, (), None, {}, self._copied)
         graphs = self._graphs
-        decodes = graphs is not None and all(len(each.token_ids) == 1 and each.samples for each in requests)
-        if graphs is not None and decodes and len(requests) <= graphs.largest:
-            with self._masks.start(requests) as masks:
-                tokens: SampledTokens | None = self._replay(graphs, output, masks)
-            return LaunchedStep(output, range(len(requests)), tokens, {}, self._copied)
+        if graphs is not None:
+            # A graph waits for all layers' loaded pages, other steps layer by layer.
+            loads = output.copies is not None and output.copies.load is not None
+            rows = decode_rows(requests, self._pool.page_size, graphs.largest, graphs.most_pages, prompts=not loads)
+            if rows is not None:
+                sampling = [requests[i] for i in rows.sampled]
+                with self._masks.start(sampling) as masks:
+                    replayed = self._replay(graphs, output, rows, sampling, masks)
+                return LaunchedStep(output, rows.sampled, replayed, {}, self._copied)
         batch = build_forward_batch(output, self._pool.page_size, self._device, self._last_tokens)
         sampled = [i for i, request in enumerate(requests) if request.samples]
         sampling = [requests[i] for i in sampled]
         with self._masks.start(sampling) as masks:
             hidden = self._forward(batch)
-            tokens = None
+            tokens: SampledTokens | None = None
             if sampled:
-                rows = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
-                tokens = self._sampler.sample(self._model.logits(rows), sampling, masks)
+                last = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
+                tokens = self._sampler.sample(self._model.logits(last), sampling, masks)
                 self._keep(tokens, to_device(np.array([request.slot for request in sampling]), self._device))
         prompts: dict[int, Logprobs] = {}
         for i, request in enumerate(requests):
@@ -307,8 +313,8 @@ class ModelRunner:
         for i, request in enumerate(requests):
             if request.pooling:
                 first = int(batch.attention.query_starts[i])
-                rows = self._model.norm(hidden[first : first + len(request.token_ids)])
-                pooled[i] = pool_chunk(rows, request.pooling)
+                normed = self._model.norm(hidden[first : first + len(request.token_ids)])
+                pooled[i] = pool_chunk(normed, request.pooling)
         return LaunchedStep(output, sampled, tokens, prompts, self._copied, pooled)
 
     def cache_identity(self) -> str:
@@ -339,16 +345,22 @@ class ModelRunner:
         hidden: Tensor = self._model(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
         return hidden
 
-    def _replay(self, graphs: DecodeGraphs, output: SchedulerOutput, masks: StepMasks) -> SampledTokens:
-        requests = output.requests
-        count = len(requests)
-        token_ids = np.fromiter((request.token_ids[0] for request in requests), np.int64, count)
-        positions = np.fromiter((request.start for request in requests), np.int64, count)
-        slots = np.fromiter((request.slot for request in requests), np.int64, count)
-        width = int(positions.max()) // self._pool.page_size + 1
+    def _replay(
+        self,
+        graphs: DecodeGraphs,
+        output: SchedulerOutput,
+        rows: DecodeRows,
+        sampling: Sequence[ScheduledRequest],
+        masks: StepMasks,
+    ) -> SampledTokens | None:
+        width = int(rows.positions.max()) // self._pool.page_size + 1
         self._pool.await_all()
-        result = graphs.run(token_ids, positions, output.page_table[slots, :width], slots)
-        tokens = self._sampler.sample(result.logits, requests, masks, (result.largest, result.greedy))
+        result = graphs.run(rows.token_ids, rows.positions, output.page_table[rows.slots, :width], rows.slots)
+        if not sampling:
+            return None
+        if rows.last is not None:
+            result = result.select(to_device(rows.last, self._device))
+        tokens = self._sampler.sample(result.logits, sampling, masks, (result.largest, result.greedy))
         self._keep(tokens, result.slots)
         return tokens
 

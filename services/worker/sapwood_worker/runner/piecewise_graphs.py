@@ -25,24 +25,29 @@ from sapwood_worker.runner.forward_batch import ForwardBatch
 if TYPE_CHECKING:  # FlashInfer is there only with the extra [gpu]
     from sapwood_worker.attention.flashinfer import FlashInferBackend
 
-_LAUNCH_SECONDS = 12e-3
+_LAUNCH_SECONDS, _FLOAT8_LAUNCH_SECONDS = 12.5e-3, 20e-3
 """About what the host takes to launch the kernels of 28 to 32 layers one by one."""
-_OPERATIONS_A_SECOND = 6e14
+_OPERATIONS_A_SECOND, _FLOAT8_OPERATIONS_A_SECOND = 6e14, 1.1e15
 """What matrix products reach on the GPUs that this is for."""
-_FEWEST, _MOST = 256, 4096
+_FEWEST, _MOST = 256, 8192
+_APART = 512
 
 
-def worth_capturing(parameters: int) -> int:
+def worth_capturing(parameters: int, *, float8: bool = False) -> int:
     """The number of tokens from which on a step takes the device longer than the host, for layers with so many parameters."""
-    tokens = int(_LAUNCH_SECONDS * _OPERATIONS_A_SECOND / (2 * parameters))
+    seconds = _FLOAT8_LAUNCH_SECONDS if float8 else _LAUNCH_SECONDS
+    operations = _FLOAT8_OPERATIONS_A_SECOND if float8 else _OPERATIONS_A_SECOND
+    tokens = int(seconds * operations / (2 * parameters))
     return min(max(tokens // 128 * 128, _FEWEST), _MOST)
 
 
 def token_ladder(largest: int) -> list[int]:
-    """Numbers of tokens to capture: 16 apart at first, then four to each doubling, so that padding stays under a quarter."""
+    """Numbers of tokens to capture: 16 apart at first, then four to each doubling, so that padding stays under a quarter, and
+    not more than 512 apart."""
     sizes = list(range(16, 129, 16))
     while sizes[-1] < largest:
-        sizes += [sizes[-1] * part // 4 for part in (5, 6, 7, 8)]
+        step = min(sizes[-1] // 4, _APART)
+        sizes += [sizes[-1] + step * part for part in (1, 2, 3, 4)]
     return [size for size in sizes if size < largest] + [largest]
 
 

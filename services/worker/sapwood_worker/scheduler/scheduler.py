@@ -242,6 +242,12 @@ class Scheduler:
                 outputs.append(got)
         return outputs
 
+    def in_flight(self) -> list[str]:
+        """The ids of the requests that the steps in flight compute, each once."""
+        return list(
+            {request.serial: request.request_id for step in self._in_flight for request in step.requests}.values()
+        )
+
     def fail_step(self, error: str) -> list[RequestOutput]:
         """The steps in flight came to nothing: ends their requests, and nothing more of them is shared."""
         outputs: list[RequestOutput] = []

@@ -7,6 +7,7 @@ import pytest
 
 from sapwood.cli.main import main
 from sapwood.v1 import router_pb2
+from sapwood_router.config import RouterConfig
 from sapwood_router.membership import read_addresses
 from sapwood_router.testing.fake_worker import FakeWorker
 
@@ -17,6 +18,21 @@ async def extra():
     await worker.start()
     yield worker
     await worker.kill()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({}, ("127.0.0.1:50061",)),
+        ({"workers_file": "w"}, ()),
+        ({"workers_dns": "w:1"}, ()),
+        ({"kubernetes_service": "a/w:1"}, ()),
+        ({"workers": ()}, ()),
+        ({"workers": ("a:1",), "workers_file": "w"}, ("a:1",)),
+    ],
+)
+def test_the_worker_on_this_machine_is_only_meant_where_no_other_is_named(settings, named) -> None:
+    assert RouterConfig(**settings).named_workers == named
 
 
 PROMPT = "a prompt of very many pages, " * 400

@@ -198,7 +198,7 @@ class RouterApplication:
             announce(logger, "metrics at http://%s:%d/metrics", self._config.host, self._metrics_server.port)
         self._spawn(self._admission.run(), "admission")
         self._replicas.start()
-        self._fleet.name(CONFIGURED, self._config.workers)
+        self._fleet.name(CONFIGURED, self._config.named_workers)
         self._spawn(follow_leases(self._fleet), "leases of registered workers")
         if self._config.workers_file is not None:
             self._spawn(follow_file(self._config.workers_file, self._fleet), "workers file")

@@ -55,7 +55,9 @@ class RouterConfig(ServiceConfig):
         "for a replica at each address behind it, looked up again each second.",
     )
     workers: tuple[str, ...] = Field(
-        ("127.0.0.1:50061",), description="Addresses of the workers; more can be named by the next two, or register."
+        ("127.0.0.1:50061",),
+        description="Addresses of the workers; more can be named by the next three, or register. The default holds where none of "
+        "the three is given.",
     )
     workers_file: Path | None = Field(
         None, description="File of further workers, one host:port a line; followed as it changes."
@@ -131,6 +133,12 @@ class RouterConfig(ServiceConfig):
     max_body_bytes: int = Field(
         16 * 1024 * 1024, ge=1024, description="Largest HTTP request body and gRPC request, in bytes."
     )
+
+    @property
+    def named_workers(self) -> tuple[str, ...]:
+        """The addresses in ``workers``; one on this machine where nothing else names any."""
+        followed = (self.workers_file, self.workers_dns, self.kubernetes_service)
+        return self.workers if "workers" in self.model_fields_set or followed == (None, None, None) else ()
 
     @property
     def policies_of_models(self) -> dict[str, PolicyName]:

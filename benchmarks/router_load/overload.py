@@ -107,7 +107,7 @@ async def _quiet(router: Router, phases: int, priority: int) -> _Measured:
         began, others = time.perf_counter(), _cpu_of_others()
         process.stdin.write(b"go\n")
         answer = json.loads(await process.stdout.readline())
-        assert answer["failed"] == 0, answer
+        assert not answer["failed"], answer["failed"]
         found.append(((_cpu_of_others() - others) / (time.perf_counter() - began), answer["latencies"]))
         if sum(each <= _OTHERS for each, _ in found) == phases:
             break
@@ -130,18 +130,17 @@ async def _quiet_clients(port: int, seconds: float, priority: int) -> None:
     asked = itertools.count()
     while await loop.run_in_executor(None, sys.stdin.readline):
         latencies: list[float] = []
-        failed = 0
+        failed: list[str] = []
         until = loop.time() + seconds
 
         async def client(connection: HttpClient) -> None:
-            nonlocal failed
             while loop.time() < until:  # noqa: B023
                 body = {"prompt": f"request {next(asked)}: short", "max_tokens": _QUIET_TOKENS}
                 answer = await connection.ask(_with_header(http_request(body), f"x-priority: {priority}"))
                 if answer.status == 200:
                     latencies.append(answer.ended - answer.began)  # noqa: B023
                 else:
-                    failed += 1
+                    failed.append(f"{answer.status} {answer.body[:200]!r}")  # noqa: B023
                 await asyncio.sleep(0.01)
 
         await asyncio.gather(*map(client, connections))

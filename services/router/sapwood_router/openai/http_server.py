@@ -19,6 +19,10 @@ from sapwood_router.openai.connection import HttpConnection
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_MOST_UNSENT = 128 * 1024
+"""Bytes that the kernel takes beyond what is on its way to a client. Left to itself it takes megabytes from a client that does not
+read, and what stands in them has been generated, and is remembered, for nobody.
+"""
 _CERTIFICATE_INTERVAL = 1.0
 
 
@@ -128,6 +132,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # What is accepted inherits it.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MOST_UNSENT)
             listener.bind(address)
             listener.listen(_BACKLOG)
             listener.setblocking(False)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _MOST_UNSENT = 128 * 1024
-"""Bytes that the kernel takes beyond what is on its way to a client. Left to itself it takes megabytes from a client that does not
+"""Bytes that the kernel takes beyond what is on its way to a client. Left to itself it takes megabytes for one that does not
 read, and what stands in them has been generated, and is remembered, for nobody.
 """
 _CERTIFICATE_INTERVAL = 1.0

@@ -37,7 +37,6 @@ class HttpConnection(HttpToolsProtocol):
             watcher()
         self._watchers.clear()
 
-    @property
     def writable(self) -> bool:
         """Whether the client is there and reads: then :meth:`write_chunk` may be called."""
         return not self.flow.write_paused and not self.transport.is_closing()
@@ -59,7 +58,7 @@ class HttpConnection(HttpToolsProtocol):
         """
         cycle = self.cycle
         length = [] if chunked else [(b"content-length", b"%d" % len(body))]
-        if cycle is None or cycle.scope is not scope or not self.writable or scope["method"] == "HEAD":
+        if cycle is None or cycle.scope is not scope or not self.writable() or scope["method"] == "HEAD":
             await send({"type": "http.response.start", "status": status, "headers": [*headers, *length]})
             await send({"type": "http.response.body", "body": body, "more_body": not last})
             return

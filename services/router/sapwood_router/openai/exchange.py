@@ -108,10 +108,9 @@ class Exchange:
         else:
             await self._send_first(200, _EVENTS, events, chunked=True, last=last)
 
-    @property
     def writable(self) -> bool:
         """Whether :meth:`write_events` may be called."""
-        return self._connection.writable
+        return self._connection.writable()
 
     def write_events(self, events: bytes) -> None:
         """Sends encoded events at once. Only while no :meth:`send_events` is awaited, and after one was."""

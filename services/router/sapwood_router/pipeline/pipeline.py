@@ -111,8 +111,8 @@ class Run:
             self.close()
             raise
         if delta.finish is not None:
-            self._finished()
-            self.close()
+            # Accounts are made up once the delta is on its way to the client.
+            asyncio.get_running_loop().call_soon(self._finished)
         return delta
 
     def divert(self, ready: Callable[[], bool], sink: Callable[[Delta], None]) -> None:
@@ -203,6 +203,7 @@ class Run:
     def _finished(self) -> None:
         assert self._attempts is not None
         self._attempts.finished()
+        self.close()
 
     def _log(self) -> None:
         if not logger.isEnabledFor(logging.INFO):

@@ -1,3 +1,4 @@
+import logging
 import random
 
 from hypothesis import given, settings
@@ -5,6 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from sapwood.v1 import tokenizer_pb2
+from sapwood_common.telemetry import request_id_var
 from sapwood_tokenizer.detokenize_call import DetokenizeCall
 from sapwood_tokenizer.detokenizer import Detokenizer
 from sapwood_tokenizer.open_streams import OpenStreams
@@ -80,7 +82,21 @@ def test_a_fault_in_one_stream_ends_that_stream_alone(byte_level: Tokenizer) -> 
         return made[-1]
 
     call = DetokenizeCall(open_stream, 400, OpenStreams(10, 1000))
-    outputs = answers(call, *({"stream_id": n, "options": OPEN, "token_ids": [70]} for n in (1, 2)))
+    options = tokenizer_pb2.DetokenizeOptions(tool_call_id_seed="req-7.abcd")
+    log = logging.getLogger("sapwood_tokenizer.detokenize_call")
+    named: list[str] = []
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            named.append(request_id_var.get())
+
+    heard = Heard()
+    log.addHandler(heard)
+    try:
+        outputs = answers(call, *({"stream_id": n, "options": options, "token_ids": [70]} for n in (1, 2)))
+    finally:
+        log.removeHandler(heard)
+    assert named == ["req-7.abcd"]
     assert [(o.ended, o.error.code) for o in outputs] == [(True, 13), (False, 0)]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from sapwood.v1 import tokenizer_pb2
 from sapwood_common.errors import InternalError, InvalidArgumentError, SapwoodError
 from sapwood_common.status import code_number
+from sapwood_common.telemetry import is_valid_request_id, request_id_var
 from sapwood_tokenizer.convert import add_events, to_stream_options, within_options
 from sapwood_tokenizer.open_streams import OpenStreams
 from sapwood_tokenizer.output_stream import OutputStream, StreamOptions
@@ -27,6 +28,7 @@ _INPUTS_A_STEP = 256
 class _Open:
     stream: OutputStream
     option_bytes: int
+    name: str
 
 
 class DetokenizeCall:
@@ -74,9 +76,9 @@ class DetokenizeCall:
             try:
                 self._process(item, response)
             except Exception as error:
-                self._forget(item.stream_id)
+                opened = self._forget(item.stream_id)
                 if not isinstance(error, SapwoodError):
-                    logger.error("a detokenize stream failed", exc_info=error)
+                    _log_fault(error, opened.name if opened is not None else item.options.tool_call_id_seed)
                     error = InternalError("internal error; the service's log has the details")
                 output = response.outputs.add(stream_id=item.stream_id, ended=True)
                 output.error.code = code_number(error)
@@ -133,17 +135,27 @@ class DetokenizeCall:
         self._open_streams.opened(option_bytes)
         try:
             with within_options():
-                opened = _Open(self._open_stream(options), option_bytes)
+                opened = _Open(self._open_stream(options), option_bytes, item.options.tool_call_id_seed)
         except BaseException:
             self._open_streams.closed(option_bytes)
             raise
         self._streams[item.stream_id] = opened
         return opened
 
-    def _forget(self, stream_id: int) -> None:
+    def _forget(self, stream_id: int) -> _Open | None:
         opened = self._streams.pop(stream_id, None)
         if opened is not None:
             self._open_streams.closed(opened.option_bytes)
+        return opened
+
+
+def _log_fault(error: Exception, name: str) -> None:
+    """The streams of a call are of many requests: each is logged under what its caller named it by."""
+    token = request_id_var.set(name if is_valid_request_id(name) else "-")
+    try:
+        logger.error("a detokenize stream failed", exc_info=error)
+    finally:
+        request_id_var.reset(token)
 
 
 def _slices(item: tokenizer_pb2.DetokenizeInput) -> Iterator[tokenizer_pb2.DetokenizeInput]:

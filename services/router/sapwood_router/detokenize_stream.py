@@ -70,14 +70,15 @@ class DetokenizeStream:
         """See OutputStream."""
         return self._ended or self._closed or self._error is not None
 
-    def push(self, token_ids: Sequence[int], *, end: bool = False) -> None:
+    def push(self, token_ids: Sequence[int], *, end: bool = False) -> bool:
         """See OutputStream."""
         if self.over or self.end_pushed:
-            return
+            return False
         self.token_ids.extend(token_ids)
         self.end_pushed = end
         if end or not self._deferred or len(self.token_ids) - self.written >= _BATCH:
             self._on_dirty(self)
+        return self.full
 
     @property
     def full(self) -> bool:

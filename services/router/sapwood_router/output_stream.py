@@ -43,8 +43,8 @@ class OutputStream(Protocol):
         """Whether so much waits that nothing more should be pushed for now."""
         ...
 
-    def push(self, token_ids: Sequence[int], *, end: bool = False) -> None:
-        """Hands over new tokens; ``end`` says that these were the last."""
+    def push(self, token_ids: Sequence[int], *, end: bool = False) -> bool:
+        """Hands over new tokens; ``end`` says that these were the last. Returns whether it is :attr:`full` now."""
         ...
 
     async def room(self) -> None:

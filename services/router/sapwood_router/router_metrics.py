@@ -47,7 +47,12 @@ class RouterMetrics:
         self.embeddings = metrics.counter(
             "sapwood_router_embed_requests_total", "Requests for embeddings that ended.", model=model, code=CODES
         )
-        self.running = metrics.gauge("sapwood_router_running_requests", "Generations under way.")
+        metrics.polled(
+            "gauge",
+            "sapwood_router_running_requests",
+            "Generations under way.",
+            lambda: [((), float(self.requests_running))],
+        )
         self.first_token = metrics.histogram(
             "sapwood_router_time_to_first_token_seconds", "From the request to its first text.", model=model
         )
@@ -147,12 +152,10 @@ class RouterMetrics:
     def request_began(self) -> None:
         """A generation is under way."""
         self.requests_running += 1
-        self.running.at().inc()
 
     def request_ended(self) -> None:
         """It is no longer."""
         self.requests_running -= 1
-        self.running.at().dec()
 
     def stream_resumed(self) -> None:
         """A stream goes on, on another worker."""

@@ -41,16 +41,20 @@ class TokenStream:
         """Whether WINDOW tokens or more wait to be read."""
         return self._tokens - self._tokens_read >= WINDOW and not (self._whole or self.over)
 
-    def push(self, token_ids: Sequence[int], *, end: bool = False) -> None:
+    def push(self, token_ids: Sequence[int], *, end: bool = False) -> bool:
         """See OutputStream."""
-        if self.over:
-            return
+        if self._end_pushed or self._closed or self._error is not None:
+            return False
         self._tokens += len(token_ids)
-        self._end_pushed = end
-        if end or not (self._whole or self._tokens == self._tokens_read or self._diverted()):
-            _wake(self._reader)
         if end:
+            self._end_pushed = True
+            _wake(self._reader)
             _wake(self._pusher)
+            return False
+        if self._whole or self._tokens == self._tokens_read or self._diverted():
+            return False
+        _wake(self._reader)
+        return self._tokens - self._tokens_read >= WINDOW
 
     async def room(self) -> None:
         """See OutputStream."""
@@ -69,9 +73,14 @@ class TokenStream:
 
     def take(self) -> OutputChunk:
         """See OutputStream."""
+        return OutputChunk(Output(), self.take_count(), self._end_pushed)
+
+    def take_count(self) -> int:
+        """How many tokens came so far; all of them count as read now."""
         self._tokens_read = self._tokens
-        _wake(self._pusher)
-        return OutputChunk(Output(), self._tokens, self._end_pushed)
+        if self._pusher is not None:
+            _wake(self._pusher)
+        return self._tokens
 
     def divert(self, take: Callable[[], bool]) -> None:
         """See OutputStream."""

@@ -64,10 +64,6 @@ class Lease:
         self._worker.pending_tokens -= self._tokens
         self._tokens = 0
 
-    def generated(self, tokens: int) -> None:
-        """So many tokens came."""
-        self._worker.generated.add(tokens)
-
     def release(self) -> None:
         """The request is over. May be called again."""
         if self._held:

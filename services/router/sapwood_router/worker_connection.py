@@ -94,7 +94,9 @@ class WorkerConnection:
                 return str(error)
             except TimeoutError:
                 return "it does not answer"
-            session = WorkerSession(worker.address, call, self._heard, self._silence, self._clock)
+            session = WorkerSession(
+                *(worker.address, call, self._heard, worker.generated.add, self._silence, self._clock)
+            )
             worker.session, worker.stub = session, worker_pb2_grpc.WorkerStub(channel)
             served = served_model_of(first.info)
             if not worker.available or worker.model != served:

@@ -36,6 +36,8 @@ class CompletionChunks:
         self._head = b"data: " + fixed[:-1] + b',"choices":['
         self._tail = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._include_usage = include_usage
+        self._usual_head = self._head + b'{"index":0' + self._BEFORE_TEXT
+        self._usual_tail = self._AFTER_TEXT + b'null,"finish_reason":null' + self._tail
 
     def opening(self, index: int) -> bytes:
         """What precedes a choice's first text."""
@@ -57,6 +59,8 @@ class CompletionChunks:
         return self._head + b'],"usage":' + _encode(usage) + b"}\n\n" + DONE
 
     def _chunk(self, index: int, text: bytes, reason: bytes, logprobs: bytes) -> bytes:
+        if index == 0 and reason is NULL and logprobs is NULL:
+            return b"".join((self._usual_head, text, self._usual_tail))
         return b"".join(
             (
                 self._head,
@@ -101,11 +105,10 @@ class TokenChunks(CompletionChunks):
         """The text and what comes after it."""
         text, ids = delta.output.text, delta.token_ids
         written = b"[%d]" % ids[0] if len(ids) == 1 else _encode(ids)
-        parts = (_encode(text) if text else b'""', b',"token_ids":', written)
-        if not self._prompts:
-            return b"".join(parts)
-        prompt = self._prompts.pop(index, None)
-        return b"".join(parts) if prompt is None else b"".join((*parts, b',"prompt_token_ids":', _encode(prompt)))
+        made = b'%b,"token_ids":%b' % (_encode(text) if text else b'""', written)
+        if self._prompts and index in self._prompts:
+            made += b',"prompt_token_ids":' + _encode(self._prompts.pop(index))
+        return made
 
 
 class ChatChunks(CompletionChunks):

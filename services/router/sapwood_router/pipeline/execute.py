@@ -54,13 +54,21 @@ class Execution:
         """How the try ended: None if the worker finished the generation."""
         return await self._over
 
+    def tokens(self, token_ids: list[int]) -> None:
+        """See :class:`~sapwood_router.worker_session.StreamSink`."""
+        if not self._begun:
+            self.output(WorkerOutput(token_ids))
+            return
+        self._context.output_ids.extend(token_ids)
+        if self._stream.push(token_ids):
+            self._hold()
+
     def output(self, output: WorkerOutput) -> None:
         """See :class:`~sapwood_router.worker_session.StreamSink`."""
         context, token_ids = self._context, output.token_ids
         if token_ids:
             if context.whole and context.first_token is None:  # who reads the whole learns of it at the end only
                 context.first_token = time.perf_counter()
-            self._lease.generated(len(token_ids))
             if not self._begun:
                 self._begun = True
                 self._lease.prefilled()
@@ -72,10 +80,8 @@ class Execution:
         if output.prompt_logprobs and not context.resumptions:
             context.prompt_logprobs = output.prompt_logprobs
         if output.finish is None:
-            self._stream.push(token_ids)
-            if self._stream.full and self._resuming is None and self._worker_stream is not None:
-                self._worker_stream.pause()
-                self._resuming = asyncio.ensure_future(self._resume(self._worker_stream))
+            if self._stream.push(token_ids):
+                self._hold()
             return
         context.worker_finish = output.finish
         # A worker knows no stop strings: it stops at an end token, which is part of the tokens but not of the text, or where
@@ -104,6 +110,12 @@ class Execution:
             self._worker_stream.close()
         if not self._over.done():  # whoever waited for it may have been cancelled
             self._over.set_result(error)
+
+    def _hold(self) -> None:
+        """The worker keeps what it generates until the client has read some."""
+        if self._resuming is None and self._worker_stream is not None:
+            self._worker_stream.pause()
+            self._resuming = asyncio.ensure_future(self._resume(self._worker_stream))
 
     async def _resume(self, worker_stream: WorkerStream) -> None:
         await self._stream.room()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import grpc
 
@@ -16,6 +17,7 @@ from sapwood_router.context import Delta, RequestContext
 from sapwood_router.detokenize_pool import DetokenizePool
 from sapwood_router.embedding import Embedder
 from sapwood_router.observer import RequestObserver
+from sapwood_router.output import Output
 from sapwood_router.output_stream import OutputChunk, OutputStream
 from sapwood_router.pipeline.attempts import Attempts
 from sapwood_router.pipeline.build import fix_seed
@@ -29,6 +31,9 @@ from sapwood_router.token_stream import TokenStream
 from sapwood_router.tokenizer_client import TokenizerClient
 
 logger = logging.getLogger(__name__)
+
+_NO_TEXT = Output()
+"""Of all deltas that are tokens alone and are diverted; nobody changes it."""
 
 
 class Pipeline:
@@ -124,6 +129,9 @@ class Run:
         """
         stream = self._stream
         assert stream is not None, "only after the first delta"
+        if isinstance(stream, TokenStream) and not self._context.logprobs:
+            stream.divert(partial(self._pass_tokens, stream, ready, sink))
+            return
 
         def take() -> bool:
             if not ready():
@@ -132,6 +140,17 @@ class Run:
             return True
 
         stream.divert(take)
+
+    def _pass_tokens(self, stream: TokenStream, ready: Callable[[], bool], sink: Callable[[Delta], None]) -> bool:
+        """What ``take`` does, for a stream that is tokens and nothing else."""
+        if not ready():
+            return False
+        started = time.perf_counter()
+        token_ids = self._context.output_ids[self._sent_tokens : stream.take_count()]
+        self._sent_tokens += len(token_ids)
+        self._watch.delta(started, len(token_ids))
+        sink(Delta(_NO_TEXT, token_ids))
+        return True
 
     def _respond(self, chunk: OutputChunk) -> Delta:
         started = time.perf_counter()
@@ -160,6 +179,9 @@ class Run:
 
     async def _start(self) -> OutputStream:
         context, pipeline = self._context, self._pipeline
+        if pipeline.admission.waiting:  # a flood is refused before it costs tokenization
+            model = pipeline.registry.resolve(context.model)
+            pipeline.admission.check(model, context.caller, context.deadline)
         with self._watch.stage("prepare"):
             await prepare(context, pipeline.tokenizer)
         if self._closed:

@@ -158,12 +158,20 @@ class AgainstAModel(RuleBasedStateMachine):
         self.count += 1
         lowest = min((p for p, _ in self.waiting.values()), default=0)
         before = set(self.queue.refused)
+        foreseen = None
+        try:
+            self.queue.admission.check(priority, FAR)
+        except ResourceExhaustedError as error:
+            foreseen = error
         try:
             self.tickets[name] = self.queue.enter(name, tenant, priority, cost)
-        except ResourceExhaustedError:
+        except ResourceExhaustedError as error:
+            assert foreseen is not None
+            assert foreseen.message == error.message
             assert len(self.waiting) == 6
             assert priority <= lowest
             return
+        assert foreseen is None
         self.entered += 1
         for refused in set(self.queue.refused) - before:
             assert len(self.waiting) == 6
@@ -247,9 +255,12 @@ async def test_a_full_queue_is_429_with_a_delay_and_a_client_that_leaves_frees_i
         error = from_rpc_error(caught.value)
         assert isinstance(error, ResourceExhaustedError)
         assert error.retry_after >= 1
-        response = await cluster.http.post("/v1/completions", json={"prompt": "third"})
-        assert response.status_code == 429
-        assert int(response.headers["retry-after"]) >= 1
+        tokenized = len(cluster.tokenizer.request_ids)
+        for path, body in (("completions", {"prompt": "third"}), ("embeddings", {"input": "third"})):
+            response = await cluster.http.post(f"/v1/{path}", json=body)
+            assert response.status_code == 429
+            assert int(response.headers["retry-after"]) >= 1
+        assert len(cluster.tokenizer.request_ids) == tokenized  # refused before anything was done for them
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading

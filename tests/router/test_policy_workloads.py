@@ -147,7 +147,7 @@ def conversations(
 
     shared = [some(system) for _ in range(systems)]
     zipf = [1 / (rank + 1) for rank in range(systems)]
-    talks = [list(rng.choices(shared, zipf)[0]) for _ in range(count)]
+    talks = [list(prompt) for prompt in (shared if systems == count else rng.choices(shared, zipf, k=count))]
     left = dict.fromkeys(range(count), turns)
     total_pages = (count * turns * (USER + answer) + systems * system) // PAGE
     simulation = Simulation(policy, workers, int(total_pages * cache_share))

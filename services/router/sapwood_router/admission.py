@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -99,17 +100,12 @@ class Admission:
         Raises:
             ResourceExhaustedError: It is refused; ``retry_after`` says when to come again.
         """
-        settings, now = self._settings, self._clock()
+        now = self._clock()
         if self._busy_since is None:
             self._busy_since = now
-        wait = self._expected_wait(ticket.priority)
-        if wait > settings.most_wait or now + wait > ticket.deadline:
-            raise ResourceExhaustedError(
-                f"all workers are busy: {self.waiting} requests wait, for about {wait:.1f} s",
-                retry_after=max(1.0, wait),
-            )
-        if self.waiting >= settings.most_waiting:
-            self._make_room(ticket.priority)
+        self.check(ticket.priority, ticket.deadline)
+        if self.waiting >= self._settings.most_waiting:
+            self._make_room()
         group = self._classes.setdefault(ticket.priority, _Class())
         ticket.start = max(group.virtual, group.finish.get(ticket.tenant, 0.0))
         ticket.finish = ticket.start + ticket.cost / ticket.weight
@@ -119,6 +115,24 @@ class Admission:
         heapq.heappush(group.heap, (ticket.start, next(self._order), ticket))
         group.waiting += 1
         self.waiting += 1
+
+    def check(self, priority: int, deadline: float) -> None:
+        """Whether a request would be let in now; changes nothing.
+
+        Raises:
+            ResourceExhaustedError: As :meth:`enter`.
+        """
+        settings = self._settings
+        wait = self._expected_wait(priority)
+        if wait > settings.most_wait or self._clock() + wait > deadline:
+            raise ResourceExhaustedError(
+                f"all workers are busy: {self.waiting} requests wait, for about {wait:.1f} s",
+                retry_after=max(1.0, wait),
+            )
+        if self.waiting >= settings.most_waiting and self._least_important() >= priority:
+            raise ResourceExhaustedError(
+                f"all workers are busy and {self.waiting} requests wait already", retry_after=max(1.0, wait)
+            )
 
     def leave(self, ticket: Ticket) -> None:
         """The request gives up waiting. May be called again, and for one that was let go."""
@@ -160,13 +174,11 @@ class Admission:
         left = self._left.total()
         return ahead * seconds / left if left else 0.0
 
-    def _make_room(self, priority: int) -> None:
-        lowest = min((key for key, group in self._classes.items() if group.waiting), default=priority)
-        wait = self._expected_wait(priority)
-        if lowest >= priority:
-            raise ResourceExhaustedError(
-                f"all workers are busy and {self.waiting} requests wait already", retry_after=max(1.0, wait)
-            )
+    def _least_important(self) -> float:
+        return min((key for key, group in self._classes.items() if group.waiting), default=math.inf)
+
+    def _make_room(self) -> None:
+        lowest = min(key for key, group in self._classes.items() if group.waiting)
         last = max((item for item in self._classes[lowest].heap if item[2].waiting), key=lambda item: item[:2])
         self._refuse(last[2], "made room for a more important request")
 

@@ -35,6 +35,16 @@ class AdmissionControl:
         """Requests in all queues."""
         return sum(queue.waiting for queue in self._queues.values())
 
+    def check(self, model: str, caller: Caller, deadline: float) -> None:
+        """To be asked before anything is done for a request: whether :meth:`admit` would refuse it, as things stand.
+
+        Raises:
+            ResourceExhaustedError: As :meth:`admit`.
+        """
+        queue = self._queues.get(model)
+        if queue is not None and queue.waiting:
+            queue.check(caller.priority, deadline)
+
     async def admit(self, model: str, caller: Caller, cost: float, deadline: float) -> None:
         """Returns when the request may choose a worker, which it must do at once, without awaiting anything.
 

@@ -117,6 +117,7 @@ class Embedder:
             raise InvalidArgumentError(f"at most {MAX_EMBEDDED} inputs, got {len(request.inputs)}", field="input")
         model = self._registry.resolve(request.model)
         workers = self._workers(model)
+        self._admission.check(model, request.caller, request.deadline)
         sequences = await self._encode(request)
         served = workers[0].model
         assert served is not None

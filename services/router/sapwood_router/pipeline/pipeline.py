@@ -178,6 +178,9 @@ class Run:
 
     async def _start(self) -> OutputStream:
         context, pipeline = self._context, self._pipeline
+        if pipeline.admission.waiting:  # a flood is refused before it costs tokenization
+            model = pipeline.registry.resolve(context.model)
+            pipeline.admission.check(model, context.caller, context.deadline)
         with self._watch.stage("prepare"):
             await prepare(context, pipeline.tokenizer)
         if self._closed:

@@ -27,6 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp8 KV cache": {"kv_cache_dtype": "fp8_e4m3"},
     "fp8 linear": {"quantization": "fp8"},
     "fp8_block linear": {"quantization": "fp8_block"},
+    "fp8_tensor linear": {"quantization": "fp8_tensor"},
     "fp8 linear and KV cache": {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"},
 }
 

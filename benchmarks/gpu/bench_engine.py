@@ -157,7 +157,10 @@ def main() -> None:
     parser.add_argument("--kv-gb", type=float, default=60.0, help="KV cache in GiB (default: 60); 0: what is left.")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="Of the KV cache.")
     parser.add_argument(
-        "--quantization", choices=("none", "fp8", "fp8_block"), default="none", help="Of the linear layers."
+        "--quantization",
+        choices=("none", "fp8", "fp8_block", "fp8_tensor"),
+        default="none",
+        help="Of the linear layers.",
     )
     parser.add_argument(
         "--profile", type=Path, help="Folder for Chrome traces of steps; also prints their time by part."

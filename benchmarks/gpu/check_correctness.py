@@ -103,6 +103,7 @@ FLOAT8: dict[str, tuple[dict[str, Any], float]] = {
     "fp8-kv": ({"kv_cache_dtype": "fp8_e4m3"}, 0.15),
     "fp8": ({"quantization": "fp8"}, 0.25),
     "fp8_block": ({"quantization": "fp8_block"}, 0.25),
+    "fp8_tensor": ({"quantization": "fp8_tensor"}, 0.3),
     "fp8+fp8-kv": ({"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}, 0.25),
 }
 

@@ -15,7 +15,9 @@ import httptools
 import msgspec
 from router_load.mock_worker import MODEL, WORD, WORD_TOKEN
 
-from sapwood.v1 import common_pb2, router_pb2, router_pb2_grpc
+from sapwood.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
+from sapwood_common.channel import Dialer
+from sapwood_router.duplex_dial import open_call
 
 _DONE = b"data: [DONE]"
 
@@ -231,6 +233,29 @@ async def grpc_load(
         began = time.perf_counter()
         await asyncio.gather(*(client(which) for which in range(min(concurrency, count))))
         result.seconds = time.perf_counter() - began
+    return result
+
+
+async def session_load(port: int, make: Callable[[int], list[int]], tokens: int, *, count: int) -> Result:
+    """One request after another straight to a worker, over the session that ours speaks to it."""
+    result = Result()
+    call = await open_call(f"127.0.0.1:{port}", "/sapwood.v1.Worker/Session", Dialer(), 10.0)
+    try:
+        call.write(worker_pb2.SessionRequest(heartbeat_ms=1000).SerializeToString())
+        for number in range(count):
+            request = worker_pb2.WorkerGenerateRequest(token_ids=make(number))
+            request.sampling.max_tokens = tokens
+            submit = worker_pb2.SessionSubmit(stream_id=number, request=request)
+            answer, got = Answer(time.perf_counter(), status=200), 0
+            call.write(worker_pb2.SessionRequest(submits=[submit]).SerializeToString())
+            while got < tokens:
+                for output in worker_pb2.SessionResponse.FromString(await call.read()).outputs:
+                    got += len(output.response.token_ids)
+                answer.first = answer.first or time.perf_counter()
+            answer.ended = time.perf_counter()
+            result.add(answer, got == tokens)
+    finally:
+        call.close()
     return result
 
 

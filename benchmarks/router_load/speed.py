@@ -1,7 +1,8 @@
 """CPU time a request and latency.
 
 Ours is measured without tokenization, as its peers are: prompts and answers are token ids, and the tokenizer is not visited.
-Beside it, with it: ids in and text out, and text both ways.
+Beside it, with it: ids in and text out, and text both ways. Latencies are shown beside those of a worker asked directly, over
+HTTP as the peers ask it and over its session as ours does.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from typing import Any
 import uvloop
 from report import Figure, Goal
 from router_load.engines import OURS, Router, Times, Workers, cpu_seconds, running
-from router_load.load import Result, grpc_load, http_load, http_request, percentile
+from router_load.load import Result, grpc_load, http_load, http_request, percentile, session_load
 from router_load.mock_tokenizer import encode
 
 _CHUNKS = 32
 _ROUNDS = 3
 _TEXT_OUT, _TEXT = f"{OURS} (text out)", f"{OURS} (text)"
+_DIRECT_SESSION = "direct (session)"
 _GRPC, _GRPC_TEXT_OUT = f"{OURS} (gRPC)", f"{OURS} (gRPC, text out)"
 
 
@@ -73,6 +75,14 @@ def _grpc(kind: _Kind, *, ids_out: bool) -> Load:
     )
 
 
+def _session(kind: _Kind) -> Load:
+    """Straight to the worker: the "router" is one."""
+    tokens = _CHUNKS if kind.stream else 1
+    return lambda router, concurrency, count: session_load(
+        router.grpc_port, lambda number: encode(_text(number)).tolist(), tokens, count=count
+    )
+
+
 def measure(engines: list[str], folder: Path, scale: float) -> tuple[list[Figure], list[Goal]]:
     """Interleaved: each round measures every router once; figures are medians over rounds."""
     cpu: dict[tuple[str, str], list[float]] = {}
@@ -109,7 +119,7 @@ def _measure_kind(
             loads.append((_TEXT, router, _http(kind)))
             loads.append((_GRPC, router, _grpc(kind, ids_out=True)))
             loads.append((_GRPC_TEXT_OUT, router, _grpc(kind, ids_out=False)))
-    direct = Router("direct", workers.processes[0], workers.http_ports[0])
+    direct = Router("direct", workers.processes[0], workers.http_ports[0], workers.grpc_ports[0])
     count = max(64, int(kind.count * scale))
     rates: dict[str, list[float]] = {}
     ninety_nine: dict[str, list[float]] = {}
@@ -126,7 +136,7 @@ def _measure_kind(
                 rates.setdefault(name, []).append(count / result.seconds)
         if not number:
             continue
-        for name, router, load in [("direct", direct, _http(kind)), *loads]:
+        for name, router, load in [("direct", direct, _http(kind)), (_DIRECT_SESSION, direct, _session(kind)), *loads]:
             if kind.pace_ms:
                 continue
             result = _run(load(router, 1, max(20, int(300 * scale))))

@@ -85,6 +85,12 @@ def quantise_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     return quantise(parts, scales[..., None]).view(x.shape), scales
 
 
+def quantise_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`quantise_rows` with one scale for all: [T, K] -> [T, K] and [1, 1]."""
+    scale = _scales(x.float().abs().amax().view(1, 1))
+    return quantise(x, scale), scale
+
+
 def quantise_blocks(x: Tensor, size: int = 128) -> tuple[Tensor, Tensor]:
     """As :func:`quantise_rows` for square blocks: [N, K] -> [N, K] and [N / size, K / size]."""
     parts = x.float().view(x.shape[0] // size, size, x.shape[1] // size, size)

@@ -25,9 +25,9 @@ from torch import Tensor
 _LEAST_ROWS = 16  # of a matrix unit's product
 _MOST_SPLITS = 32
 _SPLITS_OF_LONG = 8
-_LONG = 1024
-_MANY = 1024
-"""Requests times key/value heads above which float8 keys are split into stretches of 512, not 256."""
+_SHORT, _LONG = 256, 512
+_MANY, _MANY_FLOAT8 = 128, 1024
+"""Requests times key/value heads above which stretches have at least 512 keys, not 256."""
 _LARGE = 2048
 """Numbers of a program's result above which it has two warps."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -189,17 +189,15 @@ def num_splits(batch: int, kv_heads: int, processors: int, *, float8: bool = Fal
     """How many programs may share a request's keys, a power of 2, and the fewest keys that one of them takes.
 
     With few requests as many as fill the chip up to four times, at most 32: within 5 % of the best of those tried on an H200 for
-    up to 16 requests of 1100 to 8192 keys. With many, requests of 2048 keys and more are split, others not; of a float8 cache
-    shorter ones too, which evens out what the processors have to do: a quarter faster for 64 to 256 requests of 100 to 1948
-    keys, 4 % slower for 256 of 1100 each.
+    up to 16 requests of 1100 to 8192 keys. With many, stretches of 256 or 512 keys and more, which evens out what the processors
+    have to do: for 32 to 256 requests of 100 to 1948 keys up to a third faster than whole requests.
     """
     most = 4 * processors // (batch * kv_heads)
     filling = min(_MOST_SPLITS, 1 << max(0, most.bit_length() - 1))
     if filling >= _SPLITS_OF_LONG:
         return filling, 1
-    if float8:
-        return _SPLITS_OF_LONG, 512 if batch * kv_heads > _MANY else 256
-    return _SPLITS_OF_LONG, _LONG // filling
+    many = batch * kv_heads > (_MANY_FLOAT8 if float8 else _MANY)
+    return _SPLITS_OF_LONG, _LONG if many else _SHORT
 
 
 def takes_words(slots: Tensor) -> bool:
@@ -257,7 +255,10 @@ def decode_attention(
     block_d = max(16, triton.next_power_of_2(dim))
     words = float8 and takes_words(key_slots)
     rows = max(_LEAST_ROWS, triton.next_power_of_2(group))
-    block, warps, stages = (128, 2, 3) if float8 and dim <= 128 else (64, 4, 3)
+    # Blocks of 128 keys are the fastest where stretches are long.
+    block, warps, stages = (
+        (128, 2 if float8 else 4, 3 if float8 else 2) if least >= _SHORT and dim <= 128 else (64, 4, 3)
+    )
     if words:
         block, warps, stages = 64, 1 if rows * block_d <= _LARGE else 2, 2
     if words:

@@ -21,7 +21,7 @@ _TINY = tl.constexpr(1e-12)
 @triton.jit
 def _quantise_kernel(
     x, weight, out, scales, eps, x_stride, scale_stride, N: tl.constexpr, KIND: tl.constexpr, GROUPED: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    GIVEN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -37,7 +37,9 @@ def _quantise_kernel(
         else:
             inner = 0.7978845608028654 * (values + 0.044715 * values * values * values)
             values = values * tl.sigmoid(2.0 * inner) * up  # 0.5 (1 + tanh z) = sigmoid(2 z)
-    if GROUPED:
+    if GIVEN:
+        values = values / tl.load(scales)
+    elif GROUPED:
         groups: tl.constexpr = BLOCK // GROUP
         grouped = tl.reshape(values, (groups, GROUP))
         scale = tl.maximum(tl.max(tl.abs(grouped), axis=1) / _LARGEST, _TINY)
@@ -52,18 +54,20 @@ def _quantise_kernel(
     tl.store(out + row * N + at, values.to(out.dtype.element_ty), mask=inside)
 
 
-def _run(x: Tensor, weight: Tensor | None, eps: float, kind: int, *, grouped: bool) -> tuple[Tensor, Tensor]:
+def _run(
+    x: Tensor, weight: Tensor | None, eps: float, kind: int, *, grouped: bool, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     if kind >= 2:
         width //= 2
     padded = -(-rows // 4) * 4 if grouped else rows
     out = torch.empty((padded, width), dtype=torch.float8_e4m3fn, device=x.device)
     shape = (width // GROUP, padded) if grouped else (1, rows)
-    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device) if given is None else given
     block = max(GROUP, triton.next_power_of_2(width))
     _quantise_kernel[(rows,)](
         x, x if weight is None else weight, out, scales, eps, x.stride(0), padded, N=width, KIND=kind, GROUPED=grouped,
-        BLOCK=block, GROUP=GROUP, num_warps=min(max(block // 512, 1), 16),
+        GIVEN=given is not None, BLOCK=block, GROUP=GROUP, num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return out, scales.t()
 
@@ -80,6 +84,12 @@ def quantise(x: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor]:
         undefined, and the scales are [T, K / 128], column by column in memory, as ``torch._scaled_mm`` wants them.
     """
     return _run(x, None, 0.0, 0, grouped=grouped)
+
+
+def quantise_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``reference.quantise_tensor``; x [T, K] with contiguous rows. Reads x twice: all of it must be seen for the scale."""
+    largest = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+    return _run(x, None, 0.0, 0, grouped=False, given=(largest / 448.0).clamp_(min=1e-12).view(1, 1))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, grouped: bool) -> tuple[Tensor, Tensor]:

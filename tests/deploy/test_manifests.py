@@ -281,7 +281,12 @@ def test_what_images_are_built_with_is_pinned() -> None:
         for line in (ROOT / "docker/constraints.txt").read_text().splitlines()
         if "==" in line
     }
-    for extras in (["router", "otel"], ["tokenizer", "otel"], ["gpu", "otel", "mooncake", "nixl"], ["cli"]):
+    for extras in (
+        ["router", "otel", "kubernetes"],
+        ["tokenizer", "otel"],
+        ["gpu", "otel", "mooncake", "nixl"],
+        ["cli"],
+    ):
         command = [sys.executable, str(ROOT / "docker/requirements.py"), str(ROOT / "pyproject.toml"), *extras]
         listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
         names = {requirement.split(">")[0].split("=")[0].split("[")[0].lower() for requirement in listed}

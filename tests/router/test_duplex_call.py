@@ -6,7 +6,7 @@ import os
 
 import grpc
 import pytest
-from hyperframe.frame import SettingsFrame, WindowUpdateFrame
+from hyperframe.frame import PingFrame, SettingsFrame, WindowUpdateFrame
 
 from sapwood_common.channel import Dialer
 from sapwood_router.duplex_call import CallEndedError
@@ -212,6 +212,29 @@ async def test_closing_waits_for_no_peer_that_reads_nothing() -> None:
         closed.set()
         async with asyncio.timeout(60):
             assert await received < 50_000_000
+
+
+async def test_a_ping_is_answered_and_an_answer_to_none_is_not() -> None:
+    answer = PingFrame(0, b"12345678", flags=["ACK"]).serialize()
+    answered = asyncio.Event()
+
+    async def greet(reader, writer):
+        acknowledgement = PingFrame(0, b"abcdefgh", flags=["ACK"])
+        writer.write(SettingsFrame(0).serialize() + acknowledgement.serialize() + PingFrame(0, b"12345678").serialize())
+        received = b""
+        while answer not in received:
+            received += await reader.readexactly(1)
+        assert b"abcdefgh" not in received
+        answered.set()
+        writer.write(PingFrame(0, b"12345678").serialize().replace(b"\x00\x00\x08", b"\x00\x00\x07", 1)[:-1])
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with server, asyncio.timeout(60):
+        opened = await call(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        await answered.wait()
+        assert (await opened.wait_ended()).code is grpc.StatusCode.INTERNAL
 
 
 async def test_a_message_that_is_too_large_ends_it() -> None:

@@ -23,12 +23,12 @@ def test_logits_stay_near_the_whole_model_s(name: str, tiny_model, make_runner):
     whole = make_runner(path)
     expected = logits(whole)
     identities = {whole.cache_identity()}
-    for quantization in ("fp8", "fp8_block"):
+    for quantization in ("fp8", "fp8_block", "fp8_tensor"):
         runner = make_runner(path, quantization=quantization)
         error = float((logits(runner) - expected).norm() / expected.norm())
         assert 0.001 < error < 0.4, quantization  # random weights make much of little differences
         identities.add(runner.cache_identity())
-    assert len(identities) == 3
+    assert len(identities) == 4
 
 
 def test_one_token_a_step_gives_what_a_whole_prompt_gives(tiny_model, make_runner, make_driver):

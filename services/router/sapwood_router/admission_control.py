@@ -100,5 +100,12 @@ class AdmissionControl:
             self.pump()
 
     def _has_room(self, model: str) -> bool:
-        workers = [worker for worker in self._registry.available(model) if worker.breaker.admits()]
-        return not workers or sum(worker.room for worker in workers) > self._let_go.get(model, 0)
+        taken = self._let_go.get(model, 0)
+        room, any_admits = 0.0, False
+        for worker in self._registry.available(model):
+            if worker.breaker.admits():
+                any_admits = True
+                room += worker.room
+                if room > taken:  # the first worker mostly has it
+                    return True
+        return not any_admits

@@ -47,32 +47,48 @@ def quiet_observer() -> RequestObserver:
 
 
 class Stage:
-    """A stage of the pipeline, around a ``with`` body; with tracing on, what the body calls is traced as the stage's child."""
+    """A stage of the pipeline, around a ``with`` body, timed."""
 
-    __slots__ = ("_metrics", "_name", "_span", "_started", "_token", "_traceparent", "_tracing")
+    __slots__ = ("_seconds", "_started")
 
-    def __init__(self, metrics: RouterMetrics, tracing: Tracing, traceparent: str | None, name: str) -> None:
-        self._metrics = metrics
+    def __init__(self, seconds: Histogram) -> None:
+        self._seconds = seconds
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._seconds.observe(time.perf_counter() - self._started)
+
+
+class TracedStage(Stage):
+    """With tracing on: what the body calls is traced as the stage's child."""
+
+    __slots__ = ("_name", "_span", "_token", "_traceparent", "_tracing")
+
+    def __init__(self, seconds: Histogram, tracing: Tracing, traceparent: str | None, name: str) -> None:
+        super().__init__(seconds)
         self._tracing = tracing
         self._traceparent = traceparent
         self._name = name
         self._span: Span | None = None
         self._token: Token[str | None] | None = None
-        self._started = 0.0
 
     def __enter__(self) -> None:
-        self._started = time.perf_counter()
-        if self._tracing.on:
-            self._span = self._tracing.start(self._name, parent=self._traceparent)
-            self._token = traceparent_var.set(self._span.traceparent)
+        super().__enter__()
+        self._span = self._tracing.start(self._name, parent=self._traceparent)
+        self._token = traceparent_var.set(self._span.traceparent)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._span is not None and self._token is not None:
-            traceparent_var.reset(self._token)
-            self._span.end(error=None if error is None else str(error) or type(error).__name__)
-        self._metrics.stages[self._name].observe(time.perf_counter() - self._started)
+        assert self._span is not None and self._token is not None
+        traceparent_var.reset(self._token)
+        self._span.end(error=None if error is None else str(error) or type(error).__name__)
+        super().__exit__(kind, error, traceback)
 
 
 class RequestWatch:
@@ -103,7 +119,8 @@ class RequestWatch:
 
     def stage(self, name: str) -> Stage:
         """A stage of the pipeline, to be entered once."""
-        return Stage(self._metrics, self._tracing, self.traceparent, name)
+        seconds = self._metrics.stages[name]
+        return TracedStage(seconds, self._tracing, self.traceparent, name) if self._tracing.on else Stage(seconds)
 
     def selected(self, reason: str) -> None:
         """A worker was chosen."""
@@ -133,6 +150,13 @@ class RequestWatch:
                 self._respond_span = self._tracing.start("respond", parent=self.traceparent)
         elif tokens and self._inter_token is not None:
             self._inter_token.observe((now - self._last) / tokens)
+        self._last = now
+
+    def tokens(self, count: int) -> None:
+        """The same for a delta that is tokens and nothing else, and not the first: making it takes no time to speak of."""
+        now = time.perf_counter()
+        if self._inter_token is not None:
+            self._inter_token.observe((now - self._last) / count)
         self._last = now
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ class Registry:
     ) -> None:
         self._workers = {worker.address: worker for worker in workers}
         self._available: dict[str, tuple[Worker, ...]] = {}
+        self._models: dict[str, tuple[Worker, ...]] = {}
         self._on_change = on_change
         self._on_reset = on_reset
         self._most_requests = most_requests
@@ -67,8 +68,7 @@ class Registry:
 
     def models(self) -> dict[str, tuple[Worker, ...]]:
         """Every model that a worker was ever seen to serve, with its available workers."""
-        known = {worker.model.model: () for worker in self._workers.values() if worker.model is not None}
-        return known | self._available
+        return dict(self._models)
 
     def context_length(self, model: str) -> int:
         """The longest context that any worker of a known model has, in tokens."""
@@ -83,7 +83,7 @@ class Registry:
             InvalidArgumentError: None was named and there are several.
             UnavailableError: No worker has been reached yet, so nothing is known.
         """
-        known = self.models()
+        known = self._models
         if not known:
             raise UnavailableError("no worker is available", retry_after=RETRY_AFTER)
         if model is None:
@@ -137,6 +137,10 @@ class Registry:
             if worker.takes_new and worker.model is not None:
                 grouped.setdefault(worker.model.model, []).append(worker)
         self._available = {model: tuple(workers) for model, workers in grouped.items()}
+        known: dict[str, tuple[Worker, ...]] = {
+            worker.model.model: () for worker in self._workers.values() if worker.model is not None
+        }
+        self._models = known | self._available
         self._changed.set()
         self._changed = asyncio.Event()
         self._on_change()

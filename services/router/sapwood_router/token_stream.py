@@ -51,9 +51,18 @@ class TokenStream:
             _wake(self._reader)
             _wake(self._pusher)
             return False
-        if self._whole or self._tokens == self._tokens_read or self._diverted():
+        if self._whole or self._tokens == self._tokens_read:
             return False
-        _wake(self._reader)
+        reader = self._reader
+        if self._divert is not None and reader is not None and not reader.done():
+            try:
+                if self._divert():
+                    return False
+            except Exception as error:  # is this stream's, not that of those whose tokens came with it
+                logger.exception("tokens could not be passed on")
+                self.fail(InternalError(str(error)))
+                return False
+        _wake(reader)
         return self._tokens - self._tokens_read >= WINDOW
 
     async def room(self) -> None:
@@ -98,16 +107,6 @@ class TokenStream:
         self._closed = True
         self._divert = None
         _wake(self._pusher)
-
-    def _diverted(self) -> bool:
-        if self._divert is None or self._reader is None or self._reader.done():
-            return False
-        try:
-            return self._divert()
-        except Exception as error:  # is this stream's, not that of those whose tokens came with it
-            logger.exception("tokens could not be passed on")
-            self.fail(InternalError(str(error)))
-            return True
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:

@@ -33,11 +33,11 @@ class WorkerConfig(ServiceConfig):
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy fills the model with random weights of the true shape: for speed tests."
     )
-    quantization: Literal["none", "fp8", "fp8_block"] = Field(
+    quantization: Literal["none", "fp8", "fp8_block", "fp8_tensor"] = Field(
         "none",
         description="Computes linear layers in float8, weights and activations, quantised as the model is loaded: fp8 with a "
-        "scale a token and output channel, fp8_block with one for each 128 numbers of a token and each 128 x 128 of a weight. "
-        "Embedding and output head stay as they are.",
+        "scale a token and output channel, fp8_block with one for each 128 numbers of a token and each 128 x 128 of a weight, "
+        "fp8_tensor with one for all tokens of a step and one for a weight. Embedding and output head stay as they are.",
     )
     threads: int = Field(0, ge=0, description="CPU threads of the model; 0 takes all cores.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens a page of the KV cache holds.")

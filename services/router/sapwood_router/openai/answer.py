@@ -116,7 +116,13 @@ async def send_stream(
                 await exchange.send_events(events, last=last)
             if diverts and not last:
                 diverts = False
-                runs[0].divert(lambda: exchange.writable, partial(_pass_on, exchange, chunks, called))
+                if not runs[0].divert_tokens(exchange.writable, partial(_pass_tokens_on, exchange, chunks)):
+                    runs[0].divert(exchange.writable, partial(_pass_on, exchange, chunks, called))
+
+
+def _pass_tokens_on(exchange: Exchange, chunks: CompletionChunks, token_ids: list[int]) -> None:
+    """Sends the event of new tokens of the only choice at once."""
+    exchange.write_events(chunks.tokens(token_ids))
 
 
 def _pass_on(exchange: Exchange, chunks: CompletionChunks, called: set[int], delta: Delta) -> None:

@@ -6,37 +6,16 @@ cost more than the rest of what a delta goes through.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from starlette.types import Message, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 _EXTENSION = "sapwood.connection"
+_CHUNKED = [(b"transfer-encoding", b"chunked")]
 
-
-class _Gathered:
-    """Stands for a transport while a response is put together."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._parts: list[bytes] = []
-        self._closed = False
-
-    def write(self, data: bytes) -> None:
-        self._parts.append(data)
-
-    def close(self) -> None:
-        self._closed = True
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def flush(self) -> None:
-        self._transport.write(b"".join(self._parts))
-        if self._closed:
-            self._transport.close()
+Headers = Sequence[tuple[bytes, bytes]]
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -58,26 +37,46 @@ class HttpConnection(HttpToolsProtocol):
             watcher()
         self._watchers.clear()
 
-    @property
     def writable(self) -> bool:
         """Whether the client is there and reads: then :meth:`write_chunk` may be called."""
         return not self.flow.write_paused and not self.transport.is_closing()
 
-    async def send_together(self, scope: Scope, send: Send, *messages: Message) -> None:
-        """Sends head and body of a response in one write, where ``send`` makes one of each."""
+    async def send_first(
+        self, scope: Scope, send: Send, status: int, headers: Headers, body: bytes, *, chunked: bool, last: bool
+    ) -> None:
+        """Sends a response's head with all of its body, or with the first of it, in one write.
+
+        ``send`` makes one of each, and examines every header.
+
+        Args:
+            scope, send: The request's, as ASGI gives them.
+            status: HTTP status.
+            headers: Well formed, and none of those that say how long the body is.
+            body: What there is of it, at least a byte.
+            chunked: Whether its length is not known; else this is all of it.
+            last: Whether nothing follows.
+        """
         cycle = self.cycle
-        if cycle is None or cycle.scope is not scope or not self.writable:
-            for message in messages:
-                await send(message)
+        length = [] if chunked else [(b"content-length", b"%d" % len(body))]
+        if cycle is None or cycle.scope is not scope or not self.writable() or scope["method"] == "HEAD":
+            await send({"type": "http.response.start", "status": status, "headers": [*headers, *length]})
+            await send({"type": "http.response.body", "body": body, "more_body": not last})
             return
-        gathered = _Gathered(self.transport)
-        cycle.transport = cast(asyncio.Transport, gathered)
-        try:
-            for message in messages:
-                await send(message)
-        finally:
-            cycle.transport = self.transport
-            gathered.flush()
+        parts = [STATUS_LINE[status]]
+        for name, value in (*cycle.default_headers, *headers, *(length or _CHUNKED)):
+            parts += (name, b": ", value, b"\r\n")
+        parts.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
+        parts.append(b"%x\r\n%b\r\n" % (len(body), body) if chunked else body)
+        if chunked and last:
+            parts.append(b"0\r\n\r\n")
+        cycle.response_started, cycle.waiting_for_100_continue, cycle.chunked_encoding = True, False, chunked
+        self.transport.write(b"".join(parts))
+        if last:
+            cycle.response_complete = True
+            cycle.message_event.set()
+            if not cycle.keep_alive:
+                self.transport.close()
+            cycle.on_response()
 
     def write_chunk(self, body: bytes) -> None:
         """Sends more of a chunked body, at once. Its response has been started, and no ``send`` is being awaited."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from sapwood_common.errors import SapwoodError
 from sapwood_common.telemetry import REQUEST_ID_KEY, new_request_id
 from sapwood_router.caller import Caller, caller_of
 from sapwood_router.guard import tenant_var
-from sapwood_router.openai.connection import connection_of
+from sapwood_router.openai.connection import Headers, connection_of
 from sapwood_router.openai.errors import error_body, http_status, retry_headers
 from sapwood_router.request_ids import accept_request_id
 
@@ -92,10 +92,7 @@ class Exchange:
 
     async def send_body(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         """A complete JSON response."""
-        start = self._start(status, [_JSON, (b"content-length", str(len(body)).encode()), *headers])
-        await self._connection.send_together(
-            self._scope, self._send, start, {"type": "http.response.body", "body": body, "more_body": False}
-        )
+        await self._send_first(status, [_JSON, *headers], body, chunked=False, last=True)
 
     async def send_error(self, error: SapwoodError) -> None:
         """An error response; within a stream of events an error event, after which the stream ends."""
@@ -106,25 +103,20 @@ class Exchange:
 
     async def send_events(self, events: bytes, *, last: bool = False) -> None:
         """Encoded events; the first call starts the response."""
-        message: Message = {"type": "http.response.body", "body": events, "more_body": not last}
         if self.started:
-            await self._send(message)
+            await self._send({"type": "http.response.body", "body": events, "more_body": not last})
         else:
-            await self._connection.send_together(self._scope, self._send, self._start(200, _EVENTS), message)
+            await self._send_first(200, _EVENTS, events, chunked=True, last=last)
 
-    @property
     def writable(self) -> bool:
         """Whether :meth:`write_events` may be called."""
-        return self._connection.writable
+        return self._connection.writable()
 
     def write_events(self, events: bytes) -> None:
         """Sends encoded events at once. Only while no :meth:`send_events` is awaited, and after one was."""
         self._connection.write_chunk(events)
 
-    def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> Message:
+    async def _send_first(self, status: int, headers: Headers, body: bytes, *, chunked: bool, last: bool) -> None:
         self.started = True
-        return {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [*headers, (_REQUEST_ID_HEADER, self.request_id.encode("ascii"))],
-        }
+        headers = (*headers, (_REQUEST_ID_HEADER, self.request_id.encode("ascii")))
+        await self._connection.send_first(self._scope, self._send, status, headers, body, chunked=chunked, last=last)

@@ -48,6 +48,10 @@ class CompletionChunks:
         text = delta.output.text
         return self._chunk(index, _encode(text), NULL, logprobs) if text or logprobs is not NULL else b""
 
+    def tokens(self, token_ids: list[int]) -> bytes:
+        """New tokens of the only choice, where there is no text and it has begun; nothing if tokens are not told."""
+        return b""
+
     def finish(self, index: int, delta: Delta, reason: str, logprobs: bytes = NULL) -> bytes:
         """The last output of a choice and why it ended."""
         return self._chunk(index, _encode(delta.output.text), _encode(reason), logprobs)
@@ -97,6 +101,12 @@ class TokenChunks(CompletionChunks):
             return b""
         return self._chunk(index, self._with_tokens(index, delta), NULL, logprobs)
 
+    def tokens(self, token_ids: list[int]) -> bytes:
+        """See CompletionChunks."""
+        if len(token_ids) == 1:
+            return b'%b"","token_ids":[%d]%b' % (self._usual_head, token_ids[0], self._usual_tail)
+        return b"".join((self._usual_head, b'"","token_ids":', _encode(token_ids), self._usual_tail))
+
     def finish(self, index: int, delta: Delta, reason: str, logprobs: bytes = NULL) -> bytes:
         """See CompletionChunks."""
         return self._chunk(index, self._with_tokens(index, delta), _encode(reason), logprobs)
@@ -104,8 +114,7 @@ class TokenChunks(CompletionChunks):
     def _with_tokens(self, index: int, delta: Delta) -> bytes:
         """The text and what comes after it."""
         text, ids = delta.output.text, delta.token_ids
-        written = b"[%d]" % ids[0] if len(ids) == 1 else _encode(ids)
-        made = b'%b,"token_ids":%b' % (_encode(text) if text else b'""', written)
+        made = b'%b,"token_ids":%b' % (_encode(text), _encode(ids))
         if self._prompts and index in self._prompts:
             made += b',"prompt_token_ids":' + _encode(self._prompts.pop(index))
         return made

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import grpc
 
@@ -17,7 +16,6 @@ from sapwood_router.context import Delta, RequestContext
 from sapwood_router.detokenize_pool import DetokenizePool
 from sapwood_router.embedding import Embedder
 from sapwood_router.observer import RequestObserver
-from sapwood_router.output import Output
 from sapwood_router.output_stream import OutputChunk, OutputStream
 from sapwood_router.pipeline.attempts import Attempts
 from sapwood_router.pipeline.build import fix_seed
@@ -31,9 +29,6 @@ from sapwood_router.token_stream import TokenStream
 from sapwood_router.tokenizer_client import TokenizerClient
 
 logger = logging.getLogger(__name__)
-
-_NO_TEXT = Output()
-"""Of all deltas that are tokens alone and are diverted; nobody changes it."""
 
 
 class Pipeline:
@@ -116,8 +111,8 @@ class Run:
             self.close()
             raise
         if delta.finish is not None:
-            self._finished()
-            self.close()
+            # Accounts are made up once the delta is on its way to the client.
+            asyncio.get_running_loop().call_soon(self._finished)
         return delta
 
     def divert(self, ready: Callable[[], bool], sink: Callable[[Delta], None]) -> None:
@@ -129,9 +124,6 @@ class Run:
         """
         stream = self._stream
         assert stream is not None, "only after the first delta"
-        if isinstance(stream, TokenStream) and not self._context.logprobs:
-            stream.divert(partial(self._pass_tokens, stream, ready, sink))
-            return
 
         def take() -> bool:
             if not ready():
@@ -141,15 +133,22 @@ class Run:
 
         stream.divert(take)
 
-    def _pass_tokens(self, stream: TokenStream, ready: Callable[[], bool], sink: Callable[[Delta], None]) -> bool:
-        """What ``take`` does, for a stream that is tokens and nothing else."""
-        if not ready():
+    def divert_tokens(self, ready: Callable[[], bool], sink: Callable[[list[int]], None]) -> bool:
+        """The same, by a shorter way, if the deltas are tokens and nothing else; returns whether they are."""
+        stream, context, watch = self._stream, self._context, self._watch
+        if not isinstance(stream, TokenStream) or context.logprobs:
             return False
-        started = time.perf_counter()
-        token_ids = self._context.output_ids[self._sent_tokens : stream.take_count()]
-        self._sent_tokens += len(token_ids)
-        self._watch.delta(started, len(token_ids))
-        sink(Delta(_NO_TEXT, token_ids))
+
+        def take() -> bool:
+            if not ready():
+                return False
+            token_ids = context.output_ids[self._sent_tokens : stream.take_count()]
+            self._sent_tokens += len(token_ids)
+            watch.tokens(len(token_ids))
+            sink(token_ids)
+            return True
+
+        stream.divert(take)
         return True
 
     def _respond(self, chunk: OutputChunk) -> Delta:
@@ -207,6 +206,7 @@ class Run:
     def _finished(self) -> None:
         assert self._attempts is not None
         self._attempts.finished()
+        self.close()
 
     def _log(self) -> None:
         if not logger.isEnabledFor(logging.INFO):

@@ -67,7 +67,7 @@ class RunnerOptions:
         kv_cache_bytes: Memory of the pool, unless ``num_pages`` is given; None: on CUDA what is left of ``memory_fraction``
             after a trial of the largest step, elsewhere 1 GiB.
         quantization: Of the linear layers: ``fp8`` scales by token and output channel, ``fp8_block`` by 128 numbers of a token
-            and 128 x 128 of the weight.
+            and 128 x 128 of the weight, ``fp8_tensor`` with one scale each.
         kv_cache_dtype: Of the pool: ``auto`` is the model's.
         memory_fraction: Largest share of the GPU's memory that is used, by whatever uses it.
         max_step_tokens: Most tokens in a step: how large the trial's is.

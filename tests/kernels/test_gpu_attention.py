@@ -1,0 +1,86 @@
+"""FlashInfer's kernels, and ours beside them, as the worker plans them: against the reference, on a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sapwood_kernels import reference
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+
+from sapwood_kernels.flashinfer_attention import AttentionShape, DecodeAttention, Variant
+from sapwood_worker.attention.backend import AttentionBatch, AttentionLayer
+from sapwood_worker.attention.flashinfer import FlashInferBackend, paged_keys
+from sapwood_worker.cache.device_pool import DevicePool, KVScales
+
+HEADS, KV_HEADS, DIM, PAGE = 8, 4, 128, 16
+
+
+class Case:
+    """A ragged batch over a pool of random keys and values, and what attention of layer 0 must give."""
+
+    def __init__(self, query_lens: list[int], prefix_lens: list[int], window: int | None, float8: bool) -> None:
+        torch.manual_seed(len(query_lens))
+        queries, seqs = np.array(query_lens), np.array(query_lens) + np.array(prefix_lens)
+        counts = -(-seqs // PAGE)
+        device = torch.device("cuda")
+        scales = KVScales((0.5,), (2.0,)) if float8 else None
+        self.pool = DevicePool(
+            num_layers=1, num_pages=int(counts.sum()) + 2, page_size=PAGE, num_kv_heads=KV_HEADS, head_dim=DIM,
+            dtype=torch.float8_e4m3fn if float8 else torch.bfloat16, device=device, scales=scales,
+        )  # fmt: skip
+        table = np.zeros((len(counts), int(counts.max())), np.int32)
+        table[np.arange(table.shape[1]) < counts[:, None]] = np.random.default_rng(0).permutation(int(counts.sum()))
+        slots = [
+            table[i, np.arange(length) // PAGE].astype(np.int64) * PAGE + np.arange(length) % PAGE
+            for i, length in enumerate(seqs)
+        ]
+        everything = torch.from_numpy(np.concatenate(slots)).to(device)
+        written = torch.randn(2, len(everything), KV_HEADS, DIM, device=device).bfloat16()
+        self.pool.destination(0, everything).store(*written)
+        self.query = torch.randn(int(queries.sum()), HEADS, DIM, device=device).bfloat16()
+        new = torch.from_numpy(np.concatenate([each[-n:] for each, n in zip(slots, query_lens, strict=True)]))
+        starts = np.concatenate(([0], np.cumsum(queries))).astype(np.int64)
+        self.batch = AttentionBatch(starts, seqs.astype(np.int64), table, new.to(device))
+        self.layer = AttentionLayer(0, DIM**-0.5, window)
+        stored = [
+            reference.dequantise(each[0], scale).cpu() if float8 else each[0].float().cpu()
+            for each, scale in zip((self.pool.key_slots, self.pool.value_slots), self.pool.scales.of(0), strict=True)
+        ]
+        self.expected = reference.paged_attention(
+            self.query.float().cpu(), *stored, torch.from_numpy(table).long(), torch.from_numpy(queries),
+            torch.from_numpy(seqs), PAGE, scale=DIM**-0.5, window=window,
+        )  # fmt: skip
+        shape = AttentionShape(HEADS, KV_HEADS, DIM, PAGE, torch.bfloat16)
+        self.kind = Variant(DIM**-0.5, window, None)
+        self.backend = FlashInferBackend(self.pool, shape, (self.kind,), 4096)
+
+    def check(self, got: torch.Tensor) -> None:
+        wanted = self.expected.flatten(1)
+        assert float((got.float().cpu().flatten(1) - wanted).norm() / wanted.norm()) < 0.01
+
+
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize(
+    ("query_lens", "prefix_lens"),
+    [([40, 300, 1], [0, 50, 200]), ([1, 1, 1, 200, 17], [33, 500, 16, 0, 90])],
+    ids=["prompts", "decodes and prompts"],
+)
+def test_a_planned_step_equals_the_reference(query_lens, prefix_lens, window: int | None, float8: bool):
+    case = Case(query_lens, prefix_lens, window, float8)
+    case.check(case.backend.plan(case.batch).attend_cached(case.layer, case.query))
+
+
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("batch", [3, 24, 130])
+def test_decodes_at_fixed_addresses_equal_the_reference(batch: int, float8: bool):
+    case = Case([1] * batch, [7 + 61 * i % 2000 for i in range(batch)], None, float8)
+    backend, pool = case.backend, case.pool
+    attention = backend.decode_attention(batch, DecodeAttention.workspace(pool.device), case.kind)
+    attention.plan(paged_keys(case.batch, PAGE, backend.indices))
+    case.check(attention.run(case.query, pool.key_pages(0), pool.value_pages(0), pool.scales.of(0)))

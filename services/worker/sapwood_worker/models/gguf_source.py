@@ -123,6 +123,7 @@ def dequantize_into(file: GgufFile, tensor: GgufTensor, out: npt.NDArray[np.floa
             else:
                 # As one row: gguf loops over rows in Python.
                 into[:] = gguf.dequantize(part.reshape(1, -1), kind)[0]
+    # NotImplementedError is what the gguf library raises for a type that it cannot widen.
     except (ValueError, KeyError, NotImplementedError, GgufError) as error:
         raise ConfigError(f"{file.path}: tensor {tensor.name} (type {tensor.type}) cannot be read: {error}") from error
 

@@ -6,6 +6,7 @@ python docs/write_metrics.py --check    exits 1 if it is not up to date
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from pathlib import Path
@@ -50,7 +51,7 @@ def render() -> str:
     every, router, tokenizer, worker = MetricSet(), MetricSet(), MetricSet(), MetricSet()
     RpcTelemetry(every, NoTracing())
     registry, router_metrics = Registry([]), RouterMetrics(router)
-    router_metrics.watch(registry, AdmissionControl(registry, AdmissionSettings(), time.monotonic))
+    router_metrics.watch(registry, AdmissionControl(registry, AdmissionSettings(), time.monotonic, random.Random()))
     router_metrics.watch_index(BlockIndex(0))
     add_metrics(tokenizer, dict, lambda: 0)
     WorkerMetrics(worker).watch(Load)

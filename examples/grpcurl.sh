@@ -9,5 +9,5 @@ prompt=${1:-The capital of France is}
 grpcurl -plaintext "$router" list
 grpcurl -plaintext "$router" grpc.health.v1.Health/Check
 grpcurl -plaintext "$router" sapwood.v1.Router/ListModels
-grpcurl -plaintext -d "{\"text\": \"$prompt\", \"sampling\": {\"temperature\": 0, \"max_tokens\": 32}}" \
+grpcurl -plaintext -d "{\"text\": \"$prompt\", \"sampling\": {\"temperature\": 0, \"max_tokens\": 16}}" \
   "$router" sapwood.v1.Router/Generate

@@ -16,7 +16,7 @@ from sapwood.v1 import common_pb2, router_pb2, router_pb2_grpc
 def main() -> None:
     prompt = sys.argv[1] if len(sys.argv) > 1 else "The capital of France is"
     request = router_pb2.RouterGenerateRequest(
-        text=prompt, sampling=common_pb2.SamplingParams(temperature=0, max_tokens=32)
+        text=prompt, sampling=common_pb2.SamplingParams(temperature=0, max_tokens=16)
     )
     with grpc.insecure_channel(os.environ.get("SAPWOOD_ROUTER", "127.0.0.1:50051")) as channel:
         stub = router_pb2_grpc.RouterStub(channel)

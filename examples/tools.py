@@ -48,7 +48,7 @@ def main() -> None:
         print(f"called: {call.function.name}({call.function.arguments}) -> {result}")
         messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     answer = client.chat.completions.create(
-        model=model, messages=messages, tools=TOOLS, tool_choice="none", max_tokens=64
+        model=model, messages=messages, tools=TOOLS, tool_choice="none", max_tokens=32
     )
     print(f"answered: {answer.choices[0].message.content}")
 

@@ -18,10 +18,18 @@ from typing import Any
 
 import pytest
 
+_DEMO_MODEL = (
+    "tests/e2e/",
+    "tests/integration/",
+    "tests/worker/test_models_demo.py",
+    "tests/grammar/test_demo_model.py",
+)
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests that start clusters all run in one xdist process: they share one cluster, and the cores are not oversubscribed.
+    """What starts clusters or loads the demo model whole runs in one xdist process: it is loaded once, and the cores are not
+    oversubscribed.
 
     (`--dist loadgroup` would be the way, but xdist 3.8 does not group under pytest 9.2.)
     """
@@ -29,7 +37,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ClustersTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "clusters" if nodeid.startswith(("tests/e2e/", "tests/integration/")) else nodeid
+            return "clusters" if nodeid.startswith(_DEMO_MODEL) else nodeid
 
     return ClustersTogether(config, log)
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,12 +24,29 @@ _PEER_NEEDS = ("setproctitle", "orjson", "fastapi", "uvicorn", "aiohttp", "reque
 OURS = "sapwood"
 
 
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+class Ports:
+    """Ports of 127.0.0.1 that nobody else is given before :meth:`close`.
+
+    A socket that is bound and does not listen keeps each: Linux then gives it to nobody who asks for any port, and does not
+    keep those from listening who name it and set SO_REUSEADDR, as servers do.
+    """
+
+    def __init__(self) -> None:
+        self._keepers: list[socket.socket] = []
+
+    def take(self) -> int:
+        """Another one."""
+        keeper = socket.socket()
+        self._keepers.append(keeper)
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("127.0.0.1", 0))
+        port: int = keeper.getsockname()[1]
         return port
+
+    def close(self) -> None:
+        """Gives them back."""
+        for keeper in self._keepers:
+            keeper.close()
 
 
 def cpu_seconds(pid: int) -> float:
@@ -106,14 +123,18 @@ class Workers:
         times: Of all workers.
         folder: For logs.
         count: How many.
+
+    Attributes:
+        ports: Theirs, and those of who is measured with them.
     """
 
     def __init__(self, times: Times, folder: Path, count: int = 4) -> None:
         self._times = times
         self._folder = folder
-        self.http_ports = [free_port() for _ in range(count)]
-        self.grpc_ports = [free_port() for _ in range(count)]
-        self.tokenizer_port = free_port()
+        self.ports = Ports()
+        self.http_ports = [self.ports.take() for _ in range(count)]
+        self.grpc_ports = [self.ports.take() for _ in range(count)]
+        self.tokenizer_port = self.ports.take()
         self.processes: list[Process] = []
         self._epoch = 0
 
@@ -147,6 +168,7 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         for process in self.processes:
             process.stop()
+        self.ports.close()
 
     def _start(self, module: str, *flags: str) -> Process:
         command = [sys.executable, "-m", f"router_load.{module}", *flags]
@@ -171,19 +193,26 @@ class Router:
 
 
 @contextlib.contextmanager
-def running(engine: str, workers: Workers, folder: Path, *flags: str, policy: str = "cache_aware") -> Iterator[Router]:
-    """A router in front of the workers, ready for requests."""
+def running(
+    engine: str,
+    workers: Workers,
+    folder: Path,
+    *flags: str,
+    policy: str = "cache_aware",
+    headers: Mapping[str, str] | None = None,
+) -> Iterator[Router]:
+    """A router in front of the workers, ready for requests, which it may expect to have certain ``headers``."""
     start = _start_ours if engine == OURS else _start_peer
     router = start(engine, workers, folder, policy, flags)
     try:
-        _await_ready(router, workers)
+        _await_ready(router, workers, headers or {})
         yield router
     finally:
         router.process.stop()
 
 
 def _start_ours(engine: str, workers: Workers, folder: Path, policy: str, flags: tuple[str, ...]) -> Router:
-    http_port, grpc_port = free_port(), free_port()
+    http_port, grpc_port = workers.ports.take(), workers.ports.take()
     command = [
         *(sys.executable, "-m", "sapwood_router", "--host", "127.0.0.1", "--log-level", "warning"),
         *("--http-port", str(http_port), "--port", str(grpc_port), "--policy", policy),
@@ -195,7 +224,7 @@ def _start_ours(engine: str, workers: Workers, folder: Path, policy: str, flags:
 
 
 def _start_peer(engine: str, workers: Workers, folder: Path, policy: str, flags: tuple[str, ...]) -> Router:
-    port = free_port()
+    port = workers.ports.take()
     module = {
         "smg": ("smg", "launch"),
         "sglang-router": ("sglang_router", "launch"),
@@ -203,23 +232,28 @@ def _start_peer(engine: str, workers: Workers, folder: Path, policy: str, flags:
     }[engine]
     urls = [f"http://127.0.0.1:{port}" for port in workers.http_ports]
     command = [sys.executable, "-m", *module, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--policy", policy, "--worker-urls", *urls, "--prometheus-port", str(free_port())]
+    command += ["--policy", policy, "--worker-urls", *urls, "--prometheus-port", str(workers.ports.take())]
     command += ["--log-level", "warning" if engine == "vllm-router" else "warn", *flags]
     path = _path(PEERS / engine, PEERS / "shared")
     return Router(engine, Process(command, {"PYTHONPATH": path}, folder / f"{engine}.log"), port)
 
 
-def _await_ready(router: Router, workers: Workers) -> None:
+def _await_ready(router: Router, workers: Workers, headers: Mapping[str, str]) -> None:
     """Until every worker has answered a request."""
 
     def served() -> bool:
-        post(router.http_port, "/v1/completions", b'{"model":"mock","prompt":"%d","max_tokens":1}' % time.time_ns())
+        post(
+            router.http_port,
+            "/v1/completions",
+            b'{"model":"mock","prompt":"%d","max_tokens":1}' % time.time_ns(),
+            headers,
+        )
         return all(get(port, "/stats")[1].find(b'"requests":0') < 0 for port in workers.http_ports)
 
     def answers() -> bool:
         assert router.process.handle.poll() is None, f"{router.engine} ended; see {router.process.log}"
         body = b'{"model":"mock","prompt":"Hello","max_tokens":1}'
-        return post(router.http_port, "/v1/completions", body)[0] == 200
+        return post(router.http_port, "/v1/completions", body, headers)[0] == 200
 
     wait_for(answers, router.engine)
     with contextlib.suppress(TimeoutError):  # a cache-aware router may well keep to one worker
@@ -230,18 +264,18 @@ def _await_ready(router: Router, workers: Workers) -> None:
 
 def get(port: int, path: str) -> tuple[int, bytes]:
     """One HTTP request; status 0 if nobody answers."""
-    return _ask("GET", port, path, None)
+    return _ask("GET", port, path, None, {})
 
 
-def post(port: int, path: str, body: bytes) -> tuple[int, bytes]:
+def post(port: int, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
     """The same with a JSON body."""
-    return _ask("POST", port, path, body)
+    return _ask("POST", port, path, body, {"content-type": "application/json", **(headers or {})})
 
 
-def _ask(method: str, port: int, path: str, body: bytes | None) -> tuple[int, bytes]:
+def _ask(method: str, port: int, path: str, body: bytes | None, headers: Mapping[str, str]) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
-        connection.request(method, path, body, {"content-type": "application/json"} if body is not None else {})
+        connection.request(method, path, body, dict(headers))
         response = connection.getresponse()
         return response.status, response.read()
     except (OSError, http.client.HTTPException):

@@ -20,7 +20,7 @@ import uvloop
 from report import Figure, Goal
 from router_load.engines import OURS, Router, Times, Workers, get, running
 from router_load.load import HttpClient, http_request, percentile
-from router_load.mock_worker import BLOCK, WORD
+from router_load.mock_engine import BLOCK, WORD
 
 _SYSTEMS, _SYSTEM, _USER, _ANSWER, _TURNS = 4, 2000, 200, 6, 8
 _CONCURRENCY = 8

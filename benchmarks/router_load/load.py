@@ -13,9 +13,10 @@ from typing import Any, cast
 import grpc
 import httptools
 import msgspec
-from router_load.mock_worker import MODEL, WORD, WORD_TOKEN
+from router_load.mock_engine import WORD
+from router_load.mock_worker import MODEL, WORD_TOKEN
 
-from sapwood.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
+from sapwood.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from sapwood_common.channel import Dialer
 from sapwood_router.duplex_dial import open_call
 
@@ -63,6 +64,7 @@ class Answer:
     first: float = 0.0
     ended: float = 0.0
     body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 class HttpClient(asyncio.Protocol):
@@ -95,6 +97,10 @@ class HttpClient(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self.close()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        assert self._answer is not None
+        self._answer.headers[name.decode().lower()] = value.decode("latin-1")
 
     def on_body(self, body: bytes) -> None:
         assert self._answer is not None
@@ -204,20 +210,27 @@ async def grpc_load(
     count: int,
     channels: int = 8,
     as_ids: bool = False,
+    worker: bool = False,
 ) -> Result:
-    """The same over gRPC, with streams of token ids, and of their text unless ``as_ids``."""
+    """The same over gRPC, with streams of token ids, and of their text unless ``as_ids``; or straight to a ``worker``."""
     result = Result()
     numbers = itertools.count()
-    async with _stubs(port, channels) as stubs:
+    make_stub = worker_pb2_grpc.WorkerStub if worker else router_pb2_grpc.RouterStub
+
+    def make_request(number: int) -> Any:
+        sampling = common_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True)
+        if worker:
+            return worker_pb2.WorkerGenerateRequest(token_ids=make(number), sampling=sampling)
+        ids = common_pb2.TokenIds(ids=make(number))
+        return router_pb2.RouterGenerateRequest(tokens=ids, sampling=sampling, detokenize=not as_ids)
+
+    async with _channels(port, channels) as opened:
+        stubs: list[Any] = [make_stub(channel) for channel in opened]
 
         async def client(which: int) -> None:
             stub = stubs[which % len(stubs)]
             while (number := next(numbers)) < count:
-                request = router_pb2.RouterGenerateRequest(
-                    tokens=common_pb2.TokenIds(ids=make(number)),
-                    sampling=common_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True),
-                    detokenize=not as_ids,
-                )
+                request = make_request(number)
                 answer = Answer(time.perf_counter())
                 got = 0
                 try:
@@ -260,11 +273,11 @@ async def session_load(port: int, make: Callable[[int], list[int]], tokens: int,
 
 
 @asynccontextmanager
-async def _stubs(port: int, count: int) -> AsyncIterator[list[Any]]:
+async def _channels(port: int, count: int) -> AsyncIterator[list[grpc.aio.Channel]]:
     options = [("grpc.use_local_subchannel_pool", 1)]
     channels = [grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) for _ in range(count)]
     try:
-        yield [router_pb2_grpc.RouterStub(channel) for channel in channels]
+        yield channels
     finally:
         for channel in channels:
             await channel.close()

@@ -12,12 +12,14 @@ from typing import Any
 
 import grpc
 import uvloop
-from router_load.mock_worker import CHARACTERS_A_TOKEN, WORD
+from router_load.mock_engine import WORD
+from router_load.mock_worker import CHARACTERS_A_TOKEN
 
 from sapwood.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.server import ServiceServer, serve_until_stopped
 
 _NAME = "sapwood.v1.Tokenizer"
+_SESSIONS = frozenset({f"/{_NAME}/Detokenize", f"/{_NAME}/Encode"})
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -27,11 +29,24 @@ def encode(text: str) -> array[int]:
     return array("I", raw + b" " * (-len(raw) % CHARACTERS_A_TOKEN))
 
 
+def tokenize(request: tokenizer_pb2.TokenizeRequest) -> tokenizer_pb2.TokenizeResponse:
+    """Its texts' tokens."""
+    return tokenizer_pb2.TokenizeResponse(sequences=[common_pb2.TokenIds(ids=encode(t)) for t in request.texts])
+
+
+def apply_chat_template(
+    request: tokenizer_pb2.ApplyChatTemplateRequest,
+) -> tokenizer_pb2.ApplyChatTemplateResponse:
+    """The tokens of what its messages say."""
+    text = "".join(message.content for message in request.messages)
+    return tokenizer_pb2.ApplyChatTemplateResponse(text=text, tokens=common_pb2.TokenIds(ids=encode(text)))
+
+
 class MockTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def Tokenize(  # noqa: N802
         self, request: tokenizer_pb2.TokenizeRequest, context: Context
     ) -> tokenizer_pb2.TokenizeResponse:
-        return tokenizer_pb2.TokenizeResponse(sequences=[common_pb2.TokenIds(ids=encode(t)) for t in request.texts])
+        return tokenize(request)
 
     async def GetInfo(  # noqa: N802
         self, request: tokenizer_pb2.GetInfoRequest, context: Context
@@ -41,8 +56,21 @@ class MockTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def ApplyChatTemplate(  # noqa: N802
         self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: Context
     ) -> tokenizer_pb2.ApplyChatTemplateResponse:
-        text = "".join(message.content for message in request.messages)
-        return tokenizer_pb2.ApplyChatTemplateResponse(text=text, tokens=common_pb2.TokenIds(ids=encode(text)))
+        return apply_chat_template(request)
+
+    async def Encode(  # noqa: N802
+        self, request_iterator: AsyncIterator[tokenizer_pb2.EncodeRequest], context: Context
+    ) -> AsyncIterator[tokenizer_pb2.EncodeResponse]:
+        yield tokenizer_pb2.EncodeResponse()
+        async for request in request_iterator:
+            response = tokenizer_pb2.EncodeResponse()
+            for item in request.items:
+                if item.HasField("tokenize"):
+                    response.results.add(id=item.id, tokenize=tokenize(item.tokenize))
+                elif item.HasField("apply_chat_template"):
+                    answer = apply_chat_template(item.apply_chat_template)
+                    response.results.add(id=item.id, apply_chat_template=answer)
+            yield response
 
     async def Detokenize(  # noqa: N802
         self, request_iterator: AsyncIterator[tokenizer_pb2.DetokenizeRequest], context: Context
@@ -65,9 +93,7 @@ class MockTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
-    server = ServiceServer(
-        "127.0.0.1", parser.parse_args().port, [_NAME], uncounted=frozenset({f"/{_NAME}/Detokenize"})
-    )
+    server = ServiceServer("127.0.0.1", parser.parse_args().port, [_NAME], uncounted=_SESSIONS)
     tokenizer_pb2_grpc.add_TokenizerServicer_to_server(MockTokenizer(), server.grpc)
     await server.start()
     await server.set_serving(True)

@@ -5,7 +5,8 @@ It keeps an LRU set of block hashes (64 characters of text or 16 tokens a block;
 answers. A request waits until those before it are prefilled, is prefilled for a base time and a time for each block that was
 not held, and is answered with ``max_tokens`` words: at once, or one every ``--pace-ms`` (all running requests together, as a
 scheduler steps). A prompt that begins with "idle" gets one word and no more, one that begins with "slow" a thousand at a
-time. One process, one event loop; ``/stats`` tells what was asked and held, ``/reset`` empties the cache.
+time, but none while its stream is paused. One process, one event loop; ``/stats`` tells what was asked and held, ``/reset``
+empties the cache.
 """
 
 from __future__ import annotations
@@ -13,108 +14,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import grpc
 import httptools
 import msgspec
 import uvloop
+from router_load.mock_engine import BLOCK, WORD, Engine
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import UnimplementedError
-from sapwood_common.page_hash import hash_run
 from sapwood_common.server import ServiceServer
 
-BLOCK = 64
 CHARACTERS_A_TOKEN = 4
-WORD = " tok"
 WORD_TOKEN = int.from_bytes(WORD.encode(), "little")
 MODEL = "mock"
 _NAME = "sapwood.v1.Worker"
-
-
-class Engine:
-    """Times and cache.
-
-    Args:
-        blocks: Blocks the cache holds.
-        base: Seconds a prefill takes.
-        per_block: Seconds each block not held adds.
-        pace: Seconds between two tokens; 0 sends all at once.
-    """
-
-    def __init__(self, blocks: int, base: float, per_block: float, pace: float) -> None:
-        self._blocks, self._base, self._per_block, self._pace = blocks, base, per_block, pace
-        self._held: OrderedDict[bytes, None] = OrderedDict()
-        self._busy_until = 0.0
-        self._steps: list[Callable[[], bool]] = []
-        self._stepping = False
-        self.requests = self.asked = self.hits = self.running = 0
-
-    def prefill(self, prompt: bytes, tokens: int) -> tuple[float, int]:
-        """Takes a prompt: the seconds until its first token, and the blocks that were held."""
-        hashes = hash_run(b"", prompt, BLOCK)
-        held = next((index for index, page in enumerate(hashes) if page not in self._held), len(hashes))
-        self.requests += 1
-        self.asked += len(hashes)
-        self.hits += held
-        for page in reversed(hash_run(b"", prompt + WORD.encode() * max(0, tokens - 1), BLOCK)):
-            self._held[page] = None
-            self._held.move_to_end(page)
-        while len(self._held) > self._blocks:
-            self._held.popitem(last=False)
-        cost = self._base + self._per_block * (len(hashes) - held)
-        if cost == 0:
-            return 0.0, held
-        now = asyncio.get_running_loop().time()
-        self._busy_until = max(now, self._busy_until) + cost
-        return self._busy_until - now, held
-
-    def run(self, delay: float, tokens: int, emit: Callable[[int, bool], bool], prompt: bytes = b"") -> None:
-        """Calls ``emit(tokens, last)`` as they come, after ``delay`` seconds, until the last or until it says no."""
-        loop = asyncio.get_running_loop()
-        if prompt.startswith(b"idle"):
-            loop.call_later(delay, emit, 1, False)
-            return
-        if prompt.startswith(b"slow"):
-            loop.call_later(delay, self.run, 0.0, tokens, lambda count, last: emit(1000, last))
-            return
-        if delay:
-            loop.call_later(delay, self.run, 0.0, tokens, emit)
-            return
-        if not self._pace:
-            for number in range(tokens):
-                if not emit(1, number == tokens - 1):
-                    return
-            return
-        left = tokens
-
-        def step() -> bool:
-            nonlocal left
-            left -= 1
-            return emit(1, left == 0) and left > 0
-
-        self._steps.append(step)
-        if not self._stepping:
-            self._stepping = True
-            loop.call_later(self._pace, self._step, loop.time() + self._pace)
-
-    def _step(self, due: float) -> None:
-        self._steps = [step for step in self._steps if step()]
-        self._stepping = bool(self._steps)
-        if self._stepping:
-            loop = asyncio.get_running_loop()
-            due = max(due + self._pace, loop.time())
-            loop.call_at(due, self._step, due)
-
-    def reset(self) -> None:
-        self._held.clear()
-        self.requests = self.asked = self.hits = 0
-
-    def stats(self) -> dict[str, int]:
-        return {"requests": self.requests, "asked": self.asked, "hits": self.hits, "running": self.running}
 
 
 class HttpConnection(asyncio.Protocol):
@@ -242,6 +158,9 @@ class Session:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._ready: dict[int, worker_pb2.SessionOutput] = {}
+        self._one_token: dict[int, None] = {}
+        """Streams with one token and nothing else, where these go packed."""
+        self._packs_tokens = False
         self._open: set[int] = set()
         self._paused: set[int] = set()
         self._wake = asyncio.Event()
@@ -251,9 +170,11 @@ class Session:
         async for request in requests:
             if request.HasField("heartbeat_ms"):
                 self._heartbeat = request.heartbeat_ms / 1000
+                self._packs_tokens = request.packed_tokens
             for stream_id in request.aborts:
                 self._end(stream_id)
                 self._ready.pop(stream_id, None)
+                self._one_token.pop(stream_id, None)
             self._paused |= set(request.pauses)
             self._paused -= set(request.resumes)
             for submit in request.submits:
@@ -279,8 +200,17 @@ class Session:
             nonlocal first
             if stream_id not in self._open:
                 return False
+            if count > 1 and stream_id in self._paused:
+                return True  # nobody waits for these: kept, they would come in one message of millions
+            self._wake.set()
             output = self._ready.get(stream_id)
             if output is None:
+                if stream_id in self._one_token:
+                    del self._one_token[stream_id]
+                    count += 1
+                elif self._packs_tokens and count == 1 and not first and not last:
+                    self._one_token[stream_id] = None
+                    return True
                 output = self._ready[stream_id] = worker_pb2.SessionOutput(stream_id=stream_id)
             output.response.token_ids.extend([WORD_TOKEN] * count)
             if first:
@@ -292,7 +222,6 @@ class Session:
                 output.response.usage.prompt_tokens = len(asked.token_ids)
                 output.response.usage.completion_tokens = asked.sampling.max_tokens
                 self._end(stream_id)
-            self._wake.set()
             return True
 
         self._engine.run(delay, asked.sampling.max_tokens, emit, prompt)
@@ -302,13 +231,13 @@ class Session:
             async with asyncio.timeout(self._heartbeat):
                 await self._wake.wait()
         self._wake.clear()
-        if self._paused:
-            taken = [stream_id for stream_id in self._ready if stream_id not in self._paused]
-            outputs = [self._ready.pop(stream_id) for stream_id in taken]
-        else:
-            outputs = list(self._ready.values())
-            self._ready.clear()
-        return worker_pb2.SessionResponse(outputs=outputs)
+        taken = [stream_id for stream_id in self._ready if stream_id not in self._paused]
+        outputs = [self._ready.pop(stream_id) for stream_id in taken]
+        packed = [stream_id for stream_id in self._one_token if stream_id not in self._paused]
+        for stream_id in packed:
+            del self._one_token[stream_id]
+        tokens = [WORD_TOKEN] * len(packed)
+        return worker_pb2.SessionResponse(outputs=outputs, token_streams=packed, tokens=tokens)
 
     def close(self) -> None:
         for stream_id in tuple(self._open):
@@ -333,6 +262,25 @@ class MockWorker(worker_pb2_grpc.WorkerServicer):
         finally:
             reader.cancel()
             session.close()
+
+    async def Generate(  # noqa: N802
+        self, request: worker_pb2.WorkerGenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.WorkerGenerateResponse]:
+        prompt = b"".join(token.to_bytes(4, "little") for token in request.token_ids)
+        delay, _ = self._engine.prefill(prompt, request.sampling.max_tokens)
+        ready: asyncio.Queue[tuple[int, bool]] = asyncio.Queue()
+
+        def emit(count: int, last: bool) -> bool:
+            ready.put_nowait((count, last))
+            return True
+
+        self._engine.run(delay, request.sampling.max_tokens, emit, prompt)
+        last = False
+        while not last:
+            count, last = await ready.get()
+            yield worker_pb2.WorkerGenerateResponse(
+                token_ids=[WORD_TOKEN] * count, finish_reason=common_pb2.FINISH_REASON_LENGTH if last else 0
+            )
 
     async def GetModelInfo(  # noqa: N802
         self, request: worker_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]

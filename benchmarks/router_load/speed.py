@@ -1,8 +1,8 @@
 """CPU time a request and latency.
 
 Ours is measured without tokenization, as its peers are: prompts and answers are token ids, and the tokenizer is not visited.
-Beside it, with it: ids in and text out, and text both ways. Latencies are shown beside those of a worker asked directly, over
-HTTP as the peers ask it and over its session as ours does.
+Beside it, with it: ids in and text out, and text both ways. Latencies are shown beside those of a worker asked directly: by the
+same clients over HTTP and over gRPC, and over its session, as ours asks it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from router_load.mock_tokenizer import encode
 _CHUNKS = 32
 _ROUNDS = 3
 _TEXT_OUT, _TEXT = f"{OURS} (text out)", f"{OURS} (text)"
-_DIRECT_SESSION = "direct (session)"
+_DIRECT, _DIRECT_GRPC, _DIRECT_SESSION = "direct", "direct (gRPC)", "direct (session)"
 _GRPC, _GRPC_TEXT_OUT = f"{OURS} (gRPC)", f"{OURS} (gRPC, text out)"
 
 
@@ -72,6 +72,19 @@ def _grpc(kind: _Kind, *, ids_out: bool) -> Load:
 
     return lambda router, concurrency, count: grpc_load(
         router.grpc_port, make, tokens, concurrency=concurrency, count=count, as_ids=ids_out
+    )
+
+
+def _worker_grpc(kind: _Kind) -> Load:
+    """Straight to the worker, with the same client as :func:`_grpc`: the "router" is one."""
+    tokens = _CHUNKS if kind.stream else 1
+    return lambda router, concurrency, count: grpc_load(
+        router.grpc_port,
+        lambda number: encode(_text(number)).tolist(),
+        tokens,
+        concurrency=concurrency,
+        count=count,
+        worker=True,
     )
 
 
@@ -136,9 +149,10 @@ def _measure_kind(
                 rates.setdefault(name, []).append(count / result.seconds)
         if not number:
             continue
-        for name, router, load in [("direct", direct, _http(kind)), (_DIRECT_SESSION, direct, _session(kind)), *loads]:
-            if kind.pace_ms:
-                continue
+        if kind.pace_ms:
+            continue
+        straight = [(_DIRECT, _http(kind)), (_DIRECT_GRPC, _worker_grpc(kind)), (_DIRECT_SESSION, _session(kind))]
+        for name, router, load in [*((name, direct, load) for name, load in straight), *loads]:
             result = _run(load(router, 1, max(20, int(300 * scale))))
             p50.setdefault((kind.name, name), []).append(percentile(result.latencies, 0.5) * 1000)
             ninety_nine.setdefault(name, []).append(percentile(result.latencies, 0.99) * 1000)
@@ -167,7 +181,7 @@ def _goals(cpu: dict[tuple[str, str], list[float]], p50: dict[tuple[str, str], l
         if (kind, "smg") in cpu:
             ratio = median(cpu[kind, engine]) / median(cpu[kind, "smg"])
             goals.append(Goal(f"{kind}: CPU of {engine} to smg's", ratio, most=most))
-    for engine in (OURS, _GRPC):
-        added = median(p50["unary", engine]) - median(p50["unary", "direct"])
+    for engine, straight in ((OURS, _DIRECT), (_GRPC, _DIRECT_GRPC)):  # the same client to the router, and to a worker
+        added = median(p50["unary", engine]) - median(p50["unary", straight])
         goals.append(Goal(f"added p50 at concurrency 1, {engine}, ms", added, most=1.0))
     return goals

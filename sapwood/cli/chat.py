@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from sapwood.cli.errors import EXIT_CODES, UNREACHABLE, CliError
@@ -18,7 +23,7 @@ from sapwood.cli.request import (
 )
 
 if TYPE_CHECKING:
-    from sapwood.client import Client
+    from sapwood.client import Client, Generation
     from sapwood.generation import Delta, Options, ToolCall
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -99,6 +104,7 @@ class Conversation:
 
         After an answer with calls of tools the next lines are what the tools gave, one a call.
         """
+        from sapwood.errors import CancelledError
         from sapwood.generation import answer_of
 
         turn: dict[str, Any] = {"role": "user", "content": question}
@@ -113,18 +119,40 @@ class Conversation:
         with (
             failing_plainly(self._client.address),
             self._client.generate(messages=asked, **self._options) as generation,
+            _cancelled_by_ctrl_c(generation) as stopped,
         ):
             try:
                 for delta in generation:
                     deltas.append(delta)
                     show(delta)
-            except KeyboardInterrupt:
-                if not sys.stdin.isatty():
+            except CancelledError:
+                if not stopped.is_set():
                     raise
         print()
         answer = answer_of(deltas)
         self._unanswered = answer.tool_calls
         self._messages = [*asked, answer.message]
+
+
+@contextmanager
+def _cancelled_by_ctrl_c(generation: Generation) -> Iterator[threading.Event]:
+    """On a terminal Ctrl-C cancels the answer, and sets the event. As an exception it could come while grpcio changes its
+    accounts of what runs on the channel, whose next call then waits for ever.
+    """
+    stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+        generation.cancel()
+
+    if not sys.stdin.isatty():
+        yield stopped
+        return
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def show(delta: Delta) -> None:

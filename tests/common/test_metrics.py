@@ -101,7 +101,7 @@ def test_json_logs_hold_request_and_trace_id(capsys: pytest.CaptureFixture[str])
         telemetry.traceparent_var.reset(trace)
         root.handlers[:] = handlers
         root.setLevel(level)
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "it said" in line]
     entry = json.loads(line)
     assert entry["message"] == "it said 'hallo\\n'"
     assert (entry["service"], entry["level"], entry["request_id"]) == ("router", "error", "req-1")

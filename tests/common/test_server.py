@@ -106,9 +106,9 @@ async def test_draining_finishes_the_running_call_refuses_new_ones_and_says_so_i
     request = health_pb2.HealthCheckRequest(service=NAME)
     assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
     running_call = stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=["wait"]))
-    await asyncio.wait_for(_until(lambda: echo.seen_request_id == "-"), 5)
-    drain = asyncio.ensure_future(server.drain(10))
-    await asyncio.wait_for(server.draining.wait(), 5)
+    await asyncio.wait_for(_until(lambda: echo.seen_request_id == "-"), 60)
+    drain = asyncio.ensure_future(server.drain(120))
+    await asyncio.wait_for(server.draining.wait(), 60)
     assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=["a"]))
@@ -122,7 +122,7 @@ async def test_draining_finishes_the_running_call_refuses_new_ones_and_says_so_i
 async def test_draining_gives_up_after_its_timeout(running) -> None:
     server, echo, channel = running
     call = tokenizer_pb2_grpc.TokenizerStub(channel).Tokenize(tokenizer_pb2.TokenizeRequest(texts=["wait"]))
-    await asyncio.wait_for(_until(lambda: echo.seen_request_id == "-"), 5)
+    await asyncio.wait_for(_until(lambda: echo.seen_request_id == "-"), 60)
     assert await server.drain(0.05) is False
     call.cancel()
 

@@ -76,21 +76,24 @@ def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(start_cluste
         start_cluster("--workers", "1", "--drain-timeout", "200") as cluster,
         Client(cluster.grpc, timeout=200) as client,
     ):
-        running = client.generate("Once upon a time", max_tokens=40, temperature=0, ignore_eos=True)
+        pids = _pids(cluster)
+        running = client.generate("Once upon a time", max_tokens=20, temperature=0, ignore_eos=True)
         received = len(next(running).token_ids)
         cluster.process.send_signal(signal.SIGTERM)
         cluster.wait_for_line("SIGTERM: draining")
         with pytest.raises(UnavailableError):
             client.generate("Too late", max_tokens=1).text()
         received += sum(len(delta.token_ids) for delta in running)
-        assert received == 40
+        assert received == 20
         assert cluster.finish() == 0
         assert cluster.lines[-1] == "stopped"
+        assert not any(_runs(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_everything(start_cluster: Any) -> None:
     with start_cluster("--workers", "1") as cluster:
-        pids = [cluster.service_pid(f"sapwood_{name}") for name in ("tokenizer", "worker", "router")]
+        pids = _pids(cluster)
         cluster.process.send_signal(signal.SIGINT)
         assert cluster.finish() == 0
         assert not any(_runs(pid) for pid in pids)
@@ -135,6 +138,10 @@ def test_a_dead_worker_is_started_anew_and_another_dead_service_ends_the_cluster
         assert "sapwood: router was killed by SIGKILL; its last lines:\n" in shown
         assert shown.rpartition("its last lines:\n")[2].strip()
         assert not _runs(worker)
+
+
+def _pids(cluster: Any) -> list[int]:
+    return [cluster.service_pid(f"sapwood_{name}") for name in ("tokenizer", "worker", "router")]
 
 
 def _runs(pid: int) -> bool:

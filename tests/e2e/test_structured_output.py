@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -38,20 +39,30 @@ def check(text: str) -> None:
 
 def test_an_answer_matches_its_schema(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "france", "schema": SCHEMA, "strict": True}}
-    answer = client.chat.completions.create(
-        model="demo", messages=QUESTION, response_format=form, max_tokens=80, temperature=0
-    )
-    assert answer.choices[0].finish_reason == "stop"
-    check(answer.choices[0].message.content or "")
-    stream = client.chat.completions.create(
-        model="demo", messages=QUESTION, response_format=form, max_tokens=80, temperature=0, stream=True
-    )
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
-    assert text == answer.choices[0].message.content
-    hot = client.completions.create(
-        model="demo", prompt="France:", extra_body={"response_format": form}, max_tokens=80, temperature=1.5, seed=3
-    )
-    check(hot.choices[0].text)
+
+    def whole() -> Any:
+        return client.chat.completions.create(
+            model="demo", messages=QUESTION, response_format=form, max_tokens=80, temperature=0
+        ).choices[0]
+
+    def streamed() -> str:
+        stream = client.chat.completions.create(
+            model="demo", messages=QUESTION, response_format=form, max_tokens=80, temperature=0, stream=True
+        )
+        return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+    def hot() -> str:
+        answer = client.completions.create(
+            model="demo", prompt="France:", extra_body={"response_format": form}, max_tokens=80, temperature=1.5, seed=3
+        )
+        return answer.choices[0].text
+
+    with ThreadPoolExecutor(3) as pool:
+        choice, text, drawn = (pool.submit(job) for job in (whole, streamed, hot))
+    assert choice.result().finish_reason == "stop"
+    check(text.result())
+    assert text.result() == choice.result().message.content
+    check(drawn.result())
 
 
 def test_a_text_matches_its_expression(client: openai.OpenAI) -> None:
@@ -64,10 +75,15 @@ def test_a_text_matches_its_expression(client: openai.OpenAI) -> None:
 
 def test_a_forced_call_is_one(client: openai.OpenAI) -> None:
     named: Any = {"type": "function", "function": {"name": "weather"}}
-    for choice in (named, "required"):
-        answer = client.chat.completions.create(
+
+    def ask(choice: Any) -> Any:
+        return client.chat.completions.create(
             model="demo", messages=QUESTION, tools=TOOLS, tool_choice=choice, max_tokens=120, parallel_tool_calls=False
         )
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(ask, (named, "required")))
+    for choice, answer in zip((named, "required"), answers, strict=True):
         (call,) = answer.choices[0].message.tool_calls or ()
         assert answer.choices[0].finish_reason == "tool_calls"
         assert answer.choices[0].message.content is None

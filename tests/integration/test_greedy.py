@@ -51,25 +51,25 @@ class Answer(NamedTuple):
     cached_tokens: int
 
 
-def _generate(client: Client, prompt: str, detokenize: bool) -> Answer:
+def _generate(client: Client, prompt: str, detokenize: bool, tokens: int) -> Answer:
     token_ids: list[int] = []
     cached = -1
-    for delta in client.generate(prompt, max_tokens=TOKENS, temperature=0, ignore_eos=True, detokenize=detokenize):
+    for delta in client.generate(prompt, max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=detokenize):
         assert detokenize or not delta.text
         token_ids += delta.token_ids
         if delta.usage is not None:
             cached = delta.usage.cached_tokens
-    assert len(token_ids) == TOKENS
+    assert len(token_ids) == tokens
     return Answer(tuple(token_ids), cached)
 
 
-def _alone(client: Client, prompts: list[str], detokenize: bool) -> list[Answer]:
-    return [_generate(client, prompt, detokenize) for prompt in prompts]
+def _alone(client: Client, prompts: list[str], detokenize: bool, tokens: int = TOKENS) -> list[Answer]:
+    return [_generate(client, prompt, detokenize, tokens) for prompt in prompts]
 
 
-def _concurrently(client: Client, prompts: list[str], detokenize: bool = True) -> list[Answer]:
+def _concurrently(client: Client, prompts: list[str], detokenize: bool = True, tokens: int = TOKENS) -> list[Answer]:
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(lambda prompt: _generate(client, prompt, detokenize), prompts))
+        return list(pool.map(lambda prompt: _generate(client, prompt, detokenize, tokens), prompts))
 
 
 def _flush(workers: list[str]) -> None:
@@ -119,16 +119,27 @@ def test_the_known_prompt_has_the_known_ids(cluster: Any) -> None:
     assert _encode(cluster.tokenizer, ["The capital of France is"]) == [[2, 818, 5279, 529, 7001, 563]]
 
 
-@pytest.mark.parametrize(
-    "prompts",
-    [
-        pytest.param(PROMPTS[-4:], id="four"),
-        pytest.param(PROMPTS, id="twenty", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
-    ],
-)
-def test_concurrent_requests_are_greedy_cold_and_warm(cluster: Any, demo_oracle: Any, prompts: list[str]) -> None:
+def test_a_few_requests_are_greedy_cold_and_concurrent_and_warm_and_alone(cluster: Any, demo_oracle: Any) -> None:
+    """Cold and alone, warm and concurrent, and longer answers: below."""
+    prompts = PROMPTS[-4:]
     ids = _encode(cluster.tokenizer, prompts)
-    assert len(set(PROMPTS)) == 20 and max(map(len, ids)) > 512
+    assert max(map(len, ids)) > 512
+    answers = {}
+    with Client(cluster.grpc, timeout=600) as client:
+        _flush(cluster.workers)
+        answers["cold, concurrent"] = _concurrently(client, prompts, tokens=20)
+        answers["warm, alone, ids alone"] = _alone(client, prompts, detokenize=False, tokens=20)
+    for how, given in answers.items():
+        _check_cache(how, ids, given)
+    _check(cluster, demo_oracle, prompts, answers)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_twenty_concurrent_requests_are_greedy_cold_and_warm(cluster: Any, demo_oracle: Any) -> None:
+    prompts = PROMPTS
+    ids = _encode(cluster.tokenizer, prompts)
+    assert len(set(PROMPTS)) == 20
     answers = {}
     with Client(cluster.grpc, timeout=600) as client:
         _flush(cluster.workers)
@@ -138,14 +149,10 @@ def test_concurrent_requests_are_greedy_cold_and_warm(cluster: Any, demo_oracle:
     _check(cluster, demo_oracle, prompts, answers)
 
 
-@pytest.mark.parametrize(
-    "prompts",
-    [
-        pytest.param([PROMPTS[0], PROMPTS[-1]], id="a short and a long one"),
-        pytest.param(PROMPTS, id="twenty", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
-    ],
-)
-def test_a_request_alone_is_greedy_cold_and_warm(cluster: Any, demo_oracle: Any, prompts: list[str]) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_ten_requests_each_alone_are_greedy_cold_and_warm(cluster: Any, demo_oracle: Any) -> None:
+    prompts = PROMPTS[::2]
     ids = _encode(cluster.tokenizer, prompts)
     answers = {}
     with Client(cluster.grpc, timeout=600) as client:

@@ -169,8 +169,8 @@ def test_a_new_authority_for_clients_replaces_the_old_one_on_both_ports(
 
     assert let_in(authority) == (True, True)
     _replace(clients, b"no certificate")  # changes nothing
-    router.find("(new TLS files) are not taken up")
     assert let_in(authority) == (True, True)
+    router.find("(new TLS files) are not taken up")
     assert let_in(successor) == (False, False)
     _replace(clients, successor.ca_file.read_bytes())
     deadline = time.monotonic() + 60

@@ -1,6 +1,10 @@
 """The queue in front of busy workers: its order, its refusals, and that it loses nobody."""
 
 import asyncio
+import gc
+import random
+import weakref
+from dataclasses import dataclass
 
 import grpc
 import pytest
@@ -25,12 +29,19 @@ class Clock:
         return self.now
 
 
+class NoSpread(random.Random):
+    """Of all numbers always the least."""
+
+    def random(self) -> float:
+        return 0.0
+
+
 class Queue:
     """An admission queue whose tickets have names."""
 
-    def __init__(self, **options) -> None:
+    def __init__(self, rng: random.Random | None = None, **options) -> None:
         self.clock = Clock()
-        self.admission = Admission(AdmissionSettings(**options), self.clock)
+        self.admission = Admission(AdmissionSettings(**options), self.clock, rng or NoSpread())
         self.gone: list[str] = []
         self.refused: dict[str, ResourceExhaustedError] = {}
 
@@ -42,6 +53,7 @@ class Queue:
         cost: float = 1.0,
         deadline: float = FAR,
         weight: float = 1.0,
+        ready: bool = True,
     ) -> Ticket:
         ticket = Ticket(
             tenant,
@@ -51,6 +63,7 @@ class Queue:
             lambda: self.gone.append(name),
             lambda error: self.refused.__setitem__(name, error),
             weight,
+            ready,
         )
         self.admission.enter(ticket)
         return ticket
@@ -130,6 +143,78 @@ def test_what_cannot_make_its_deadline_is_refused_at_once() -> None:
     queue.enter("first", priority=1, deadline=queue.clock.now + 0.1)
 
 
+def test_a_flood_that_fills_the_queue_gives_way_to_another_tenant_up_to_its_share() -> None:
+    queue = Queue(most_waiting=10)
+    for number in range(10):
+        queue.enter(f"many-{number}", tenant="many")
+    for number in range(5):
+        queue.enter(f"few-{number}", tenant="few")
+    assert list(queue.refused) == [f"many-{number}" for number in (9, 8, 7, 6, 5)]
+    for tenant in ("few", "many"):
+        with pytest.raises(ResourceExhaustedError):
+            queue.enter("more", tenant=tenant)
+    assert sorted(queue.drain()[:4]) == ["few-0", "few-1", "many-0", "many-1"]
+
+
+def test_what_was_refused_is_not_counted_to_its_tenants_share() -> None:
+    queue = Queue(most_waiting=4)
+    for number in range(4):
+        queue.enter(f"many-{number}", tenant="many")
+    queue.enter("few-0", tenant="few")
+    for _ in range(5):
+        queue.admission.release()
+    queue.enter("few-1", tenant="few")
+    for number in range(4, 7):
+        queue.enter(f"many-{number}", tenant="many")
+    assert queue.drain()[-4:] == ["few-1", "many-4", "many-5", "many-6"]
+
+
+def test_a_tenant_is_not_refused_for_the_wait_of_anothers_flood() -> None:
+    queue = Queue(most_wait=4.0)
+    for number in range(30):
+        queue.enter(f"many-{number}", tenant="many")
+    for _ in range(10):
+        queue.clock.now += 0.5
+        queue.admission.release()
+    with pytest.raises(ResourceExhaustedError) as caught:  # two leave a second, twenty wait
+        queue.enter("many-30", tenant="many")
+    assert caught.value.retry_after == pytest.approx(10, abs=1)
+    queue.enter("few-0", tenant="few", deadline=queue.clock.now + 1.1)
+    queue.enter("few-1", tenant="few", deadline=queue.clock.now + 2.1)
+    with pytest.raises(ResourceExhaustedError):
+        queue.enter("few-2", tenant="few", deadline=queue.clock.now + 1.1)
+    assert queue.drain()[10:14] in (["many-10", "few-0", "many-11", "few-1"], ["few-0", "many-10", "few-1", "many-11"])
+
+
+def test_those_refused_together_are_told_to_come_again_at_different_times() -> None:
+    queue = Queue(random.Random(1), most_waiting=1)
+    queue.enter("a")
+    delays = []
+    for _ in range(200):
+        with pytest.raises(ResourceExhaustedError) as caught:
+            queue.enter("b")
+        delays.append(caught.value.retry_after)
+    assert 1.0 <= min(delays) < 1.1
+    assert 1.9 < max(delays) <= 2.0
+
+
+def test_names_of_tenants_are_not_kept_for_ever() -> None:
+    class Name(str):
+        """Tells those that this test made from all others."""
+
+    queue, names = Queue(most_waiting=4), []
+    queue.enter("first", tenant="a")
+    for number in range(1000):  # one at least waits at any time
+        tenant = Name(number)
+        names.append(weakref.ref(tenant))
+        queue.enter(tenant, tenant=tenant)
+        queue.admission.release()
+    queue.gone.clear()
+    del tenant
+    gc.collect()
+    assert sum(name() is not None for name in names) <= 15
+
+
 def test_nobody_waits_longer_than_the_most() -> None:
     queue = Queue(most_wait=3.0)
     queue.enter("a")
@@ -141,60 +226,106 @@ def test_nobody_waits_longer_than_the_most() -> None:
     assert queue.drain() == ["b"]
 
 
+WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.0}
+
+
+@dataclass
+class Plain:
+    """What waits, in the model."""
+
+    name: str
+    tenant: str
+    priority: int
+    start: float
+    finish: float
+    ready: bool
+
+
 class AgainstAModel(RuleBasedStateMachine):
-    """Order within a tenant and class, bounds, and that each request ends in exactly one way."""
+    """Who goes, who is refused, and that each request ends in exactly one way, as a list searched from end to end says."""
 
     def __init__(self) -> None:
         super().__init__()
         self.queue = Queue(most_waiting=6)
-        self.waiting: dict[str, tuple[int, str]] = {}
+        self.waiting: list[Plain] = []
+        """In the order in which they came."""
+        self.virtual: dict[int, float] = {}
+        self.finish: dict[tuple[int, str], float] = {}
         self.tickets: dict[str, Ticket] = {}
         self.count = 0
         self.entered = self.left = 0
 
-    @rule(tenant=st.sampled_from("abc"), priority=st.integers(0, 2), cost=st.integers(1, 9))
-    def enter(self, tenant: str, priority: int, cost: int) -> None:
+    def last(self) -> Plain:
+        """Who would go last."""
+        lowest = min(each.priority for each in self.waiting)
+        others = [each for each in self.waiting if each.priority == lowest]
+        most = max(each.start for each in others)
+        return [each for each in others if each.start == most][-1]
+
+    def gone(self, plain: Plain, served: bool) -> None:
+        self.waiting.remove(plain)
+        key = plain.priority, plain.tenant
+        if served:
+            self.virtual[plain.priority] = max(plain.start, self.virtual.get(plain.priority, 0.0))
+        elif self.finish[key] == plain.finish:
+            self.finish[key] = plain.start
+        if not any(each.priority == plain.priority for each in self.waiting):
+            self.virtual.pop(plain.priority, None)
+            self.finish = {key: value for key, value in self.finish.items() if key[0] != plain.priority}
+
+    @rule(tenant=st.sampled_from("abc"), priority=st.integers(0, 1), cost=st.integers(1, 9), ready=st.booleans())
+    def enter(self, tenant: str, priority: int, cost: int, ready: bool) -> None:
         name = str(self.count)
         self.count += 1
-        lowest = min((p for p, _ in self.waiting.values()), default=0)
-        before = set(self.queue.refused)
+        start = max(self.virtual.get(priority, 0.0), self.finish.get((priority, tenant), 0.0))
+        full = len(self.waiting) == 6
+        last = self.last() if full else None
         foreseen = None
         try:
-            self.queue.admission.check(priority, FAR)
+            self.queue.admission.check(tenant, priority, FAR)
         except ResourceExhaustedError as error:
             foreseen = error
-        try:
-            self.tickets[name] = self.queue.enter(name, tenant, priority, cost)
-        except ResourceExhaustedError as error:
+        if last is not None and (priority, -start) <= (last.priority, -last.start):
+            with pytest.raises(ResourceExhaustedError) as caught:
+                self.queue.enter(name, tenant, priority, cost, weight=WEIGHTS[tenant])
             assert foreseen is not None
-            assert foreseen.message == error.message
-            assert len(self.waiting) == 6
-            assert priority <= lowest
+            assert foreseen.message == caught.value.message
             return
         assert foreseen is None
+        before = set(self.queue.refused)
+        self.tickets[name] = self.queue.enter(name, tenant, priority, cost, weight=WEIGHTS[tenant], ready=ready)
         self.entered += 1
-        for refused in set(self.queue.refused) - before:
-            assert len(self.waiting) == 6
-            assert self.waiting[refused][0] == lowest < priority
-            del self.waiting[refused]
-        self.waiting[name] = (priority, tenant)
+        assert set(self.queue.refused) - before == ({last.name} if last is not None else set())
+        if last is not None:
+            self.gone(last, served=False)
+            start = max(self.virtual.get(priority, 0.0), self.finish.get((priority, tenant), 0.0))
+        finish = start + cost / WEIGHTS[tenant]
+        self.finish[priority, tenant] = finish
+        self.waiting.append(Plain(name, tenant, priority, start, finish, ready))
 
     @rule()
     def release(self) -> None:
-        before = len(self.queue.gone)
-        assert self.queue.admission.release() == bool(self.waiting)
-        if len(self.queue.gone) > before:
-            name = self.queue.gone[-1]
-            priority, tenant = self.waiting.pop(name)
-            assert all(priority >= p for p, _ in self.waiting.values())
-            assert all(int(name) < int(n) for n, key in self.waiting.items() if key == (priority, tenant))
+        ready = [each for each in self.waiting if each.ready]
+        assert self.queue.admission.release() == bool(ready)
+        if ready:
+            highest = max(each.priority for each in ready)
+            first = min((each for each in ready if each.priority == highest), key=lambda each: each.start)
+            assert self.queue.gone[-1] == first.name
+            self.gone(first, served=True)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def prepared(self, data) -> None:
+        plain = data.draw(st.sampled_from(self.waiting))
+        plain.ready = self.tickets[plain.name].ready = True
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data())
     def leave(self, data) -> None:
         name = data.draw(st.sampled_from(sorted(self.tickets)))
         self.queue.admission.leave(self.tickets[name])
-        if self.waiting.pop(name, None) is not None:
+        for plain in [each for each in self.waiting if each.name == name]:
+            self.gone(plain, served=False)
             self.left += 1
 
     @invariant()
@@ -240,6 +371,19 @@ async def test_requests_beyond_the_workers_room_wait_their_turn(make_cluster, wa
         await cluster.idle()
 
 
+async def test_of_many_that_come_at_once_only_those_that_fit_are_tokenized(make_cluster, wait_until) -> None:
+    async with make_cluster(1, requests_per_worker=2, queue_size=3) as cluster:
+        cluster.workers[0].script.gate = asyncio.Event()
+        tasks = [asyncio.ensure_future(cluster.generate(f"text {number}")) for number in range(40)]
+        await wait_until(lambda: sum(task.done() for task in tasks) == 35)
+        await wait_until(lambda: len(cluster.calls()) == 2 and cluster.router.status().queued == 3)
+        assert len(cluster.tokenizer.request_ids) == 5
+        cluster.workers[0].script.gate.set()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert sum(isinstance(each, list) for each in ended) == 5
+        await cluster.idle()
+
+
 async def test_a_full_queue_is_429_with_a_delay_and_a_client_that_leaves_frees_its_place(
     make_cluster, wait_until
 ) -> None:
@@ -249,23 +393,25 @@ async def test_a_full_queue_is_429_with_a_delay_and_a_client_that_leaves_frees_i
         await wait_until(lambda: len(cluster.calls()) == 1)
         call = cluster.stub.Generate(router_pb2.RouterGenerateRequest(text="second"))
         reading = asyncio.ensure_future(call.read())
-        await asyncio.sleep(0.1)
+        await wait_until(lambda: cluster.router.status().queued == 1)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await cluster.generate("third")
         error = from_rpc_error(caught.value)
         assert isinstance(error, ResourceExhaustedError)
-        assert error.retry_after >= 1
+        assert 1 <= error.retry_after <= 2
         tokenized = len(cluster.tokenizer.request_ids)
         for path, body in (("completions", {"prompt": "third"}), ("embeddings", {"input": "third"})):
             response = await cluster.http.post(f"/v1/{path}", json=body)
             assert response.status_code == 429
             assert int(response.headers["retry-after"]) >= 1
+            assert 1000 <= int(response.headers["retry-after-ms"]) <= 2000
         assert len(cluster.tokenizer.request_ids) == tokenized  # refused before anything was done for them
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
+        await wait_until(lambda: cluster.router.status().queued == 0)
         fourth = asyncio.ensure_future(cluster.generate("fourth"))
-        await asyncio.sleep(0.1)
+        await wait_until(lambda: cluster.router.status().queued == 1)
         cluster.workers[0].script.gate.set()
         for task, text in ((first, "first"), (fourth, "fourth")):
             assert "".join(r.text for r in await task) == text

@@ -126,12 +126,12 @@ async def test_a_client_that_does_not_read_stops_the_worker_not_the_others(make_
 
 
 async def test_a_grpc_deadline_reaches_the_worker_and_ends_the_request(slow, expect_error) -> None:
-    async def run() -> None:
-        await slow.generate(LONG, timeout=0.5)
-
-    await expect_error(run(), grpc.StatusCode.DEADLINE_EXCEEDED)
+    for seconds in (0.5, 5, 30):  # where the machine is slow, the first may pass before the worker hears of it
+        await expect_error(slow.generate(LONG, timeout=seconds), grpc.StatusCode.DEADLINE_EXCEEDED)
+        if slow.calls():
+            break
     (call,) = slow.calls()
-    assert 0 < call.time_remaining <= 0.5
+    assert 0 < call.time_remaining <= seconds
     await over(slow)
 
 
@@ -150,12 +150,15 @@ async def test_an_http_request_over_its_time_is_504(make_cluster, hang, stream) 
 
 
 async def test_time_that_runs_out_within_a_stream_of_events_is_an_event(make_cluster) -> None:
-    async with make_cluster(1, request_timeout=0.3) as cluster:
-        cluster.workers[0].script.gate = asyncio.Event()
-        cluster.workers[0].script.gate_after = 2
-        response = await cluster.http.post("/v1/completions", json={"prompt": "abc", "stream": True})
-        assert response.status_code == 200
-        *_, last = response.text.strip().split("\n\n")
-        assert '"timeout_error"' in last
-        assert "[DONE]" not in response.text
-        await cluster.idle()
+    for seconds in (0.3, 3, 20):  # where the machine is slow, the first may pass before there is a stream
+        async with make_cluster(1, request_timeout=seconds) as cluster:
+            cluster.workers[0].script.gate = asyncio.Event()
+            cluster.workers[0].script.gate_after = 2
+            response = await cluster.http.post("/v1/completions", json={"prompt": "abc", "stream": True})
+            await cluster.idle()
+        if response.status_code == 200:
+            break
+    assert response.status_code == 200
+    *_, last = response.text.strip().split("\n\n")
+    assert '"timeout_error"' in last
+    assert "[DONE]" not in response.text

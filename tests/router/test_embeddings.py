@@ -144,3 +144,24 @@ async def test_the_policy_chooses_for_embeddings_too_and_faults_open_the_breaker
         assert len(cluster.workers[0].embed_calls) == 5
         states = {worker.address: worker.breaker.state.value for worker in cluster.router.registry.all()}
         assert [states[worker.address] for worker in cluster.workers] == ["open", "closed"]
+
+
+@pytest.mark.parametrize("lose", ["kill", "hang", "remove"])
+async def test_a_worker_that_is_lost_is_followed_by_another(make_cluster, wait_until, lose) -> None:
+    async with make_cluster(worker_silence=1 if lose == "hang" else 30) as cluster:
+        for worker in cluster.workers:
+            worker.script.gate = asyncio.Event()
+        asked = asyncio.ensure_future(cluster.http.post("/v1/embeddings", json={"input": "abc"}))
+        await wait_until(lambda: any(worker.embed_calls for worker in cluster.workers))
+        lost = next(worker for worker in cluster.workers if worker.embed_calls)
+        for worker in cluster.workers:
+            if worker is not lost:
+                worker.script.gate.set()
+        if lose == "kill":
+            await lost.kill()
+        elif lose == "hang":
+            lost.silent = True
+        else:
+            await cluster.stub.RemoveWorker(router_pb2.RemoveWorkerRequest(address=lost.address))
+        answer = await asked
+        assert (answer.status_code, len(answer.json()["data"])) == (200, 1)

@@ -108,7 +108,7 @@ class Faults(RuleBasedStateMachine):
         for name in NAMES:
             self.up(name)
         self.retry = RetryPolicy(RETRY, self.clock, random.Random(1))
-        self.queue = Admission(AdmissionSettings(most_waiting=QUEUE, most_wait=1e9), self.clock)
+        self.queue = Admission(AdmissionSettings(most_waiting=QUEUE, most_wait=1e9), self.clock, random.Random(2))
         self.requests: list[Request] = []
         self.retries: list[float] = []
 

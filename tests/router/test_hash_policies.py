@@ -84,3 +84,17 @@ async def test_the_session_header_reaches_the_policy_on_both_edges(make_cluster)
             body = {"prompt": f"text {number}"}
             await cluster.http.post("/v1/completions", json=body, headers={"x-session-id": "mine"})
         assert sorted(len(worker.calls) for worker in cluster.workers) == [0, 0, 24]
+
+
+async def test_openais_fields_name_the_session_where_no_header_does(make_cluster) -> None:
+    asked = [{"prompt_cache_key": "mine"}, {"user": "mine"}, {"prompt_cache_key": "mine", "user": "other"}]
+    async with make_cluster(3, policy="consistent_hash") as cluster:
+        for number in range(9):
+            chat = {"messages": [{"role": "user", "content": f"text {number}"}], **asked[number % 3]}
+            for path, body in (("chat/completions", chat), ("completions", {"prompt": "a", **asked[number % 3]})):
+                assert (await cluster.http.post(f"/v1/{path}", json=body)).status_code == 200
+            body = {"prompt": "a", "user": f"other {number}"}
+            await cluster.http.post("/v1/completions", json=body, headers={"x-session-id": "mine"})
+        assert sorted(len(worker.calls) for worker in cluster.workers) == [0, 0, 27]
+        answer = await cluster.http.post("/v1/completions", json={"prompt": "a", "user": 5})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "user")

@@ -3,6 +3,8 @@
 import asyncio
 import json
 
+from sapwood_router.openai.write_batch import WriteBatch
+
 BODY = {"model": "fake", "prompt": "abcdef", "max_tokens": 4}
 
 
@@ -48,6 +50,23 @@ async def test_requests_sent_at_once_are_answered_in_turn(cluster) -> None:
     writer.close()
 
 
+async def test_of_requests_that_come_at_once_the_most_important_begins_first(cluster) -> None:
+    count = 64
+    streams = [await connect(cluster) for _ in range(count)]
+    async with asyncio.timeout(120):
+        for reader, writer in streams:  # by then it has accepted them
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            await answer(reader)
+        for number, (_, writer) in enumerate(streams):
+            priority = "x-priority: 7\r\n" if number == count - 1 else ""
+            writer.write(request(headers=f"x-request-id: r{number}\r\n{priority}"))
+        assert all([b" 200 " in (await answer(reader))[0] for reader, _ in streams])
+    begun = [each for each in cluster.tokenizer.request_ids if each.startswith("r")]
+    assert begun.index(f"r{count - 1}") < count // 2
+    for _, writer in streams:
+        writer.close()
+
+
 async def test_a_connection_that_is_to_close_closes_after_the_whole_answer(cluster) -> None:
     for stream in (False, True):
         reader, writer = await connect(cluster)
@@ -84,3 +103,46 @@ async def test_a_client_that_leaves_before_its_answer_ends_the_request(cluster, 
         writer.transport.abort()
         await cluster.idle()
     assert {call.outcome for call in cluster.calls()} == {"cancelled"}
+
+
+async def test_an_idle_connection_is_kept_for_longer_than_load_balancers_keep_theirs(cluster) -> None:
+    await cluster.http.get("/health")
+    [connection] = cluster.router._http._server.server_state.connections
+    assert connection.timeout_keep_alive_task.when() - asyncio.get_running_loop().time() > 600
+
+
+class Recorder(asyncio.Transport):
+    """Keeps what is written; ``order`` is shared."""
+
+    def __init__(self, name: str, order: list[tuple[str, bytes]]) -> None:
+        super().__init__()
+        self.name, self.order, self.closing = name, order, False
+
+    def write(self, data: bytes) -> None:
+        self.order.append((self.name, data))
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+
+async def test_what_one_turn_of_the_loop_writes_goes_out_in_order_before_tasks_go_on() -> None:
+    order: list[tuple[str, bytes]] = []
+    batch, first, second, gone = WriteBatch(), *(Recorder(name, order) for name in ("first", "second", "gone"))
+    woken = asyncio.get_running_loop().create_future()
+
+    async def end() -> None:
+        await woken
+        first.write(b"end")
+
+    ending = asyncio.ensure_future(end())
+    await asyncio.sleep(0)
+    for transport, data in ((first, b"1"), (second, b"2"), (gone, b"3"), (first, b"4")):
+        batch.add(transport, data)
+    woken.set_result(None)
+    assert order == []
+    gone.closing = True
+    await ending
+    assert order == [("first", b"1"), ("second", b"2"), ("first", b"4"), ("first", b"end")]
+    batch.add(second, b"5")
+    await asyncio.sleep(0)
+    assert order[-1] == ("second", b"5")

@@ -47,13 +47,14 @@ def countdown(prompt) -> list[int]:
 
 
 async def test_a_registered_worker_serves_until_its_lease_is_over(cluster, extra, wait_until) -> None:
-    register = router_pb2.RegisterWorkerRequest(address=extra.address, lease_seconds=1.0)
-    await cluster.stub.RegisterWorker(register)
+    for seconds in (1.0, 60.0):  # the later lease counts
+        await cluster.stub.RegisterWorker(
+            router_pb2.RegisterWorkerRequest(address=extra.address, lease_seconds=seconds)
+        )
     await wait_until(lambda: extra.address in addresses(cluster))
-    for _ in range(4):
-        await asyncio.sleep(0.4)
-        await cluster.stub.RegisterWorker(register)
+    await asyncio.sleep(1.5)
     assert extra.address in addresses(cluster)
+    await cluster.stub.RegisterWorker(router_pb2.RegisterWorkerRequest(address=extra.address, lease_seconds=0.1))
     await wait_until(lambda: extra.address not in addresses(cluster))
     await wait_until(lambda: extra.address not in {worker.address for worker in cluster.router.registry.all()})
 
@@ -156,6 +157,32 @@ async def test_a_choice_is_explained(cluster) -> None:
     excluded = {item.address: item.excluded for item in answer.candidates}
     assert excluded == {holder.address: "drained by an operator", other: ""}
     assert len(cluster.calls()) == 1  # nothing was generated for it
+
+
+async def test_what_would_be_refused_is_explained_as_that_and_what_would_wait_with_its_choice(
+    make_cluster, expect_error, wait_until
+) -> None:
+    async with make_cluster(requests_per_worker=1) as cluster:
+
+        def explained(text: str):
+            request = router_pb2.RouterGenerateRequest(text=text)
+            return cluster.stub.ExplainRoute(router_pb2.ExplainRouteRequest(request=request))
+
+        lengths = sorted(worker.model.context_length for worker in cluster.router.registry.all())
+        message, field = await expect_error(explained("a" * lengths[-1]), grpc.StatusCode.INVALID_ARGUMENT)
+        assert (f"the context holds {lengths[-1]}" in message, field) == (True, "text")
+        gate = asyncio.Event()
+        for worker in cluster.workers:
+            worker.script.gate = gate
+        running = []
+        for count in (1, 2):
+            running.append(asyncio.ensure_future(cluster.generate(PROMPT)))
+            await wait_until(lambda count=count: sum(w.in_flight for w in cluster.router.registry.all()) == count)
+            answer = await explained(PROMPT)
+            excluded = sorted(item.excluded for item in answer.candidates)
+            assert excluded == ["", "has as many requests as it is given" if count == 1 else ""]
+        gate.set()
+        await asyncio.gather(*running)
 
 
 async def test_the_command_line_lists_adds_drains_removes_and_explains(cluster, extra, wait_until, capsys) -> None:

@@ -47,7 +47,8 @@ async def serving(workers: int, *flags: str):
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "sapwood_router", "--port", "0", "--http-port", "0", "--log-level", "info"),
         *("--tokenizer", tokenizer.address, "--workers", *(fake.address for fake in fakes), *flags),
-        *("--worker-silence", "60"),  # the fakes share this process with thousands of clients
+        # The fakes share this process with thousands of clients.
+        *("--worker-silence", "60", "--tokenizer-grace", "60"),
         stderr=asyncio.subprocess.PIPE,
     )
     ports: dict[str, int] = {}
@@ -211,8 +212,9 @@ async def test_a_flood_of_fifty_times_the_capacity_is_refused_but_for_what_fits(
             assert (await urgent).json()["choices"][0]["text"] == "urgent"
             answers = await asyncio.gather(*requests)
         refused = [answer for answer in answers if answer.status_code == 429]
+        others = [answer.text for answer in answers if answer.status_code not in (200, 429)]
+        assert not others, others[0]
         assert len(refused) == flood - slots - queue + 1
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
-        assert {answer.status_code for answer in answers} == {200, 429}
         assert router.resident() - before < 60 * MB
         await until(lambda: router.open_files() <= files + 10)

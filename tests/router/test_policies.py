@@ -3,9 +3,9 @@
 import random
 import time
 from collections import Counter
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from sapwood_router.block_index import BlockIndex, Tier
 from sapwood_router.config import RouterConfig

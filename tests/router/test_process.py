@@ -23,7 +23,7 @@ class RouterProcess:
         self.ports: dict[str, int] = {}
 
     async def wait_for(self, pattern: str) -> re.Match:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while True:
                 line = (await self.process.stderr.readline()).decode()
                 assert line, "\n".join(self.lines)
@@ -32,7 +32,7 @@ class RouterProcess:
                     return found
 
     async def finish(self) -> int:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             self.lines += (await self.process.stderr.read()).decode().splitlines()
             return await self.process.wait()
 
@@ -70,7 +70,7 @@ async def test_it_serves_and_logs_a_line_a_request(fakes) -> None:
     flags = ("--tokenizer", tokenizer.address, "--workers", worker.address, "--policy", "least_load")
     async with router(*flags) as running:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{running.ports['HTTP']}", trust_env=False) as http:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while (await http.get("/health")).status_code != 200:
                     await asyncio.sleep(0.02)
             response = await http.post("/v1/completions", json={"prompt": "héllo"}, headers={"x-request-id": "r-1"})
@@ -103,7 +103,7 @@ async def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(fakes)
                 await asyncio.sleep(0.01)
             running.process.send_signal(signal.SIGTERM)
             await running.wait_for("draining")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while (await http.get("/health")).status_code != 503:
                     await asyncio.sleep(0.01)
             refused = await http.post("/v1/completions", json={"prompt": "new"})
@@ -132,7 +132,7 @@ async def test_what_does_not_finish_in_time_is_cut_off(fakes) -> None:
                 async for _ in stream:
                     pass
             assert await running.finish() == 0
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await worker.calls[0].over.wait()
     assert worker.calls[0].outcome == "cancelled"
 

@@ -143,7 +143,31 @@ async def test_over_http_it_is_the_same_stream(cluster) -> None:
         texts.append("".join(c["text"] for event in events for c in event["choices"]))
         assert events[-1]["usage"]["completion_tokens"] == len(WHOLE)
         assert not any("error" in event for event in events)
+        last = next(event for event in events if event["choices"] and event["choices"][0]["finish_reason"])
+        assert last.get("x-sapwood-resumptions") == (1 if disturbed else None)
     assert texts[0] == texts[1]
+
+
+async def test_over_http_an_answer_in_one_piece_says_whose_it_is_and_how_often_it_was_resumed(
+    cluster, wait_until
+) -> None:
+    body = {"prompt": [2, 7, START], "max_tokens": 100}
+    plain = await cluster.http.post("/v1/completions", json=body)
+    assert plain.headers["x-sapwood-resumptions"] == "0"
+    assert plain.headers["x-sapwood-worker"] in {worker.address for worker in cluster.workers}
+    gate = asyncio.Event()
+    for worker in cluster.workers:
+        worker.script.gate, worker.script.gate_after = gate, 3
+    asked = asyncio.ensure_future(cluster.http.post("/v1/completions", json=body))
+    workers = cluster.router.registry.all()
+    await wait_until(lambda: any(worker.in_flight and not worker.pending_tokens for worker in workers))  # a token came
+    lost = busy(cluster)
+    await lost.kill()
+    gate.set()
+    resumed = await asked
+    assert resumed.json()["choices"] == plain.json()["choices"]
+    assert resumed.headers["x-sapwood-worker"] not in ("-", lost.address)
+    assert resumed.headers["x-sapwood-resumptions"] == "1"
 
 
 async def test_three_losses_are_survived_and_a_fourth_ends_the_request(make_cluster, expect_error) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import signal
-import socket
 
 import grpc
 import openai
@@ -14,14 +13,6 @@ from sapwood_router.config import RouterConfig
 from sapwood_router.name_lookup import addresses_behind, name_in
 from sapwood_router.testing.fake_tokenizer import FakeTokenizer
 from sapwood_router.testing.fake_worker import FakeWorker
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
 
 TEXT = "Ünïcode " * 20
 REQUESTS = 12
@@ -160,8 +151,9 @@ async def test_replicas_behind_one_name_share_the_work_and_leave_one_by_one_with
     worker.script.delay = 0.004
     worker.script.tokens = list
     with contextlib.ExitStack() as processes:
-        port = free_port()
-        replicas = [processes.enter_context(start_tokenizer(port=port, host=f"127.0.0.{n}")) for n in (1, 2)]
+        replicas = [processes.enter_context(start_tokenizer())]
+        port = int(replicas[0].address.rpartition(":")[2])
+        replicas.append(processes.enter_context(start_tokenizer(port=port, host="127.0.0.2")))
         named = {replica.address for replica in replicas}
 
         async def lookup(host: str, asked: int) -> frozenset[str]:

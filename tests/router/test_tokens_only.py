@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import socket
+from functools import partial
 
 import grpc
 import pytest
@@ -12,6 +13,7 @@ from sapwood.v1 import common_pb2, router_pb2
 from sapwood_common import errors
 from sapwood_router.output_stream import WINDOW
 from sapwood_router.testing.fake_tokenizer import encode
+from sapwood_router.testing.fake_worker import Script
 from sapwood_router.token_stream import TokenStream
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -81,6 +83,30 @@ async def test_an_http_stream_has_them_in_its_chunks(cluster) -> None:
     assert ids_of(events) == [*ANSWER, END]
     assert not any("prompt_token_ids" in choice for event in events for choice in event["choices"])
     await cluster.idle_workers()
+
+
+def countdown_from_the_second(script: Script, prompt) -> list[int]:
+    """A worker's that fails whoever comes first, but goes on with what another has begun."""
+    script.fail_after = 10 if len(prompt) == len(PROMPT) else None
+    return countdown(prompt)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+async def test_tokens_that_come_one_by_one_go_on_one_by_one_across_a_loss(make_cluster, packs) -> None:
+    async with make_cluster(2) as cluster:
+        for worker in cluster.workers:
+            worker.packs_tokens = packs
+            worker.script = Script(tokens=countdown, chunk=1, delay=0.002, error=errors.UnavailableError("no more"))
+            worker.script.tokens = partial(countdown_from_the_second, worker.script)
+        events = await events_of(cluster, stream_options={"include_usage": True})
+        assert ids_of(events) == [*ANSWER, END]
+        assert len(cluster.calls()) == 2
+        assert len(events) > 10
+        assert events[-1]["usage"]["completion_tokens"] == len(ANSWER) + 1
+        metrics = (await cluster.http.get("/metrics")).text
+        (gaps,) = re.findall(r'sapwood_router_inter_token_seconds_count\{model="fake"\} (\d+)', metrics)
+        assert int(gaps) > 10
+        await cluster.idle_workers()
 
 
 async def test_a_body_has_them_too(cluster) -> None:
@@ -198,6 +224,17 @@ async def test_a_token_stream_counts_merges_and_fails_as_told() -> None:
     assert (await stream.read()).tokens == 3 + WINDOW
     with pytest.raises(errors.UnavailableError):
         await stream.read()
+    passing = TokenStream()
+    passed: list[int] = []
+    passing.pass_on(lambda token: passed.append(token) is None)
+    reading = asyncio.ensure_future(passing.read())
+    assert passing.relay is None, "nobody waits"
+    await asyncio.sleep(0)
+    assert passing.relay is not None and passing.relay(8)
+    passing.push([9])
+    assert passing.relay is None, "9 has to be read first"
+    assert (await reading).tokens == 1
+    assert passed == [8]
     whole = TokenStream(whole=True)
     whole.push([1] * 2 * WINDOW)
     assert not whole.full

@@ -157,7 +157,7 @@ class Service:
     def stop(self) -> int:
         """Sends SIGTERM; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=60)
         return self.process.returncode
 
 

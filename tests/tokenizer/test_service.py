@@ -1,6 +1,6 @@
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import grpc
@@ -19,6 +19,25 @@ def one(stream_id: int, ids: list[int] = [], **fields: object) -> tokenizer_pb2.
     return tokenizer_pb2.DetokenizeRequest(inputs=[item])
 
 
+def items(texts: list[str]) -> list[tokenizer_pb2.EncodeItem]:
+    return [
+        tokenizer_pb2.EncodeItem(id=number, tokenize=tokenizer_pb2.TokenizeRequest(texts=[text]))
+        for number, text in enumerate(texts)
+    ]
+
+
+async def answers(call: grpc.aio.StreamStreamCall, wanted: Iterable[int]) -> dict[int, tokenizer_pb2.EncodeResult]:
+    """What an Encode call says until the wanted items are answered."""
+    found: dict[int, tokenizer_pb2.EncodeResult] = {}
+    while not found.keys() >= set(wanted):
+        found |= {result.id: result for result in (await call.read()).results}
+    return found
+
+
+def ids_of(result: tokenizer_pb2.EncodeResult) -> list[int]:
+    return list(result.tokenize.sequences[0].ids)
+
+
 OPEN = tokenizer_pb2.DetokenizeOptions()
 
 
@@ -35,6 +54,16 @@ async def test_many_clients_at_once_get_their_own_tokens(
             assert [list(s.ids) for s in response.sequences] == [byte_level.encode(text).ids for text in texts]
 
         await asyncio.gather(*(ask(number) for number in range(40)))
+        texts = [f"{number} {text} over one call" for number in range(40) for text in corpus]
+        call = stub.Encode()
+        no_template = tokenizer_pb2.ApplyChatTemplateRequest(messages=[{"role": "user", "content": "x"}])
+        last = tokenizer_pb2.EncodeItem(id=len(texts), apply_chat_template=no_template)
+        await call.write(tokenizer_pb2.EncodeRequest(items=[*items(texts), last]))
+        found = await answers(call, range(len(texts) + 1))
+        assert [ids_of(found[number]) for number in range(len(texts))] == [byte_level.encode(t).ids for t in texts]
+        assert (found[last.id].error.code, found[last.id].error.field) == (3, "messages")
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
         assert len((await stub.Tokenize(tokenizer_pb2.TokenizeRequest())).sequences) == 0
         info = await stub.GetInfo(tokenizer_pb2.GetInfoRequest())
         assert (info.vocab_size, list(info.eos_token_ids), info.has_chat_template) == (400, [1], False)
@@ -258,13 +287,19 @@ async def test_sigterm_lets_open_streams_finish_and_refuses_new_calls(
     service = start_service()
     async with grpc.aio.insecure_channel(service.address) as channel:
         stub = tokenizer_pb2_grpc.TokenizerStub(channel)
-        busy, idle = stub.Detokenize(), stub.Detokenize()
+        busy, idle, encoding = stub.Detokenize(), stub.Detokenize(), stub.Encode()
         ids = byte_level.encode("first second").ids
         await busy.write(one(1, ids[:2], options=OPEN))
         text = (await busy.read()).outputs[0].text
         await idle.write(one(1, options=OPEN, end=True))
         assert (await idle.read()).outputs[0].ended
+        long = "long " * 20_000
+        await encoding.write(tokenizer_pb2.EncodeRequest(items=items([long, "short"])))
+        found = await answers(encoding, [1])
         service.process.send_signal(signal.SIGTERM)
+        found |= await answers(encoding, {0} - found.keys())
+        assert ids_of(found[0]) == byte_level.encode(long).ids
+        assert await encoding.read() is grpc.aio.EOF
         assert await idle.read() is grpc.aio.EOF, "a call without streams ends at once"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=["late"]))
@@ -278,7 +313,7 @@ async def test_sigterm_lets_open_streams_finish_and_refuses_new_calls(
                 break
         assert text == "first second"
         assert await busy.read() is grpc.aio.EOF
-    service.process.communicate(timeout=10)
+    service.process.communicate(timeout=60)
     assert service.process.returncode == 0
 
 

@@ -190,7 +190,7 @@ def block(index: int) -> bytes:
 
 
 async def take(batches: Any, count: int) -> list[KvEventBatch]:
-    return [await asyncio.wait_for(anext(batches), 10) for _ in range(count)]
+    return [await asyncio.wait_for(anext(batches), 60) for _ in range(count)]
 
 
 async def test_a_subscriber_gets_a_snapshot_and_then_each_batch() -> None:
@@ -265,7 +265,7 @@ async def test_zeromq_subscribers_see_gaps_and_have_them_replayed() -> None:
     await dealer.send_multipart((b"", (0).to_bytes(8, "big")))
     replayed = []
     while True:
-        _, number_of, old = await asyncio.wait_for(dealer.recv_multipart(), 10)
+        _, number_of, old = await asyncio.wait_for(dealer.recv_multipart(), 60)
         if not old:
             assert int.from_bytes(number_of, "big", signed=True) == -1
             break

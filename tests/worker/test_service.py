@@ -64,7 +64,7 @@ async def loads(stub) -> AsyncIterator[worker_pb2.LoadReport]:
 
 
 async def load_where(stub, condition) -> worker_pb2.LoadReport:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         async for load in loads(stub):
             if condition(load):
                 return load
@@ -102,13 +102,21 @@ async def test_closing_the_call_stops_the_request_and_frees_its_pages(start) -> 
 async def test_a_deadline_ends_the_request_too_also_in_the_queue(start) -> None:
     async with grpc.aio.insecure_channel(start("--max-running", "1", "--no-prefix-cache").address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
-        calls = [stub.Generate(request(f"r{n}", [n], ignore_eos=True), timeout=0.5) for n in range(3)]
-        await load_where(stub, lambda load: (load.running_requests, load.waiting_requests) == (1, 2))
-        for call in calls:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                async for _ in call:
-                    pass
-            assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        for seconds in (0.5, 5, 30):  # where the machine is slow, the first may pass before all are there
+            names = [f"r{n}-{seconds}" for n in range(3)]
+            calls = [stub.Generate(request(name, [1], ignore_eos=True), timeout=seconds) for name in names]
+            queued = asyncio.ensure_future(
+                load_where(stub, lambda load: (load.running_requests, load.waiting_requests) == (1, 2))
+            )
+            for call in calls:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    async for _ in call:
+                        pass
+                assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            if queued.done():
+                break
+            queued.cancel()
+        await queued
         load = await load_where(stub, lambda load: not load.running_requests and not load.waiting_requests)
         assert load.used_pages == 0
 
@@ -133,7 +141,7 @@ async def test_an_id_can_be_used_again_as_soon_as_its_call_is_over(start) -> Non
             first = list((await call.read()).token_ids)
             assert first == expected([number], len(first))
             call.cancel()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while True:  # the cancellation is on its way to the worker
                     try:
                         tokens, _ = await collect(stub, request("again", [number, 1], max_tokens=3))
@@ -324,11 +332,10 @@ def test_the_scheduler_dies_with_its_front(start) -> None:
     scheduler = worker.scheduler_pid()
     worker.process.kill()
     worker.wait()
-    for _ in range(200):
-        if not is_alive(scheduler):
-            return
+    until = time.monotonic() + 60
+    while is_alive(scheduler):
+        assert time.monotonic() < until, "the scheduler process outlives its front"
         time.sleep(0.02)
-    raise AssertionError("the scheduler process outlives its front")
 
 
 def test_a_model_that_is_not_there_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
@@ -363,5 +370,5 @@ def test_sigterm_while_the_model_loads_ends_the_worker_with_0() -> None:
         assert process.stderr is not None
         assert any("loading for 600 s" in line for line in process.stderr)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
     assert process.returncode == 0

@@ -349,9 +349,9 @@ def run_seeds(first: int, steps: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("part", range(4))
 def test_any_traffic_gives_each_request_its_own_tokens_in_time_and_leaks_nothing(part: int) -> None:
-    totals = run_seeds(part * 1_000_000, steps=50_000)
+    totals = run_seeds(part * 1_000_000, steps=15_000)
     print(totals)
-    assert min(totals.values()) > 30, f"too little happened: the traffic is too tame: {totals}"
+    assert min(totals.values()) > 10, f"too little happened: the traffic is too tame: {totals}"
 
 
 @pytest.mark.slow

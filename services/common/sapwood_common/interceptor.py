@@ -1,11 +1,12 @@
-"""The one server interceptor: statuses, request ids, refusal while draining, and the count of running calls."""
+"""What every handler of a service is wrapped in: statuses, request ids, refusal while draining, the count of running calls."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any, NoReturn, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -28,7 +29,7 @@ class _Malformed:
         self.field = field
 
 
-class ServiceInterceptor(grpc.aio.ServerInterceptor):
+class ServiceInterceptor:
     """Wraps every handler of a service.
 
     - A :class:`~sapwood_common.errors.SapwoodError` ends the call with its status and details; any other exception is
@@ -59,16 +60,10 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         """From now on new calls are refused; running ones go on."""
         self._draining = True
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """See grpc.aio; called once a call, before its first message is read."""
-        handler = cast(Any, await continuation(handler_call_details))
-        method: str = handler_call_details.method
-        if handler is None or method.startswith(_EXEMPT):
-            return cast("grpc.RpcMethodHandler[Any, Any] | None", handler)
+    def wrap(self, method: str, handler: Any) -> Any:
+        """The handler (``grpc.RpcMethodHandler``) to use for a method."""
+        if method.startswith(_EXEMPT):
+            return handler
         deserializer = _safe(handler.request_deserializer)
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
@@ -85,7 +80,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                 deserializer,
                 handler.response_serializer,
             )
-        return cast("grpc.RpcMethodHandler[Any, Any] | None", handler)
+        return handler
 
     def _unary(self, method: str, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
@@ -101,17 +96,19 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                 await _abort(method, context, error)
             finally:
                 self._end(method, running, ended)
+                ended = None  # its traceback has this frame: they would keep the call until the collector comes
 
         return call
 
-    def _stream(self, method: str, behavior: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    def _stream(self, method: str, behavior: Callable[..., AsyncGenerator[Any]]) -> Callable[..., AsyncIterator[Any]]:
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             running = self._begin(method, context)
             ended: BaseException | None = None
             try:
                 self._check(method, request, context)
-                async for response in behavior(request, context):
-                    yield response
+                async with aclosing(behavior(request, context)) as responses:
+                    async for response in responses:
+                        yield response
             except BaseException as error:
                 ended = error
                 if not isinstance(error, Exception):
@@ -119,6 +116,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                 await _abort(method, context, error)
             finally:
                 self._end(method, running, ended)
+                ended = None  # its traceback has this frame: they would keep the call until the collector comes
 
         return call
 
@@ -173,15 +171,20 @@ async def _refuse_malformed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         yield request
 
 
-async def _abort(method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
+def as_told(method: str, error: Exception) -> errors.SapwoodError:
+    """The error as a method's caller is told it; what it was is logged."""
     if isinstance(error, grpc.aio.AioRpcError):  # another service's answer, passed on
         error = status.from_rpc_error(error)
     if not isinstance(error, errors.SapwoodError):
         logger.error("%s failed", method, exc_info=error)
         error = errors.InternalError("internal error; the service's log has the details under this request id")
-    row = status.row_of(error)
-    logger.info("%s ends %s: %s", method, row.grpc.name, error.message)
-    await context.abort(row.grpc, error.message, status.to_trailing_metadata(error))
+    logger.info("%s ends %s: %s", method, status.row_of(error).grpc.name, error.message)
+    return error
+
+
+async def _abort(method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    told = as_told(method, error)
+    await context.abort(status.row_of(told).grpc, told.message, status.to_trailing_metadata(told))
     raise AssertionError("abort returned")

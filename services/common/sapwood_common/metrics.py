@@ -6,7 +6,7 @@ A label takes only values that it knows; anything else is counted under ``other`
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -136,7 +136,7 @@ class Family(Generic[MetricT]):
             self._metric.remove(*bounded)
 
 
-class _Histogram(Histogram):
+class BatchedHistogram(Histogram):
     """Values are kept and put into their buckets many at a time, and when somebody asks: a tenth of the library's time for each,
     which takes two locks, looks at every bucket below, and checks the labels again.
     """
@@ -144,6 +144,12 @@ class _Histogram(Histogram):
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
         """See Histogram; no exemplars are kept."""
         self._kept.append(amount)
+        if len(self._kept) >= _MOST_KEPT:
+            self._sort_in()
+
+    def observe_all(self, amounts: Iterable[float]) -> None:
+        """Each of them."""
+        self._kept.extend(amounts)
         if len(self._kept) >= _MOST_KEPT:
             self._sort_in()
 
@@ -156,18 +162,20 @@ class _Histogram(Histogram):
         return super()._child_samples()
 
     def _sort_in(self) -> None:
-        # Possibly in two threads at a time: what one has taken the other does not get.
-        counts: dict[int, int] = {}
-        total = 0.0
-        with contextlib.suppress(IndexError):
+        values: list[float] = []
+        with contextlib.suppress(
+            IndexError
+        ):  # possibly in two threads at a time: what one has taken the other does not get
             while True:
-                amount = self._kept.popleft()
-                total += amount
-                index = bisect_left(self._upper_bounds, amount)
-                counts[index] = counts.get(index, 0) + 1
-        for index, count in counts.items():
-            self._buckets[index].inc(count)
-        self._sum.inc(total)
+                values.append(self._kept.popleft())
+        values.sort()
+        begin = 0
+        for bucket, bound in zip(self._buckets, self._upper_bounds, strict=True):
+            end = bisect_right(values, bound, begin)
+            if end > begin:
+                bucket.inc(end - begin)
+                begin = end
+        self._sum.inc(sum(values))
 
 
 class _Counter(Counter):
@@ -236,10 +244,10 @@ class MetricSet:
 
     def histogram(
         self, name: str, text: str, *, buckets: Sequence[float] = SECONDS, **labels: Label
-    ) -> Family[Histogram]:
+    ) -> Family[BatchedHistogram]:
         """A histogram, in seconds unless ``buckets`` says otherwise."""
         self._note(name, "histogram", text, labels)
-        return Family(_Histogram(name, text, tuple(labels), registry=self.registry, buckets=buckets), labels)
+        return Family(BatchedHistogram(name, text, tuple(labels), registry=self.registry, buckets=buckets), labels)
 
     def polled(self, kind: str, name: str, text: str, read: Callable[[], Iterable[Reading]], **labels: Label) -> None:
         """A gauge or counter whose values are read when they are asked for, possibly in another thread.

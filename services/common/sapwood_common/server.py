@@ -7,17 +7,16 @@ import logging
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 
-import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from sapwood_common.channel import MAX_MESSAGE_BYTES
-from sapwood_common.errors import ConfigError
+from sapwood_common.http2.server import Http2Server, as_grpc_server
 from sapwood_common.interceptor import Guard, ServiceInterceptor
 from sapwood_common.metrics import MetricSet
 from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_common.telemetry import announce
-from sapwood_common.tls import ServerTls, grpc_server_credentials
+from sapwood_common.tls import ServerTls
 from sapwood_common.tracing import NoTracing
 
 logger = logging.getLogger(__name__)
@@ -58,31 +57,25 @@ class ServiceServer:
         reuse_port: bool = False,
         health_address: str | None = None,
     ) -> None:
-        self._tls = tls
-        self._address = f"{host}:{port}"
         self._names = tuple(service_names)
         self._interceptor = ServiceInterceptor(telemetry or RpcTelemetry(MetricSet(), NoTracing()), uncounted, guard)
         self._health = health.aio.HealthServicer()
         self.draining = asyncio.Event()
         """Set when draining begins: long-lived calls end on it."""
-        self.grpc = grpc.aio.server(
-            interceptors=[self._interceptor],
-            options=[
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_receive_message_length", max_request_bytes),
-                ("grpc.so_reuseport", int(reuse_port)),
-                # Clients may ping as often as channel.py does, also while idle.
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            ],
-        )
+        self._host, self._port, self._reuse_port = host, port, reuse_port
+        self._http2 = Http2Server(self._interceptor.wrap, max_request_bytes, tls)
+        self.grpc = as_grpc_server(self._http2)
+        """Where generated code adds servicers."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         self._health_address = health_address
-        self._health_server: grpc.aio.Server | None = None
+        self._health_server: Http2Server | None = None
         if health_address is not None:
-            self._health_server = grpc.aio.server(options=[("grpc.so_reuseport", int(reuse_port))])
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
-        reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
+            self._health_server = Http2Server(self._interceptor.wrap, max_request_bytes)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, as_grpc_server(self._health_server))
+        reflected = (*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
+            reflection.aio.ReflectionServicer(reflected), self.grpc
+        )
 
     async def start(self) -> int:
         """Listens; health says NOT_SERVING until :meth:`set_serving`. Returns the port.
@@ -91,27 +84,11 @@ class ServiceServer:
             ConfigError: An address cannot be listened on.
         """
         await self.set_serving(False)
-        if self._health_server is not None:
-            await self._start_health(self._health_server)
-        try:
-            if self._tls is None:
-                port = self.grpc.add_insecure_port(self._address)
-            else:
-                port = self.grpc.add_secure_port(self._address, grpc_server_credentials(self._tls))
-        except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {self._address}: is the port in use?") from error
-        await self.grpc.start()
-        return int(port)
-
-    async def _start_health(self, server: grpc.aio.Server) -> None:
-        assert self._health_address is not None
-        host = self._health_address.rpartition(":")[0]
-        try:
-            port = server.add_insecure_port(self._health_address)
-        except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {self._health_address} for health: is the port in use?") from error
-        await server.start()
-        announce(logger, "health on %s:%d", host, port)
+        if self._health_server is not None and self._health_address is not None:
+            host, _, port = self._health_address.rpartition(":")
+            chosen = await self._health_server.start(host, int(port), reuse_port=self._reuse_port)
+            announce(logger, "health on %s:%d", host, chosen)
+        return await self._http2.start(self._host, self._port, reuse_port=self._reuse_port)
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the health of the server as a whole (``""``) and of each of its services."""
@@ -135,11 +112,11 @@ class ServiceServer:
             return False
         return True
 
-    async def stop(self) -> None:
-        """Closes the server; calls still running get a moment for their last message, then are cancelled."""
-        await self.grpc.stop(0.2)
+    async def stop(self, grace: float = 0.2) -> None:
+        """Closes the server; calls still running get ``grace`` seconds for their last message, then end UNAVAILABLE."""
+        await self._http2.stop(grace)
         if self._health_server is not None:
-            await self._health_server.stop(None)
+            await self._health_server.stop(0)
 
 
 def stop_signal() -> asyncio.Event:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import ssl
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,40 +64,49 @@ def server_tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> S
     return tls
 
 
-def grpc_server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
-    """Credentials that follow the files: a handshake after a change sees the new ones; broken ones are logged and ignored."""
-    first = tls.version()
+class ServerContext:
+    """An SSL context that follows the files: a handshake after a change sees the new ones; broken ones are logged and ignored.
 
-    class Follower:
-        version = first
+    A context forgets no CA that it knows, and a listener keeps its context: so each handshake is moved to the newest one.
 
-        def __call__(self) -> grpc.ServerCertificateConfiguration | None:
-            try:
-                found = tls.version()
-                if found == self.version:
-                    return None
-                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-                context.load_cert_chain(tls.cert, tls.key)  # or half-written files would be taken up
-                if tls.client_ca is not None:
-                    context.load_verify_locations(tls.client_ca)
-                self.version = found
-                return _configuration(tls)
-            except (OSError, ssl.SSLError) as error:
-                logger.warning("new TLS files are not taken up: %s", error)
-                return None
+    Args:
+        tls: The files.
+        alpn: Protocols to agree on with clients, where they ask.
 
-    return grpc.dynamic_ssl_server_credentials(
-        _configuration(tls),
-        Follower(),  # type: ignore[arg-type]  # None, for no change, is missing in the stubs
-        require_client_authentication=tls.client_ca is not None,
-    )
+    Attributes:
+        context: For the listener.
+    """
 
+    def __init__(self, tls: ServerTls, alpn: Sequence[str] = ()) -> None:
+        self._tls = tls
+        self._alpn = list(alpn)
+        self._version = tls.version()
+        self.context = self._newest = self._make()
+        self.context.sni_callback = self._move
 
-def _configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration(
-        [(tls.key.read_bytes(), tls.cert.read_bytes())],
-        root_certificates=None if tls.client_ca is None else tls.client_ca.read_bytes(),
-    )
+    def _make(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self._tls.cert, self._tls.key)
+        if self._tls.client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(self._tls.client_ca)
+            # A session that is resumed is not verified again: a CA that is no longer one would still let its clients in.
+            context.num_tickets = 0
+            context.minimum_version = ssl.TLSVersion.TLSv1_3  # before it, sessions could not be denied
+        if self._alpn:
+            context.set_alpn_protocols(self._alpn)
+        return context
+
+    def _move(self, handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        try:
+            found = self._tls.version()
+            if found != self._version:
+                self._version = found
+                self._newest = self._make()  # or half-written files would be taken up
+        except (OSError, ssl.SSLError) as error:
+            logger.warning("new TLS files are not taken up: %s", error)
+        if self._newest is not self.context:
+            handshake.context = self._newest
 
 
 def channel_credentials(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.ChannelCredentials | None:

@@ -5,18 +5,24 @@ request's start tag is the later of the queue's virtual time and its tenant's la
 divided by the tenant's weight further on, the smallest start tag goes first and becomes the virtual time. So a tenant that
 sends a thousand requests delays another's one request by at most one of its own, and who was idle has saved up nothing.
 
-Refusal: when the queue is full, the least important and latest request in it goes if the new one is more important, else the
-new one. A request whose expected wait (requests before it over the rate at which they have left lately) ends after its
-deadline, or is longer than ``most_wait``, is refused at once, with the time after which to try again.
+Refusal: when the queue is full, the request that would go last of all leaves, be it one that waits or the new one: so a tenant's
+flood fills what room there is and no more than its share once others come. It is charged nothing. A request whose expected wait
+(those that would go before it, over the rate at which requests have left lately) ends after its deadline, or is longer than
+``most_wait``, is refused at once. A request can take its place before it is ready to go. All that are refused are told when to
+try again: after the expected wait, at least a second, times a random factor from 1 to 2. Of one length, it would bring back
+together whoever came together; spread over as long as they wait, a burst becomes a steady stream by its second try.
 
-Complexity: O(log n) to enter and to go, O(n) to refuse for another. Bound: ``most_waiting`` requests.
+Complexity: O(log n) comparisons to enter, to go and to refuse, and a move of up to n pointers in a list, for a thousand of which
+a microsecond is enough; those that are not ready are passed one by one. Bound: ``most_waiting`` requests, and the tags of three
+times as many tenants in each class.
 """
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import itertools
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +30,7 @@ from sapwood_common.errors import ResourceExhaustedError
 from sapwood_router.sliding_count import SlidingCount
 
 _RATE_WINDOW = 10.0
+_LEAST_DELAY = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,7 @@ class Ticket:
         go: Called when it may go; never before :meth:`Admission.enter` returns.
         refuse: Called if it has to leave.
         weight: Its tenant's share, relative to others'.
+        ready: Whether it may go when it is its turn; until then others go before it. May be set while it waits.
     """
 
     tenant: str
@@ -60,20 +68,58 @@ class Ticket:
     go: Callable[[], None]
     refuse: Callable[[ResourceExhaustedError], None]
     weight: float = 1.0
+    ready: bool = True
     start: float = 0.0
     finish: float = 0.0
+    number: int = 0
     entered: float = 0.0
     waiting: bool = False
 
 
 class _Class:
-    """One priority class: a fair queue over tenants."""
+    """One priority class: a fair queue over tenants.
 
-    def __init__(self) -> None:
-        self.virtual = 0.0
-        self.finish: dict[str, float] = {}
-        self.heap: list[tuple[float, int, Ticket]] = []
-        self.waiting = 0
+    Args:
+        most_idle: Tenants with nothing in it that it remembers; beyond, it forgets how much these had.
+    """
+
+    def __init__(self, most_idle: int) -> None:
+        self._most_idle = most_idle
+        self._virtual = 0.0
+        self._finish: dict[str, float] = {}
+        self.entries: list[tuple[float, int, Ticket]] = []
+        """Start tag, number and ticket, in the order in which they go."""
+
+    def start_of(self, tenant: str) -> float:
+        """The start tag of a request that comes now."""
+        return max(self._virtual, self._finish.get(tenant, 0.0))
+
+    def before(self, start: float) -> int:
+        """How many go before a request that comes now with this start tag."""
+        return bisect.bisect_left(self.entries, (start, math.inf))
+
+    def add(self, ticket: Ticket) -> None:
+        """Puts it at its place."""
+        if len(self._finish) > len(self.entries) + self._most_idle:
+            self._finish = {each.tenant: self._finish[each.tenant] for _, _, each in self.entries}
+        ticket.start = self.start_of(ticket.tenant)
+        ticket.finish = self._finish[ticket.tenant] = ticket.start + ticket.cost / ticket.weight
+        bisect.insort(self.entries, (ticket.start, ticket.number, ticket))
+
+    def pop(self) -> Ticket | None:
+        """Takes out the first that is ready."""
+        for index, (start, _, ticket) in enumerate(self.entries):
+            if ticket.ready:
+                self._virtual = max(self._virtual, start)
+                del self.entries[index]
+                return ticket
+        return None
+
+    def remove(self, ticket: Ticket) -> None:
+        """Takes out one that does not go; if its tenant had none after it, nothing is charged for it."""
+        del self.entries[bisect.bisect_left(self.entries, (ticket.start, ticket.number))]
+        if self._finish.get(ticket.tenant) == ticket.finish:
+            self._finish[ticket.tenant] = ticket.start
 
 
 class Admission:
@@ -82,13 +128,16 @@ class Admission:
     Args:
         settings: Its bounds.
         clock: Seconds, monotonic.
+        rng: Spreads the times after which refused requests come again.
     """
 
-    def __init__(self, settings: AdmissionSettings, clock: Callable[[], float]) -> None:
+    def __init__(self, settings: AdmissionSettings, clock: Callable[[], float], rng: random.Random) -> None:
         self._settings = settings
         self._clock = clock
+        self._rng = rng
         self._classes: dict[int, _Class] = {}
-        self._order = itertools.count()
+        """Those with requests."""
+        self._numbers = itertools.count()
         self._left = SlidingCount(_RATE_WINDOW, clock)
         self._busy_since: float | None = None
         self.waiting = 0
@@ -100,55 +149,50 @@ class Admission:
         Raises:
             ResourceExhaustedError: It is refused; ``retry_after`` says when to come again.
         """
+        self.check(ticket.tenant, ticket.priority, ticket.deadline)
         now = self._clock()
         if self._busy_since is None:
             self._busy_since = now
-        self.check(ticket.priority, ticket.deadline)
         if self.waiting >= self._settings.most_waiting:
-            self._make_room()
-        group = self._classes.setdefault(ticket.priority, _Class())
-        ticket.start = max(group.virtual, group.finish.get(ticket.tenant, 0.0))
-        ticket.finish = ticket.start + ticket.cost / ticket.weight
-        ticket.entered = now
-        ticket.waiting = True
-        group.finish[ticket.tenant] = ticket.finish
-        heapq.heappush(group.heap, (ticket.start, next(self._order), ticket))
-        group.waiting += 1
+            self._refuse(self._classes[min(self._classes)].entries[-1][2], "it made room for another")
+        group = self._classes.get(ticket.priority)
+        if group is None:
+            group = self._classes[ticket.priority] = _Class(2 * self._settings.most_waiting)
+        ticket.number, ticket.entered, ticket.waiting = next(self._numbers), now, True
+        group.add(ticket)
         self.waiting += 1
 
-    def check(self, priority: int, deadline: float) -> None:
+    def check(self, tenant: str, priority: int, deadline: float) -> None:
         """Whether a request would be let in now; changes nothing.
 
         Raises:
             ResourceExhaustedError: As :meth:`enter`.
         """
+        if not self.waiting:
+            return
         settings = self._settings
-        wait = self._expected_wait(priority)
+        group = self._classes.get(priority)
+        start = 0.0 if group is None else group.start_of(tenant)
+        wait = self._expected_wait(priority, 0 if group is None else group.before(start))
         if wait > settings.most_wait or self._clock() + wait > deadline:
-            raise ResourceExhaustedError(
-                f"all workers are busy: {self.waiting} requests wait, for about {wait:.1f} s",
-                retry_after=max(1.0, wait),
-            )
-        if self.waiting >= settings.most_waiting and self._least_important() >= priority:
-            raise ResourceExhaustedError(
-                f"all workers are busy and {self.waiting} requests wait already", retry_after=max(1.0, wait)
-            )
+            raise self._refusal(f"{self.waiting} requests wait, this one would for about {wait:.1f} s", wait)
+        if self.waiting >= settings.most_waiting:
+            lowest = min(self._classes)
+            if priority < lowest or (priority == lowest and start >= self._classes[lowest].entries[-1][0]):
+                raise self._refusal(f"{self.waiting} requests wait already", wait)
 
     def leave(self, ticket: Ticket) -> None:
         """The request gives up waiting. May be called again, and for one that was let go."""
         if ticket.waiting:
-            self._remove(ticket)
+            self._classes[ticket.priority].remove(ticket)
+            self._gone(ticket)
 
     def release(self) -> bool:
-        """Lets the next request go, if one waits."""
+        """Lets the next request go, if one waits that is ready."""
         for priority in sorted(self._classes, reverse=True):
-            group = self._classes[priority]
-            while group.heap:
-                start, _, ticket = heapq.heappop(group.heap)
-                if not ticket.waiting:
-                    continue
-                group.virtual = start
-                self._remove(ticket)
+            ticket = self._classes[priority].pop()
+            if ticket is not None:
+                self._gone(ticket)
                 self._left.add()
                 ticket.go()
                 return True
@@ -157,42 +201,32 @@ class Admission:
     def expire(self) -> None:
         """Refuses those that waited too long; to be called now and then."""
         limit = self._clock() - self._settings.most_wait
-        late = [
-            ticket
-            for group in self._classes.values()
-            for _, _, ticket in group.heap
-            if ticket.waiting and ticket.entered < limit
-        ]
+        late = [ticket for group in self._classes.values() for _, _, ticket in group.entries if ticket.entered < limit]
         for ticket in late:
             self._refuse(ticket, f"waited {self._settings.most_wait:g} s")
 
-    def _expected_wait(self, priority: int) -> float:
-        ahead = sum(group.waiting for key, group in self._classes.items() if key >= priority)
+    def _expected_wait(self, priority: int, before: int) -> float:
+        """Of one with ``before`` requests of its own class before it."""
+        ahead = before + sum(len(group.entries) for key, group in self._classes.items() if key > priority)
         if not ahead or self._busy_since is None:
             return 0.0
         seconds = min(_RATE_WINDOW, max(1.0, self._clock() - self._busy_since))
         left = self._left.total()
         return ahead * seconds / left if left else 0.0
 
-    def _least_important(self) -> float:
-        return min((key for key, group in self._classes.items() if group.waiting), default=math.inf)
-
-    def _make_room(self) -> None:
-        lowest = min(key for key, group in self._classes.items() if group.waiting)
-        last = max((item for item in self._classes[lowest].heap if item[2].waiting), key=lambda item: item[:2])
-        self._refuse(last[2], "made room for a more important request")
-
     def _refuse(self, ticket: Ticket, why: str) -> None:
-        wait = self._expected_wait(ticket.priority)
-        self._remove(ticket)
-        ticket.refuse(ResourceExhaustedError(f"all workers are busy: {why}", retry_after=max(1.0, wait)))
+        wait = self._expected_wait(ticket.priority, self._classes[ticket.priority].before(ticket.start))
+        self.leave(ticket)
+        ticket.refuse(self._refusal(why, wait))
 
-    def _remove(self, ticket: Ticket) -> None:
+    def _refusal(self, why: str, wait: float) -> ResourceExhaustedError:
+        delay = max(_LEAST_DELAY, wait) * self._rng.uniform(1.0, 2.0)
+        return ResourceExhaustedError(f"all workers are busy: {why}", retry_after=delay)
+
+    def _gone(self, ticket: Ticket) -> None:
         ticket.waiting = False
-        group = self._classes[ticket.priority]
-        group.waiting -= 1
         self.waiting -= 1
-        if not group.waiting:
+        if not self._classes[ticket.priority].entries:
             del self._classes[ticket.priority]  # idle: nobody has saved up or owes anything
         if not self.waiting:
             self._busy_since = None

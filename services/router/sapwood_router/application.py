@@ -96,7 +96,7 @@ class RouterApplication:
         )
         self.registry = Registry([], self._registry_changed, self._worker_reset, self._most_requests)
         settings = AdmissionSettings(most_waiting=config.queue_size, most_wait=config.queue_wait)
-        self._admission = AdmissionControl(self.registry, settings, asyncio.get_running_loop().time)
+        self._admission = AdmissionControl(self.registry, settings, asyncio.get_running_loop().time, random.Random())
         self._slices = (
             None if config.kubernetes_service is None else (in_cluster_api(), parse_service(config.kubernetes_service))
         )

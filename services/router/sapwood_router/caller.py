@@ -59,13 +59,16 @@ def caller_of(get: Callable[[str], str | None], account: Tenant | None) -> Calle
             raise InvalidArgumentError(f"{key} is longer than {_LONGEST} characters", field=key)
     if account is not None:
         settings = account.settings
-        return Caller(settings.name, _priority(priority), session or "", settings.weight, settings.cache_salt, account)
+        return Caller(
+            settings.name, priority_of(priority), session or "", settings.weight, settings.cache_salt, account
+        )
     # Without keys the tenant is whom a gateway in front names: its tenants are kept apart, too.
     salt = mint_salt(tenant) if tenant else ""
-    return Caller(tenant or "", _priority(priority), session or "", cache_salt=salt)
+    return Caller(tenant or "", priority_of(priority), session or "", cache_salt=salt)
 
 
-def _priority(value: str | None) -> int:
+def priority_of(value: str | None) -> int:
+    """A request's priority, 0 if it says nothing of it. Raises InvalidArgumentError where it makes no sense."""
     if not value:
         return 0
     try:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from sapwood_common.errors import SapwoodError
 from sapwood_router.caller import NOBODY, Caller
@@ -14,8 +16,7 @@ from sapwood_router.output import Output, OutputOptions
 from sapwood_router.structure import AnswerGrammar, ToolChoice
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(msgspec.Struct, frozen=True):
     """A call that the assistant made; ``arguments`` is a JSON object as text."""
 
     id: str
@@ -23,8 +24,7 @@ class ToolCall:
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """One turn of a conversation. Fields as in ``ChatMessage`` of ``common.proto``."""
 
     role: str
@@ -35,15 +35,13 @@ class Turn:
     reasoning: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
+class TextPrompt(msgspec.Struct, frozen=True):
     """A prompt the tokenizer has to encode."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(msgspec.Struct, frozen=True):
     """A conversation the tokenizer has to render and encode.
 
     Attributes:
@@ -57,8 +55,7 @@ class ChatPrompt:
     template_variables: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
+class TokenPrompt(msgspec.Struct, frozen=True):
     """A prompt that is tokens already."""
 
     token_ids: list[int]
@@ -67,8 +64,7 @@ class TokenPrompt:
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(msgspec.Struct, frozen=True):
     """How tokens are chosen; None leaves a setting to the worker's default. Fields as in ``common.proto``."""
 
     temperature: float | None = None
@@ -82,7 +78,7 @@ class Sampling:
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     min_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -120,8 +116,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """Token counts of one request."""
 
     prompt_tokens: int
@@ -129,8 +124,7 @@ class Usage:
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     """The end of a generation."""
 
     reason: FinishReason
@@ -138,8 +132,7 @@ class Finish:
     stop_match: str | None = None
 
 
-@dataclass(slots=True)
-class Delta:
+class Delta(msgspec.Struct):
     """New output and the tokens read for it; ``finish`` is set on the last one only.
 
     ``logprobs``, if asked for, has one for each token; the first ``text_tokens`` of the tokens are no end token.
@@ -152,8 +145,7 @@ class Delta:
     text_tokens: int = 0
 
 
-@dataclass(slots=True)
-class RequestContext:
+class RequestContext(msgspec.Struct):
     """A request and what the stages learned about it. One task owns it.
 
     Attributes:
@@ -193,22 +185,22 @@ class RequestContext:
     whole: bool = False
     detokenize: bool = True
     grammar: AnswerGrammar | None = None
-    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     caller: Caller = NOBODY
     seed: int = 0
     compiled_grammar: bytes = b""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = msgspec.field(default_factory=list)
     worker: str = "-"
     reason: str = "-"
-    output_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    output_ids: list[int] = msgspec.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     worker_finish: FinishReason | None = None
     cached_tokens: int = 0
     attempts: int = 0
     resumptions: int = 0
-    started: float = field(default_factory=time.perf_counter)
+    started: float = msgspec.field(default_factory=time.perf_counter)
     first_token: float | None = None
     usage: Usage | None = None
     error: SapwoodError | None = None

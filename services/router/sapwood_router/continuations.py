@@ -5,7 +5,7 @@ The prompt is prefilled once all the same: the runs go to the worker that has th
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from sapwood_router.context import FieldNames, Sampling
 from sapwood_router.validation import check_n

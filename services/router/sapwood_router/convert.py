@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict
+
 from sapwood.v1 import common_pb2, router_pb2, tokenizer_pb2, worker_pb2
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.status import from_parts
@@ -172,26 +174,12 @@ def to_worker_request(
     request_id: str, token_ids: list[int], sampling: Sampling, seed: int
 ) -> worker_pb2.WorkerGenerateRequest:
     """The worker's request for a prompt."""
+    given = {name: value for name, value in asdict(sampling).items() if value is not None}
+    given["seed"] = seed
+    if not sampling.logit_bias:
+        del given["logit_bias"]  # an empty one takes longer than all the others
     return worker_pb2.WorkerGenerateRequest(
-        request_id=request_id,
-        token_ids=token_ids,
-        sampling=common_pb2.SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=seed,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=sampling.stop_token_ids,
-            ignore_eos=sampling.ignore_eos,
-            frequency_penalty=sampling.frequency_penalty,
-            presence_penalty=sampling.presence_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            logit_bias=sampling.logit_bias,
-            min_tokens=sampling.min_tokens,
-            logprobs=sampling.logprobs,
-            prompt_logprobs=sampling.prompt_logprobs,
-        ),
+        request_id=request_id, token_ids=token_ids, sampling=common_pb2.SamplingParams(**given)
     )
 
 
@@ -270,8 +258,8 @@ def embed_request_of(
     )
 
 
-def generation_error(message: worker_pb2.GenerationError) -> SapwoodError:
-    """The error of one stream of a session."""
+def stream_error(message: worker_pb2.GenerationError | tokenizer_pb2.StreamError) -> SapwoodError:
+    """The error of one stream, or of one item, of a session."""
     error = from_parts(message.code, message.message, message.field)
     if message.HasField("retry_after_ms"):
         error.retry_after = message.retry_after_ms / 1000

@@ -15,8 +15,7 @@ from collections.abc import Callable
 
 from sapwood.v1 import tokenizer_pb2
 from sapwood_common.errors import UnavailableError
-from sapwood_common.status import from_parts
-from sapwood_router.convert import output_of, to_options
+from sapwood_router.convert import output_of, stream_error, to_options
 from sapwood_router.detokenize_stream import DetokenizeStream
 from sapwood_router.duplex_call import CallEndedError, DuplexCall
 from sapwood_router.duplex_dial import open_call
@@ -207,8 +206,7 @@ class DetokenizeSession:
             return  # closed here while this was on its way
         if output.HasField("error"):
             stream.opened = False
-            error = from_parts(output.error.code, output.error.message, output.error.field)
-            stream.fail(detokenizer_error(error))
+            stream.fail(detokenizer_error(stream_error(output.error)))
             return
         if output.ended:
             self._streams.pop(output.stream_id)

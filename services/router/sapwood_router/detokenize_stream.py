@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from sapwood_common.errors import InternalError, SapwoodError
 from sapwood_router.output import Output, OutputBuffer, OutputOptions
-from sapwood_router.output_stream import WINDOW, OutputChunk
+from sapwood_router.output_stream import WINDOW, OutputChunk, Relay
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,11 @@ class DetokenizeStream:
             self._pusher = asyncio.get_running_loop().create_future()
             await self._pusher
 
+    @property
+    def relay(self) -> Relay | None:
+        """See OutputStream: every token is to become text."""
+        return None
+
     async def read(self) -> OutputChunk:
         """See OutputStream."""
         while not self._fresh or (self._whole and not self._ended):
@@ -126,7 +131,7 @@ class DetokenizeStream:
         """See OutputStream."""
         if not self.over:
             self._on_close(self)
-        self._closed = True
+        self._closed, self._error = True, None
         self._divert = None
         self._wake_pusher()
 

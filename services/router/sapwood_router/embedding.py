@@ -22,12 +22,13 @@ from sapwood_common.errors import (
 )
 from sapwood_common.status import from_rpc_error, row_of
 from sapwood_common.tracing import child_span
-from sapwood_router.admission_control import AdmissionControl
+from sapwood_router.admission_control import AdmissionControl, Place
 from sapwood_router.convert import to_embed_request
 from sapwood_router.embed_request import Embeddings, EmbedRequest
 from sapwood_router.genai_spans import EMBEDDINGS, asked_to_embed, embedded, span_name
 from sapwood_router.observer import RequestObserver
-from sapwood_router.outcome import Outcome, outcome_of
+from sapwood_router.outcome import Outcome, WorkerLostError, outcome_of
+from sapwood_router.pipeline.reserve import CHARACTERS_A_TOKEN
 from sapwood_router.policies.base import PromptPages
 from sapwood_router.policies.policy_book import PolicyBook
 from sapwood_router.registry import RETRY_AFTER, Registry
@@ -117,20 +118,24 @@ class Embedder:
             raise InvalidArgumentError(f"at most {MAX_EMBEDDED} inputs, got {len(request.inputs)}", field="input")
         model = self._registry.resolve(request.model)
         workers = self._workers(model)
-        self._admission.check(model, request.caller, request.deadline)
-        sequences = await self._encode(request)
-        served = workers[0].model
-        assert served is not None
-        for name, sequence in zip(request.names, sequences, strict=True):
-            if len(sequence) > served.context_length and not served.embedded_tokens:
+        cost = sum(len(item) // CHARACTERS_A_TOKEN if isinstance(item, str) else len(item) for item in request.inputs)
+        place = self._admission.reserve(model, request.caller, cost, request.deadline)
+        try:
+            sequences = await self._encode(request)
+            served = workers[0].model
+            assert served is not None
+            for name, sequence in zip(request.names, sequences, strict=True):
+                if len(sequence) > served.context_length and not served.embedded_tokens:
+                    raise InvalidArgumentError(
+                        f"it has {len(sequence)} tokens, the model takes {served.context_length}", field=name
+                    )
+            if request.dimensions not in (None, served.embedding_size):
                 raise InvalidArgumentError(
-                    f"it has {len(sequence)} tokens, the model takes {served.context_length}", field=name
+                    f"the model's embeddings have {served.embedding_size} dimensions", field="dimensions"
                 )
-        if request.dimensions not in (None, served.embedding_size):
-            raise InvalidArgumentError(
-                f"the model's embeddings have {served.embedding_size} dimensions", field="dimensions"
-            )
-        answer = await self._ask(model, request, sequences)
+            answer = await self._ask(model, request, sequences, place)
+        finally:
+            place.leave()
         return Embeddings(model, [item.values for item in answer.embeddings], answer.prompt_tokens)
 
     def _workers(self, model: str) -> list[Worker]:
@@ -157,14 +162,15 @@ class Embedder:
         return sequences
 
     async def _ask(
-        self, model: str, request: EmbedRequest, sequences: list[list[int]]
+        self, model: str, request: EmbedRequest, sequences: list[list[int]], place: Place
     ) -> worker_pb2.WorkerEmbedResponse:
         message = to_embed_request(request.request_id, sequences, request.pooling, request.normalize)
         tokens = sum(map(len, sequences))
         if request.caller.account is not None:
             request.caller.account.take_prompt(tokens)
         self._retry.budget.request()
-        await self._admission.admit(model, request.caller, tokens, request.deadline)
+        if not place.ready():
+            await place.turn()
         prompt = PromptPages(sequences[0], request.caller.session, _NOT_CACHED)
         failover = self._failover()
         last: SapwoodError | None = None
@@ -212,6 +218,12 @@ class Embedder:
             error = from_rpc_error(failure)
             permit.end(outcome_of(error))
             raise error from failure
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # The channel was closed under the call: the worker's session is over.
+            raise WorkerLostError(f"worker {worker.address} was lost", retry_after=1.0) from error
         finally:
             permit.end(Outcome.NEUTRAL)
             lease.release()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from sapwood_common.errors import UnavailableError
+from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_router.context import RequestContext
 from sapwood_router.policies.base import Choice, PromptPages
 from sapwood_router.policies.policy_book import PolicyBook
@@ -50,13 +50,12 @@ def explain(context: RequestContext, registry: Registry, policies: PolicyBook) -
     Raises:
         NotFoundError: No such model.
         UnavailableError: No worker can be chosen.
+        InvalidArgumentError: The prompt is longer than any context.
     """
     model = registry.resolve(context.model)
     prompt = PromptPages(context.token_ids, context.caller.session, context.caller.cache_salt)
-    excluded = {worker: _excluded(worker, model) for worker in registry.all()}
+    excluded = _exclusions(context, model, registry.all())
     views = [worker.view() for worker, why in excluded.items() if not why]
-    if not views:
-        raise UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER)
     policy = policies.of(model)
     scores = policy.explain(views, prompt)
     by_address = {view.address: view for view in views}
@@ -75,6 +74,27 @@ def explain(context: RequestContext, registry: Registry, policies: PolicyBook) -
     )
 
 
+def _exclusions(context: RequestContext, model: str, workers: Iterable[Worker]) -> dict[Worker, str]:
+    """Why each worker is out of the choice; empty if it is not. As in the pipeline's ``select``: see there for what is raised.
+
+    Where all are full they are what the request would choose from as soon as one has room.
+    """
+    excluded = {worker: _excluded(worker, model) for worker in workers}
+    able = [worker for worker, why in excluded.items() if not why]
+    if not able:
+        raise UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER)
+    if any(worker.room for worker in able):
+        full = dict.fromkeys((worker for worker in able if not worker.room), "has as many requests as it is given")
+        excluded |= full
+        able = [worker for worker in able if worker not in full]
+    length, contexts = len(context.token_ids), {w: w.model.context_length for w in able if w.model is not None}
+    if length > max(contexts.values()):
+        raise InvalidArgumentError(
+            f"the prompt has {length} tokens, the context holds {max(contexts.values())}", field=context.fields.prompt
+        )
+    return excluded | {w: f"its context holds {most} tokens" for w, most in contexts.items() if most < length}
+
+
 def _excluded(worker: Worker, model: str) -> str:
     if worker.model is not None and worker.model.model != model:
         return f"serves {worker.model.model}"
@@ -86,4 +106,4 @@ def _excluded(worker: Worker, model: str) -> str:
         return "no longer named by any source"
     if not worker.breaker.admits():
         return f"circuit breaker {worker.breaker.state.value}"
-    return "" if worker.room else "has as many requests as it is given"
+    return ""

@@ -6,18 +6,22 @@ The pipeline calls a :class:`RequestWatch`; nothing here changes what it does.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextvars import Token
+from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from prometheus_client import Histogram
 
-from sapwood_common.metrics import MetricSet
+from sapwood_common.metrics import BatchedHistogram, MetricSet
 from sapwood_common.status import row_of
 from sapwood_common.telemetry import traceparent_var
 from sapwood_common.tracing import NoTracing, Span, Tracing
 from sapwood_router.genai_spans import answered, asked, operation_of, span_name
 from sapwood_router.router_metrics import RouterMetrics
+
+_MOST_ARRIVALS = 256
 
 if TYPE_CHECKING:
     from sapwood_common.errors import SapwoodError
@@ -47,13 +51,21 @@ def quiet_observer() -> RequestObserver:
 
 
 class Stage:
-    """A stage of the pipeline, around a ``with`` body, timed."""
+    """A stage of the pipeline, timed: around a ``with`` body, or where it has none, from :meth:`begin` to :meth:`end`."""
 
     __slots__ = ("_seconds", "_started")
 
     def __init__(self, seconds: Histogram) -> None:
         self._seconds = seconds
         self._started = 0.0
+
+    def begin(self) -> None:
+        """It begins."""
+        self._started = time.perf_counter()
+
+    def end(self) -> None:
+        """It is over."""
+        self._seconds.observe(time.perf_counter() - self._started)
 
     def __enter__(self) -> None:
         self._started = time.perf_counter()
@@ -77,18 +89,28 @@ class TracedStage(Stage):
         self._span: Span | None = None
         self._token: Token[str | None] | None = None
 
-    def __enter__(self) -> None:
-        super().__enter__()
+    def begin(self) -> None:
+        """See Stage."""
+        super().begin()
         self._span = self._tracing.start(self._name, parent=self._traceparent)
+
+    def end(self, error: str | None = None) -> None:
+        """See Stage."""
+        assert self._span is not None
+        self._span.end(error=error)
+        super().end()
+
+    def __enter__(self) -> None:
+        self.begin()
+        assert self._span is not None
         self._token = traceparent_var.set(self._span.traceparent)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._span is not None and self._token is not None
+        assert self._token is not None
         traceparent_var.reset(self._token)
-        self._span.end(error=None if error is None else str(error) or type(error).__name__)
-        super().__exit__(kind, error, traceback)
+        self.end(None if error is None else str(error) or type(error).__name__)
 
 
 class RequestWatch:
@@ -106,7 +128,8 @@ class RequestWatch:
         self._closed = False
         self._responding = 0.0
         self._respond_span: Span | None = None
-        self._inter_token: Histogram | None = None
+        self._inter_token: BatchedHistogram | None = None
+        self._arrivals: list[float] = []
         self._metrics.request_began()
         self._named = context.model is not None
         self._span: Span = self._tracing.start(
@@ -139,6 +162,7 @@ class RequestWatch:
 
         That stage's time is that of all deltas; its span goes from the first to the end of the request.
         """
+        self._settle()
         now = time.perf_counter()
         context = self._context
         self._responding += now - started
@@ -152,18 +176,31 @@ class RequestWatch:
             self._inter_token.observe((now - self._last) / tokens)
         self._last = now
 
-    def tokens(self, count: int) -> None:
-        """The same for a delta that is tokens and nothing else, and not the first: making it takes no time to speak of."""
-        now = time.perf_counter()
-        if self._inter_token is not None:
-            self._inter_token.observe((now - self._last) / count)
-        self._last = now
+    def token_counter(self) -> Callable[[], None]:
+        """What does the same for a delta that is one token and nothing else, and not the first."""
+        arrivals, clock = self._arrivals, time.perf_counter
+
+        def count() -> None:
+            arrivals.append(clock())
+            if len(arrivals) >= _MOST_ARRIVALS:
+                self._settle()
+
+        return count
+
+    def _settle(self) -> None:
+        """Puts what came one by one into the histogram."""
+        if self._arrivals and self._inter_token is not None:
+            times = [self._last, *self._arrivals]
+            self._inter_token.observe_all([later - earlier for earlier, later in pairwise(times)])
+            self._last = times[-1]
+            self._arrivals.clear()
 
     def close(self) -> None:
         """The request ended; ``usage`` and ``error`` of its context say how. May be called again."""
         if self._closed:
             return
         self._closed = True
+        self._settle()
         self._metrics.request_ended()
         if self._responding:
             self._metrics.stages["respond"].observe(self._responding)

@@ -8,11 +8,11 @@ what is new. Adding a piece takes time linear in its length, whatever was added 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class OutputOptions:
+class OutputOptions(msgspec.Struct, frozen=True):
     """How tokens become output. Fields as in ``DetokenizeOptions`` of ``tokenizer.proto``.
 
     Attributes:
@@ -33,8 +33,7 @@ class OutputOptions:
     call_id_seed: str = ""
 
 
-@dataclass(slots=True)
-class ToolCallDelta:
+class ToolCallDelta(msgspec.Struct):
     """More of a tool call: ``index`` counts the calls of one output from 0, its first delta has its id and name."""
 
     index: int
@@ -43,13 +42,12 @@ class ToolCallDelta:
     arguments: str = ""
 
 
-@dataclass(slots=True)
-class Output:
+class Output(msgspec.Struct):
     """A piece of an output: more of its text, of its reasoning and of its tool calls."""
 
     text: str = ""
     reasoning: str = ""
-    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
 
 
 class _Channel:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from sapwood_common.errors import SapwoodError
 from sapwood_router.output import Output
@@ -13,8 +14,7 @@ WINDOW = 256
 """Tokens that may wait for the client, or for the tokenizer, before the worker's stream is read no further."""
 
 
-@dataclass(slots=True)
-class OutputChunk:
+class OutputChunk(msgspec.Struct):
     """Output that became certain.
 
     Attributes:
@@ -30,8 +30,17 @@ class OutputChunk:
     stop_match: str | None = None
 
 
+Relay = Callable[[int], bool]
+"""Sends a token to the client at once and keeps account of it, or says no. Must not raise."""
+
+
 class OutputStream(Protocol):
     """Tokens in, output out. One side pushes, one task reads, on one event loop; what is read later is merged."""
+
+    @property
+    def relay(self) -> Relay | None:
+        """Where the pusher may take a single token instead of pushing it, as things stand."""
+        ...
 
     @property
     def over(self) -> bool:

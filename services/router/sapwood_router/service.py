@@ -6,12 +6,13 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any
 
 import grpc
 
 from sapwood.v1 import router_pb2, router_pb2_grpc, worker_pb2
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.http2.call import ServerCall
 from sapwood_common.telemetry import REQUEST_ID_KEY, new_request_id, request_id_var
 from sapwood_router.caller import caller_of
 from sapwood_router.context import RequestContext
@@ -33,7 +34,7 @@ from sapwood_router.fleet import Fleet
 from sapwood_router.guard import tenant_var
 from sapwood_router.output import OutputOptions
 from sapwood_router.pipeline.merge import merged
-from sapwood_router.pipeline.pipeline import Pipeline, close_all
+from sapwood_router.pipeline.pipeline import Pipeline, Run, close_all
 from sapwood_router.pipeline.prepare import prepare
 from sapwood_router.request_ids import accept_request_id, unique_id
 from sapwood_router.router_status import RouterState
@@ -47,6 +48,7 @@ WORKER_KEY = "x-sapwood-worker"
 """Trailing metadata: the address of the worker that finished the request."""
 RESUMPTIONS_KEY = "x-sapwood-resumptions"
 """Trailing metadata: how often the stream went on, on another worker, because one was lost."""
+
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -73,23 +75,28 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.RouterGenerateRequest, context: Context
     ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
         """Streams the continuation of a prompt."""
+        assert isinstance(context, ServerCall), "as all servers here have them"
         metadata = dict(_metadata(context))
         request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
         request_id_var.set(request_id)
-        await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+        context.set_initial_metadata(((REQUEST_ID_KEY, request_id),))
         contexts = self._contexts(request, request_id, metadata, context.time_remaining())
         runs = [self._pipeline.open(item) for item in contexts]
         # A client that leaves while a response is being written ends the call without this generator's knowledge.
-        context.add_done_callback(cast(Any, lambda _: close_all(runs)))
+        context.add_done_callback(lambda _: close_all(runs))
         try:
             async with aclosing(merged(runs)) as deltas:
-                told = not request.sampling.HasField("prompt_logprobs")
+                untold = request.sampling.HasField("prompt_logprobs")
+                diverted = len(runs) > 1
                 async for index, delta in deltas:
                     response = to_response(delta, index)
-                    if index == 0 and not told:
-                        told = True
+                    if index == 0 and untold:
+                        untold = False
                         add_logprobs(response.prompt_logprobs, contexts[0].prompt_logprobs)
                     yield response
+                    if not diverted and delta.finish is None:
+                        diverted = True
+                        _divert(runs[0], context)
             context.set_trailing_metadata(
                 (
                     (WORKER_KEY, contexts[0].worker),
@@ -218,6 +225,20 @@ class RouterService(router_pb2_grpc.RouterServicer):
         asked = self._contexts(request.request, new_request_id(), dict(_metadata(context)), context.time_remaining())[0]
         await prepare(asked, pipeline.tokenizer)
         return to_explanation(explain(asked, pipeline.registry, pipeline.policies))
+
+
+def _divert(run: Run, call: ServerCall) -> None:
+    """From now on deltas, but for the last, are written as they come, without waking the task that waits for them."""
+    ready = call.is_ready
+
+    def write(token_id: int) -> bool:
+        if ready():
+            call.write_now(router_pb2.RouterGenerateResponse(token_ids=(token_id,)))
+            return True
+        return False
+
+    run.divert(ready, lambda delta: call.write_now(to_response(delta, 0)))
+    run.relay_tokens(write)
 
 
 def _count(request: router_pb2.RouterGenerateRequest) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from sapwood_common.errors import InternalError, SapwoodError
 from sapwood_router.output import Output
-from sapwood_router.output_stream import WINDOW, OutputChunk
+from sapwood_router.output_stream import WINDOW, OutputChunk, Relay
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +18,9 @@ class TokenStream:
 
     Args:
         whole: It is read in one piece, at its end: nothing holds the pusher back.
+
+    Attributes:
+        relay: See OutputStream. There while the reader waits, which is when nothing is there to be read.
     """
 
     def __init__(self, *, whole: bool = False) -> None:
@@ -27,6 +30,8 @@ class TokenStream:
         self._end_pushed = False
         self._closed = False
         self._error: SapwoodError | None = None
+        self.relay: Relay | None = None
+        self._relay: Relay | None = None
         self._divert: Callable[[], bool] | None = None
         self._reader: asyncio.Future[None] | None = None
         self._pusher: asyncio.Future[None] | None = None
@@ -48,7 +53,7 @@ class TokenStream:
         self._tokens += len(token_ids)
         if end:
             self._end_pushed = True
-            _wake(self._reader)
+            self._wake_reader()
             _wake(self._pusher)
             return False
         if self._whole or self._tokens == self._tokens_read:
@@ -62,7 +67,7 @@ class TokenStream:
                 logger.exception("tokens could not be passed on")
                 self.fail(InternalError(str(error)))
                 return False
-        _wake(reader)
+        self._wake_reader()
         return self._tokens - self._tokens_read >= WINDOW
 
     async def room(self) -> None:
@@ -77,19 +82,19 @@ class TokenStream:
             if self._error is not None:
                 raise self._error
             self._reader = asyncio.get_running_loop().create_future()
+            self.relay = self._relay
             await self._reader
         return self.take()
 
     def take(self) -> OutputChunk:
         """See OutputStream."""
-        return OutputChunk(Output(), self.take_count(), self._end_pushed)
-
-    def take_count(self) -> int:
-        """How many tokens came so far; all of them count as read now."""
         self._tokens_read = self._tokens
-        if self._pusher is not None:
-            _wake(self._pusher)
-        return self._tokens
+        _wake(self._pusher)
+        return OutputChunk(Output(), self._tokens, self._end_pushed)
+
+    def pass_on(self, relay: Relay) -> None:
+        """From now on, single tokens that come while the reader waits may take ``relay``: the stream does not see those."""
+        self._relay = relay
 
     def divert(self, take: Callable[[], bool]) -> None:
         """See OutputStream."""
@@ -99,14 +104,18 @@ class TokenStream:
         """See OutputStream."""
         if not self.over:
             self._error = error
-            _wake(self._reader)
+            self._wake_reader()
             _wake(self._pusher)
 
     def close(self) -> None:
         """See OutputStream."""
-        self._closed = True
-        self._divert = None
+        self._closed, self._error = True, None
+        self._divert = self._relay = self.relay = None
         _wake(self._pusher)
+
+    def _wake_reader(self) -> None:
+        self.relay = None
+        _wake(self._reader)
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:

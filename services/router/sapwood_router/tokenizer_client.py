@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
-
-import grpc
 
 from sapwood.v1 import tokenizer_pb2
 from sapwood_common.channel import request_metadata
@@ -15,9 +13,8 @@ from sapwood_common.errors import DeadlineExceededError, UnavailableError
 from sapwood_router.context import ChatPrompt
 from sapwood_router.convert import to_turns
 from sapwood_router.structure import CompiledGrammar
-from sapwood_router.tokenizer_replica import Stub, TokenizerReplica
+from sapwood_router.tokenizer_replica import TokenizerReplica
 
-RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 
 _PAUSE = 0.1
@@ -79,10 +76,7 @@ class TokenizerClient:
             SapwoodError: As :meth:`encode_text`.
         """
         request = tokenizer_pb2.TokenizeRequest(texts=texts)
-        answer = await self._patiently(
-            lambda stub, timeout: stub.Tokenize(request, timeout=timeout, metadata=request_metadata(request_id)),
-            deadline,
-        )
+        answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
         return [list(sequence.ids) for sequence in answer.sequences]
 
     async def encode_chat(self, prompt: ChatPrompt, request_id: str, deadline: float) -> EncodedChat:
@@ -95,10 +89,7 @@ class TokenizerClient:
             messages=to_turns(prompt.turns), tools=prompt.tools, template_variables=prompt.template_variables
         )
         answer = await self._patiently(
-            lambda stub, timeout: stub.ApplyChatTemplate(
-                request, timeout=timeout, metadata=request_metadata(request_id)
-            ),
-            deadline,
+            lambda replica: replica.apply_chat_template(request, request_id, deadline), deadline
         )
         reasoning_open = answer.reasoning_open if answer.HasField("reasoning_open") else None
         return EncodedChat(list(answer.tokens.ids), reasoning_open)
@@ -113,7 +104,10 @@ class TokenizerClient:
             return self._parsers
         request = tokenizer_pb2.GetInfoRequest()
         answer = await self._patiently(
-            lambda stub, timeout: stub.GetInfo(request, timeout=timeout, metadata=request_metadata(request_id)),
+            lambda replica: replica.call(
+                lambda stub, timeout: stub.GetInfo(request, timeout=timeout, metadata=request_metadata(request_id)),
+                deadline,
+            ),
             deadline,
         )
         self._parsers = Parsers(answer.tool_parser, answer.reasoning_parser)
@@ -128,7 +122,12 @@ class TokenizerClient:
             SapwoodError: As :meth:`encode_text`.
         """
         answer = await self._patiently(
-            lambda stub, timeout: stub.CompileGrammar(request, timeout=timeout, metadata=request_metadata(request_id)),
+            lambda replica: replica.call(
+                lambda stub, timeout: stub.CompileGrammar(
+                    request, timeout=timeout, metadata=request_metadata(request_id)
+                ),
+                deadline,
+            ),
             deadline,
         )
         return CompiledGrammar(answer.compiled, answer.tool_parser)
@@ -145,10 +144,13 @@ class TokenizerClient:
             part = unknown[start : start + _TOKENS_A_REQUEST]
             request = tokenizer_pb2.GetTokenBytesRequest(token_ids=part)
             answer = await self._patiently(
-                lambda stub, timeout: stub.GetTokenBytes(
-                    request,  # noqa: B023 - called before the loop goes on
-                    timeout=timeout,
-                    metadata=request_metadata(request_id),
+                lambda replica: replica.call(
+                    lambda stub, timeout: stub.GetTokenBytes(
+                        request,  # noqa: B023 - called before the loop goes on
+                        timeout=timeout,
+                        metadata=request_metadata(request_id),
+                    ),
+                    deadline,
                 ),
                 deadline,
             )
@@ -160,23 +162,18 @@ class TokenizerClient:
         self._parsers = None
         self._token_bytes = {}
 
-    async def _patiently(
-        self,
-        call: Callable[[Stub, float], grpc.aio.UnaryUnaryCall[RequestT, AnswerT]],
-        deadline: float,
-    ) -> AnswerT:
+    async def _patiently(self, ask: Callable[[TokenizerReplica], Awaitable[AnswerT]], deadline: float) -> AnswerT:
         loop = asyncio.get_running_loop()
         give_up = min(loop.time() + self._grace, deadline)
         tried: set[TokenizerReplica] = set()
         last: UnavailableError | None = None
         while True:
-            timeout = deadline - loop.time()
-            if timeout <= 0:
+            if loop.time() >= deadline:
                 raise DeadlineExceededError("the deadline passed while the prompt was tokenized")
             replica = self._choose(tried)
             if replica is not None:
                 try:
-                    return await replica.call(lambda stub: call(stub, timeout))  # noqa: B023 - called before it returns
+                    return await ask(replica)
                 except UnavailableError as error:
                     last = error
                     tried.add(replica)

@@ -1,4 +1,4 @@
-"""One process of the tokenizer service: its channel, its health, and the calls it has running."""
+"""One process of the tokenizer service: its channel, its health, and what it has under way."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from sapwood.v1 import tokenizer_pb2_grpc
-from sapwood_common.channel import Dialer
+from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from sapwood_common.channel import Dialer, request_metadata
 from sapwood_common.errors import UnavailableError
 from sapwood_common.status import from_rpc_error
+from sapwood_common.telemetry import traceparent_var
+from sapwood_router.encode_session import EncodeSession
 from sapwood_router.health import NOT_SERVING, check
 
 if TYPE_CHECKING:  # the generated stubs know this name, the generated code does not
@@ -40,6 +42,7 @@ class TokenizerReplica:
 
     Attributes:
         channel: To it; closed by whoever made this.
+        encodings: Encodes prompts; run and finished by whoever made this.
 
     Raises:
         ConfigError: The TLS files are of no use.
@@ -50,6 +53,7 @@ class TokenizerReplica:
         self.dialer = dialer
         self.channel = channel = dialer.open(address)
         self.stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+        self.encodings = EncodeSession(address, dialer)
         self.problem = problem
         """Why it cannot be used; None while it is well. Written by :meth:`monitor` only."""
         self._health = health_pb2_grpc.HealthStub(channel)
@@ -60,21 +64,64 @@ class TokenizerReplica:
 
     @property
     def load(self) -> int:
-        """Unary calls under way."""
-        return len(self._running)
+        """Unary calls and items under way."""
+        return len(self._running) + self.encodings.load
 
     @property
     def answers(self) -> bool:
         """Whether it is well, or drains: what it has it finishes."""
         return self.problem in (None, NOT_SERVING)
 
-    async def call(self, start: Callable[[Stub], grpc.aio.UnaryUnaryCall[RequestT, AnswerT]]) -> AnswerT:
-        """Makes a call.
+    async def tokenize(
+        self, request: tokenizer_pb2.TokenizeRequest, request_id: str, deadline: float
+    ) -> tokenizer_pb2.TokenizeResponse:
+        """Encodes texts: over the session where that is up, else with a call. ``deadline`` on the loop's clock.
+
+        Raises:
+            SapwoodError: As :meth:`call`; DeadlineExceededError.
+        """
+        if not self._by_session(request):
+            return await self.call(
+                lambda stub, timeout: stub.Tokenize(request, timeout=timeout, metadata=request_metadata(request_id)),
+                deadline,
+            )
+        item = tokenizer_pb2.EncodeItem(
+            tokenize=request, request_id=request_id, traceparent=traceparent_var.get() or ""
+        )
+        return (await self.encodings.ask(item, deadline)).tokenize
+
+    async def apply_chat_template(
+        self, request: tokenizer_pb2.ApplyChatTemplateRequest, request_id: str, deadline: float
+    ) -> tokenizer_pb2.ApplyChatTemplateResponse:
+        """Renders and encodes a conversation, likewise.
+
+        Raises:
+            SapwoodError: As :meth:`tokenize`.
+        """
+        if not self._by_session(request):
+            return await self.call(
+                lambda stub, timeout: stub.ApplyChatTemplate(
+                    request, timeout=timeout, metadata=request_metadata(request_id)
+                ),
+                deadline,
+            )
+        item = tokenizer_pb2.EncodeItem(
+            apply_chat_template=request, request_id=request_id, traceparent=traceparent_var.get() or ""
+        )
+        return (await self.encodings.ask(item, deadline)).apply_chat_template
+
+    def _by_session(self, request: tokenizer_pb2.TokenizeRequest | tokenizer_pb2.ApplyChatTemplateRequest) -> bool:
+        return self.encodings.up and request.ByteSize() <= EncodeSession.MOST_BYTES
+
+    async def call(
+        self, start: Callable[[Stub, float], grpc.aio.UnaryUnaryCall[RequestT, AnswerT]], deadline: float
+    ) -> AnswerT:
+        """Makes a call; ``start`` is given the seconds it may take.
 
         Raises:
             SapwoodError: The replica's own error; UnavailableError if it is gone, or found not to answer while it has the call.
         """
-        running = start(self.stub)
+        running = start(self.stub, deadline - asyncio.get_running_loop().time())
         self._running.add(running)
         self._free.clear()
         try:
@@ -112,6 +159,7 @@ class TokenizerReplica:
             changed = (problem is None) != (self.problem is None)
             answered, self.problem = self.answers, problem
             if hangs:
+                self.encodings.abandon("health checks time out")
                 self._dropped |= self._running
                 for running in tuple(self._running):
                     running.cancel()

@@ -112,14 +112,17 @@ class TokenizerReplicas:
         for gone in before:
             if gone not in replicas:
                 self._detokenizers.retire(gone)
+                gone.encodings.finish()
         logger.info("tokenizers at %s: %s", target, ", ".join(replica.address for replica in replicas))
         self._on_change()
 
     async def _serve(self, replica: TokenizerReplica, session: DetokenizeSession) -> None:
-        """Carries its streams and watches its health until it has left, with nothing running."""
+        """Carries its streams and its items, and watches its health, until it has left with nothing running."""
         monitor = asyncio.ensure_future(replica.monitor(self._health_interval, self._changed))
         try:
-            await session.run()
+            async with asyncio.TaskGroup() as both:
+                both.create_task(session.run())
+                both.create_task(replica.encodings.run())
             await replica.idle()
         finally:
             monitor.cancel()

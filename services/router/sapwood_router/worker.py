@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
 
 from sapwood_router.circuit_breaker import CircuitBreaker
 from sapwood_router.load import Load
@@ -26,8 +27,7 @@ _REQUEST_WORK = 256
 """What a request adds to ``recent_work`` beside its prefill: about what its answer will take."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerView:
+class WorkerView(msgspec.Struct, frozen=True):
     """A worker at the moment of a decision. Policies see only this.
 
     Attributes:

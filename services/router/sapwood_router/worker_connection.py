@@ -116,7 +116,8 @@ class WorkerConnection:
         timeout = max(_OPEN_TIMEOUT, self._silence)
         call = await open_call(self._worker.address, _METHOD, self._dialer, timeout)
         try:
-            call.write(worker_pb2.SessionRequest(heartbeat_ms=self._heartbeat_ms).SerializeToString())
+            opening = worker_pb2.SessionRequest(heartbeat_ms=self._heartbeat_ms, packed_tokens=True)
+            call.write(opening.SerializeToString())
             async with asyncio.timeout(timeout):
                 return call, worker_pb2.SessionResponse.FromString(await call.read())
         except BaseException:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from sapwood_router.context import FinishReason
 from sapwood_router.logprobs import TokenLogprobs
 
 
-@dataclass(slots=True)
-class WorkerOutput:
+class WorkerOutput(msgspec.Struct):
     """One message's news of a request.
 
     Attributes:

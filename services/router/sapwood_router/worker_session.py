@@ -14,7 +14,7 @@ from typing import Protocol
 
 from sapwood.v1 import worker_pb2
 from sapwood_common.errors import SapwoodError
-from sapwood_router.convert import generation_error, worker_output_of
+from sapwood_router.convert import stream_error, worker_output_of
 from sapwood_router.duplex_call import DuplexCall
 from sapwood_router.outcome import WorkerLeftError, WorkerLostError
 from sapwood_router.silence import SilenceDetector
@@ -27,8 +27,8 @@ _CHECK_INTERVAL = 0.1
 class StreamSink(Protocol):
     """Takes what comes of a request. Called from the session's reader: it must not wait, and not raise."""
 
-    def tokens(self, token_ids: list[int]) -> None:
-        """New tokens, at least one, with nothing else to be said: a shorter way for what comes most often."""
+    def token(self, token_id: int) -> None:
+        """One new token, with nothing else to be said: a shorter way for what comes most often."""
         ...
 
     def output(self, output: WorkerOutput) -> None:
@@ -95,9 +95,8 @@ class WorkerSession:
         self._silence = silence
         self._ids = itertools.count(1)
         self._sinks: dict[int, StreamSink] = {}
-        self._detailed: set[int] = set()
-        """Streams that ask for more of each token than its id."""
-        self._submits: dict[int, worker_pb2.SessionSubmit] = {}
+        self._submits: dict[int, tuple[worker_pb2.WorkerGenerateRequest, int]] = {}
+        """What is to be sent, and the milliseconds it has."""
         self._aborts: list[int] = []
         self._pauses: dict[int, bool] = {}
         self._flushing = False
@@ -113,15 +112,11 @@ class WorkerSession:
         """
         stream_id = next(self._ids)
         self._sinks[stream_id] = sink
-        if request.sampling.HasField("logprobs") or request.sampling.HasField("prompt_logprobs"):
-            self._detailed.add(stream_id)
         if self._problem is not None:
             asyncio.get_running_loop().call_soon(self._fail, stream_id, self._lost())
         else:
             milliseconds = max(1, min(int(timeout * 1000), 2**32 - 1))
-            self._submits[stream_id] = worker_pb2.SessionSubmit(
-                stream_id=stream_id, request=request, timeout_ms=milliseconds
-            )
+            self._submits[stream_id] = request, milliseconds
             self._schedule()
         return WorkerStream(self, stream_id)
 
@@ -164,6 +159,13 @@ class WorkerSession:
         self._detector.heard()
         self._on_response(response)
         handed_on = 0
+        if response.token_streams:
+            sinks = self._sinks
+            for stream_id, token_id in zip(response.token_streams[:], response.tokens[:], strict=True):
+                sink = sinks.get(stream_id)
+                if sink is not None:
+                    handed_on += 1
+                    sink.token(token_id)
         for output in response.outputs:
             answer = output.response
             token_ids = answer.token_ids[:]
@@ -171,12 +173,7 @@ class WorkerSession:
             if sink is None:
                 continue  # closed here while this was on its way
             handed_on += len(token_ids)
-            # Each look into a message costs as much as a call: most outputs are tokens and nothing else.
-            detailed = self._detailed and output.stream_id in self._detailed
-            if not token_ids or answer.finish_reason or detailed or answer.HasField("usage"):
-                self._deliver(output, sink)
-            else:
-                sink.tokens(token_ids)
+            self._deliver(output, sink)
         if handed_on:
             self._on_tokens(handed_on)
 
@@ -190,7 +187,7 @@ class WorkerSession:
 
     def _deliver(self, output: worker_pb2.SessionOutput, sink: StreamSink) -> None:
         if output.HasField("error"):
-            self._fail(output.stream_id, generation_error(output.error))
+            self._fail(output.stream_id, stream_error(output.error))
             return
         parsed = worker_output_of(output.response)
         if parsed.finish is not None:
@@ -203,7 +200,6 @@ class WorkerSession:
             sink.failed(error)
 
     def _drop(self, stream_id: int) -> StreamSink | None:
-        self._detailed.discard(stream_id)
         return self._sinks.pop(stream_id, None)
 
     def _lost(self) -> WorkerLostError:
@@ -228,18 +224,18 @@ class WorkerSession:
             self._call.write(self._next_request().SerializeToString())
 
     def _next_request(self) -> worker_pb2.SessionRequest:
-        request = worker_pb2.SessionRequest(
-            aborts=self._aborts,
-            pauses=[stream_id for stream_id, paused in self._pauses.items() if paused],
-            resumes=[stream_id for stream_id, paused in self._pauses.items() if not paused],
-        )
-        self._aborts = []
-        self._pauses = {}
+        message = worker_pb2.SessionRequest()
+        if self._aborts:
+            message.aborts.extend(self._aborts)
+            self._aborts = []
+        if self._pauses:
+            message.pauses.extend(stream_id for stream_id, paused in self._pauses.items() if paused)
+            message.resumes.extend(stream_id for stream_id, paused in self._pauses.items() if not paused)
+            self._pauses = {}
         budget = _TOKENS_A_MESSAGE
-        for stream_id in tuple(self._submits):
-            submit = self._submits.pop(stream_id)
-            request.submits.append(submit)
-            budget -= len(submit.request.token_ids)
-            if budget <= 0:
-                break
-        return request
+        while self._submits and budget > 0:
+            stream_id = next(iter(self._submits))
+            request, milliseconds = self._submits.pop(stream_id)
+            message.submits.add(stream_id=stream_id, request=request, timeout_ms=milliseconds)
+            budget -= len(request.token_ids)
+        return message

@@ -153,12 +153,13 @@ async def serve(
     """
     metrics = MetricSet()
     tracing = start_tracing("sapwood-tokenizer", config.trace_endpoint, config.trace_ratio)
+    telemetry = RpcTelemetry(metrics, tracing)
     server = ServiceServer(
         config.host,
         config.port,
         [SERVICE],
         uncounted=frozenset({DETOKENIZE}),
-        telemetry=RpcTelemetry(metrics, tracing),
+        telemetry=telemetry,
         tls=server_tls(config.tls_cert, config.tls_key, config.tls_client_ca),
         reuse_port=reuse_port,
         health_address=config.health_address,
@@ -166,7 +167,7 @@ async def serve(
     limits = Limits(config.max_text_bytes, config.max_open_streams, config.template_timeout)
     encoder = build_encoder(model.loaded, config)
     service = TokenizerService(
-        model.loaded, model.name, model.parsers, encoder, limits, server.draining, model.grammars
+        model.loaded, model.name, model.parsers, encoder, limits, server.draining, model.grammars, telemetry
     )
     tokenizer_pb2_grpc.add_TokenizerServicer_to_server(service, server.grpc)
     add_metrics(

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from sapwood.v1 import common_pb2, tokenizer_pb2
-from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_common.status import code_number
 from sapwood_tokenizer.encode_cache import CacheStats
 from sapwood_tokenizer.encoder import EncodeOptions
 from sapwood_tokenizer.incremental.events import Event, ReasoningDelta, TextDelta, ToolCallStart
@@ -193,3 +194,12 @@ def add_events(output: tokenizer_pb2.DetokenizeOutput, events: Iterable[Event]) 
             output.tool_calls[-1].arguments += event.fragment
         else:
             output.tool_calls.add(index=event.index, arguments=event.fragment)
+
+
+def write_error(error: SapwoodError, message: tokenizer_pb2.StreamError) -> None:
+    """Fills in what befell one stream, or one item, of a call."""
+    message.code = code_number(error)
+    message.message = error.message
+    message.field = error.field or ""
+    if error.retry_after is not None:
+        message.retry_after_ms = round(error.retry_after * 1000)

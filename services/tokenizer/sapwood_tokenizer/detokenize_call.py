@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from sapwood.v1 import tokenizer_pb2
 from sapwood_common.errors import InternalError, InvalidArgumentError, SapwoodError
-from sapwood_common.status import code_number
 from sapwood_common.telemetry import is_valid_request_id, request_id_var
-from sapwood_tokenizer.convert import add_events, to_stream_options, within_options
+from sapwood_tokenizer.convert import add_events, to_stream_options, within_options, write_error
 from sapwood_tokenizer.open_streams import OpenStreams
 from sapwood_tokenizer.output_stream import OutputStream, StreamOptions
 
@@ -81,9 +80,7 @@ class DetokenizeCall:
                     _log_fault(error, opened.name if opened is not None else item.options.tool_call_id_seed)
                     error = InternalError("internal error; the service's log has the details")
                 output = response.outputs.add(stream_id=item.stream_id, ended=True)
-                output.error.code = code_number(error)
-                output.error.message = error.message
-                output.error.field = error.field or ""
+                write_error(error, output.error)
         return response
 
     def close(self) -> None:

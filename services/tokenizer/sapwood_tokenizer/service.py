@@ -12,10 +12,12 @@ import grpc
 
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import ConfigError, InvalidArgumentError, UnimplementedError
+from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_tokenizer.chat_template import MOST_CHARACTERS, ChatTemplate
 from sapwood_tokenizer.convert import add_offsets, to_cache_stats, to_encode_options, to_messages, to_variables
 from sapwood_tokenizer.detokenize_call import DetokenizeCall
 from sapwood_tokenizer.detokenizer import Detokenizer
+from sapwood_tokenizer.encode_call import EncodeCall
 from sapwood_tokenizer.encoder import EncodeOptions, Encoder
 from sapwood_tokenizer.grammar import Grammars
 from sapwood_tokenizer.loader import LoadedTokenizer
@@ -68,6 +70,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         limits: What clients may ask for.
         draining: Set when the service is about to stop.
         grammars: Compiles grammars.
+        telemetry: Measures what comes as items of one call.
     """
 
     def __init__(
@@ -79,12 +82,14 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         limits: Limits,
         draining: asyncio.Event,
         grammars: Grammars,
+        telemetry: RpcTelemetry,
     ) -> None:
         self._loaded = loaded
         self._model = model
         self._parsers = parsers
         self._draining = draining
         self._grammars = grammars
+        self._telemetry = telemetry
         self._limits = limits
         self._encoder = encoder
         self._render_threads = RenderThreads()
@@ -115,6 +120,22 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self, request: tokenizer_pb2.TokenizeRequest, context: Context
     ) -> tokenizer_pb2.TokenizeResponse:
         """Encodes a batch of texts."""
+        return await self._tokenize(request)
+
+    async def ApplyChatTemplate(
+        self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: Context
+    ) -> tokenizer_pb2.ApplyChatTemplateResponse:
+        """Renders and encodes a conversation."""
+        return await self._apply_chat_template(request)
+
+    def Encode(
+        self, request_iterator: AsyncIterator[tokenizer_pb2.EncodeRequest], context: Context
+    ) -> AsyncIterator[tokenizer_pb2.EncodeResponse]:
+        """Both, for many requests over one call."""
+        call = EncodeCall(self._tokenize, self._apply_chat_template, self._telemetry, self._draining)
+        return call.answer(request_iterator)
+
+    async def _tokenize(self, request: tokenizer_pb2.TokenizeRequest) -> tokenizer_pb2.TokenizeResponse:
         if len(request.texts) > _MOST_TEXTS:
             raise InvalidArgumentError(f"more than {_MOST_TEXTS} texts in one request", field="texts")
         encoded = await self._encoder.encode(request.texts, to_encode_options(request))
@@ -125,10 +146,9 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
                 add_offsets(response, sequence.offsets)
         return response
 
-    async def ApplyChatTemplate(
-        self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: Context
+    async def _apply_chat_template(
+        self, request: tokenizer_pb2.ApplyChatTemplateRequest
     ) -> tokenizer_pb2.ApplyChatTemplateResponse:
-        """Renders and encodes a conversation."""
         if not request.messages:
             raise InvalidArgumentError("messages is empty", field="messages")
         if self._template is None:

@@ -214,6 +214,16 @@ def to_response(output: RequestOutput) -> worker_pb2.WorkerGenerateResponse:
     return response
 
 
+def is_one_token(output: RequestOutput) -> bool:
+    """Whether :func:`to_response` would say nothing but one token of continuation 0."""
+    return (
+        len(output.token_ids) == 1
+        and output.completion_tokens > 1
+        and output.finish_reason is None
+        and not (output.index or output.logprobs or output.prompt_logprobs)
+    )
+
+
 def _to_token_logprobs(given: TokenLogprobs) -> worker_pb2.TokenLogprobs:
     return worker_pb2.TokenLogprobs(logprob=given.logprob, top_ids=given.top_ids, top_logprobs=given.top_logprobs)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 import zmq.asyncio
@@ -28,6 +26,7 @@ from sapwood_worker.messages import (
 )
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.progress import PROGRESS_FILE, ProgressView
+from sapwood_worker.socket_folder import SocketFolder
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +50,8 @@ class SchedulerProcess:
     def __init__(self, config: WorkerConfig, runner: str = MODEL_RUNNER) -> None:
         self._config = config
         self._runner = runner
-        # Only this user may enter it, and so talk to the scheduler.
-        self._folder = Path(tempfile.mkdtemp(prefix="sapwood-worker-"))
-        self.progress = ProgressView(self._folder / PROGRESS_FILE)
+        self._folder = SocketFolder()
+        self.progress = ProgressView(self._folder.path / PROGRESS_FILE)
         """How long it has been at its current step."""
         self._context = zmq.asyncio.Context()
         self._outbox: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.PUSH)
@@ -66,12 +64,12 @@ class SchedulerProcess:
         for socket, name in ((self._outbox, "to-scheduler"), (self._inbox, "from-scheduler")):
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(f"ipc://{self._folder}/{name}")
+            socket.bind(f"ipc://{self._folder.path}/{name}")
         config_class = type(self._config)
         self._process = ChildProcess(
             [
                 *(sys.executable, "-m", "sapwood_worker.scheduler_process"),
-                *("--folder", str(self._folder)),
+                *("--folder", str(self._folder.path)),
                 *("--parent", str(os.getpid())),
                 *("--config-class", f"{config_class.__module__}:{config_class.__qualname__}"),
                 *("--config", self._config.model_dump_json()),
@@ -107,8 +105,9 @@ class SchedulerProcess:
             first.cancel()
 
     def send(self, message: ToScheduler) -> None:
-        """Queues a message; never blocks. After the end of the process it goes nowhere."""
-        self._outbox.send(encode(message), zmq.NOBLOCK)
+        """Queues a message; never blocks. After the end of the process it goes nowhere, also before :meth:`run` has noticed."""
+        with contextlib.suppress(zmq.Again):  # nobody is at the other end
+            self._outbox.send(encode(message), zmq.NOBLOCK)
 
     async def run(self, receive: Callable[[FromScheduler], None]) -> str:
         """Hands each message to ``receive`` until the process ends; returns how it ended."""
@@ -145,7 +144,7 @@ class SchedulerProcess:
         self._inbox.close()
         self._outbox.close()
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def _how_it_ended(self) -> str:
         assert self._process is not None

@@ -23,7 +23,7 @@ from sapwood_common.errors import (
 )
 from sapwood_common.status import code_number, row_of
 from sapwood_common.telemetry import is_valid_request_id, request_id_var, traceparent_var
-from sapwood_worker.convert import to_load_report, to_response
+from sapwood_worker.convert import is_one_token, to_load_report, to_response
 from sapwood_worker.engine import Engine
 from sapwood_worker.generation import Generation
 
@@ -91,6 +91,7 @@ class Session:
         self._over = False
         self._load_version = -1
         self._load_sent = 0.0
+        self._packs_tokens = False
 
     @property
     def idle(self) -> bool:
@@ -111,6 +112,7 @@ class Session:
         if first is None:
             return
         heartbeat = _heartbeat(first)
+        self._packs_tokens = first.packed_tokens
         reader = asyncio.ensure_future(self._read(first, requests))
         drain = asyncio.ensure_future(self._until_draining())
         try:
@@ -229,7 +231,11 @@ class Session:
         if error is None and stream.generation is not None:
             try:
                 while (output := stream.generation.take()) is not None:
-                    response.outputs.add(stream_id=stream_id, response=to_response(output))
+                    if self._packs_tokens and is_one_token(output):
+                        response.token_streams.append(stream_id)
+                        response.tokens.append(output.token_ids[0])
+                    else:
+                        response.outputs.add(stream_id=stream_id, response=to_response(output))
             except SapwoodError as failure:
                 error = failure
             else:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from sapwood_router.context import ChatPrompt, Delta, RequestContext, TextPrompt
 from sapwood_router.logprobs import TokenLogprobs

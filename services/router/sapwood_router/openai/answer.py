@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from sapwood_router.context import Delta, Finish, FinishReason, Usage
+from sapwood_router.context import Delta, Finish, FinishReason, RequestContext, Usage
 from sapwood_router.openai.annotate import Annotator
 from sapwood_router.openai.exchange import Exchange
-from sapwood_router.openai.sse import NULL, CompletionChunks
+from sapwood_router.openai.sse import NULL, CompletionChunks, with_field
 from sapwood_router.openai.types import PromptTokensDetails, UsageObject
 from sapwood_router.output import Output, OutputBuffer
 from sapwood_router.pipeline.merge import merged
 from sapwood_router.pipeline.pipeline import Run
 
+_WORKER_HEADER, _RESUMPTIONS_HEADER = b"x-sapwood-worker", b"x-sapwood-resumptions"
 
-@dataclass(slots=True)
-class Answer:
+
+class Answer(msgspec.Struct):
     """A complete generation."""
 
     output: Output
@@ -45,11 +45,12 @@ def usage_object(usages: Sequence[Usage], continuations: int = 1) -> UsageObject
 
 async def send_whole(
     exchange: Exchange,
+    contexts: Sequence[RequestContext],
     runs: Sequence[Run],
     annotator: Annotator,
     make_body: Callable[[list[Answer]], msgspec.Struct],
 ) -> None:
-    """Waits for all answers and sends them as one body.
+    """Waits for all answers and sends them as one body; headers say what gRPC's trailing metadata does.
 
     Raises:
         SapwoodError: One of the requests failed; the others are ended.
@@ -70,7 +71,9 @@ async def send_whole(
         logprobs = await annotator.annotate(index, whole)
         assert whole.finish is not None, "each run ends with a finish or an error"
         answers.append(Answer(whole.output, whole.token_ids, whole.finish, logprobs))
-    await exchange.send_body(200, msgspec.json.encode(make_body(answers)))
+    resumptions = sum(context.resumptions for context in contexts)
+    headers = ((_WORKER_HEADER, contexts[0].worker.encode()), (_RESUMPTIONS_HEADER, b"%d" % resumptions))
+    await exchange.send_body(200, msgspec.json.encode(make_body(answers)), headers)
 
 
 async def send_stream(
@@ -82,7 +85,8 @@ async def send_stream(
 ) -> None:
     """Sends events as text comes. The response starts with the first text, so an error before it has its own status.
 
-    With one choice, what comes between first and last is sent by whoever brings it, while the client reads fast enough.
+    With one choice, what comes between first and last is sent by whoever brings it, while the client reads fast enough. Where
+    a stream went on, on another worker, its last chunk says how often: when the headers left nobody knew.
 
     Raises:
         SapwoodError: One of the requests failed; the others are ended.
@@ -110,19 +114,17 @@ async def send_stream(
                 events += chunks.finish(index, delta, finish_reason(delta.finish, index in called), logprobs)
             last = len(usages) == len(runs)
             if last:
+                if resumptions := sum(run.resumptions for run in runs):
+                    events = with_field(events, _RESUMPTIONS_HEADER, resumptions)
                 ordered = [usages[number] for number in range(len(runs))]
                 events += chunks.closing(usage_object(ordered, continuations))
             if events:
                 await exchange.send_events(events, last=last)
             if diverts and not last:
                 diverts = False
-                if not runs[0].divert_tokens(exchange.writable, partial(_pass_tokens_on, exchange, chunks)):
-                    runs[0].divert(exchange.writable, partial(_pass_on, exchange, chunks, called))
-
-
-def _pass_tokens_on(exchange: Exchange, chunks: CompletionChunks, token_ids: list[int]) -> None:
-    """Sends the event of new tokens of the only choice at once."""
-    exchange.write_events(chunks.tokens(token_ids))
+                runs[0].divert(exchange.writable, partial(_pass_on, exchange, chunks, called))
+                if (around := chunks.around_token()) is not None:
+                    runs[0].relay_tokens(exchange.number_writer(*around))
 
 
 def _pass_on(exchange: Exchange, chunks: CompletionChunks, called: set[int], delta: Delta) -> None:

@@ -175,7 +175,7 @@ class OpenAIFront:
         async def handle(exchange: Exchange) -> None:
             if self._draining.is_set():
                 raise UnavailableError("this service is shutting down", retry_after=1.0)
-            deadline = asyncio.get_running_loop().time() + self._request_timeout
+            deadline = exchange.deadline(self._request_timeout)
             body = exchange.take_body(self._max_body_bytes)
             if body is None:
                 try:

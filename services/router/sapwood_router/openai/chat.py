@@ -45,8 +45,9 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     given = decode_object(body)
     request = convert(given, ChatRequest, CHAT_NEUTRAL, IGNORED)
     stream, include_usage = wants_stream(request)
+    deadline = deadline if stream else exchange.sooner(deadline)
     contexts = _contexts(request, tools_of(request, given.get("tools")), exchange.request_id, deadline)
-    caller = exchange.caller()
+    caller = exchange.caller(given)
     for context in contexts:
         context.caller = caller
     runs = [pipeline.open(context) for context in contexts]
@@ -66,7 +67,7 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
         if stream:
             await send_stream(exchange, runs, annotator, make_chunks, len(runs))
         else:
-            await send_whole(exchange, runs, annotator, make_body)
+            await send_whole(exchange, contexts, runs, annotator, make_body)
     finally:
         close_all(runs)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.context import FieldNames, Prompt, RequestContext, TextPrompt, TokenPrompt
@@ -40,11 +40,13 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     Raises:
         SapwoodError: It is wrong, or it failed.
     """
-    request = convert(decode_object(body), CompletionRequest, COMPLETION_NEUTRAL, IGNORED)
+    given = decode_object(body)
+    request = convert(given, CompletionRequest, COMPLETION_NEUTRAL, IGNORED)
     stream, include_usage = wants_stream(request)
     echo, prompt_only = request.echo is True, request.echo is True and request.max_tokens == 0
+    deadline = deadline if stream else exchange.sooner(deadline)
     contexts, count = _contexts(request, exchange.request_id, deadline)
-    caller = exchange.caller()
+    caller = exchange.caller(given)
     for context in contexts:
         context.caller = caller
     runs = [pipeline.open(context) for context in contexts]
@@ -80,7 +82,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         if stream:
             await send_stream(exchange, runs, annotator, make_chunks, count)
         else:
-            await send_whole(exchange, runs, annotator, make_body)
+            await send_whole(exchange, contexts, runs, annotator, make_body)
     finally:
         close_all(runs)
 

@@ -10,25 +10,50 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from starlette.types import Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from sapwood_common.api_keys import AUTHORIZATION_KEY
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.http2.turnstile import Turnstile
+from sapwood_router.caller import PRIORITY_KEY, TENANT_KEY, priority_of
+from sapwood_router.openai.write_batch import WriteBatch
 
 _EXTENSION = "sapwood.connection"
+_PRIORITY, _TENANT, _AUTHORIZATION = PRIORITY_KEY.encode(), TENANT_KEY.encode(), AUTHORIZATION_KEY.encode()
 _CHUNKED = [(b"transfer-encoding", b"chunked")]
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 
 class HttpConnection(HttpToolsProtocol):
-    """Applications find it with :func:`connection_of`."""
+    """Applications find it with :func:`connection_of`.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        writes: Takes what is written past ``send``, for all connections.
+        turnstile: Says when requests begin, on all connections.
+        args, kwargs: uvicorn's.
+    """
+
+    def __init__(self, writes: WriteBatch, turnstile: Turnstile, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._turnstile = turnstile
+        self._writes = writes
         self._watchers: list[Callable[[], None]] = []
 
     def on_message_begin(self) -> None:
         """See HttpToolsProtocol."""
         super().on_message_begin()
         cast(Scope, self.scope)["extensions"] = {_EXTENSION: self}
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """See HttpToolsProtocol: when it is the request's turn."""
+        start = super()._start_asgi_task
+        if self._turnstile.busy:
+            headers: dict[bytes, bytes] = dict(cast(Scope, cycle.scope)["headers"])
+            caller = headers.get(_AUTHORIZATION) or headers.get(_TENANT)
+            self._turnstile.enter(lambda: start(cycle, app), _priority(headers), caller)
+        else:
+            self._turnstile.enter(lambda: start(cycle, app))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
@@ -79,8 +104,45 @@ class HttpConnection(HttpToolsProtocol):
             cycle.on_response()
 
     def write_chunk(self, body: bytes) -> None:
-        """Sends more of a chunked body, at once. Its response has been started, and no ``send`` is being awaited."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        """Sends more of a chunked body, in this turn of the loop, before any task that is woken from now on goes on. Its response
+        has been started, and no ``send`` is being awaited.
+        """
+        self._writes.add(self.transport, b"%x\r\n%b\r\n" % (len(body), body))
+
+    def end_chunks(self, scope: Scope, body: bytes) -> bool:
+        """Sends the last of a chunked body as :meth:`write_chunk` does, which ends the response; or says that ``send`` has to."""
+        cycle = self.cycle
+        if cycle is None or cycle.scope is not scope or not (cycle.keep_alive and cycle.chunked_encoding):
+            return False
+        if not self.writable():
+            return False
+        self._writes.add(self.transport, b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+        cycle.response_complete = True
+        cycle.message_event.set()
+        cycle.on_response()
+        return True
+
+    def number_writer(self, before: bytes, after: bytes) -> Callable[[int], bool]:
+        """Makes what does :meth:`write_chunk` with ``before``, a number and ``after``, if the client is there and
+        reads, and says whether it was. It is called for each token of each stream.
+        """
+        flow, transport, add = self.flow, self.transport, self._writes.add
+        fixed = len(before) + len(after)
+        heads: dict[int, bytes] = {}
+        """By the number's digits."""
+        tail = after + b"\r\n"
+
+        def send(number: int) -> bool:
+            if flow.write_paused or transport.is_closing():
+                return False
+            digits = b"%d" % number
+            size = len(digits)
+            if size not in heads:
+                heads[size] = b"%x\r\n%b" % (fixed + size, before)
+            add(transport, heads[size] + digits + tail)
+            return True
+
+        return send
 
     def take_body(self, scope: Scope, limit: int) -> bytes | None:
         """The body of a request, if all of it has come and it is no larger than ``limit`` bytes; else it is to be received."""
@@ -108,3 +170,10 @@ def connection_of(scope: Scope) -> HttpConnection:
     """The connection of an ASGI request."""
     connection: HttpConnection = scope["extensions"][_EXTENSION]
     return connection
+
+
+def _priority(headers: dict[bytes, bytes]) -> int:
+    try:
+        return priority_of(headers.get(_PRIORITY, b"").decode("latin-1"))
+    except InvalidArgumentError:
+        return 0  # it will be told so

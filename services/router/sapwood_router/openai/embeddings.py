@@ -58,7 +58,8 @@ async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
     Raises:
         SapwoodError: It is wrong, or it failed.
     """
-    request = convert(decode_object(body), EmbeddingRequest, {}, IGNORED)
+    given = decode_object(body)
+    request = convert(given, EmbeddingRequest, {}, IGNORED)
     if request.encoding_format not in (None, "float", "base64"):
         raise InvalidArgumentError('encoding_format must be "float" or "base64"', field="encoding_format")
     if request.pooling not in (None, "mean", "last", "cls"):
@@ -72,8 +73,8 @@ async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
         pooling=request.pooling,
         normalize=request.normalize,
         dimensions=request.dimensions,
-        deadline=deadline,
-        caller=exchange.caller(),
+        deadline=exchange.sooner(deadline),
+        caller=exchange.caller(given),
     )
     exchange.on_disconnect(lambda: None)
     found = await pipeline.embedder.embed(wanted)

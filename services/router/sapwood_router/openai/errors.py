@@ -46,7 +46,11 @@ def error_body(error: errors.SapwoodError) -> bytes:
 
 
 def retry_headers(error: errors.SapwoodError) -> list[tuple[bytes, bytes]]:
-    """``Retry-After`` (whole seconds, at least 1) with 429 and 503."""
+    """With 429 and 503: ``Retry-After`` (whole seconds, at least 1), and what OpenAI's clients prefer to it, in milliseconds."""
     if http_status(error) not in (429, 503):
         return []
-    return [(b"retry-after", str(max(1, math.ceil(error.retry_after or 1.0))).encode())]
+    seconds = error.retry_after or 1.0
+    return [
+        (b"retry-after", b"%d" % max(1, math.ceil(seconds))),
+        (b"retry-after-ms", b"%d" % math.ceil(seconds * 1000)),
+    ]

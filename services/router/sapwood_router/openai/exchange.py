@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from sapwood_common.errors import SapwoodError
+from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.telemetry import REQUEST_ID_KEY, new_request_id
 from sapwood_router.caller import Caller, caller_of
 from sapwood_router.guard import tenant_var
 from sapwood_router.openai.connection import Headers, connection_of
 from sapwood_router.openai.errors import error_body, http_status, retry_headers
+from sapwood_router.openai.timeouts import asked_timeout, client_timeout
 from sapwood_router.request_ids import accept_request_id
 
+_SESSION_FIELDS = ("prompt_cache_key", "user")
+"""OpenAI's, which it routes by, too: what has the same one shares a beginning, or an end user."""
 _REQUEST_ID_HEADER = REQUEST_ID_KEY.encode()
 _JSON = (b"content-type", b"application/json")
 _EVENTS = [
@@ -60,13 +65,32 @@ class Exchange:
         """The request's body, if all of it is here and it is no larger than ``limit`` bytes; else ``receive`` it."""
         return self._connection.take_body(self._scope, limit)
 
-    def caller(self) -> Caller:
-        """Who asks, as the headers say.
+    def deadline(self, most: float) -> float:
+        """When the answer has to be there, on the event loop's clock: as the client asks, at the latest in ``most`` seconds.
 
         Raises:
-            InvalidArgumentError: A header makes no sense.
+            InvalidArgumentError: What it asks is no time.
         """
-        return caller_of(self._header, tenant_var.get())
+        return asyncio.get_running_loop().time() + min(most, asked_timeout(self.headers))
+
+    def sooner(self, deadline: float) -> float:
+        """The same for an answer in one piece: OpenAI's clients say when they leave without it. Only after the body was read."""
+        return min(deadline, asyncio.get_running_loop().time() + client_timeout(self.headers))
+
+    def caller(self, given: Mapping[str, Any]) -> Caller:
+        """Who asks, as the headers say, and for the session, where no header names it, these fields of the body.
+
+        Raises:
+            InvalidArgumentError: A header or a field makes no sense.
+        """
+        caller = caller_of(self._header, tenant_var.get())
+        if not caller.session:
+            for field in _SESSION_FIELDS:
+                if session := given.get(field):
+                    if not isinstance(session, str):
+                        raise InvalidArgumentError(f"{field} must be a string", field=field)
+                    return replace(caller, session=session)
+        return caller
 
     def _header(self, key: str) -> str:
         return self.headers.get(key.encode(), b"").decode("latin-1")
@@ -104,7 +128,8 @@ class Exchange:
     async def send_events(self, events: bytes, *, last: bool = False) -> None:
         """Encoded events; the first call starts the response."""
         if self.started:
-            await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+            if not (last and self._connection.end_chunks(self._scope, events)):
+                await self._send({"type": "http.response.body", "body": events, "more_body": not last})
         else:
             await self._send_first(200, _EVENTS, events, chunked=True, last=last)
 
@@ -113,8 +138,12 @@ class Exchange:
         return self._connection.writable()
 
     def write_events(self, events: bytes) -> None:
-        """Sends encoded events at once. Only while no :meth:`send_events` is awaited, and after one was."""
+        """Sends encoded events, in this turn of the loop. Only while no :meth:`send_events` is awaited, and after one was."""
         self._connection.write_chunk(events)
+
+    def number_writer(self, before: bytes, after: bytes) -> Callable[[int], bool]:
+        """Makes what sends ``before``, a number and ``after`` as :meth:`write_events` does, unless it may not be called."""
+        return self._connection.number_writer(before, after)
 
     async def _send_first(self, status: int, headers: Headers, body: bytes, *, chunked: bool, last: bool) -> None:
         self.started = True

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import socket
-import ssl
 from collections.abc import Iterator
+from functools import partial
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from sapwood_common.errors import ConfigError
-from sapwood_common.tls import ServerTls
+from sapwood_common.http2.turnstile import Turnstile
+from sapwood_common.listen import listen
+from sapwood_common.tls import ServerContext, ServerTls
 from sapwood_router.openai.connection import HttpConnection
+from sapwood_router.openai.write_batch import WriteBatch
 
-logger = logging.getLogger(__name__)
+_KEEP_ALIVE = 620
+"""Seconds that an idle connection stays open: longer than those in front keep it (AWS's load balancers 60, Google's 600, Go's
+client 90). Whoever closes first loses the request that the other is just sending."""
 
-_BACKLOG = 2048
-_MOST_UNSENT = 128 * 1024
-"""Bytes that the kernel takes beyond what is on its way to a client. Left to itself it takes megabytes for one that does not
-read, and what stands in them has been generated, and is remembered, for nobody.
+_ACCEPTS = 8
+"""Connections accepted in a turn of the event loop. uvloop accepts one a turn from each socket: with one, those who come on new
+connections wait seconds while a flood of others does, and the router is half idle.
 """
-_CERTIFICATE_INTERVAL = 1.0
 
 
 class _Server(uvicorn.Server):
@@ -47,15 +48,12 @@ class HttpServer:
 
     def __init__(self, app: ASGIApp, host: str, port: int, tls: ServerTls | None = None) -> None:
         self.host = host
-        self._tls = tls
+        self._tls = None if tls is None else ServerContext(tls)
         self._port = port
         self._config = uvicorn.Config(
             app,
-            ssl_certfile=None if tls is None else tls.cert,
-            ssl_keyfile=None if tls is None else tls.key,
-            ssl_ca_certs=None if tls is None or tls.client_ca is None else str(tls.client_ca),
-            ssl_cert_reqs=ssl.CERT_NONE if tls is None or tls.client_ca is None else ssl.CERT_REQUIRED,
-            http=HttpConnection,
+            # The class is only ever called.
+            http=cast("type[asyncio.Protocol]", partial(HttpConnection, WriteBatch(), Turnstile())),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -65,11 +63,10 @@ class HttpServer:
             interface="asgi3",
             proxy_headers=False,
             timeout_graceful_shutdown=1,
+            timeout_keep_alive=_KEEP_ALIVE,
         )
         self._server = _Server(self._config)
-        self._newest: ssl.SSLContext | None = None
         self._task: asyncio.Task[None] | None = None
-        self._watcher: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
         """Listens and serves. Returns the port.
@@ -77,69 +74,16 @@ class HttpServer:
         Raises:
             ConfigError: The address cannot be listened on.
         """
-        listener = _listen(self.host, self._port)
+        listener = listen(self.host, self._port)
         port: int = listener.getsockname()[1]
-        self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="HTTP server")
-        if self._tls is not None:
-            self._watcher = asyncio.create_task(self._follow(self._tls), name="HTTP certificate")
+        self._config.load()
+        self._config.ssl = None if self._tls is None else self._tls.context
+        sockets = [listener, *(listener.dup() for _ in range(_ACCEPTS - 1))]
+        self._task = asyncio.create_task(self._server.serve(sockets=sockets), name="HTTP server")
         return port
-
-    async def _follow(self, tls: ServerTls) -> None:
-        """Has new handshakes use new files.
-
-        The listener keeps its first context, and a context forgets no CA: so each handshake is moved to the newest one.
-        """
-        version = tls.version()
-        while True:
-            await asyncio.sleep(_CERTIFICATE_INTERVAL)
-            try:
-                found = tls.version()
-                if found != version and self._config.ssl is not None:
-                    self._newest = _context(tls)
-                    self._config.ssl.sni_callback = self._move_to_newest
-                    version = found
-            except (OSError, ssl.SSLError) as error:
-                logger.warning("new TLS files are not taken up: %s", error)
-
-    def _move_to_newest(self, handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        assert self._newest is not None
-        handshake.context = self._newest
 
     async def stop(self) -> None:
         """Closes the listener and all connections; a request still running gets a second."""
-        if self._watcher is not None:
-            self._watcher.cancel()
         if self._task is not None:
             self._server.should_exit = True
             await self._task
-
-
-def _context(tls: ServerTls) -> ssl.SSLContext:
-    """As uvicorn makes its own."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tls.cert, tls.key)
-    if tls.client_ca is not None:
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(tls.client_ca)
-    return context
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # What is accepted inherits it.
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MOST_UNSENT)
-            listener.bind(address)
-            listener.listen(_BACKLOG)
-            listener.setblocking(False)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port} for HTTP: {error.strerror or error}") from error
-    return listener

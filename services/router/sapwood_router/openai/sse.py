@@ -17,6 +17,11 @@ NULL = b"null"
 _encode = msgspec.json.encode
 
 
+def with_field(events: bytes, name: bytes, value: int) -> bytes:
+    """The same events, the last of them with one more field: clients skip a field they do not know, few skip an event."""
+    return b'%b,"%b":%d}\n\n' % (events.removesuffix(b"}\n\n"), name, value)
+
+
 class CompletionChunks:
     """The events of a streamed completion.
 
@@ -48,9 +53,9 @@ class CompletionChunks:
         text = delta.output.text
         return self._chunk(index, _encode(text), NULL, logprobs) if text or logprobs is not NULL else b""
 
-    def tokens(self, token_ids: list[int]) -> bytes:
-        """New tokens of the only choice, where there is no text and it has begun; nothing if tokens are not told."""
-        return b""
+    def around_token(self) -> tuple[bytes, bytes] | None:
+        """What stands before and after a new token of the only choice, where there is no text; None: tokens are not told."""
+        return None
 
     def finish(self, index: int, delta: Delta, reason: str, logprobs: bytes = NULL) -> bytes:
         """The last output of a choice and why it ended."""
@@ -101,11 +106,9 @@ class TokenChunks(CompletionChunks):
             return b""
         return self._chunk(index, self._with_tokens(index, delta), NULL, logprobs)
 
-    def tokens(self, token_ids: list[int]) -> bytes:
+    def around_token(self) -> tuple[bytes, bytes] | None:
         """See CompletionChunks."""
-        if len(token_ids) == 1:
-            return b'%b"","token_ids":[%d]%b' % (self._usual_head, token_ids[0], self._usual_tail)
-        return b"".join((self._usual_head, b'"","token_ids":', _encode(token_ids), self._usual_tail))
+        return self._usual_head + b'"","token_ids":[', b"]" + self._usual_tail
 
     def finish(self, index: int, delta: Delta, reason: str, logprobs: bytes = NULL) -> bytes:
         """See CompletionChunks."""

@@ -128,7 +128,7 @@ IGNORED = {
     "prompt_cache_key",
     "prompt_cache_retention",
 }
-"""Parameters that never change an answer here."""
+"""Parameters that never change an answer here; user and prompt_cache_key may say which worker gives it."""
 
 COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),

@@ -5,28 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import Protocol
+from collections.abc import Coroutine
+from contextvars import copy_context
+from typing import Any, Protocol
 
 from sapwood_common.errors import InternalError, SapwoodError, UnavailableError
-from sapwood_router.admission_control import AdmissionControl
+from sapwood_router.admission_control import AdmissionControl, Place
 from sapwood_router.context import FinishReason, RequestContext
 from sapwood_router.field_names import to_client_field
-from sapwood_router.observer import RequestWatch
+from sapwood_router.observer import RequestWatch, Stage
 from sapwood_router.outcome import WorkerLostError
 from sapwood_router.output_stream import OutputStream
 from sapwood_router.pipeline.acquire import acquire
 from sapwood_router.pipeline.build import build
 from sapwood_router.pipeline.dispatch import dispatch
 from sapwood_router.pipeline.execute import Execution
+from sapwood_router.pipeline.reserve import reserve
 from sapwood_router.pipeline.select import select
 from sapwood_router.policies.base import Choice, Policy, PromptPages
 from sapwood_router.policies.policy_book import PolicyBook
 from sapwood_router.registry import Registry
 from sapwood_router.resume import Failover
 from sapwood_router.worker import Worker
-
-_USUAL_TOKENS = 256
-"""What a request that sets no max_tokens is taken to generate, where shares are counted."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,39 +45,69 @@ class Shared(Protocol):
 
 
 class Attempts:
-    """One request's tries. :meth:`run` is its driving task; :meth:`close` may be called from any callback.
+    """One request's tries. What need not wait runs where it is called, in callbacks: the usual request, which its first worker
+    answers, needs no task here. :meth:`close` may be called from any callback.
 
     Args:
         shared: Registry, policy and rules.
         context: The prepared request.
         stream: Takes the tokens, and the error if there is no way on.
         watch: Measures.
+        place: The request's, if there is one for it yet.
     """
 
-    def __init__(self, shared: Shared, context: RequestContext, stream: OutputStream, watch: RequestWatch) -> None:
+    def __init__(
+        self,
+        shared: Shared,
+        context: RequestContext,
+        stream: OutputStream,
+        watch: RequestWatch,
+        place: Place | None,
+    ) -> None:
         self._shared = shared
         self._context = context
         self._stream = stream
         self._watch = watch
+        self._place = place
         self._failover = shared.failover()
+        self._variables = copy_context()
+        """Of the task that asks: what is logged and sent for the request, from whichever callback, belongs to it."""
+        self._task: asyncio.Task[None] | None = None
         self._execution: Execution | None = None
+        self._executing: Stage | None = None
         self._worker: Worker | None = None
+        self._closed = False
         self._prompt = _pages_of(context, context.token_ids)
         self._prompt_output = 0
         """How many output tokens are part of ``_prompt``."""
 
-    async def run(self) -> None:
-        """Tries until a worker finishes the generation; failing that, fails the stream."""
+    def start(self) -> None:
+        """Begins the first try; the stream fails when there is no way on. To be called in the task that asks."""
+        context, shared = self._context, self._shared
         try:
-            await self._until_finished()
-        except SapwoodError as error:
-            self._stream.fail(error)
+            context.model = shared.registry.resolve(context.model)
+            if context.caller.account is not None:
+                context.caller.account.take_prompt(len(context.token_ids))
+            queueing = self._watch.stage("queue")
+            queueing.begin()
+            place = self._place or reserve(context, shared.registry, shared.admission)
+            assert place is not None, "the model is known"
+            self._place = place
+            if place.ready():
+                queueing.end()
+                self._try(*self._choose())
+            else:
+                self._do(self._queue(place, queueing))
         except Exception as error:
-            logger.exception("request %s failed", self._context.request_id)
-            self._stream.fail(InternalError(str(error)))
+            self._fail(error)
 
     def close(self) -> None:
-        """Ends the try that is under way."""
+        """Ends the try that is under way. May be called again."""
+        self._closed = True
+        if self._task is not None:
+            self._task.cancel()
+        if self._place is not None:
+            self._place.leave()
         if self._execution is not None:
             self._execution.close()
 
@@ -88,68 +118,97 @@ class Attempts:
             new_tokens = self._context.output_ids[self._prompt_output :]
             self._policy().finished(worker.address, worker.model.page_size, self._prompt, new_tokens)
 
-    async def _until_finished(self) -> None:
-        context = self._context
-        error: SapwoodError | None = None
-        while True:
-            worker, choice = await self._select(error)
-            error = await self._try(worker, choice)
-            if error is None:
-                return
-            delay = self._failover.after(error, worker.address, context.deadline)
-            if delay is None:
-                raise error
-            if self._complete():
-                return
-            self._watch.retried(error)
-            if context.output_ids:
-                context.resumptions += 1
-                self._watch.resumed()
-            logger.info(
-                "worker %s: %s; going on elsewhere after %d tokens",
-                *(worker.address, error.message, len(context.output_ids)),
-            )
-            await asyncio.sleep(delay)
+    def _choose(self) -> tuple[Worker, Choice]:
+        with self._watch.stage("select"):
+            return select(self._context, self._prompt, self._shared.registry, self._policy(), self._failover.refused_by)
 
-    async def _try(self, worker: Worker, choice: Choice) -> SapwoodError | None:
+    def _try(self, worker: Worker, choice: Choice) -> None:
+        """Sends the request to the worker; :meth:`_tried` hears how that ended."""
         with self._watch.stage("acquire"):
             lease, permit = acquire(worker, choice, self._prompt, self._policy())
         assert worker.model is not None, "it was chosen for its model"
         end_tokens = worker.model.eos_token_ids | set(self._context.sampling.stop_token_ids)
-        execution = self._execution = Execution(self._context, self._stream, lease, permit, end_tokens)
-        self._worker = worker
+        execution = Execution(self._context, self._stream, lease, permit, end_tokens, self._tried)
+        self._worker, self._execution, self._executing = worker, execution, None
         self._watch.selected(choice.reason)
         try:
             with self._watch.stage("build"):
                 request = build(self._context)
             with self._watch.stage("dispatch"):
                 dispatch(self._context, worker, request, execution)
-            with self._watch.stage("execute"):
-                error = await execution.wait()
-        except SapwoodError as failure:
-            error = failure
-        finally:
+        except SapwoodError as error:
+            execution.close(error)
+        except BaseException:
             execution.close()
-        return None if error is None else to_client_field(error, self._context.fields)
+            raise
+        else:
+            self._executing = self._watch.stage("execute")
+            self._executing.begin()
 
-    async def _select(self, last: SapwoodError | None) -> tuple[Worker, Choice]:
-        """Chooses a worker; after a loss, waits for one if there is none."""
-        context, shared = self._context, self._shared
+    def _tried(self, error: SapwoodError | None) -> None:
+        if self._executing is not None:
+            self._executing.end()
+        if error is not None and not self._closed:
+            self._do(self._go_on(to_client_field(error, self._context.fields)))
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        """What has to wait is a task's."""
+        self._task = asyncio.get_running_loop().create_task(self._guarded(work), context=self._variables)
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, SapwoodError):
+            # Its frames know it: with them it would keep the request until the collector comes.
+            self._stream.fail(error.with_traceback(None))
+        else:
+            logger.error("request %s failed", self._context.request_id, exc_info=error)
+            self._stream.fail(InternalError(str(error)))
+
+    async def _queue(self, place: Place, queueing: Stage) -> None:
+        """All workers are busy: waits for its turn. What was let in once does not queue again."""
+        try:
+            await place.turn()
+        finally:
+            queueing.end()
+        self._try(*self._choose())
+
+    async def _go_on(self, error: SapwoodError) -> None:
+        """After a failure: another try, if there may be one."""
+        context, failed = self._context, self._worker
+        assert failed is not None
+        delay = self._failover.after(error, failed.address, context.deadline)
+        if delay is None:
+            raise error
+        if self._complete():
+            return
+        self._watch.retried(error)
+        if context.output_ids:
+            context.resumptions += 1
+            self._watch.resumed()
+        logger.info(
+            "worker %s: %s; going on elsewhere after %d tokens",
+            *(failed.address, error.message, len(context.output_ids)),
+        )
+        await asyncio.sleep(delay)
         if len(context.output_ids) != self._prompt_output:
             self._prompt = _pages_of(context, context.token_ids + context.output_ids)
             self._prompt_output = len(context.output_ids)
-        if last is None:
-            await self._admit()
-        loop = asyncio.get_running_loop()
+        self._try(*await self._another(error))
+
+    async def _another(self, last: SapwoodError) -> tuple[Worker, Choice]:
+        """Chooses a worker; after a loss, waits for one if there is none."""
+        shared, loop = self._shared, asyncio.get_running_loop()
         give_up = loop.time() + shared.resume_grace
         while True:
             changed = shared.registry.changed
             try:
-                with self._watch.stage("select"):
-                    return select(context, self._prompt, shared.registry, self._policy(), self._failover.refused_by)
+                return self._choose()
             except UnavailableError as error:
-                if last is None:
-                    raise
                 left = give_up - loop.time()
                 if not isinstance(last, WorkerLostError) or left <= 0:
                     raise _told(last) from error  # what a worker said tells the client more than that none is left
@@ -160,16 +219,6 @@ class Attempts:
         """The model's; it is known once the request was admitted."""
         assert self._context.model is not None
         return self._shared.policies.of(self._context.model)
-
-    async def _admit(self) -> None:
-        """Waits for its turn where all workers are busy. What was let in once does not queue again."""
-        context = self._context
-        context.model = self._shared.registry.resolve(context.model)
-        if context.caller.account is not None:
-            context.caller.account.take_prompt(len(context.token_ids))
-        cost = len(context.token_ids) + (context.sampling.max_tokens or _USUAL_TOKENS)
-        with self._watch.stage("queue"):
-            await self._shared.admission.admit(context.model, context.caller, cost, context.deadline)
 
     def _complete(self) -> bool:
         """Whether the lost worker had nothing left to generate but to say so."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from sapwood.v1 import worker_pb2
+from sapwood_router.caller import NOBODY
 from sapwood_router.context import RequestContext
 from sapwood_router.convert import to_worker_request
 from sapwood_router.request_ids import unique_id
@@ -29,9 +31,11 @@ def build(context: RequestContext) -> worker_pb2.WorkerGenerateRequest:
     context.attempts += 1
     request_id = context.worker_request_id if context.attempts == 1 else unique_id(context.request_id)
     request = to_worker_request(request_id, token_ids, sampling, context.seed)
-    request.output_tokens = done
-    request.priority, request.tenant = context.caller.priority, context.caller.tenant
-    request.cache_salt = context.caller.cache_salt
+    if done:
+        request.output_tokens = done
+    caller = context.caller
+    if caller is not NOBODY:
+        request.priority, request.tenant, request.cache_salt = caller.priority, caller.tenant, caller.cache_salt
     if context.compiled_grammar:
         request.grammar.compiled = context.compiled_grammar
     return request

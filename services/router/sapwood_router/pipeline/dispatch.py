@@ -26,5 +26,6 @@ def dispatch(
         raise DeadlineExceededError("the deadline passed before a worker was called")
     if worker.session is None:
         raise UnavailableError(f"worker {worker.address} is not connected", retry_after=1.0)
-    request.traceparent = traceparent_var.get() or ""
+    if (traceparent := traceparent_var.get()) is not None:
+        request.traceparent = traceparent
     execution.begin(worker.session.open(request, timeout, execution))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from sapwood_common.errors import SapwoodError
 from sapwood_router.circuit_breaker import Permit
@@ -25,6 +25,8 @@ class Execution:
         lease: The request's share of the worker's load; released when the try is over.
         permit: From the worker's breaker; ended with the first token, or with the failure.
         end_tokens: Tokens that end a generation and stand for no text.
+        on_over: Called once, when the try is over: with None if the worker finished the generation or the try was given up, else
+            with what went wrong. Must not raise.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Execution:
         lease: Lease,
         permit: Permit,
         end_tokens: Collection[int],
+        on_over: Callable[[SapwoodError | None], None],
     ) -> None:
         self._context = context
         self._end_tokens = end_tokens
@@ -44,24 +47,17 @@ class Execution:
         self._resuming: asyncio.Task[None] | None = None
         self._begun = False
         self._ended = False
-        self._over: asyncio.Future[SapwoodError | None] = asyncio.get_running_loop().create_future()
+        self._on_over: Callable[[SapwoodError | None], None] | None = on_over
 
     def begin(self, worker_stream: WorkerStream) -> None:
         """The request was sent."""
         self._worker_stream = worker_stream
 
-    async def wait(self) -> SapwoodError | None:
-        """How the try ended: None if the worker finished the generation."""
-        return await self._over
-
-    def tokens(self, token_ids: list[int]) -> None:
+    def token(self, token_id: int) -> None:
         """See :class:`~sapwood_router.worker_session.StreamSink`."""
-        if not self._begun:
-            self.output(WorkerOutput(token_ids))
-            return
-        self._context.output_ids.extend(token_ids)
-        if self._stream.push(token_ids):
-            self._hold()
+        relay = self._stream.relay
+        if relay is None or not self._begun or not relay(token_id):
+            self.output(WorkerOutput([token_id]))
 
     def output(self, output: WorkerOutput) -> None:
         """See :class:`~sapwood_router.worker_session.StreamSink`."""
@@ -94,9 +90,9 @@ class Execution:
         """See :class:`~sapwood_router.worker_session.StreamSink`."""
         self._end(outcome_of(error), error)
 
-    def close(self) -> None:
-        """Gives the try up. May be called again, and after its end."""
-        self._end(Outcome.NEUTRAL, None)
+    def close(self, error: SapwoodError | None = None) -> None:
+        """Gives the try up, for ``error`` if it was not the client who left. May be called again, and after its end."""
+        self._end(Outcome.NEUTRAL, error)
 
     def _end(self, outcome: Outcome, error: SapwoodError | None) -> None:
         if self._ended:
@@ -108,8 +104,10 @@ class Execution:
             self._resuming.cancel()
         if self._worker_stream is not None:
             self._worker_stream.close()
-        if not self._over.done():  # whoever waited for it may have been cancelled
-            self._over.set_result(error)
+        # Who is called knows this try: if it knew them, too, the request's tokens would wait for the collector.
+        on_over, self._on_over = self._on_over, None
+        assert on_over is not None
+        on_over(error)
 
     def _hold(self) -> None:
         """The worker keeps what it generates until the client has read some."""

@@ -3,22 +3,54 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Protocol
 
 from sapwood_router.context import Delta
 from sapwood_router.pipeline.pipeline import Run
 
 
-async def merged(runs: Sequence[Run]) -> AsyncGenerator[tuple[int, Delta], None]:
+class Deltas(Protocol):
+    """Deltas with their runs' indices, to be closed by who iterates."""
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]: ...
+
+    async def __anext__(self) -> tuple[int, Delta]: ...
+
+    async def aclose(self) -> None:
+        """Nobody iterates on."""
+        ...
+
+
+def merged(runs: Sequence[Run]) -> Deltas:
     """Each delta with its run's index. A run whose delta is not taken waits.
 
     Raises:
         SapwoodError: One of the runs failed; the caller closes the others.
     """
-    if len(runs) == 1:
-        while (delta := await runs[0].next()) is not None:
-            yield 0, delta
-        return
+    return _One(runs[0]) if len(runs) == 1 else _merged(runs)
+
+
+class _One:
+    """The usual: a generator would cost more than all it does."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __aiter__(self) -> _One:
+        return self
+
+    async def __anext__(self) -> tuple[int, Delta]:
+        delta = await self._run.next()
+        if delta is None:
+            raise StopAsyncIteration
+        return 0, delta
+
+    async def aclose(self) -> None:
+        """See Deltas."""
+
+
+async def _merged(runs: Sequence[Run]) -> AsyncGenerator[tuple[int, Delta], None]:
     queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue(maxsize=1)
 
     async def follow(index: int, run: Run) -> None:

@@ -11,7 +11,7 @@ import grpc
 
 from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
 from sapwood_common.status import row_of
-from sapwood_router.admission_control import AdmissionControl
+from sapwood_router.admission_control import AdmissionControl, Place
 from sapwood_router.context import Delta, RequestContext
 from sapwood_router.detokenize_pool import DetokenizePool
 from sapwood_router.embedding import Embedder
@@ -20,6 +20,7 @@ from sapwood_router.output_stream import OutputChunk, OutputStream
 from sapwood_router.pipeline.attempts import Attempts
 from sapwood_router.pipeline.build import fix_seed
 from sapwood_router.pipeline.prepare import prepare
+from sapwood_router.pipeline.reserve import reserve
 from sapwood_router.pipeline.respond import respond
 from sapwood_router.policies.policy_book import PolicyBook
 from sapwood_router.registry import Registry
@@ -82,12 +83,19 @@ class Run:
         self._pipeline = pipeline
         self._context = context
         self._watch = pipeline.observer.watch(context)
+        self._place: Place | None = None
         self._stream: OutputStream | None = None
         self._attempts: Attempts | None = None
-        self._driver: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._sent_tokens = 0
+        """In deltas; ``_relayed``: past them."""
+        self._relayed = 0
         self._closed = False
+
+    @property
+    def resumptions(self) -> int:
+        """How often it went on, on another worker, so far."""
+        return self._context.resumptions
 
     async def next(self) -> Delta | None:
         """The next delta, merged from all that is ready; None after the last.
@@ -133,27 +141,31 @@ class Run:
 
         stream.divert(take)
 
-    def divert_tokens(self, ready: Callable[[], bool], sink: Callable[[list[int]], None]) -> bool:
-        """The same, by a shorter way, if the deltas are tokens and nothing else; returns whether they are."""
-        stream, context, watch = self._stream, self._context, self._watch
-        if not isinstance(stream, TokenStream) or context.logprobs:
-            return False
+    def relay_tokens(self, write: Callable[[int], bool]) -> None:
+        """Beside :meth:`divert`: where there are token ids alone, hands single ones over past everything that makes a delta.
 
-        def take() -> bool:
-            if not ready():
+        Args:
+            write: Sends a token's id, or returns False: then it goes the other way. Must not raise.
+        """
+        stream, context = self._stream, self._context
+        if not isinstance(stream, TokenStream):
+            return
+        keep, count = context.output_ids.append, self._watch.token_counter()
+
+        def relay(token_id: int) -> bool:
+            if not write(token_id):
                 return False
-            token_ids = context.output_ids[self._sent_tokens : stream.take_count()]
-            self._sent_tokens += len(token_ids)
-            watch.tokens(len(token_ids))
-            sink(token_ids)
+            keep(token_id)
+            self._relayed += 1
+            count()
             return True
 
-        stream.divert(take)
-        return True
+        stream.pass_on(relay)
 
     def _respond(self, chunk: OutputChunk) -> Delta:
         started = time.perf_counter()
-        delta = respond(self._context, chunk, self._sent_tokens)
+        chunk.tokens += self._relayed  # which the stream has not seen
+        delta = respond(self._context, chunk, self._sent_tokens + self._relayed)
         self._sent_tokens += len(delta.token_ids)
         self._watch.delta(started, len(delta.token_ids))
         return delta
@@ -165,22 +177,21 @@ class Run:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._driver is not None:
-            self._driver.cancel()
         if self._attempts is not None:
             self._attempts.close()
+        if self._place is not None:
+            self._place.leave()
         if self._stream is not None:
             self._stream.close()
         if self._context.caller.account is not None:
             self._context.caller.account.take_output(len(self._context.output_ids))
         self._watch.close()
         self._log()
+        self._context.error = None  # by its traceback it knows the context, and both would wait for the collector
 
     async def _start(self) -> OutputStream:
         context, pipeline = self._context, self._pipeline
-        if pipeline.admission.waiting:  # a flood is refused before it costs tokenization
-            model = pipeline.registry.resolve(context.model)
-            pipeline.admission.check(model, context.caller, context.deadline)
+        place = self._place = reserve(context, pipeline.registry, pipeline.admission)
         with self._watch.stage("prepare"):
             await prepare(context, pipeline.tokenizer)
         if self._closed:
@@ -191,15 +202,13 @@ class Run:
             stream = pipeline.session.open(context.output, whole=context.whole)
         else:
             stream = TokenStream(whole=context.whole)
-        self._attempts = Attempts(pipeline, context, stream, self._watch)
-        self._driver = asyncio.ensure_future(self._attempts.run())
         self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire, stream)
+        self._attempts = Attempts(pipeline, context, stream, self._watch, place)
+        self._attempts.start()
         return stream
 
     def _expire(self, stream: OutputStream) -> None:
         stream.fail(DeadlineExceededError("the deadline passed"))
-        if self._driver is not None:
-            self._driver.cancel()
         if self._attempts is not None:
             self._attempts.close()
 

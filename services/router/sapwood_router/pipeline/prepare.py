@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_router.context import ChatPrompt, RequestContext, TextPrompt

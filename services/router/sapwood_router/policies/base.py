@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from sapwood_common.page_hash import cache_namespace, hash_pages
 from sapwood_router.worker import WorkerView
@@ -39,8 +40,7 @@ class PromptPages:
         return hashes + hash_pages(tail, page_size, salt=hashes[-1] if hashes else self._namespace)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """A policy's answer.
 
     Attributes:

@@ -14,11 +14,13 @@ from sapwood.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.server import ServiceServer
 from sapwood_common.telemetry import request_id_var
+from sapwood_router.testing.fake_encode import encode_items
 from sapwood_router.testing.fake_parser import REASONING_PARSER, TOOL_PARSER, FakeParser
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _NAME = "sapwood.v1.Tokenizer"
+_SESSIONS = frozenset({f"/{_NAME}/Detokenize", f"/{_NAME}/Encode"})
 _OFFSET = 3
 BOS, EOS = 2, 1
 
@@ -71,7 +73,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
 
     async def start(self) -> None:
         """Listens, on the port it had before if it was started before; serves at once."""
-        self._server = ServiceServer("127.0.0.1", self.port, [_NAME], uncounted=frozenset({f"/{_NAME}/Detokenize"}))
+        self._server = ServiceServer("127.0.0.1", self.port, [_NAME], uncounted=_SESSIONS)
         tokenizer_pb2_grpc.add_TokenizerServicer_to_server(self, self._server.grpc)
         self.port = await self._server.start()
         await self._server.set_serving(True)
@@ -79,7 +81,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def kill(self) -> None:
         """Cuts every connection."""
         if self._server is not None:
-            await self._server.grpc.stop(None)
+            await self._server.stop(0)
         self._server = None
 
     async def Tokenize(  # noqa: N802
@@ -115,6 +117,12 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         return tokenizer_pb2.ApplyChatTemplateResponse(
             text=text, tokens=common_pb2.TokenIds(ids=encode(text)), reasoning_open=self.reasoning_open
         )
+
+    def Encode(  # noqa: N802
+        self, request_iterator: AsyncIterator[tokenizer_pb2.EncodeRequest], context: Context
+    ) -> AsyncIterator[tokenizer_pb2.EncodeResponse]:
+        """Both, for many requests."""
+        return encode_items(self, request_iterator, context)
 
     async def CompileGrammar(  # noqa: N802
         self, request: tokenizer_pb2.CompileGrammarRequest, context: Context

@@ -86,11 +86,13 @@ class _Session:
         self._taken = asyncio.Event()
         self._wake = asyncio.Event()
         self._heartbeat = 0.2
+        self._packs_tokens = False
 
     async def read(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
         async for request in requests:
             if request.HasField("heartbeat_ms"):
                 self._heartbeat = request.heartbeat_ms / 1000
+                self._packs_tokens = request.packed_tokens and self._worker.packs_tokens
             for submit in request.submits:
                 self._submit(submit)
             for stream_id in request.aborts:
@@ -102,12 +104,20 @@ class _Session:
             self._wake.set()
 
     async def next_response(self) -> worker_pb2.SessionResponse:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), self._heartbeat)
+        with contextlib.suppress(TimeoutError):  # wait_for would swallow a cancellation that comes with the wake
+            async with asyncio.timeout(self._heartbeat):
+                await self._wake.wait()
         self._wake.clear()
         response = worker_pb2.SessionResponse(load=self._worker.load, draining=self._worker.draining)
         for stream_id in [stream_id for stream_id in self._ready if stream_id not in self._paused]:
-            response.outputs.append(self._ready.pop(stream_id))
+            output = self._ready.pop(stream_id)
+            answer = output.response
+            one = worker_pb2.WorkerGenerateResponse(token_ids=answer.token_ids[:1])
+            if self._packs_tokens and answer.token_ids and answer == one:
+                response.token_streams.append(stream_id)
+                response.tokens.extend(answer.token_ids)
+            else:
+                response.outputs.append(output)
         self._taken.set()
         self._taken = asyncio.Event()
         return response
@@ -171,6 +181,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._server: ServiceServer | None = None
         self.port = 0
         self.draining = False
+        self.packs_tokens = True
+        """Whether it knows of that, as its elders do not."""
         self.silent = False
         """While set, sessions read but say nothing, as if the process hung."""
 
@@ -189,7 +201,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def kill(self) -> None:
         """Cuts every connection without a goodbye; a later :meth:`start` is a new epoch with an empty cache."""
         if self._server is not None:
-            await self._server.grpc.stop(None)
+            await self._server.stop(0)
         self._server = None
         self.epoch = next(_epochs)
         self._seen_pages.clear()
@@ -352,8 +364,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def Embed(  # noqa: N802
         self, request: worker_pb2.WorkerEmbedRequest, context: Context
     ) -> worker_pb2.WorkerEmbedResponse:
-        """Of each sequence its length, first and last token; with ``script.error`` set, that."""
+        """Of each sequence its length, first and last token, once ``script.gate`` is set; with ``script.error``, that."""
         self.embed_calls.append(request)
+        if self.script.gate is not None:
+            await self.script.gate.wait()
         if self.script.error is not None:
             raise self.script.error
         vectors = [(len(item.ids), item.ids[0], item.ids[-1]) for item in request.inputs]

@@ -1,0 +1,100 @@
+"""What a mock worker takes for its answers, and what it finds cached: the same behind HTTP and behind gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+from sapwood_common.page_hash import hash_run
+
+BLOCK = 64
+"""Characters."""
+WORD = " tok"
+"""What it says, again and again."""
+_MOST_HELD = 16_384
+"""Tokens of an answer that go into the cache."""
+
+
+class Engine:
+    """Times and cache.
+
+    Args:
+        blocks: Blocks the cache holds.
+        base: Seconds a prefill takes.
+        per_block: Seconds each block not held adds.
+        pace: Seconds between two tokens; 0 sends all at once.
+    """
+
+    def __init__(self, blocks: int, base: float, per_block: float, pace: float) -> None:
+        self._blocks, self._base, self._per_block, self._pace = blocks, base, per_block, pace
+        self._held: OrderedDict[bytes, None] = OrderedDict()
+        self._busy_until = 0.0
+        self._steps: list[Callable[[], bool]] = []
+        self._stepping = False
+        self.requests = self.asked = self.hits = self.running = 0
+
+    def prefill(self, prompt: bytes, tokens: int) -> tuple[float, int]:
+        """Takes a prompt: the seconds until its first token, and the blocks that were held."""
+        hashes = hash_run(b"", prompt, BLOCK)
+        held = next((index for index, page in enumerate(hashes) if page not in self._held), len(hashes))
+        self.requests += 1
+        self.asked += len(hashes)
+        self.hits += held
+        # Of a very long answer the beginning: to hash a million tokens at once would keep the heartbeats waiting.
+        answer = WORD.encode() * min(max(0, tokens - 1), _MOST_HELD)
+        for page in reversed(hash_run(b"", prompt + answer, BLOCK)):
+            self._held[page] = None
+            self._held.move_to_end(page)
+        while len(self._held) > self._blocks:
+            self._held.popitem(last=False)
+        cost = self._base + self._per_block * (len(hashes) - held)
+        if cost == 0:
+            return 0.0, held
+        now = asyncio.get_running_loop().time()
+        self._busy_until = max(now, self._busy_until) + cost
+        return self._busy_until - now, held
+
+    def run(self, delay: float, tokens: int, emit: Callable[[int, bool], bool], prompt: bytes = b"") -> None:
+        """Calls ``emit(tokens, last)`` as they come, after ``delay`` seconds, until the last or until it says no."""
+        loop = asyncio.get_running_loop()
+        if prompt.startswith(b"idle"):
+            loop.call_later(delay, emit, 1, False)
+            return
+        if prompt.startswith(b"slow"):
+            loop.call_later(delay, self.run, 0.0, tokens, lambda count, last: emit(1000, last))
+            return
+        if delay:
+            loop.call_later(delay, self.run, 0.0, tokens, emit)
+            return
+        if not self._pace:
+            for number in range(tokens):
+                if not emit(1, number == tokens - 1):
+                    return
+            return
+        left = tokens
+
+        def step() -> bool:
+            nonlocal left
+            left -= 1
+            return emit(1, left == 0) and left > 0
+
+        self._steps.append(step)
+        if not self._stepping:
+            self._stepping = True
+            loop.call_later(self._pace, self._step, loop.time() + self._pace)
+
+    def _step(self, due: float) -> None:
+        self._steps = [step for step in self._steps if step()]
+        self._stepping = bool(self._steps)
+        if self._stepping:
+            loop = asyncio.get_running_loop()
+            due = max(due + self._pace, loop.time())
+            loop.call_at(due, self._step, due)
+
+    def reset(self) -> None:
+        self._held.clear()
+        self.requests = self.asked = self.hits = 0
+
+    def stats(self) -> dict[str, int]:
+        return {"requests": self.requests, "asked": self.asked, "hits": self.hits, "running": self.running}

@@ -1,0 +1,56 @@
+"""Reads header blocks, and those that come again and again only once."""
+
+from __future__ import annotations
+
+import logging
+
+from hpack import Decoder
+
+# At the level DEBUG it logs every header, API keys among them.
+logging.getLogger("hpack").setLevel(logging.INFO)
+
+MOST_HEADER_BYTES = 64 * 1024
+"""Of a call's header fields, as RFC 9113 counts them; a call with more is refused."""
+_MOST_READ_BYTES = 4 * MOST_HEADER_BYTES
+"""Until where they are read, so that the connection's other calls go on."""
+_MOST_KNOWN = 64
+_LONGEST_KNOWN = 512
+"""Bytes: a block of a call that brings nothing new has about 20."""
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class HeaderReader:
+    """``hpack``'s decoder with a memory.
+
+    A client that calls the same method again sends the same bytes: references to fields that it sent before. What such a block
+    says depends on the table of these alone, and it does not change it; so it is remembered until a block does change it.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = Decoder(_MOST_READ_BYTES)
+        self._known: dict[bytes, Headers] = {}
+        self._front: object = None
+        self._shape = (0, 0)
+
+    def read(self, block: bytes) -> Headers | None:
+        """The fields of a block, not to be changed; None if they are more than ``MOST_HEADER_BYTES``.
+
+        Raises:
+            HPACKError: It makes no sense, or has far too many.
+        """
+        known = self._known.get(block)
+        if known is not None:
+            return known
+        headers = [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
+        is_too_large = sum(len(name) + len(value) + 32 for name, value in headers) > MOST_HEADER_BYTES
+        table = self._decoder.header_table
+        # An entry enters at the front, as an object of its own; only then, or with another size of the table, do others leave.
+        front = table.dynamic_entries[0] if table.dynamic_entries else None
+        shape = (len(table.dynamic_entries), table.maxsize)
+        if front is not self._front or shape != self._shape or len(self._known) >= _MOST_KNOWN:
+            self._front, self._shape = front, shape
+            self._known.clear()
+        elif len(block) <= _LONGEST_KNOWN and not is_too_large:
+            self._known[block] = headers
+        return None if is_too_large else headers

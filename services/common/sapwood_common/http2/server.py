@@ -1,0 +1,159 @@
+"""Listens, and answers gRPC calls with the handlers that generated code knows, each call in a task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import grpc
+
+from sapwood_common.http2 import encoding, frames
+from sapwood_common.http2.call import ServerCall
+from sapwood_common.http2.connection import ServerConnection
+from sapwood_common.http2.header_reader import Headers
+from sapwood_common.http2.running_call import Handler, RunningCall
+from sapwood_common.http2.stream import ServerStream
+from sapwood_common.http2.turnstile import Turnstile
+from sapwood_common.listen import BACKLOG, listen
+from sapwood_common.tls import ServerContext, ServerTls
+
+logger = logging.getLogger(__name__)
+
+_CHECK_INTERVAL = 20.0
+
+Wrap = Callable[[str, Handler], Handler]
+_STOP_SECONDS = 5.0
+_UNKNOWN: Handler = grpc.unary_unary_rpc_method_handler(cast(Any, None))
+
+
+class Http2Server:
+    """A gRPC server.
+
+    Life cycle: construct, :meth:`add_registered_method_handlers` (generated ``add_...Servicer_to_server`` do), :meth:`start`,
+    :meth:`stop`.
+
+    Args:
+        wrap: Called once a method with its full name; returns the handler that is used.
+        most_bytes: The largest request.
+        tls: Certificate and key; None is plain text.
+    """
+
+    def __init__(self, wrap: Wrap, most_bytes: int, tls: ServerTls | None = None) -> None:
+        self._wrap = wrap
+        self._most_bytes = most_bytes
+        self._tls = None if tls is None else ServerContext(tls, alpn=("h2",))
+        self._handlers: dict[bytes, Handler] = {}
+        self._server: asyncio.Server | None = None
+        self._connections: set[ServerConnection] = set()
+        self._running: set[RunningCall] = set()
+        self._turnstile = Turnstile()
+        self._stopping = False
+        self._checker: asyncio.Task[None] | None = None
+        self._alone: asyncio.Future[None] | None = None
+        """Done once the last connection of a server that stops is gone."""
+
+    @property
+    def connections(self) -> frozenset[ServerConnection]:
+        """Those that are open now."""
+        return frozenset(self._connections)
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
+        """What generated code calls first; the methods come by the other way, too."""
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: dict[str, Handler]) -> None:
+        """Adds a service's methods."""
+        for name, handler in method_handlers.items():
+            method = f"/{service_name}/{name}"
+            self._handlers[method.encode()] = self._wrap(method, handler)
+
+    async def start(self, host: str, port: int, *, reuse_port: bool = False) -> int:
+        """Listens. Returns the port.
+
+        Raises:
+            ConfigError: The address cannot be listened on.
+        """
+        listener = listen(host, port, reuse_port=reuse_port)
+        chosen: int = listener.getsockname()[1]
+        self._server = await asyncio.get_running_loop().create_server(
+            self._connect, sock=listener, backlog=BACKLOG, ssl=None if self._tls is None else self._tls.context
+        )
+        self._checker = asyncio.create_task(self._check(), name="connections' liveness")
+        return chosen
+
+    async def stop(self, grace: float) -> None:
+        """Listens no more, and gives running calls ``grace`` seconds before their clients lose them."""
+        if self._server is None:
+            return
+        self._stopping = True
+        self._server.close()
+        if self._checker is not None:
+            self._checker.cancel()
+        for connection in tuple(self._connections):
+            connection.close_gently()
+        if self._connections:
+            self._alone = asyncio.get_running_loop().create_future()
+            await asyncio.wait((self._alone,), timeout=grace)
+        running = tuple(self._running)
+        for call in running:
+            call.shut()
+        for connection in tuple(self._connections):
+            connection.close()
+        over = await asyncio.gather(*(call.over(_STOP_SECONDS) for call in running))
+        if not all(over):
+            logger.error("%d handlers do not end though they were cancelled", over.count(False))
+
+    def _connect(self) -> ServerConnection:
+        return ServerConnection(self._open, self._made, self._lost, self._most_bytes)
+
+    def _made(self, connection: ServerConnection) -> None:
+        self._connections.add(connection)
+        if self._stopping:  # it was on its way when the others were told
+            connection.close_gently()
+
+    def _lost(self, connection: ServerConnection) -> None:
+        self._connections.discard(connection)
+        if not self._connections and self._alone is not None and not self._alone.done():
+            self._alone.set_result(None)
+
+    async def _check(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _CHECK_INTERVAL
+            await asyncio.sleep(_CHECK_INTERVAL)
+            if loop.time() - due > _CHECK_INTERVAL / 2:
+                continue  # this loop was held up: what clients said may wait to be read
+            for connection in tuple(self._connections):
+                connection.check_alive()
+
+    def _open(self, connection: ServerConnection, stream: ServerStream, headers: Headers) -> None:
+        fields = dict(headers)
+        handler: Handler = self._handlers.get(fields.get(b":path", b""), _UNKNOWN)
+        call = ServerCall(
+            stream,
+            headers,
+            connection.peer,
+            handler.request_deserializer or bytes,
+            handler.response_serializer or bytes,
+            self._most_bytes,
+        )
+        stream.follow(call)
+        if fields.get(b":method") != b"POST" or not fields.get(b"content-type", b"").startswith(b"application/grpc"):
+            stream.finish(frames.literal(b":status", b"415"))
+        elif handler is _UNKNOWN:
+            method = fields.get(b":path", b"")[:200].decode("latin-1")
+            call.end(grpc.StatusCode.UNIMPLEMENTED, f"there is no method {method}")
+        elif not encoding.is_known(fields.get(b"grpc-encoding", b"identity")):
+            call.set_trailing_metadata((("grpc-accept-encoding", encoding.ENCODINGS.decode()),))
+            call.end(grpc.StatusCode.UNIMPLEMENTED, "grpc-encoding is none that is understood")
+        else:
+            running = RunningCall(call, handler, self._running, self._turnstile)
+            call.follow(None if handler.request_streaming else running.start, running.cancel)
+            if handler.request_streaming:
+                running.start()
+
+
+def as_grpc_server(server: Http2Server) -> grpc.aio.Server:
+    """The server in the eyes of generated code, which only adds methods."""
+    return cast(grpc.aio.Server, server)

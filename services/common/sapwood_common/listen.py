@@ -1,0 +1,53 @@
+"""Sockets to listen on."""
+
+from __future__ import annotations
+
+import socket
+
+from sapwood_common.errors import ConfigError
+
+BACKLOG = 2048
+"""Connections that may wait to be accepted; event loops set it once more, and to less unless told."""
+_MOST_UNSENT = 128 * 1024
+"""Bytes that the kernel takes beyond what is on its way to a client. Left to itself it takes megabytes for one that does not
+read, and what stands in them has been generated, and is remembered, for nobody.
+"""
+
+
+def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """A listening socket, for an event loop.
+
+    Args:
+        host: Address or name; of a name's addresses the first, of IPv4 where it has one.
+        port: 0 takes a free one.
+        reuse_port: Whether other processes listen on it, too.
+
+    Raises:
+        ConfigError: It cannot be listened on.
+    """
+    try:
+        found = socket.getaddrinfo(
+            host.removeprefix("[").removesuffix("]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, address = min(found, key=lambda item: item[0] != socket.AF_INET)
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if reuse_port:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            # What is accepted inherits it.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MOST_UNSENT)
+            # Clients that vanish without a call are found out by the kernel, in about two minutes.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+            listener.setblocking(False)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; is the port in use?") from error
+    return listener

@@ -1,0 +1,39 @@
+"""Before the stages: a place in the queue, so that what is refused costs no tokenization."""
+
+from __future__ import annotations
+
+from sapwood_common.errors import SapwoodError
+from sapwood_router.admission_control import AdmissionControl, Place
+from sapwood_router.context import ChatPrompt, RequestContext, TextPrompt
+from sapwood_router.registry import Registry
+
+_USUAL_TOKENS = 256
+"""What a request that sets no max_tokens is taken to generate, where shares are counted."""
+_MOST_TOKENS = 4096
+"""Nor more: who sets the largest max_tokens there is wants no limit, and mostly gets no more than others."""
+CHARACTERS_A_TOKEN = 4
+"""About: of a text that is not tokenized yet."""
+
+
+def reserve(context: RequestContext, registry: Registry, admission: AdmissionControl) -> Place | None:
+    """A place for a request; None if it is not known which model it means, at least not yet.
+
+    Raises:
+        ResourceExhaustedError: It is refused.
+    """
+    try:
+        model = registry.resolve(context.model)
+    except SapwoodError:
+        return None
+    return admission.reserve(model, context.caller, _cost(context), context.deadline)
+
+
+def _cost(context: RequestContext) -> int:
+    """In tokens; of a text an estimate, for it was not tokenized."""
+    prompt, tokens = context.prompt, context.sampling.max_tokens
+    tokens = _USUAL_TOKENS if tokens is None else min(max(1, tokens), _MOST_TOKENS)  # it is not checked yet
+    if isinstance(prompt, TextPrompt):
+        return tokens + len(prompt.text) // CHARACTERS_A_TOKEN
+    if isinstance(prompt, ChatPrompt):
+        return tokens + sum(len(turn.content or "") for turn in prompt.turns) // CHARACTERS_A_TOKEN
+    return tokens + len(prompt.token_ids)

@@ -1,0 +1,61 @@
+"""The folder of a worker's sockets, which goes with its process: if that is killed, with the next worker's start.
+
+Whether a folder's process lives is said by a lock (flock) that it holds and the kernel takes from the dead. The lock is held
+before it has the name under which others look for it, so that none is found free while its process starts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+_PREFIX = "sapwood-worker-"
+_LOCK = "lock"
+
+
+class SocketFolder:
+    """A new folder that only this user may enter. Removes those that killed workers of this user have left.
+
+    Args:
+        root: Where the folders are; None is the system's place for temporary files.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, root: Path | None = None) -> None:
+        root = Path(tempfile.gettempdir()) if root is None else root
+        for left in root.glob(f"{_PREFIX}*"):
+            _remove_if_dead(left)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        unnamed = self.path / "unlocked"
+        self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unnamed.rename(self.path / _LOCK)
+
+    def remove(self) -> None:
+        """Removes it. May be called again. Never fails."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _remove_if_dead(folder: Path) -> None:
+    try:
+        if folder.lstat().st_uid != os.getuid():
+            return
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # it is about to be locked, or has just been removed
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)

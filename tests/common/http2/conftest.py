@@ -1,0 +1,419 @@
+"""A server of raw bytes, clients that send what they like, and the loops that services and tests run on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import hpack
+import pytest
+import uvloop
+
+from sapwood_common.http2 import frames
+from sapwood_common.http2.call import ServerCall
+from sapwood_common.http2.connection import ServerConnection
+from sapwood_common.http2.header_reader import Headers
+from sapwood_common.http2.running_call import RunningCall
+from sapwood_common.http2.server import Http2Server
+from sapwood_common.http2.stream import ServerStream
+from sapwood_common.tls import ServerTls
+
+SERVICE = "test.Test"
+OURS = (ServerConnection, ServerStream, ServerCall, RunningCall)
+Frame = tuple[int, int, int, bytes]
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Every test on both loops: services run on uvloop."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+def split_frames(data: bytes) -> tuple[list[Frame], bytes]:
+    """Whole frames as (kind, flags, stream, payload), and what is left."""
+    found: list[Frame] = []
+    at = 0
+    while len(data) - at >= 9 and len(data) - at - 9 >= (size := int.from_bytes(data[at : at + 3], "big")):
+        stream = int.from_bytes(data[at + 5 : at + 9], "big")
+        found.append((data[at + 3], data[at + 4], stream, data[at + 9 : at + 9 + size]))
+        at += 9 + size
+    return found, data[at:]
+
+
+def request_block(method: str = "Echo", *more: tuple[str, str]) -> bytes:
+    """A call's header block, without memory of others."""
+    fields = [(":method", "POST"), (":scheme", "http"), (":path", f"/{SERVICE}/{method}"), (":authority", "x")]
+    fields += [("te", "trailers"), ("content-type", "application/grpc"), *more]
+    return b"".join(frames.literal(name.encode(), value.encode()) for name, value in fields)
+
+
+def message(body: bytes, compressed: bool = False) -> bytes:
+    """A gRPC message with its prefix."""
+    return bytes((compressed,)) + len(body).to_bytes(4, "big") + body
+
+
+class FakeTransport(asyncio.Transport):
+    """A socket that keeps what is written.
+
+    Attributes:
+        written: All of it.
+        closed: Whether it was closed or aborted.
+        aborted: Whether it was aborted.
+        unread: What ``get_write_buffer_size`` says.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = bytearray()
+        self.closed = self.aborted = False
+        self.unread = 0
+        self.on_write: Callable[[], None] | None = None
+
+    def write(self, data: Any) -> None:
+        self.written += data
+        if self.on_write is not None:
+            self.on_write()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.closed = self.aborted = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+
+class Recorder:
+    """A StreamReceiver that keeps what it is told, and echoes if it may."""
+
+    def __init__(self, stream: ServerStream, headers: Headers, echo: bool) -> None:
+        self.stream = stream
+        self.headers = headers
+        self.messages: list[tuple[bytes, bool]] = []
+        self.refused: list[int] = []
+        self.ended = self.left = 0
+        self.echo = echo
+        if echo:
+            stream.send_headers(frames.STATUS_200)
+
+    def received(self, message: bytes, compressed: bool) -> None:
+        self.messages.append((message, compressed))
+        if self.echo:
+            self.stream.taken(len(message))
+            self.stream.write(message)
+
+    def too_large(self, size: int) -> None:
+        self.refused.append(size)
+
+    def half_closed(self) -> None:
+        self.ended += 1
+        if self.echo:
+            self.stream.finish(frames.literal(b"grpc-status", b"0"))
+
+    def gone(self) -> None:
+        self.left += 1
+
+
+class Wire:
+    """A connection on a fake socket, past its greeting.
+
+    Attributes:
+        calls: What began, by stream.
+    """
+
+    def __init__(self, most_bytes: int = 1 << 20, *, echo: bool = False, greet: bool = True) -> None:
+        self.transport = FakeTransport()
+        self.calls: dict[int, Recorder] = {}
+        self.echo = echo
+        self.connection = ServerConnection(self._open, lambda _: None, lambda _: None, most_bytes)
+        self.connection.connection_made(self.transport)
+        if greet:
+            self.send(frames.PREFACE + frames.settings(()))
+            self.answers()
+
+    def _open(self, connection: ServerConnection, stream: ServerStream, headers: Headers) -> None:
+        self.calls[stream.number] = recorder = Recorder(stream, headers, self.echo)
+        stream.follow(recorder)
+
+    def send(self, data: bytes) -> None:
+        self.connection.data_received(data)
+
+    def open(self, stream: int, *, end: bool = False) -> Recorder:
+        self.send(frames.header_frames(stream, request_block(), frames.USUAL_FRAME, end=end))
+        return self.calls[stream]
+
+    def answers(self) -> list[Frame]:
+        """The frames since the last call."""
+        found, rest = split_frames(bytes(self.transport.written))
+        assert not rest
+        self.transport.written.clear()
+        return found
+
+    def data_sent(self) -> dict[int, int]:
+        """Bytes of DATA by stream since the last call."""
+        sizes: dict[int, int] = {}
+        for kind, _, stream, payload in self.answers():
+            if kind == frames.DATA:
+                sizes[stream] = sizes.get(stream, 0) + len(payload)
+        return sizes
+
+    def pause(self) -> None:
+        self.connection.pause_writing()
+
+    def resume(self) -> None:
+        self.connection.resume_writing()
+
+
+class RawClient:
+    """A client on a real socket that sends frames as it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self.decoder = hpack.Decoder()
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def frame(self) -> Frame:
+        head = await self.reader.readexactly(9)
+        payload = await self.reader.readexactly(int.from_bytes(head[:3], "big"))
+        return head[3], head[4], int.from_bytes(head[5:], "big"), payload
+
+    async def until(self, kind: int, stream: int | None = None) -> Frame:
+        """The next frame of a kind; others are passed over."""
+        while True:
+            found = await self.frame()
+            if found[0] == kind and stream in (None, found[2]):
+                return found
+
+    async def status(self, stream: int) -> dict[str, str]:
+        """The trailers of a stream."""
+        while True:
+            _, flags, _, payload = await self.until(frames.HEADERS, stream)
+            fields = dict(self.decoder.decode(payload))
+            if flags & frames.END_STREAM:
+                return cast(dict[str, str], fields)
+
+    async def ping(self) -> None:
+        """Returns once the server has answered one, and so has read all before."""
+        self.send(frames.frame(frames.PING, 0, 0, b"12345678"))
+        while (await self.until(frames.PING))[1] != frames.ACK:
+            pass
+
+    async def closed(self) -> None:
+        """Returns once the server has closed."""
+        try:
+            while await self.reader.read(65536):
+                pass
+        except ConnectionError:
+            pass
+
+
+class Service:
+    """Methods of all four kinds on bytes, and what became of their calls.
+
+    Attributes:
+        started: Methods called.
+        finished: Methods whose ``finally`` ran.
+        called_back: How often done callbacks ran.
+        release: Lets ``Wait`` go on.
+    """
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.finished: list[str] = []
+        self.called_back = 0
+        self.metadata: Any = ()
+        self.written = 0
+        self.release = asyncio.Event()
+
+    def handlers(self) -> dict[str, Any]:
+        return {
+            "Echo": grpc.unary_unary_rpc_method_handler(self.echo),
+            "Repeat": grpc.unary_stream_rpc_method_handler(self.repeat),
+            "Join": grpc.stream_unary_rpc_method_handler(self.join),
+            "Chat": grpc.stream_stream_rpc_method_handler(self.chat),
+            "Wait": grpc.unary_unary_rpc_method_handler(self.wait),
+            "Listen": grpc.stream_stream_rpc_method_handler(self.listen),
+            "Flood": grpc.unary_stream_rpc_method_handler(self.flood),
+            "Tell": grpc.unary_unary_rpc_method_handler(self.tell),
+            "Crash": grpc.unary_unary_rpc_method_handler(self.crash),
+        }
+
+    def _begin(self, name: str, context: Any) -> None:
+        self.started.append(name)
+        context.add_done_callback(self._call_back)
+
+    def _call_back(self, _: Any) -> None:
+        self.called_back += 1
+
+    async def echo(self, request: bytes, context: Any) -> bytes:
+        self.metadata = context.invocation_metadata()
+        return request
+
+    async def repeat(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        for index in range(request[0]):
+            yield request[1:] + bytes((index,))
+
+    async def join(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
+        return b"".join([request async for request in requests])
+
+    async def chat(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield request
+
+    async def wait(self, request: bytes, context: Any) -> bytes:
+        self._begin("Wait", context)
+        try:
+            await self.release.wait()
+            return request
+        finally:
+            self.finished.append("Wait")
+
+    async def listen(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        self._begin("Listen", context)
+        try:
+            yield b"hello"
+            async for request in requests:
+                yield request
+        finally:
+            self.finished.append("Listen")
+
+    async def flood(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        self._begin("Flood", context)
+        try:
+            while True:
+                yield bytes(4096)
+                self.written += 1
+        finally:
+            self.finished.append("Flood")
+
+    async def tell(self, request: bytes, context: Any) -> bytes:
+        await context.send_initial_metadata((("first", "1"), ("first-bin", b"\0\xff")))
+        context.set_trailing_metadata((("last", "2"), ("last-bin", b"\xfe")))
+        context.set_code(grpc.StatusCode.DATA_LOSS)
+        context.set_details(request.decode("utf-8", "surrogatepass"))
+        return b"done"
+
+    async def crash(self, request: bytes, context: Any) -> bytes:
+        if request == b"trailers":
+            context.set_trailing_metadata((("key", 5),))
+        if request == b"callback":
+            context.add_done_callback(lambda _: 1 / 0)
+            return b"fine"
+        raise ValueError("secret")
+
+
+class Running:
+    """A server and what it serves.
+
+    Attributes:
+        address: host:port.
+    """
+
+    def __init__(self, server: Http2Server, service: Service, port: int) -> None:
+        self.server = server
+        self.service = service
+        self.port = port
+        self.address = f"127.0.0.1:{port}"
+
+    def count(self) -> int:
+        """This server's connections, streams and calls, also those that nobody refers to any more."""
+        return sum(type(item) in OURS and _server_of(item) is self.server for item in gc.get_objects())
+
+    def live(self) -> int:
+        """The same, after those that nobody refers to any more were collected."""
+        gc.collect()
+        return self.count()
+
+    def busy_connections(self) -> list[ServerConnection]:
+        """This server's, with calls."""
+        return [connection for connection in self.server.connections if not connection.idle]
+
+    async def connect(self, *, greet: bool = True, **options: Any) -> RawClient:
+        client = RawClient(*await asyncio.open_connection("127.0.0.1", self.port, **options))
+        if greet:
+            client.send(frames.PREFACE + frames.settings(()))
+        return client
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Running]]
+
+
+@asynccontextmanager
+async def _serving(most_bytes: int = 1 << 20, tls: ServerTls | None = None) -> AsyncIterator[Running]:
+    server, service = Http2Server(lambda _, handler: handler, most_bytes, tls), Service()
+    server.add_registered_method_handlers(SERVICE, service.handlers())
+    running = Running(server, service, await server.start("127.0.0.1", 0))
+    yield running
+    await server.stop(0)
+    await _until(lambda: not any(map(_is_servers, asyncio.all_tasks())))
+
+
+@pytest.fixture
+async def serve() -> Serve:
+    """Starts a server; stops it, and sees to it that it leaves no task."""
+    return _serving
+
+
+@pytest.fixture
+async def running(serve: Serve) -> AsyncIterator[Running]:
+    """A server whose largest message is 1 MB."""
+    async with serve() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def make_wire() -> type[Wire]:
+    """Makes connections on fake sockets."""
+    return Wire
+
+
+@pytest.fixture(scope="session", name="request_block")
+def _request_block() -> Callable[..., bytes]:
+    return request_block
+
+
+@pytest.fixture(scope="session")
+def grpc_message() -> Callable[..., bytes]:
+    """A message with its prefix."""
+    return message
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], Any]], Awaitable[None]]:
+    """Waits for a condition."""
+    return _until
+
+
+def _server_of(item: Any) -> object:
+    """Whose connection, stream or call it is: other tests leave theirs in this process."""
+    if isinstance(item, RunningCall):
+        item = item._call
+    if isinstance(item, ServerCall):
+        item = item._stream
+    if isinstance(item, ServerStream):
+        item = item._connection
+    return getattr(item._on_made, "__self__", None)
+
+
+def _is_servers(task: asyncio.Task[Any]) -> bool:
+    """Whether a server started the task, and not a test or grpcio."""
+    code = getattr(task.get_coro(), "cr_code", None)
+    return code is not None and Path(code.co_filename).parent == Path(frames.__file__).parent
+
+
+async def _until(condition: Callable[[], Any]) -> None:
+    deadline = asyncio.get_running_loop().time() + 60
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "what is waited for does not come"
+        await asyncio.sleep(0.005)

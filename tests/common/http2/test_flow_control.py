@@ -1,0 +1,197 @@
+"""Windows of both sides: nothing beyond them is sent or taken, and streams that wait for the same room write in turn."""
+
+from __future__ import annotations
+
+from h2.errors import ErrorCodes
+from h2.settings import SettingCodes
+
+from sapwood_common.http2 import frames
+from sapwood_common.http2.stream import WINDOW
+
+INITIAL = SettingCodes.INITIAL_WINDOW_SIZE
+PREFIX = 5
+
+
+def set_window(wire, size: int) -> None:
+    wire.send(frames.settings([(INITIAL, size)]))
+
+
+def test_a_window_that_shrinks_below_nothing_is_made_up_for_first(make_wire) -> None:
+    wire = make_wire()
+    stream = wire.open(1).stream
+    stream.write(bytes(100_000))
+    assert wire.data_sent() == {1: 65_535}
+    set_window(wire, 0)
+    assert stream.window == -65_535
+    wire.send(frames.window_update(0, 1 << 20) + frames.window_update(1, 65_535))
+    assert wire.data_sent() == {}
+    wire.send(frames.window_update(1, 10))
+    assert wire.data_sent() == {1: 10}
+    set_window(wire, 100)
+    assert wire.data_sent() == {1: 100}
+    stream.finish(frames.literal(b"grpc-status", b"0"))
+    wire.send(frames.window_update(1, 1 << 20))
+    assert wire.data_sent() == {1: 100_000 + PREFIX - 65_535 - 110}
+    assert wire.connection.idle
+
+
+def test_frames_are_as_large_as_the_client_takes_up_to_a_bound(make_wire) -> None:
+    wire = make_wire()
+    wire.send(frames.window_update(0, 1 << 24) + frames.settings([(INITIAL, 1 << 24)]))
+    stream = wire.open(1).stream
+    for allowed, largest in ((16_384, 16_384), (20_000, 20_000), (frames.LARGEST_FRAME, 65_536)):
+        wire.send(frames.settings([(SettingCodes.MAX_FRAME_SIZE, allowed)]))
+        wire.answers()
+        stream.write(bytes(300_000))
+        assert max(len(payload) for _, _, _, payload in wire.answers()) == largest
+
+
+def test_trailers_need_no_window(make_wire) -> None:
+    wire = make_wire()
+    set_window(wire, 0)
+    wire.open(1).stream.finish(frames.literal(b"grpc-status", b"0"))
+    assert wire.connection.idle
+
+
+def test_streams_share_a_connection_window_in_turn(make_wire) -> None:
+    wire = make_wire()
+    set_window(wire, 1 << 30)
+    streams = [wire.open(number).stream for number in (1, 3, 5)]
+    for stream in streams:
+        stream.write(bytes(1 << 20))
+    assert wire.data_sent() == {1: 65_535}
+    turns = []
+    for _ in range(6):
+        wire.send(frames.window_update(1, 1))  # an update of its own is no way past the others
+        wire.send(frames.window_update(0, 30_000))
+        turns.append(wire.data_sent())
+    assert [next(iter(turn)) for turn in turns] == [1, 3, 5, 1, 3, 5]
+    assert all(list(turn.values()) == [30_000] for turn in turns)
+
+
+def test_a_stream_without_a_window_does_not_hold_up_the_others(make_wire) -> None:
+    wire = make_wire()
+    stuck, free = wire.open(1).stream, wire.open(3).stream
+    wire.send(frames.window_update(0, 1 << 20))
+    stuck.write(bytes(1 << 20))
+    assert wire.data_sent() == {1: 65_535}
+    free.write(b"x" * 1000)
+    assert wire.data_sent() == {3: 1005}
+
+
+def test_streams_share_a_slow_socket_in_turn(make_wire) -> None:
+    """The socket takes a frame at a time: who waits longest has it."""
+    wire = make_wire()
+    wire.send(frames.window_update(0, 1 << 30) + frames.settings([(INITIAL, 1 << 30)]))
+    streams = [wire.open(number).stream for number in (1, 3, 5)]
+    wire.pause()
+    for stream in streams:
+        stream.write(bytes(1 << 20))
+    wire.answers()
+    wire.transport.on_write = wire.pause
+    turns = []
+    for _ in range(6):
+        wire.resume()
+        turns += wire.data_sent()
+    assert turns == [1, 3, 5, 1, 3, 5]
+
+
+def test_a_client_that_ignores_a_streams_window_loses_the_stream(make_wire, grpc_message) -> None:
+    wire = make_wire()
+    call, other = wire.open(1), wire.open(3)
+    wire.answers()
+    data = frames.frame(frames.DATA, 0, 1, grpc_message(bytes(frames.USUAL_FRAME - PREFIX)))
+    for _ in range(WINDOW // frames.USUAL_FRAME):
+        wire.send(data)
+    assert wire.answers() == []
+    wire.send(frames.frame(frames.DATA, 0, 1, b"\0"))
+    assert (frames.RST_STREAM, 0, 1, ErrorCodes.FLOW_CONTROL_ERROR.to_bytes(4, "big")) in wire.answers()
+    assert (call.left, other.left) == (1, 0)
+
+
+def test_a_client_may_go_on_as_messages_are_taken(make_wire, grpc_message) -> None:
+    wire = make_wire()
+    call = wire.open(1)
+    window, sent = WINDOW, 0
+    body = grpc_message(bytes(frames.USUAL_FRAME - PREFIX))
+    while sent < 10 * WINDOW:
+        assert window >= len(body)
+        wire.send(frames.frame(frames.DATA, 0, 1, body))
+        window, sent = window - len(body), sent + len(body)
+        call.stream.taken(len(body) - PREFIX)
+        window += sum(int.from_bytes(p, "big") for k, _, s, p in wire.answers() if (k, s) == (frames.WINDOW_UPDATE, 1))
+    assert not call.left
+
+
+def test_a_message_larger_than_the_window_comes_whole(make_wire, grpc_message) -> None:
+    wire = make_wire(10 * WINDOW)
+    call = wire.open(1)
+    body = grpc_message(bytes(5 * WINDOW) + b"end")
+    window, at = WINDOW, 0
+    while at < len(body):
+        piece = body[at : at + min(window, frames.USUAL_FRAME)]
+        assert piece, "the client may not go on"
+        wire.send(frames.frame(frames.DATA, 0, 1, piece))
+        window, at = window - len(piece), at + len(piece)
+        window += sum(int.from_bytes(p, "big") for k, _, s, p in wire.answers() if (k, s) == (frames.WINDOW_UPDATE, 1))
+    assert [(len(m), m[-3:]) for m, _ in call.messages] == [(5 * WINDOW + 3, b"end")]
+
+
+def test_the_connections_window_comes_back_also_for_streams_that_are_over(make_wire) -> None:
+    wire = make_wire()
+    wire.open(1)
+    wire.send(frames.reset(1, ErrorCodes.CANCEL))
+    wire.answers()
+    granted = 0
+    for _ in range(600):
+        wire.send(frames.frame(frames.DATA, 0, 1, bytes(frames.USUAL_FRAME)))
+        granted += sum(int.from_bytes(p, "big") for k, _, s, p in wire.answers() if (k, s) == (frames.WINDOW_UPDATE, 0))
+    assert granted > 8 << 20
+
+
+def test_a_client_that_asks_on_and_reads_nothing_is_given_up(make_wire) -> None:
+    wire = make_wire()
+    call = wire.open(1)
+    wire.pause()
+    wire.transport.unread = 1 << 20
+    wire.send(frames.frame(frames.PING, 0, 0, bytes(8)))
+    assert not wire.transport.aborted
+    wire.transport.unread = 5 << 20
+    wire.send(frames.frame(frames.PING, 0, 0, bytes(8)))
+    assert wire.transport.aborted
+    wire.connection.connection_lost(None)
+    assert call.left == 1
+
+
+def test_a_settings_frame_of_many_windows_counts_once(make_wire) -> None:
+    wire = make_wire()
+    streams = [wire.open(number).stream for number in range(1, 4001, 2)]
+    wire.send(frames.settings([(INITIAL, value) for value in range(2700)]))
+    assert {stream.window for stream in streams} == {2699}
+    assert wire.open(4001).stream.window == 2699
+
+
+def test_liveness_who_has_calls_must_answer(make_wire) -> None:
+    wire = make_wire()
+    wire.connection.check_alive()
+    assert wire.answers() == []  # no calls, no pings
+    wire.connection.check_alive()
+    assert not wire.transport.closed
+    wire.open(1)
+    wire.answers()
+    for _ in range(3):
+        wire.connection.check_alive()
+        (ping,) = wire.answers()
+        assert ping[0] == frames.PING
+        wire.send(frames.frame(frames.PING, frames.ACK, 0, ping[3]))
+    wire.connection.check_alive()
+    wire.connection.check_alive()
+    assert wire.transport.aborted
+
+
+def test_liveness_who_never_speaks_http_2_is_given_up(make_wire) -> None:
+    wire = make_wire(greet=False)
+    wire.connection.check_alive()
+    assert not wire.transport.closed
+    wire.connection.check_alive()
+    assert wire.transport.aborted

@@ -1,0 +1,65 @@
+"""A client in another language: grpcurl, with reflection; and the health service that it asks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from sapwood_common.server import ServiceServer
+
+GRPCURL = shutil.which("grpcurl", path=str(Path(sys.executable).parent)) or shutil.which("grpcurl")
+
+
+@pytest.fixture
+async def server():
+    server = ServiceServer("127.0.0.1", 0, [])
+    port = await server.start()
+    await server.set_serving(True)
+    yield server, f"127.0.0.1:{port}"
+    await server.stop()
+
+
+async def test_health_is_watched(server) -> None:
+    """A handler that writes by itself."""
+    service, address = server
+    async with grpc.aio.insecure_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await service.set_serving(False)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await service.stop(0)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await watch.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def grpcurl(*arguments: str) -> tuple[int | None, str]:
+    assert GRPCURL is not None
+    process = await asyncio.create_subprocess_exec(
+        GRPCURL, "-plaintext", *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    output, _ = await process.communicate()
+    return process.returncode, output.decode()
+
+
+@pytest.mark.skipif(GRPCURL is None, reason="grpcurl is not installed")
+async def test_grpcurl_lists_describes_and_calls(server) -> None:
+    _, address = server
+    code, listed = await grpcurl(address, "list")
+    assert code == 0, listed
+    assert {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= set(listed.split())
+    (_, described), (_, answered), (_, refused) = await asyncio.gather(
+        grpcurl(address, "describe", "grpc.health.v1.Health"),
+        grpcurl(address, "grpc.health.v1.Health/Check"),
+        grpcurl("-d", '{"service": "none"}', address, "grpc.health.v1.Health/Check"),
+    )
+    assert "rpc Watch" in described
+    assert json.loads(answered) == {"status": health_pb2.HealthCheckResponse.ServingStatus.Name(1)}
+    assert "NotFound" in refused

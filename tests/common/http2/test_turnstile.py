@@ -1,0 +1,47 @@
+import asyncio
+
+from sapwood_common.http2.turnstile import MOST_A_TURN, Turnstile
+
+
+async def test_calls_begin_in_order_and_a_few_a_turn() -> None:
+    turnstile, begun = Turnstile(), []
+    for number in range(3 * MOST_A_TURN):
+        turnstile.enter(lambda number=number: begun.append(number))
+    counts = [len(begun)]
+    while len(begun) < 3 * MOST_A_TURN:
+        await asyncio.sleep(0)
+        counts.append(len(begun))
+    assert counts == [MOST_A_TURN, 2 * MOST_A_TURN, 3 * MOST_A_TURN]
+    assert begun == sorted(begun)
+
+
+async def test_who_comes_while_others_wait_comes_after_them_and_alone_at_once() -> None:
+    turnstile, begun = Turnstile(), []
+    for number in range(MOST_A_TURN + 1):
+        turnstile.enter(lambda number=number: begun.append(number))
+    turnstile.enter(lambda: begun.append("late"))
+    await asyncio.sleep(0)
+    assert begun == [*range(MOST_A_TURN + 1), "late"]
+    for _ in range(2):  # nothing has begun in the turn after the next
+        await asyncio.sleep(0)
+    turnstile.enter(lambda: begun.append("alone"))
+    assert begun[-1] == "alone"
+
+
+async def test_of_those_that_wait_the_more_important_begin_first_and_then_each_callers_in_turn() -> None:
+    turnstile, begun = Turnstile(), []
+    for number in range(MOST_A_TURN):
+        turnstile.enter(lambda number=number: begun.append(number))
+    assert turnstile.busy
+    for number in range(10):
+        turnstile.enter(lambda number=number: begun.append(f"many {number}"), caller="many")
+    for name, priority in (("few 0", 0), ("few 1", 0), ("last", -1), ("first", 5)):
+        turnstile.enter(lambda name=name: begun.append(name), priority, "few")
+    for _ in range(14):
+        await asyncio.sleep(0)
+    assert len(begun) == MOST_A_TURN + 14
+    late = [name for name in begun[MOST_A_TURN:] if not str(name).startswith("many")]
+    assert late == ["first", "few 0", "few 1", "last"]
+    assert begun.index("few 1") < begun.index("many 3")
+    assert begun[-1] == "last"
+    assert not turnstile._next  # nobody is remembered who does not wait

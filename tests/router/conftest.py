@@ -27,9 +27,14 @@ from sapwood_router.testing.fake_worker import FakeWorker
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
+    try:
+        async with asyncio.timeout(seconds):
+            while not condition():
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        for task in asyncio.all_tasks():  # what everybody waits for; pytest shows it
+            task.print_stack(file=sys.stdout)
+        raise
 
 
 class Cluster:
@@ -69,7 +74,11 @@ class Cluster:
         call = self.stub.Generate(
             router_pb2.RouterGenerateRequest(text=text, **fields), metadata=metadata, timeout=timeout
         )
-        return [response async for response in call]
+        try:
+            return [response async for response in call]
+        except grpc.aio.AioRpcError as error:  # pytest shows it, also where a test waits for something else
+            print(f"{text[:20]!r} failed: {error.code().name}: {error.details()}")
+            raise
 
     async def close(self) -> None:
         await self.http.aclose()

@@ -214,12 +214,14 @@ async def test_no_request_fails_and_every_stream_is_as_if_undisturbed(lose, roun
     async with cluster(count, namespaces) as (router, workers, stub):
         load = Load(stub, streams=16, seed=rounds)
         rng = random.Random(rounds)
-        for _ in range(rounds):
+        losses = 0
+        while losses < rounds or load.resumed < rounds:  # a worker may have said all before the router reads it
+            assert losses < 10 * rounds
             await progress(load, 8)
             await lose(router, rng.choice(workers), len(workers), load)
+            losses += 1
         await progress(load, 8)
         await load.stop()
-        assert load.resumed >= rounds
         assert all(worker.in_flight == 0 and worker.pending_tokens == 0 for worker in router.registry.all())
 
 

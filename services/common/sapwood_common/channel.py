@@ -23,8 +23,9 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     # A service that restarts is found again within a second, not after grpc's default of up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # In spite of its name how long one attempt to connect may take: one that is busy, or just back, greets late.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     # One that comes back under its name at another address is as well: grpc's default asks DNS twice a minute at most.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )

@@ -26,10 +26,10 @@ up: $(BIN)/.installed ## Install, fetch the demo model, start tokenizer, 2 worke
 	@$(BIN)/sapwood model fetch demo
 	@exec $(BIN)/sapwood up $(ARGS)
 
-test: $(BIN)/.installed-dev node ## Run the tests but the slow ones
+test: $(BIN)/.installed-dev $(BIN)/.system node ## Run the tests but the slow ones
 	$(TEST_ENV) $(BIN)/pytest -n auto -m "not slow" $(ARGS)
 
-test-slow: $(BIN)/.installed-dev ## Run the slow tests
+test-slow: $(BIN)/.installed-dev $(BIN)/.system ## Run the slow tests
 	$(TEST_ENV) $(BIN)/pytest -n auto -m "slow and not containers" $(ARGS)
 
 test-containers: $(BIN)/.installed-dev ## Build the images, run the compose file on a Docker engine of its own and hurt it (root on Debian)
@@ -98,6 +98,10 @@ $(BIN)/.installed-dev: $(BIN)/python $(SOURCES)
 	@$(BIN)/pip install -qq $(TORCH)
 	@$(BIN)/pip install -qq -e '.[dev]'
 	@touch $(BIN)/.installed $@
+
+$(BIN)/.system: $(BIN)/python tests/system.sh
+	@tests/system.sh $(BIN)
+	@touch $@
 
 # Without Node the one test that needs it is skipped, and says so.
 examples/node/node_modules/.installed: examples/node/package-lock.json

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import socket
 import subprocess
@@ -25,9 +26,12 @@ time.sleep(1e6)
 """
 
 
+@functools.cache
 def mooncake_is_installed() -> bool:
-    """Whether there can be a cluster."""
-    return importlib.util.find_spec("mooncake") is not None and _MASTER.exists()
+    """Whether there can be a cluster: the package is here, and the libraries of the system that it wants are."""
+    if importlib.util.find_spec("mooncake") is None or not _MASTER.exists():
+        return False
+    return subprocess.run([str(_MASTER), "--version"], capture_output=True, check=False, timeout=60).returncode != 127
 
 
 class MooncakeCluster:

@@ -31,11 +31,11 @@ from sapwood_router.policies.base import Choice, LoadKey, PromptPages, load_key
 from sapwood_router.prefix_index import PrefixIndex
 from sapwood_router.worker import WorkerView
 
-RECOMPUTE_WEIGHT = 2
+RECOMPUTE_WEIGHT = 3
 REQUEST_COST = 16
 BALANCE = 4096
 HANDED_WEIGHT = 0.5  # less than any copy that is there
-QUIET = 8192
+QUIET = 4096
 # Found by simulation of multi-turn workloads with ample and with scarce cache (tests/router/test_policy_workloads.py):
 # hit rate as with one fixed worker a conversation, while loads stay within a few per cent of each other.
 

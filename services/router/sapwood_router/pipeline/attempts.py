@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from contextvars import copy_context
 from typing import Any, Protocol
 
-from sapwood_common.errors import InternalError, NotFoundError, SapwoodError, UnavailableError
+from sapwood_common.errors import InternalError, SapwoodError, UnavailableError
 from sapwood_router.admission_control import AdmissionControl, Place
 from sapwood_router.context import FinishReason, RequestContext
 from sapwood_router.field_names import to_client_field
@@ -208,7 +208,7 @@ class Attempts:
             changed = shared.registry.changed
             try:
                 return self._choose()
-            except (UnavailableError, NotFoundError) as error:  # not found: the model's last worker was removed
+            except SapwoodError as error:  # also: the model's last worker was removed, or the rest have too little context
                 left = give_up - loop.time()
                 if not isinstance(last, WorkerLostError) or left <= 0:
                     raise _told(last) from error  # what a worker said tells the client more than that none is left

@@ -23,6 +23,7 @@ from sapwood_router.circuit_breaker import BreakerSettings, CircuitBreaker
 from sapwood_router.outcome import Outcome
 from sapwood_router.registry import Registry
 from sapwood_router.served_model import ServedModel
+from sapwood_router.spending import Spending
 from sapwood_router.worker import Worker
 
 FAR = 1e9
@@ -356,7 +357,7 @@ def test_the_tenant_is_the_keys_name_where_there_are_keys() -> None:
     caller = caller_of(given.get, None)
     assert (caller.tenant, caller.priority, caller.session, caller.weight) == ("me", -3, "s", 1.0)
     account = Tenant(TenantSettings("key", weight=2.0, cache_salt="salt"), Clock())
-    assert caller_of(given.get, account) == Caller("key", -3, "s", 2.0, "salt", account)
+    assert caller_of(given.get, account) == Caller("key", -3, "s", 2.0, "salt", Spending(account))
 
 
 async def test_requests_beyond_the_workers_room_wait_their_turn(make_cluster, wait_until) -> None:

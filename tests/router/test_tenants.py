@@ -85,6 +85,15 @@ async def test_a_tenant_beyond_its_tokens_is_refused_with_a_delay_and_others_are
         await cluster.generate(PROMPT, metadata=bearer("bob"))
 
 
+async def test_a_request_with_several_prompts_is_let_in_or_refused_as_a_whole(make_cluster, key_file) -> None:
+    async with make_cluster(1, api_keys=key_file(alice="tokens=60")) as cluster:
+        headers = {"authorization": f"Bearer {KEYS['alice']}"}
+        body = {"prompt": [PROMPT] * 3, "n": 2, "max_tokens": 2}  # each prompt alone is more than there is at once
+        for status in (200, 429):
+            response = await cluster.http.post("/v1/completions", json=body, headers=headers)
+            assert response.status_code == status, response.text
+
+
 async def test_tenants_are_counted_and_their_number_is_bounded(cluster) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 

@@ -62,7 +62,7 @@ def caller_of(get: Callable[[str], str | None], account: Tenant | None) -> Calle
         settings = account.settings
         return Caller(
             settings.name,
-            priority_of(priority),
+            _priority_within(priority, settings.priority),
             session or "",
             settings.weight,
             settings.cache_salt,
@@ -85,4 +85,12 @@ def priority_of(value: str | None) -> int:
         raise InvalidArgumentError(
             f"{PRIORITY_KEY} must be a whole number in -{_MOST}..{_MOST}, got {value[:20]!r}", field=PRIORITY_KEY
         )
+    return number
+
+
+def _priority_within(value: str | None, most: int) -> int:
+    """The same of a tenant that may have at most ``most``."""
+    number = priority_of(value) if value else min(0, most)
+    if number > most:
+        raise InvalidArgumentError(f"{PRIORITY_KEY} may be at most {most} with this API key", field=PRIORITY_KEY)
     return number

@@ -175,7 +175,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         caller = (("x-session-id", arguments.session_id), ("x-tenant", arguments.tenant))
         answer = router.ExplainRoute(
             router_pb2.ExplainRouteRequest(request=asked),
-            metadata=[(key, value) for key, value in caller if value],
+            metadata=tuple((key, value) for key, value in caller if value),
             timeout=_TIMEOUT,
         )
     rows = [("", "WORKER", "CACHED", "REQUESTS", "QUEUED TOKENS", "COST", "EXCLUDED")]

@@ -173,6 +173,10 @@ class HttpConnection(HttpToolsProtocol):
 
         return send
 
+    def abort(self) -> None:
+        """Closes at once, whatever the client has not read."""
+        self.transport.abort()
+
     def take_body(self, scope: Scope, limit: int) -> bytes | None:
         """The body of a request, if all of it has come and it is no larger than ``limit`` bytes; else it is to be received."""
         cycle = self.cycle

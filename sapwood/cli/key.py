@@ -27,6 +27,12 @@ def configure(verbs: Any) -> None:
     parser.add_argument("--per-minute", type=whole_number(1), metavar="N", help="most requests a minute")
     parser.add_argument("--tokens-per-minute", type=whole_number(1), metavar="N", help="most tokens a minute")
     parser.add_argument("--weight", type=whole_number(1, 1000), metavar="N", help="share of busy workers [default: 1]")
+    parser.add_argument(
+        "--priority",
+        type=whole_number(-100, 100),
+        metavar="N",
+        help="highest priority that its requests may have [default: 0]",
+    )
     parser.set_defaults(run=run)
 
 
@@ -40,7 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     rate = f" {arguments.per_minute}" if arguments.per_minute else ""
     tokens = f" tokens={arguments.tokens_per_minute}" if arguments.tokens_per_minute else ""
     weight = f" weight={arguments.weight}" if arguments.weight else ""
-    line = f"{arguments.name} {hash_key(key)}{rate}{tokens}{weight}\n"
+    priority = f" priority={arguments.priority}" if arguments.priority else ""
+    line = f"{arguments.name} {hash_key(key)}{rate}{tokens}{weight}{priority}\n"
     if arguments.file is None:
         sys.stderr.write(line)
     else:

@@ -49,6 +49,9 @@ def configure(verbs: Any) -> None:
     route_actions = route.add_subparsers(metavar="ACTION", required=True)
     explain = _add(route_actions, "explain", "show where a text would go, and why", _explain)
     explain.add_argument("text", metavar="TEXT", help="the prompt")
+    explain.add_argument("--model", metavar="NAME", help="The model asked for, where there are several.")
+    explain.add_argument("--session-id", metavar="ID", help="What consistent_hash goes by.")
+    explain.add_argument("--tenant", metavar="NAME", help="Whose the prompt is, where the router asks for no API keys.")
     for place in (groups, verbs):
         top.add_flags(_add(place, "top", "watch the router and its workers", _top))
 
@@ -72,6 +75,11 @@ def _add(actions: Any, name: str, text: str, run: Callable[[argparse.Namespace],
         parse=Path,
         metavar="FILE",
     )
+    for flag, variable, text in (
+        ("--cert", "SAPWOOD_CERT", "PEM file with the certificate to show the router, where it asks for one (mTLS)."),
+        ("--key", "SAPWOOD_CERT_KEY", "PEM file with that certificate's private key."),
+    ):
+        add_option(parser, flag, text, variable=variable, parse=Path, metavar="FILE")
     add_option(
         parser,
         "--server-name",
@@ -90,12 +98,16 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
 def _channel(arguments: argparse.Namespace) -> grpc.Channel:
     import grpc
 
+    own = (arguments.key, arguments.cert)
+    if (own[0] is None) != (own[1] is None) or (own[0] is not None and arguments.ca is None):
+        raise CliError("--cert and --key go together, and with --ca", REFUSED)
     if arguments.ca is None:
         return grpc.insecure_channel(arguments.address)
     try:
-        credentials = grpc.ssl_channel_credentials(arguments.ca.read_bytes())
+        files = [None if file is None else file.read_bytes() for file in (arguments.ca, *own)]
     except OSError as error:
-        raise CliError(f"cannot read {arguments.ca}: {error.strerror}", REFUSED) from None
+        raise CliError(f"cannot read {error.filename}: {error.strerror}", REFUSED) from None
+    credentials = grpc.ssl_channel_credentials(*files)
     name = arguments.server_name
     options = () if name is None else (("grpc.ssl_target_name_override", name),)
     return grpc.secure_channel(arguments.address, credentials, options)
@@ -159,8 +171,13 @@ def _explain(arguments: argparse.Namespace) -> int:
     from sapwood.v1 import router_pb2
 
     with _router(arguments) as router:
-        asked = router_pb2.RouterGenerateRequest(text=arguments.text)
-        answer = router.ExplainRoute(router_pb2.ExplainRouteRequest(request=asked), timeout=_TIMEOUT)
+        asked = router_pb2.RouterGenerateRequest(text=arguments.text, model=arguments.model)
+        caller = (("x-session-id", arguments.session_id), ("x-tenant", arguments.tenant))
+        answer = router.ExplainRoute(
+            router_pb2.ExplainRouteRequest(request=asked),
+            metadata=tuple((key, value) for key, value in caller if value),
+            timeout=_TIMEOUT,
+        )
     rows = [("", "WORKER", "CACHED", "REQUESTS", "QUEUED TOKENS", "COST", "EXCLUDED")]
     for item in answer.candidates:
         cost = f"{item.cost:.0f}" if item.HasField("cost") else "-"

@@ -52,7 +52,9 @@ def test_a_broken_new_file_leaves_the_keys_as_they_were(tmp_path: Path) -> None:
     assert keys.check(f"Bearer {key}").name == "carol"
 
 
-@pytest.mark.parametrize("rest", ["fast", "1 2", "tokens=x", "weight=0", "weight=nan", "salt=x"])
+@pytest.mark.parametrize(
+    "rest", ["fast", "1 2", "tokens=x", "weight=0", "weight=nan", "priority=101", "priority=x", "salt=x"]
+)
 def test_a_wrong_limit_is_refused_by_number(tmp_path: Path, rest: str) -> None:
     (tmp_path / "keys").write_text(f"# fine\na {'0' * 64} {rest}\n")
     with pytest.raises(ConfigError, match="line 2"):
@@ -69,10 +71,10 @@ def test_a_wrong_line_is_refused_by_number_and_never_shown(tmp_path: Path, line:
 
 def test_the_keys_of_a_tenant_share_what_its_first_line_says(tmp_path: Path) -> None:
     first, second, path, clock = make_key(), make_key(), tmp_path / "keys", Clock()
-    path.write_text(f"a {hash_key(first)} 6 tokens=600 weight=2.5\nb {'1' * 64}\na {hash_key(second)}\n")
+    path.write_text(f"a {hash_key(first)} 6 tokens=600 weight=2.5 priority=-7\nb {'1' * 64}\na {hash_key(second)}\n")
     keys = ApiKeys(path, clock)
     tenant = keys.check(f"Bearer {first}")
-    assert (tenant.settings.weight, tenant.settings.tokens_per_minute) == (2.5, 600)
+    assert (tenant.settings.weight, tenant.settings.tokens_per_minute, tenant.settings.priority) == (2.5, 600, -7)
     with pytest.raises(ResourceExhaustedError):
         keys.check(f"Bearer {second}")
     clock.now += 10.5

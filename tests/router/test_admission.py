@@ -17,7 +17,14 @@ from sapwood_common.errors import InvalidArgumentError, ResourceExhaustedError
 from sapwood_common.status import from_rpc_error
 from sapwood_common.tenant import Tenant, TenantSettings
 from sapwood_router.admission import Admission, AdmissionSettings, Ticket
+from sapwood_router.admission_control import AdmissionControl
 from sapwood_router.caller import Caller, caller_of
+from sapwood_router.circuit_breaker import BreakerSettings, CircuitBreaker
+from sapwood_router.outcome import Outcome
+from sapwood_router.registry import Registry
+from sapwood_router.served_model import ServedModel
+from sapwood_router.spending import Spending
+from sapwood_router.worker import Worker
 
 FAR = 1e9
 
@@ -350,7 +357,7 @@ def test_the_tenant_is_the_keys_name_where_there_are_keys() -> None:
     caller = caller_of(given.get, None)
     assert (caller.tenant, caller.priority, caller.session, caller.weight) == ("me", -3, "s", 1.0)
     account = Tenant(TenantSettings("key", weight=2.0, cache_salt="salt"), Clock())
-    assert caller_of(given.get, account) == Caller("key", -3, "s", 2.0, "salt", account)
+    assert caller_of(given.get, account) == Caller("key", -3, "s", 2.0, "salt", Spending(account))
 
 
 async def test_requests_beyond_the_workers_room_wait_their_turn(make_cluster, wait_until) -> None:
@@ -427,3 +434,32 @@ async def test_a_deadline_passes_in_the_queue(make_cluster, wait_until, expect_e
         await first
         assert len(cluster.calls()) == 1
         await cluster.idle()
+
+
+async def test_of_those_that_wait_a_half_open_breaker_lets_one_go() -> None:
+    clock = Clock()
+    full, failed = (Worker(name, CircuitBreaker(BreakerSettings(), clock), clock) for name in ("full", "failed"))
+    registry = Registry([full, failed], most_requests=lambda model: 4)
+    for worker in (full, failed):
+        registry.mark_up(worker, ServedModel("m", 100, 10, 4, 10, epoch=1))
+    for _ in range(4):
+        full.lease(1)
+    for _ in range(5):
+        failed.breaker.fault()
+    control = AdmissionControl(registry, AdmissionSettings(), clock, random.Random(0))
+    places = [control.reserve("m", Caller(), 1, FAR) for _ in range(6)]
+    turns = [asyncio.ensure_future(place.turn()) for place in places if not place.ready()]
+    assert len(turns) == 6
+    clock.now += 1.0
+    control.pump()
+    await asyncio.sleep(0)
+    assert [turn.done() for turn in turns] == [True, *(False,) * 5]
+    probe = failed.breaker.begin()
+    control.pump()
+    assert control.waiting == 5
+    probe.end(Outcome.SUCCESS)
+    failed.lease(1)
+    control.pump()
+    assert control.waiting == 2
+    for turn in turns:
+        turn.cancel()

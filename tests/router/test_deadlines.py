@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 
 import httpx
 import openai
 import pytest
 
+from sapwood.v1 import router_pb2
+from sapwood_common.http2 import frames
+from sapwood_common.http2.message_reader import prefixed
 from sapwood_router.openai.timeouts import asked_timeout, client_timeout
 
 BODY = {"prompt": "hello", "max_tokens": 5}
@@ -93,3 +97,30 @@ def test_headers_are_read() -> None:
     assert client_timeout({b"x-stainless-read-timeout": b"600"}) == 600
     assert client_timeout({b"x-stainless-timeout": b"7"}) == 7
     assert client_timeout({b"x-stainless-timeout": b"none"}) == float("inf")
+
+
+@pytest.mark.parametrize("edge", ["http", "grpc"])
+async def test_a_client_that_reads_nothing_does_not_outlive_the_deadline(make_cluster, wait_until, edge: str) -> None:
+    async with make_cluster(1, request_timeout=0.5) as cluster:
+        cluster.workers[0].script.tokens = lambda prompt: [104] * 200_000
+        cluster.workers[0].script.chunk = 50
+        port = cluster.router.http_port if edge == "http" else cluster.router.grpc_port
+        _reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        if edge == "http":
+            body = json.dumps({"prompt": "ab", "max_tokens": 200_000, "stream": True}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+        else:
+            fields = {":method": "POST", ":scheme": "http", ":path": "/sapwood.v1.Router/Generate", ":authority": "x"}
+            fields |= {"te": "trailers", "content-type": "application/grpc"}
+            block = b"".join(frames.literal(name.encode(), value.encode()) for name, value in fields.items())
+            asked = router_pb2.RouterGenerateRequest(text="ab", sampling={"max_tokens": 200_000})
+            message = prefixed(asked.SerializeToString())
+            writer.write(frames.PREFACE + frames.settings(()) + frames.header_frames(1, block, 16384))
+            writer.write(frames.frame(frames.DATA, frames.END_STREAM, 1, message))
+        await wait_until(cluster.calls)
+        await wait_until(lambda: cluster.router.status().running == 0, 20)
+        await asyncio.wait_for(cluster.router._front.wait_idle(), 20)
+        await wait_until(cluster.router._server._interceptor.idle.is_set, 20)
+        await cluster.idle()
+        writer.transport.abort()

@@ -165,3 +165,31 @@ async def test_a_worker_that_is_lost_is_followed_by_another(make_cluster, wait_u
             await cluster.stub.RemoveWorker(router_pb2.RemoveWorkerRequest(address=lost.address))
         answer = await asked
         assert (answer.status_code, len(answer.json()["data"])) == (200, 1)
+
+
+async def test_all_that_a_lost_worker_had_are_answered_without_retries(make_cluster, wait_until) -> None:
+    """What one loss takes may be more than the retry budget grants."""
+    async with make_cluster() as cluster:
+        gate = asyncio.Event()
+        for worker in cluster.workers:
+            worker.script.gate = gate
+        asked = [asyncio.ensure_future(cluster.http.post(PATH, json={"input": f"{i}"})) for i in range(60)]
+        await wait_until(lambda: sum(len(worker.embed_calls) for worker in cluster.workers) == 60)
+        await cluster.workers[0].kill()
+        gate.set()
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 60
+        lost, _ = cluster.router.registry.all()
+        assert lost.breaker.state.value == "closed"  # one loss is one fault
+
+
+async def test_with_no_other_worker_it_waits_for_one(make_cluster, wait_until) -> None:
+    async with make_cluster(1, resume_grace=20) as cluster:
+        (worker,) = cluster.workers
+        worker.script.gate = asyncio.Event()
+        asked = asyncio.ensure_future(cluster.http.post(PATH, json={"input": "abc"}))
+        await wait_until(lambda: worker.embed_calls)
+        await worker.kill()
+        await wait_until(lambda: not cluster.router.registry.any_available())
+        worker.script.gate.set()
+        await worker.start()
+        assert (await asked).status_code == 200

@@ -1,7 +1,10 @@
 """What the HTTP port does beyond ASGI: several requests at once, connections that close, late bodies, clients that leave."""
 
 import asyncio
+import contextlib
 import json
+
+import pytest
 
 from sapwood_router.openai.write_batch import WriteBatch
 
@@ -146,3 +149,37 @@ async def test_what_one_turn_of_the_loop_writes_goes_out_in_order_before_tasks_g
     batch.add(second, b"5")
     await asyncio.sleep(0)
     assert order[-1] == ("second", b"5")
+
+
+@pytest.mark.parametrize("part", ["line", "header", "headers", "trailer"])
+async def test_heads_and_trailers_without_an_end_are_not_kept(cluster, part) -> None:
+    reader, writer = await connect(cluster)
+    line = b"GET /" if part == "line" else b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    more = {"header": b"x-a: ", "trailer": b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx-a: "}
+    writer.write(line + more.get(part, b""))
+    piece = b"x-a: b\r\n" * 2048 if part == "headers" else b"a" * 16384
+    sent = 0
+    async with asyncio.timeout(60):
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof() and sent < 1000:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.001)
+                sent += 1
+        assert sent < 1000
+        with contextlib.suppress(ConnectionError):
+            assert (await reader.read()).startswith(b"" if part == "trailer" else b"HTTP/1.1 431 ")
+    writer.close()
+    await cluster.idle()
+
+
+async def test_a_long_head_and_a_large_body_in_small_pieces_are_taken(cluster) -> None:
+    reader, writer = await connect(cluster)
+    sent = request(headers="x-a: " + "a" * 60_000 + "\r\n", user="b" * 300_000)
+    async with asyncio.timeout(60):
+        for _ in range(2):
+            for start in range(0, len(sent), 1000):
+                writer.write(sent[start : start + 1000])
+                await writer.drain()
+            assert b" 200 " in (await answer(reader))[0]
+    writer.close()

@@ -14,12 +14,15 @@ import pytest
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.channel import Dialer, open_channel
+from sapwood_common.errors import ConfigError, UnimplementedError
 from sapwood_common.page_hash import hash_pages
 from sapwood_router.block_index import BlockIndex, Tier
 from sapwood_router.circuit_breaker import BreakerSettings, CircuitBreaker
 from sapwood_router.convert import load_of
 from sapwood_router.kv_event_monitor import DriftError, KvEventFollower, KvEventMonitor
 from sapwood_router.load import Load
+from sapwood_router.served_model import ServedModel
+from sapwood_router.testing.fake_worker import FakeWorker
 from sapwood_router.worker import Worker
 from sapwood_worker.cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Medium
 from sapwood_worker.convert import to_kv_events
@@ -206,3 +209,57 @@ async def test_a_worker_process_is_followed_through_its_tiers_and_a_drift_is_rep
         monitor.cancel()
         await asyncio.wait([monitor])
         assert not index.knows(address)
+
+
+class FirstFails(Dialer):
+    """Its files are half written when the first channel is opened."""
+
+    opened = 0
+
+    def open(self, address, *, own_connection=False):
+        self.opened += 1
+        if self.opened == 1:
+            raise ConfigError("half written")
+        return super().open(address, own_connection=own_connection)
+
+
+class LateTeller(FakeWorker):
+    """Publishes no events before it is started anew."""
+
+    nonsense = False
+
+    async def SubscribeKvEvents(self, request, context):  # noqa: N802
+        if self.epoch == self.first:
+            raise UnimplementedError("this worker publishes no KV events")
+        if self.nonsense:
+            self.nonsense = False
+            event = worker_pb2.KvEvent(block_stored=worker_pb2.BlockStored(block_hashes=[b"p" * 16], medium=1))
+            yield worker_pb2.SubscribeKvEventsResponse(snapshot=True, epoch=1, seq=1, events=[event])
+        yield worker_pb2.SubscribeKvEventsResponse(
+            snapshot=True, epoch=1, seq=1, events=[worker_pb2.KvEvent(all_blocks_cleared={})]
+        )
+        await asyncio.Event().wait()
+
+
+async def test_neither_half_written_files_nor_nonsense_nor_an_older_version_end_it_for_ever():
+    fake = LateTeller()
+    fake.first, fake.nonsense = fake.epoch, True
+    await fake.start()
+    worker, index = (
+        Worker(fake.address, CircuitBreaker(BreakerSettings(), time.monotonic), time.monotonic),
+        BlockIndex(1000),
+    )
+    worker.model = ServedModel("fake", 100, 10, 4, 10, epoch=fake.epoch)
+    monitor = asyncio.create_task(KvEventMonitor(worker, index, FirstFails()).run())
+    try:
+        await asyncio.sleep(1.5)
+        assert not index.knows(fake.address)
+        await fake.kill()
+        await fake.start()
+        worker.model = ServedModel("fake", 100, 10, 4, 10, epoch=fake.epoch)
+        await until(lambda: not fake.nonsense and index.knows(fake.address))
+        assert not monitor.done()
+    finally:
+        monitor.cancel()
+        await asyncio.wait([monitor])
+        await fake.kill()

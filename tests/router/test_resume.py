@@ -7,6 +7,7 @@ import pytest
 
 from sapwood.v1 import router_pb2
 from sapwood_common import errors
+from sapwood_router.testing.fake_worker import FakeWorker
 
 # A fake's answer to a prompt is a countdown of its last token: what follows depends on where the tokens before it end.
 START = 90
@@ -29,8 +30,8 @@ async def cluster(make_cluster):
         yield running
 
 
-def start(cluster, *, stop=(), **sampling):
-    request = router_pb2.RouterGenerateRequest(stop=list(stop))
+def start(cluster, *, stop=(), model=None, **sampling):
+    request = router_pb2.RouterGenerateRequest(stop=list(stop), model=model)
     request.tokens.ids.extend([2, 7, START])
     for name, value in sampling.items():
         setattr(request.sampling, name, value)
@@ -204,6 +205,27 @@ async def test_with_no_other_worker_the_stream_waits_for_one(make_cluster) -> No
         await asyncio.sleep(0.3)
         await worker.start()
         assert tokens_of(await finish(call, responses)) == WHOLE
+
+
+async def test_a_stream_whose_model_nobody_serves_for_now_waits_too(make_cluster, wait_until) -> None:
+    async with make_cluster(1, resume_grace=20) as cluster:
+        old, new = FakeWorker("other"), FakeWorker("other")
+        for worker in (old, new):
+            worker.script.tokens, worker.script.delay = countdown, 0.01
+            await worker.start()
+        try:
+            await cluster.stub.RegisterWorker(router_pb2.RegisterWorkerRequest(address=old.address))
+            await wait_until(lambda: "other" in cluster.router.registry.models())
+            call = start(cluster, model="other")
+            responses = [await call.read()]
+            await cluster.stub.RemoveWorker(router_pb2.RemoveWorkerRequest(address=old.address))
+            await wait_until(lambda: "other" not in cluster.router.registry.models())
+            await asyncio.sleep(0.1)
+            await cluster.stub.RegisterWorker(router_pb2.RegisterWorkerRequest(address=new.address))
+            assert tokens_of(await finish(call, responses)) == WHOLE
+        finally:
+            for worker in (old, new):
+                await worker.kill()
 
 
 async def test_a_draining_worker_takes_nothing_new_and_its_streams_finish(cluster, wait_until) -> None:

@@ -7,7 +7,9 @@ import grpc
 import pytest
 
 from sapwood_common.api_keys import hash_key, make_key
+from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.page_hash import cache_namespace, hash_pages
+from sapwood_common.tenant import Tenant, TenantSettings
 from sapwood_router.caller import caller_of
 from sapwood_router.policies.base import PromptPages
 
@@ -83,6 +85,29 @@ async def test_a_tenant_beyond_its_tokens_is_refused_with_a_delay_and_others_are
             response = await cluster.http.post(path, json=body, headers=headers)
             assert (response.status_code, int(response.headers["retry-after"]) > 1) == (429, True)
         await cluster.generate(PROMPT, metadata=bearer("bob"))
+
+
+async def test_a_request_with_several_prompts_is_let_in_or_refused_as_a_whole(make_cluster, key_file) -> None:
+    async with make_cluster(1, api_keys=key_file(alice="tokens=60")) as cluster:
+        headers = {"authorization": f"Bearer {KEYS['alice']}"}
+        body = {"prompt": [PROMPT] * 3, "n": 2, "max_tokens": 2}  # each prompt alone is more than there is at once
+        for status in (200, 429):
+            response = await cluster.http.post("/v1/completions", json=body, headers=headers)
+            assert response.status_code == status, response.text
+
+
+@pytest.mark.parametrize(
+    ("most", "asked", "found"),
+    [(0, None, 0), (0, "-5", -5), (0, "1", None), (7, "7", 7), (-3, None, -3), (-3, "0", None)],
+)
+def test_nobody_goes_ahead_of_other_tenants_by_his_own_word(most: int, asked: str | None, found: int | None) -> None:
+    account = Tenant(TenantSettings("key", priority=most), lambda: 0.0)
+    if found is not None:
+        assert caller_of({"x-priority": asked}.get, account).priority == found
+        return
+    with pytest.raises(InvalidArgumentError) as caught:
+        caller_of({"x-priority": asked}.get, account)
+    assert caught.value.field == "x-priority"
 
 
 async def test_tenants_are_counted_and_their_number_is_bounded(cluster) -> None:

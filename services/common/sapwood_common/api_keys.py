@@ -3,9 +3,10 @@
 Keys are 256 random bits, so that a plain hash is enough: there is nothing to guess. A presented key is hashed and compared with
 every entry in constant time. The file is read again when it has changed, within a second.
 
-Each line: name, hash in hexadecimal, and optionally the most requests a minute, ``tokens=`` the most tokens a minute and
-``weight=`` the share of busy workers (1 if not given). Lines of one name are keys of one tenant, which share what the first of
-them says; its cache salt is minted from name and first hash, so that it is the same on all routers and nobody can guess it.
+Each line: name, hash in hexadecimal, and optionally the most requests a minute, ``tokens=`` the most tokens a minute,
+``weight=`` the share of busy workers (1 if not given) and ``priority=`` the highest priority that requests may have (0 if not
+given). Lines of one name are keys of one tenant, which share what the first of them says; its cache salt is minted from name
+and first hash, so that it is the same on all routers and nobody can guess it.
 ``#`` begins a comment.
 """
 
@@ -153,7 +154,7 @@ def _parse(words: list[str], where: str) -> KeyEntry:
     name, digest, *rest = words
     if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
         raise ConfigError(f"{where}: the second word is not a SHA-256 in hexadecimal")
-    requests = tokens = 0
+    requests = tokens = priority = 0
     weight = 1.0
     for place, word in enumerate(rest):
         kind, equals, value = word.partition("=")
@@ -163,9 +164,13 @@ def _parse(words: list[str], where: str) -> KeyEntry:
             tokens = _whole(value, f"{where}: tokens= is not followed by a number of tokens a minute")
         elif kind == "weight":
             weight = _weight(value, f"{where}: weight= is not followed by a number above 0, at most 1000")
+        elif kind == "priority":
+            priority = _priority(value, f"{where}: priority= is not followed by a whole number in -100..100")
         else:
-            raise ConfigError(f"{where}: after name, SHA-256 and requests a minute come only tokens= and weight=")
-    return KeyEntry(digest, TenantSettings(name, requests, tokens, weight))
+            raise ConfigError(
+                f"{where}: after name, SHA-256 and requests a minute come only tokens=, weight= and priority="
+            )
+    return KeyEntry(digest, TenantSettings(name, requests, tokens, weight, priority))
 
 
 def _whole(text: str, problem: str) -> int:
@@ -182,3 +187,13 @@ def _weight(text: str, problem: str) -> float:
     if not 0 < weight <= 1000:
         raise ConfigError(problem)
     return weight
+
+
+def _priority(text: str, problem: str) -> int:
+    try:
+        priority = int(text)
+    except ValueError:
+        priority = 1000
+    if not -100 <= priority <= 100:
+        raise ConfigError(problem)
+    return priority

@@ -26,7 +26,7 @@ ConfigT = TypeVar("ConfigT", bound="ServiceConfig")
 class ServiceConfig(BaseSettings):
     """What every service can be told. Frozen: nothing changes it after construction."""
 
-    model_config = SettingsConfigDict(extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")

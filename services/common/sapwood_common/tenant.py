@@ -19,6 +19,7 @@ class TenantSettings:
         name: Of its keys.
         requests_per_minute, tokens_per_minute: 0 is without limit.
         weight: Its share of busy workers, relative to others'.
+        priority: The most that its requests may say theirs is; of one that says nothing it is 0, or this if it is less.
         cache_salt: Under which workers cache for it, and for nobody else.
     """
 
@@ -26,6 +27,7 @@ class TenantSettings:
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     weight: float = 1.0
+    priority: int = 0
     cache_salt: str = ""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_router.admission import Admission, AdmissionSettings, Ticket
 from sapwood_router.caller import Caller
+from sapwood_router.circuit_breaker import BreakerState
 from sapwood_router.registry import Registry
 
 _POLL = 0.25
@@ -37,7 +38,9 @@ class _Line:
         for worker in self._registry.available(self._model):
             if worker.breaker.admits():
                 any_admits = True
-                room += worker.room
+                # Of a half-open one only its probe: others would be given to workers that have no room.
+                closed = worker.breaker.state is BreakerState.CLOSED
+                room += worker.room if closed else min(1.0, worker.room)
                 if room > taken:  # the first worker mostly has it
                     return True
         return not any_admits

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.tenant import Tenant, mint_salt
+from sapwood_router.spending import Spending
 
 TENANT_KEY = "x-tenant"
 PRIORITY_KEY = "x-priority"
@@ -26,7 +27,7 @@ class Caller:
         cache_salt: Workers share what they cached only among requests with the same one. Made here, never by the client.
         priority: -100 to 100; larger goes first where requests wait.
         session: What consistent_hash keeps on one worker; empty for nothing.
-        account: The tenant's allowance; None where no keys are asked for.
+        account: What this request takes of the tenant's allowance; None where no keys are asked for.
     """
 
     tenant: str = ""
@@ -34,14 +35,14 @@ class Caller:
     session: str = ""
     weight: float = 1.0
     cache_salt: str = ""
-    account: Tenant | None = None
+    account: Spending | None = None
 
 
 NOBODY = Caller()
 
 
 def caller_of(get: Callable[[str], str | None], account: Tenant | None) -> Caller:
-    """The caller that metadata or headers name.
+    """The caller that metadata or headers name. To be called once a request.
 
     Args:
         get: The value of a key, None if it is not there.
@@ -60,7 +61,12 @@ def caller_of(get: Callable[[str], str | None], account: Tenant | None) -> Calle
     if account is not None:
         settings = account.settings
         return Caller(
-            settings.name, priority_of(priority), session or "", settings.weight, settings.cache_salt, account
+            settings.name,
+            _priority_within(priority, settings.priority),
+            session or "",
+            settings.weight,
+            settings.cache_salt,
+            Spending(account),
         )
     # Without keys the tenant is whom a gateway in front names: its tenants are kept apart, too.
     salt = mint_salt(tenant) if tenant else ""
@@ -79,4 +85,12 @@ def priority_of(value: str | None) -> int:
         raise InvalidArgumentError(
             f"{PRIORITY_KEY} must be a whole number in -{_MOST}..{_MOST}, got {value[:20]!r}", field=PRIORITY_KEY
         )
+    return number
+
+
+def _priority_within(value: str | None, most: int) -> int:
+    """The same of a tenant that may have at most ``most``."""
+    number = priority_of(value) if value else min(0, most)
+    if number > most:
+        raise InvalidArgumentError(f"{PRIORITY_KEY} may be at most {most} with this API key", field=PRIORITY_KEY)
     return number

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from sapwood_common.config import ServiceConfig
@@ -93,7 +93,12 @@ class RouterConfig(ServiceConfig):
     )
     health_interval: float = Field(1.0, gt=0, description="Seconds between health checks of the tokenizer.")
     heartbeat_ms: int = Field(200, ge=10, description="Workers say something at least this often.")
-    worker_silence: float = Field(1.0, gt=0, description="Seconds without a word from a worker after which it is lost.")
+    worker_silence: float = Field(
+        1.0,
+        gt=0,
+        validate_default=True,
+        description="Seconds without a word from a worker after which it is lost; at least two heartbeats.",
+    )
     most_resumptions: int = Field(
         3,
         ge=0,
@@ -153,6 +158,16 @@ class RouterConfig(ServiceConfig):
             if not model or name not in get_args(PolicyName):
                 raise ValueError(f"{item!r} is not MODEL=POLICY with one of {', '.join(get_args(PolicyName))}")
         return given
+
+    @field_validator("worker_silence")
+    @classmethod
+    def _outlasts_heartbeats(cls, seconds: float, others: ValidationInfo) -> float:
+        heartbeat = others.data.get("heartbeat_ms", 0) / 1000  # absent where it is wrong itself
+        if seconds < 2 * heartbeat:
+            raise ValueError(
+                f"workers that say something each {heartbeat:g} s would be lost: at least {2 * heartbeat:g}"
+            )
+        return seconds
 
     @property
     def separates_operators(self) -> bool:

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 _METHOD = "/sapwood.v1.Tokenizer/Detokenize"
 _TOKENS_A_MESSAGE = 256 * 1024
+"""Beyond these a message takes no further stream: far from what the service takes, also where each stream brings tools."""
+_BYTES_A_TOKEN = 4
+"""What options are counted as, beside tokens."""
 _RETRY_INTERVAL = 0.1
 _SETTLED_AFTER = 0.5
 _OPEN_TIMEOUT = 2.0
@@ -185,7 +188,7 @@ class DetokenizeSession:
 
     def _add_input(self, request: tokenizer_pb2.DetokenizeRequest, stream: DetokenizeStream, budget: int) -> int:
         upto = min(len(stream.token_ids), stream.written + budget)
-        count = upto - stream.written
+        cost = upto - stream.written
         complete = upto == len(stream.token_ids)
         end = stream.end_pushed and complete and not stream.end_written
         item = request.inputs.add(
@@ -193,12 +196,14 @@ class DetokenizeSession:
         )
         if not stream.opened:
             stream.opened = True
-            item.options.CopyFrom(to_options(stream.options))
+            options = to_options(stream.options)
+            item.options.CopyFrom(options)
+            cost += options.ByteSize() // _BYTES_A_TOKEN
         stream.end_written = stream.end_written or end
         stream.wrote(upto)
         if not complete:
             self._dirty[stream.stream_id] = stream
-        return count
+        return cost
 
     def _deliver(self, output: tokenizer_pb2.DetokenizeOutput) -> None:
         stream = self._streams.get(output.stream_id)

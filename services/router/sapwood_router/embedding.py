@@ -7,6 +7,7 @@ by what workers hold sees a prompt that nobody holds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _NOT_CACHED = "embeddings"
 """A cache salt that no worker caches under: what it holds of generations does not help."""
+_NOTICED = 0.05
+"""Seconds within which the session of a worker that is lost ends, too."""
 
 
 class Embedder:
@@ -54,6 +57,7 @@ class Embedder:
         policies: Choose one.
         retry: Counts requests for the retry budget.
         failover: Makes each request's account of failures.
+        resume_grace: Seconds that a request whose worker was lost waits for another to come up.
         observer: Counts and traces requests.
     """
 
@@ -65,6 +69,7 @@ class Embedder:
         policies: PolicyBook,
         retry: RetryPolicy,
         failover: Callable[[], Failover],
+        resume_grace: float,
         observer: RequestObserver,
     ) -> None:
         self._tokenizer = tokenizer
@@ -73,6 +78,7 @@ class Embedder:
         self._policies = policies
         self._retry = retry
         self._failover = failover
+        self._resume_grace = resume_grace
         self._metrics = observer.metrics
         self._tracing = observer.tracing
 
@@ -175,7 +181,7 @@ class Embedder:
         failover = self._failover()
         last: SapwoodError | None = None
         while True:
-            worker = self._select(model, prompt, failover, last)
+            worker = await self._next(model, prompt, failover, last, request.deadline)
             try:
                 return await self._try(worker, message, tokens, request)
             except SapwoodError as error:
@@ -186,6 +192,23 @@ class Embedder:
                 self._metrics.retries.at(code=row_of(error).grpc.name).inc()
                 last = error
             await asyncio.sleep(delay)
+
+    async def _next(
+        self, model: str, prompt: PromptPages, failover: Failover, last: SapwoodError | None, deadline: float
+    ) -> Worker:
+        """Chooses a worker; after a loss, waits for one if there is none."""
+        loop = asyncio.get_running_loop()
+        give_up = min(loop.time() + self._resume_grace, deadline)
+        while True:
+            changed = self._registry.changed
+            try:
+                return self._select(model, prompt, failover, last)
+            except UnavailableError:
+                left = give_up - loop.time()
+                if not isinstance(last, WorkerLostError) or left <= 0:
+                    raise
+                with contextlib.suppress(TimeoutError):  # a breaker's time passes without a change
+                    await asyncio.wait_for(changed.wait(), min(left, 0.25))
 
     def _select(self, model: str, prompt: PromptPages, failover: Failover, last: SapwoodError | None) -> Worker:
         workers = [
@@ -208,16 +231,21 @@ class Embedder:
         timeout = request.deadline - asyncio.get_running_loop().time()
         if timeout <= 0:
             raise DeadlineExceededError("the deadline passed before a worker was called")
-        assert worker.stub is not None
+        stub = worker.stub
+        assert stub is not None
         lease, permit = worker.lease(tokens), worker.breaker.begin()
         try:
-            answer = await worker.stub.Embed(message, timeout=timeout, metadata=request_metadata(request.request_id))
+            answer = await stub.Embed(message, timeout=timeout, metadata=request_metadata(request.request_id))
             permit.end(Outcome.SUCCESS)
             return answer
         except grpc.aio.AioRpcError as failure:
-            error = from_rpc_error(failure)
-            permit.end(outcome_of(error))
-            raise error from failure
+            told = from_rpc_error(failure)
+            if isinstance(told, UnavailableError):
+                await asyncio.sleep(_NOTICED)
+                if worker.stub is not stub:  # it did not say so: it is gone, with all that ran there
+                    told = WorkerLostError(f"worker {worker.address} was lost", retry_after=1.0)
+            permit.end(outcome_of(told))
+            raise told from failure
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():

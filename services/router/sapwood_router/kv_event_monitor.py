@@ -16,6 +16,7 @@ import grpc
 
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.channel import Dialer
+from sapwood_common.errors import ConfigError
 from sapwood_common.page_hash import digest_term
 from sapwood_router.block_index import BlockIndex, Tier
 from sapwood_router.load import Load
@@ -123,7 +124,9 @@ class KvEventMonitor:
         self._on_drift = on_drift
 
     async def run(self) -> None:
-        """Follows, again after each loss, until the worker turns out to publish no events; cancel it to stop."""
+        """Follows, again after each loss, for ever; a worker that publishes no events is asked again when it has restarted.
+        Cancel it to stop.
+        """
         address = self._worker.address
         try:
             while True:
@@ -135,11 +138,23 @@ class KvEventMonitor:
                 except grpc.aio.AioRpcError as error:
                     if error.code() == grpc.StatusCode.UNIMPLEMENTED:
                         logger.info("worker %s publishes no KV events: routing by our own placements", address)
-                        return
+                        await self._until_restarted()
+                except ConfigError as error:  # TLS files that are being replaced
+                    logger.warning("KV events of worker %s: %s", address, error)
+                except Exception:  # what it sends makes no sense: that costs this stream, not its events for ever
+                    logger.exception("KV events of worker %s", address)
                 self._index.remove(address)
                 await asyncio.sleep(_RETRY_INTERVAL)
         finally:
             self._index.remove(address)
+
+    async def _until_restarted(self) -> None:
+        epoch = self._epoch()
+        while self._epoch() in (epoch, None):  # noqa: ASYNC110 - once a second is soon enough to need no event
+            await asyncio.sleep(_CHECK_INTERVAL)
+
+    def _epoch(self) -> int | None:
+        return None if self._worker.model is None else self._worker.model.epoch
 
     async def _follow(self) -> None:
         follower = KvEventFollower(self._worker.address, self._index)

@@ -50,6 +50,9 @@ RESUMPTIONS_KEY = "x-sapwood-resumptions"
 """Trailing metadata: how often the stream went on, on another worker, because one was lost."""
 
 
+_DEADLINE_SLACK = 1.0
+"""Seconds past the router's deadline that a client has to read the status that says so."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -84,6 +87,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         runs = [self._pipeline.open(item) for item in contexts]
         # A client that leaves while a response is being written ends the call without this generator's knowledge.
         context.add_done_callback(lambda _: close_all(runs))
+        # So does one that reads nothing until the deadline; its own the server looks after.
+        giving_up = asyncio.get_running_loop().call_at(contexts[0].deadline + _DEADLINE_SLACK, _give_up, context)
         try:
             async with aclosing(merged(runs)) as deltas:
                 untold = request.sampling.HasField("prompt_logprobs")
@@ -104,6 +109,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 )
             )
         finally:
+            giving_up.cancel()
             close_all(runs)
             runs.clear()  # the call and its callback refer to each other: let them keep nothing else until they are collected
 
@@ -239,6 +245,10 @@ def _divert(run: Run, call: ServerCall) -> None:
 
     run.divert(ready, lambda delta: call.write_now(to_response(delta, 0)))
     run.relay_tokens(write)
+
+
+def _give_up(call: ServerCall) -> None:
+    call.give_up(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
 
 
 def _count(request: router_pb2.RouterGenerateRequest) -> int:

@@ -12,6 +12,7 @@ MAX_STOP = 16
 MAX_N = 128
 MAX_EMBEDDED = 2048
 MAX_BIASES = 1024
+MAX_STOP_TOKENS = 1024
 MAX_LOGPROBS = 20
 _UINT32 = 2**32
 _UINT64 = 2**64
@@ -91,7 +92,12 @@ def check_sampling(sampling: Sampling, fields: FieldNames) -> None:
     if sampling.max_tokens is not None and not 1 <= sampling.max_tokens <= _INT32_MAX:
         raise InvalidArgumentError(f"max_tokens must be at least 1, got {sampling.max_tokens}", field=fields.max_tokens)
     _check_adjustments(sampling, fields)
-    if any(not 0 <= token < _UINT32 for token in sampling.stop_token_ids):
+    stop_tokens = sampling.stop_token_ids
+    if len(stop_tokens) > MAX_STOP_TOKENS:
+        raise InvalidArgumentError(
+            f"at most {MAX_STOP_TOKENS} stop tokens, got {len(stop_tokens)}", field=f"{prefix}stop_token_ids"
+        )
+    if any(not 0 <= token < _UINT32 for token in stop_tokens):
         raise InvalidArgumentError("stop_token_ids must be token ids", field=f"{prefix}stop_token_ids")
 
 

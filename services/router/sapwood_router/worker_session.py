@@ -21,6 +21,9 @@ from sapwood_router.silence import SilenceDetector
 from sapwood_router.worker_output import WorkerOutput
 
 _TOKENS_A_MESSAGE = 256 * 1024
+"""Beyond these a message takes no further request: far from what a worker takes, also where each brings a grammar."""
+_BYTES_A_TOKEN = 4
+"""What a grammar is counted as, beside tokens."""
 _CHECK_INTERVAL = 0.1
 
 
@@ -237,5 +240,5 @@ class WorkerSession:
             stream_id = next(iter(self._submits))
             request, milliseconds = self._submits.pop(stream_id)
             message.submits.add(stream_id=stream_id, request=request, timeout_ms=milliseconds)
-            budget -= len(request.token_ids)
+            budget -= len(request.token_ids) + len(request.grammar.compiled) // _BYTES_A_TOKEN
         return message

@@ -296,3 +296,23 @@ def test_http_1_is_told_what_this_port_speaks(make_wire, size) -> None:
     wire.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"[:size])
     assert wire.transport.closed
     assert (b"400 Bad Request" in wire.transport.written) == (size == 1000)
+
+
+def test_streams_beyond_the_most_are_refused_and_make_room_when_they_end(make_wire, request_block) -> None:
+    wire = make_wire(greet=False)
+    wire.send(frames.PREFACE + frames.settings(()))
+    told = wire.answers()[0][3]
+    limits = {
+        int.from_bytes(told[at : at + 2], "big"): int.from_bytes(told[at + 2 : at + 6], "big")
+        for at in range(0, len(told), 6)
+    }
+    most = limits[SettingCodes.MAX_CONCURRENT_STREAMS]
+    block = request_block()
+    numbers = range(1, 2 * most + 6, 2)
+    wire.send(b"".join(frames.header_frames(number, block, frames.USUAL_FRAME) for number in numbers))
+    assert len(wire.calls) == most
+    refused = {stream: payload for kind, _, stream, payload in wire.answers() if kind == frames.RST_STREAM}
+    assert set(refused) == set(numbers[most:])
+    assert {int.from_bytes(payload, "big") for payload in refused.values()} == {ErrorCodes.REFUSED_STREAM}
+    wire.send(frames.reset(1, ErrorCodes.CANCEL))
+    wire.open(numbers[-1] + 2)

@@ -6,8 +6,8 @@ the socket's own cost, and one that comes and is read about 4: frames are packed
 and ``hpack`` reads the headers, once for blocks that come again and again (:class:`HeaderReader`). Header fields that are sent
 enter no table, so that they cost no look-up and no memory.
 
-Each frame costs time linear in its length. Held for a client are at most ``WINDOW`` bytes and one message a stream, and
-``_MOST_UNREAD`` bytes of answers to its frames.
+Each frame costs time linear in its length. Held for a client are at most ``_MOST_STREAMS`` streams, ``WINDOW`` bytes and one
+message a stream, and ``_MOST_UNREAD`` bytes of answers to its frames.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from sapwood_common.http2.stream import WINDOW, ServerStream
 logger = logging.getLogger(__name__)
 
 _CONNECTION_WINDOW = 16 * 1024 * 1024
+_MOST_STREAMS = 16384
+"""Calls at a time. Each holds some 2 KB before its first message, for a few bytes that the client sends."""
 _PING = b"sapwood."
 _CLOSE_SECONDS = 1.0
 _MOST_UNREAD = 4 * 1024 * 1024
@@ -156,6 +158,7 @@ class ServerConnection(asyncio.Protocol):
         self.send(
             frames.settings(
                 (
+                    (SettingCodes.MAX_CONCURRENT_STREAMS, _MOST_STREAMS),
                     (SettingCodes.INITIAL_WINDOW_SIZE, WINDOW),
                     (SettingCodes.MAX_HEADER_LIST_SIZE, MOST_HEADER_BYTES),
                 )
@@ -255,8 +258,9 @@ class ServerConnection(asyncio.Protocol):
             self.send(frames.reset(stream, ErrorCodes.STREAM_CLOSED))
             return
         self._last = stream
-        if self._closing or headers is None:
-            code = ErrorCodes.REFUSED_STREAM if self._closing else ErrorCodes.ENHANCE_YOUR_CALM
+        refused = self._closing or len(self._streams) >= _MOST_STREAMS
+        if refused or headers is None:
+            code = ErrorCodes.REFUSED_STREAM if refused else ErrorCodes.ENHANCE_YOUR_CALM
             self.send(frames.reset(stream, code))
             return
         found = self._streams[stream] = ServerStream(self, self._flow, stream, self._most_bytes)

@@ -21,6 +21,9 @@ from sapwood_router.openai.write_batch import WriteBatch
 _EXTENSION = "sapwood.connection"
 _PRIORITY, _TENANT, _AUTHORIZATION = PRIORITY_KEY.encode(), TENANT_KEY.encode(), AUTHORIZATION_KEY.encode()
 _CHUNKED = [(b"transfer-encoding", b"chunked")]
+_MOST_HEAD_BYTES = 64 * 1024
+"""Of a request's line and headers, or of the trailers after its body; the parser itself keeps as many as come."""
+_HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -39,6 +42,32 @@ class HttpConnection(HttpToolsProtocol):
         self._turnstile = turnstile
         self._writes = writes
         self._watchers: list[Callable[[], None]] = []
+        self._head_bytes = 0
+        """That have come since the last head, piece of a body or end of a request was whole."""
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes > _MOST_HEAD_BYTES and not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.write(_HEAD_TOO_LARGE)
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        """See HttpToolsProtocol."""
+        self._head_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """See HttpToolsProtocol."""
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """See HttpToolsProtocol."""
+        self._head_bytes = 0
+        super().on_message_complete()
 
     def on_message_begin(self) -> None:
         """See HttpToolsProtocol."""
@@ -143,6 +172,10 @@ class HttpConnection(HttpToolsProtocol):
             return True
 
         return send
+
+    def abort(self) -> None:
+        """Closes at once, whatever the client has not read."""
+        self.transport.abort()
 
     def take_body(self, scope: Scope, limit: int) -> bytes | None:
         """The body of a request, if all of it has come and it is no larger than ``limit`` bytes; else it is to be received."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_common.errors import InvalidArgumentError, RequestCancelledError, SapwoodError
 from sapwood_common.telemetry import REQUEST_ID_KEY, new_request_id
 from sapwood_router.caller import Caller, caller_of
 from sapwood_router.guard import tenant_var
@@ -21,6 +22,8 @@ from sapwood_router.request_ids import accept_request_id
 _SESSION_FIELDS = ("prompt_cache_key", "user")
 """OpenAI's, which it routes by, too: what has the same one shares a beginning, or an end user."""
 _REQUEST_ID_HEADER = REQUEST_ID_KEY.encode()
+_DEADLINE_SLACK = 1.0
+"""Seconds past its deadline that a client has to read the error that says so."""
 _JSON = (b"content-type", b"application/json")
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -50,6 +53,7 @@ class Exchange:
         self._scope = scope
         self._connection = connection_of(scope)
         self._watcher: Callable[[], None] | None = None
+        self._deadline = math.inf
 
     def accept_request_id(self) -> None:
         """Takes the client's id over.
@@ -71,7 +75,8 @@ class Exchange:
         Raises:
             InvalidArgumentError: What it asks is no time.
         """
-        return asyncio.get_running_loop().time() + min(most, asked_timeout(self.headers))
+        self._deadline = asyncio.get_running_loop().time() + min(most, asked_timeout(self.headers))
+        return self._deadline
 
     def sooner(self, deadline: float) -> float:
         """The same for an answer in one piece: OpenAI's clients say when they leave without it. Only after the body was read."""
@@ -127,11 +132,22 @@ class Exchange:
 
     async def send_events(self, events: bytes, *, last: bool = False) -> None:
         """Encoded events; the first call starts the response."""
-        if self.started:
-            if not (last and self._connection.end_chunks(self._scope, events)):
-                await self._send({"type": "http.response.body", "body": events, "more_body": not last})
-        else:
+        if not self.started:
             await self._send_first(200, _EVENTS, events, chunked=True, last=last)
+        elif not self._connection.writable():
+            await self._send_when_read(events, last)
+        elif not (last and self._connection.end_chunks(self._scope, events)):
+            await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+
+    async def _send_when_read(self, events: bytes, last: bool) -> None:
+        """To a client that reads nothing for now: by the deadline it must, or nobody would ever end its request."""
+        try:
+            async with asyncio.timeout_at(self._deadline + _DEADLINE_SLACK):
+                await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+        except TimeoutError:
+            self.client_left = True
+            self._connection.abort()
+            raise RequestCancelledError("the client does not read its answer") from None
 
     def writable(self) -> bool:
         """Whether :meth:`write_events` may be called."""

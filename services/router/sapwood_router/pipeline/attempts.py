@@ -208,7 +208,8 @@ class Attempts:
             changed = shared.registry.changed
             try:
                 return self._choose()
-            except UnavailableError as error:
+            except SapwoodError as error:
+                # Also: the model's last worker was removed, or those that are left have too little context.
                 left = give_up - loop.time()
                 if not isinstance(last, WorkerLostError) or left <= 0:
                     raise _told(last) from error  # what a worker said tells the client more than that none is left

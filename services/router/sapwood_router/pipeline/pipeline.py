@@ -60,7 +60,7 @@ class Pipeline:
         observer: RequestObserver,
     ) -> None:
         self.tokenizer = tokenizer
-        self.embedder = Embedder(tokenizer, registry, admission, policies, retry, failover, observer)
+        self.embedder = Embedder(tokenizer, registry, admission, policies, retry, failover, resume_grace, observer)
         self.session = session
         self.registry = registry
         self.admission = admission

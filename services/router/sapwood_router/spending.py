@@ -1,0 +1,37 @@
+"""What one request takes of its tenant's tokens, in however many prompts and continuations it is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sapwood_common.tenant import Tenant
+
+
+@dataclass(slots=True)
+class Spending:
+    """One request's. It is let in or refused as a whole: were each of its prompts asked for anew whether any tokens are left, a
+    request with more than the allowance's burst would be refused whenever it came, after part of it was computed.
+
+    Attributes:
+        tenant: Whose.
+        admitted: Whether a prompt of it was let in.
+    """
+
+    tenant: Tenant
+    admitted: bool = False
+
+    def take_prompt(self, tokens: int) -> None:
+        """Takes the tokens of one of its prompts.
+
+        Raises:
+            ResourceExhaustedError: It is the first, and the tenant has none left for now; nothing was taken.
+        """
+        if self.admitted:
+            self.tenant.take_output(tokens)
+        else:
+            self.tenant.take_prompt(tokens)
+            self.admitted = True
+
+    def take_output(self, tokens: int) -> None:
+        """Takes generated tokens."""
+        self.tenant.take_output(tokens)

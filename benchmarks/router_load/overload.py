@@ -90,7 +90,7 @@ def measure(engines: list[str], folder: Path, scale: float) -> tuple[list[Figure
         compare(router, {name: (burden, _Quiet()) for name, burden in burdens.items()})
     keys = {name: make_key() for name in ("flood", "other")}
     file = folder / "api-keys"
-    file.write_text("".join(f"{name} {hash_key(key)}\n" for name, key in keys.items()))
+    file.write_text("".join(f"{name} {hash_key(key)} priority=100\n" for name, key in keys.items()))
     times = Times(base_ms=2, pace_ms=5, max_running=_SLOTS)
     flags = ("--requests-per-worker", str(_SLOTS), "--queue-size", "64", "--api-keys", str(file))
     flood = partial(_flood, key=keys["flood"])

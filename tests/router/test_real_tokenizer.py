@@ -81,8 +81,9 @@ async def worker(byte_tokenizer: Tokenizer) -> AsyncIterator[FakeWorker]:
 @pytest.fixture
 async def router(tokenizer_address: str, worker: FakeWorker, wait_until) -> AsyncIterator[RouterApplication]:
     config = RouterConfig(
-        port=0, http_port=0, tokenizer=tokenizer_address, workers=(worker.address,), health_interval=0.1
-    )
+        port=0, http_port=0, tokenizer=tokenizer_address, workers=(worker.address,), health_interval=0.1, worker_silence=60,
+        tokenizer_grace=60,
+    )  # fmt: skip
     running = RouterApplication(config)
     await running.start()
     await wait_until(lambda: running.problem() is None)
@@ -93,7 +94,7 @@ async def router(tokenizer_address: str, worker: FakeWorker, wait_until) -> Asyn
 @pytest.fixture
 async def client(router: RouterApplication) -> AsyncIterator[openai.AsyncOpenAI]:
     url = f"http://127.0.0.1:{router.http_port}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as made:
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as made:
         yield made
 
 

@@ -203,7 +203,7 @@ async def test_three_losses_are_survived_and_a_fourth_ends_the_request(make_clus
             for _ in range(losses):
                 responses.append(await call.read())
                 await busy(cluster).kill()
-                await wait_until(lambda call=call, all=cluster: call.done() or running(all))
+                await wait_until(lambda call=call, cluster=cluster: call.done() or running(cluster))
             gate.set()
             if losses == 3:
                 assert tokens_of(await finish(call, responses)) == WHOLE

@@ -16,6 +16,7 @@ import pytest
 from sapwood.cli.child import Child
 from sapwood.cli.cluster import DiedError
 from sapwood.cli.main import main
+from sapwood_router.testing.ports import port_of_its_own
 
 
 @pytest.fixture
@@ -106,8 +107,9 @@ def test_up_names_the_flag_of_a_port_in_use(taken_port: int, capsys: pytest.Capt
     assert f"with {flag}, or" in shown
 
 
-def test_up_refuses_one_port_for_two_purposes(free_port: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["up", "--port", str(free_port), "--http-port", str(free_port)]) == 2
+def test_up_refuses_one_port_for_two_purposes(capsys: pytest.CaptureFixture[str]) -> None:
+    port = str(port_of_its_own())
+    assert main(["up", "--port", port, "--http-port", port]) == 2
     assert "--http-port and --port both mean" in capsys.readouterr().err
 
 

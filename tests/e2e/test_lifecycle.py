@@ -117,6 +117,7 @@ def test_a_second_ctrl_c_does_not_wait(start_cluster: Any) -> None:
         generation = client.generate("Once upon a time", max_tokens=5000, temperature=0, ignore_eos=True)
         next(generation)
         cluster.process.send_signal(signal.SIGINT)
+        cluster.wait_for_line("SIGTERM: draining")  # the first has been heard, and passed on to the services
         time.sleep(0.7)  # two signals at once would be one wish
         cluster.process.send_signal(signal.SIGINT)
         assert cluster.finish() == 130

@@ -148,7 +148,16 @@ class Cluster:
             addresses = [worker.address for worker in self.workers]
             flags = ("--port", "0", "--http-port", "0", "--tokenizer", self.tokenizer.address, "--resume-grace", "60")
             # Of the many seconds' silences some may be the machine's: those cost resumptions, too.
-            flags += ("--worker-silence", "2", "--most-resumptions", "20", "--tokenizer-grace", "60", "--queue-wait", "300")
+            flags += (
+                "--worker-silence",
+                "2",
+                "--most-resumptions",
+                "20",
+                "--tokenizer-grace",
+                "60",
+                "--queue-wait",
+                "300",
+            )
             self.router = self.add("sapwood_router", *flags, "--workers", *addresses)
             self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.router.ports[1]}", trust_env=False, timeout=200)
             self.wait_for_workers(WORKERS)

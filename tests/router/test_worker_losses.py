@@ -191,6 +191,7 @@ async def part_and_mend(router: RouterApplication, worker: WorkerProcess, worker
     await available(router, workers)
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("lose", "rounds"),
     [

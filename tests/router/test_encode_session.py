@@ -198,7 +198,7 @@ async def test_a_replica_that_leaves_answers_what_it_has(wait_until) -> None:
         assert await answer == encode("abc")
         deadline = asyncio.get_running_loop().time() + PATIENCE
         with pytest.raises(UnavailableError):
-            await TokenizerClient(lambda: [], 0.2).encode_text("x", "id", deadline)
+            await TokenizerClient(list, 0.2).encode_text("x", "id", deadline)
 
 
 async def test_a_session_that_is_stopped_leaves_nobody_waiting(wait_until) -> None:

@@ -74,12 +74,11 @@ def demo_oracle(demo_model: Path) -> Any:
 
 
 @pytest.fixture
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> Iterator[int]:
+    """A port that nothing listens on, and nobody can take meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @pytest.fixture
@@ -89,6 +88,15 @@ def taken_port() -> Iterator[int]:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         yield listener.getsockname()[1]
+
+
+PATIENT = {
+    "SAPWOOD_ROUTER_WORKER_SILENCE": "30",
+    "SAPWOOD_ROUTER_RESUME_GRACE": "60",
+    "SAPWOOD_ROUTER_TOKENIZER_GRACE": "60",
+    "SAPWOOD_ROUTER_QUEUE_WAIT": "300",
+}
+"""A router's settings where processes get little of a core: none of them is gone because it is silent for some seconds."""
 
 
 class RunningCluster:
@@ -161,7 +169,7 @@ def _run_cluster(flags: tuple[str, ...]) -> Iterator[RunningCluster]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={name: value for name, value in os.environ.items() if not name.startswith("SAPWOOD_UP_")},
+        env={name: value for name, value in os.environ.items() if not name.startswith("SAPWOOD_UP_")} | PATIENT,
     )
     cluster = None
     try:
@@ -171,7 +179,7 @@ def _run_cluster(flags: tuple[str, ...]) -> Iterator[RunningCluster]:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(timeout=60)
+                process.wait(timeout=120)
             except subprocess.TimeoutExpired:
                 process.kill()
         if cluster is not None:

@@ -16,6 +16,7 @@ import pytest
 from sapwood.cli.child import Child
 from sapwood.cli.cluster import DiedError
 from sapwood.cli.main import main
+from sapwood_router.testing.ports import port_of_its_own
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ async def test_kill_takes_the_whole_group(stand_in: Callable[[str], object]) -> 
     while not pids:
         await asyncio.sleep(0.01)
     child.kill()
-    await asyncio.wait_for(child.exited.wait(), 10)
+    await asyncio.wait_for(child.exited.wait(), 60)
     assert child.exit_code == -signal.SIGKILL
     assert str(DiedError(child)).startswith("it was killed by SIGKILL")
     assert _ends(pids[0])
@@ -88,7 +89,7 @@ def test_a_service_does_not_outlive_a_killed_parent(stand_in: Callable[[str], ob
 
 def _ends(pid: int) -> bool:
     """Whether a process that is not ours to wait for is gone, or a zombie, before long."""
-    for _ in range(1000):
+    for _ in range(6000):
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 return True
@@ -106,8 +107,9 @@ def test_up_names_the_flag_of_a_port_in_use(taken_port: int, capsys: pytest.Capt
     assert f"with {flag}, or" in shown
 
 
-def test_up_refuses_one_port_for_two_purposes(free_port: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["up", "--port", str(free_port), "--http-port", str(free_port)]) == 2
+def test_up_refuses_one_port_for_two_purposes(capsys: pytest.CaptureFixture[str]) -> None:
+    port = str(port_of_its_own())
+    assert main(["up", "--port", port, "--http-port", port]) == 2
     assert "--http-port and --port both mean" in capsys.readouterr().err
 
 

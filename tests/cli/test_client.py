@@ -109,7 +109,7 @@ def test_leaving_the_with_block_cancels_the_call(router: Any) -> None:
     with Client(router.address) as client, client.generate("Hi") as generation:
         assert next(generation).text == "Hello"
         assert generation.request_id == "made-here"
-    assert router.cancelled.wait(10)
+    assert router.cancelled.wait(60)
 
 
 async def test_leaving_the_async_with_block_cancels_the_call(router: Any) -> None:
@@ -118,14 +118,17 @@ async def test_leaving_the_async_with_block_cancels_the_call(router: Any) -> Non
         async with client.generate("Hi") as generation:
             assert (await anext(generation)).text == "Hello"
             assert await generation.request_id() == "made-here"
-        assert await asyncio.to_thread(router.cancelled.wait, 10)
+        assert await asyncio.to_thread(router.cancelled.wait, 60)
 
 
 def test_a_timeout_is_a_deadline_exceeded_error(router: Any) -> None:
     router.hang = True
-    with Client(router.address, timeout=0.3) as client, pytest.raises(sapwood_client.DeadlineExceededError):
-        client.generate("Hi").text()
-    assert router.cancelled.wait(10)
+    for seconds in (0.3, 3, 30):  # where the machine is slow, the first may pass before the router hears of it
+        with Client(router.address, timeout=seconds) as client, pytest.raises(sapwood_client.DeadlineExceededError):
+            client.generate("Hi").text()
+        if router.requests:
+            break
+    assert router.cancelled.wait(60)
 
 
 def test_no_router_is_unavailable(free_port: int) -> None:

@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sapwood_common.channel import open_channel
 from sapwood_common.server import ServiceServer
+from sapwood_router.testing.ports import port_of_its_own
 
 
 @contextlib.asynccontextmanager
@@ -56,8 +57,7 @@ async def test_a_server_that_is_slow_to_greet_is_waited_for() -> None:
 
 
 async def test_a_server_that_was_away_is_found_again() -> None:
-    async with serving() as port:
-        pass
+    port = port_of_its_own()
     async with open_channel(f"127.0.0.1:{port}") as channel:
         try:
             await status_at(channel)

@@ -27,7 +27,7 @@ def _run(cluster: Any, *command: str) -> str:
         "OPENAI_BASE_URL": f"http://{cluster.http}/v1",
         "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
     }
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -104,7 +104,7 @@ def test_the_commands_to_try_work(cluster: Any) -> None:
             capture_output=True,
             text=True,
             env=environment,
-            timeout=120,
+            timeout=300,
             check=False,
             input="Hi\n",
         )

@@ -53,7 +53,7 @@ def test_the_block_runs(cluster: Any, block: Block) -> None:
         "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}",
     }
     command = [sys.executable, "-c", code] if block.language == "python" else ["bash", "-euc", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 

@@ -23,7 +23,7 @@ def figures(folder: Path, *flags: str) -> dict[str, float]:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(TINY))
     command = [sys.executable, str(SCRIPT), "--model", str(model), *SMALL, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=550)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     return {row["what"].removeprefix("tiny "): row["value"] for row in rows}

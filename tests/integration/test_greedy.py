@@ -75,13 +75,13 @@ def _concurrently(client: Client, prompts: list[str], detokenize: bool = True, t
 def _flush(workers: list[str]) -> None:
     for address in workers:
         with grpc.insecure_channel(address) as channel:
-            worker_pb2_grpc.WorkerStub(channel).FlushCache(worker_pb2.FlushCacheRequest(), timeout=10)
+            worker_pb2_grpc.WorkerStub(channel).FlushCache(worker_pb2.FlushCacheRequest(), timeout=60)
 
 
 def _encode(tokenizer: str, prompts: list[str]) -> list[list[int]]:
     with grpc.insecure_channel(tokenizer) as channel:
         stub = tokenizer_pb2_grpc.TokenizerStub(channel)
-        answer = stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=prompts), timeout=10)
+        answer = stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=prompts), timeout=60)
     return [list(sequence.ids) for sequence in answer.sequences]
 
 

@@ -27,6 +27,14 @@ MODULES = {
 }
 
 
+# Where processes get little of a core, none of them is gone because it is silent for some seconds.
+PATIENT = {
+    "SAPWOOD_ROUTER_WORKER_SILENCE": "30",
+    "SAPWOOD_ROUTER_RESUME_GRACE": "60",
+    "SAPWOOD_ROUTER_TOKENIZER_GRACE": "60",
+}
+
+
 class Process:
     """A running service and what it logged."""
 
@@ -35,7 +43,7 @@ class Process:
             [sys.executable, "-m", "sapwood.cli.tied", MODULES[service], *flags],
             stderr=subprocess.PIPE,
             text=True,
-            env={name: value for name, value in os.environ.items() if not name.startswith("SAPWOOD_")},
+            env={name: value for name, value in os.environ.items() if not name.startswith("SAPWOOD_")} | PATIENT,
         )
         self.lines: list[str] = []
         self._changed = threading.Condition()
@@ -58,7 +66,7 @@ class Process:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            code = self.process.wait(timeout=30)
+            code = self.process.wait(timeout=90)
         except subprocess.TimeoutExpired:
             self.process.kill()
             code = self.process.wait()
@@ -104,13 +112,14 @@ class Cluster:
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
         )
         scheme = "https" if self.secure else "http"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while True:
             try:
-                with opener.open(f"{scheme}://{self.http}/health", timeout=10):
+                with opener.open(f"{scheme}://{self.http}/health", timeout=30):
                     return
-            except urllib.error.HTTPError as error:
-                assert time.monotonic() < deadline, error.read()
+            except OSError as error:  # not ready, or too slow to say so
+                why = error.read() if isinstance(error, urllib.error.HTTPError) else error
+                assert time.monotonic() < deadline, why
                 time.sleep(0.05)
 
     def metrics(self, service: str) -> str:
@@ -119,7 +128,7 @@ class Cluster:
         if service != "router":
             address = self.processes[service].find(r"metrics at http://([\d.]+:\d+)/metrics")
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://{address}/metrics", timeout=20) as response:
+        with opener.open(f"http://{address}/metrics", timeout=60) as response:
             return str(response.read().decode())
 
     def stop(self) -> None:

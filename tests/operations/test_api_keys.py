@@ -37,7 +37,7 @@ def test_only_who_has_a_key_is_served(start_services, connect, keys: Path) -> No
             connect(cluster.grpc, api_key=wrong).generate("hello", max_tokens=1).text()
     assert connect(cluster.grpc, api_key=alice).generate("hello", max_tokens=2, ignore_eos=True).text() is not None
 
-    web = httpx.Client(trust_env=False)
+    web = httpx.Client(timeout=60, trust_env=False)
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", http_client=web).models.list()
     client = openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key=alice, http_client=web)
@@ -47,7 +47,7 @@ def test_only_who_has_a_key_is_served(start_services, connect, keys: Path) -> No
 
     # A key that is added is known within a second or so, and the file holds none.
     bob = make_key("bob", keys)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         try:
             connect(cluster.grpc, api_key=bob).list_models()
@@ -70,7 +70,7 @@ def test_a_keys_rate_ends_in_a_retry_delay(start_services, connect, keys: Path) 
     cluster.wait_ready()
     client = connect(cluster.grpc, api_key=slow)
     with pytest.raises(ResourceExhaustedError) as refused:
-        for _ in range(10):
+        for _ in range(1000):
             client.list_models()
     assert refused.value.retry_after is not None
     assert 0 < refused.value.retry_after <= 5
@@ -99,5 +99,5 @@ def test_a_request_that_is_too_large_is_refused(start_services) -> None:
         with pytest.raises(grpc.RpcError) as refused:
             list(call)
     assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    answer = httpx.post(f"http://{cluster.http}/v1/completions", content=b"x" * 3000, trust_env=False)
+    answer = httpx.post(f"http://{cluster.http}/v1/completions", content=b"x" * 3000, timeout=60, trust_env=False)
     assert answer.status_code == 413

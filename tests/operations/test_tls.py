@@ -79,7 +79,7 @@ def secured(start_services, authority: Authority):
 
 
 def probe(address: str, *flags: object) -> int:
-    command = [sys.executable, "-m", "sapwood_common.probe", address, *map(str, flags)]
+    command = [sys.executable, "-m", "sapwood_common.probe", address, "--timeout", "30", *map(str, flags)]
     return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
 
 
@@ -112,7 +112,7 @@ def test_new_certificates_are_taken_up_without_a_restart(secured, connect, autho
     pid = secured.processes["router"].process.pid
     authority.issue("router")
     for address, old in before.items():
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while shown(address) == old:
             assert time.monotonic() < deadline, f"{address} still shows the old certificate"
             time.sleep(0.1)
@@ -128,7 +128,7 @@ def health(channel: grpc.Channel, service: str = "") -> int | None:
     with channel:
         try:
             stub = health_pb2_grpc.HealthStub(channel)
-            return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=20).status
+            return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60).status
         except grpc.RpcError:
             return None
 
@@ -160,7 +160,7 @@ def test_a_new_authority_for_clients_replaces_the_old_one_on_both_ports(
         )
         over_http = False
         try:
-            opener.open(f"https://{web}/health", timeout=20)
+            opener.open(f"https://{web}/health", timeout=60)
         except urllib.error.HTTPError as answer:
             over_http = answer.code == 503
         except OSError:

@@ -47,11 +47,11 @@ class Cluster:
         self.channel = open_channel(f"127.0.0.1:{router.grpc_port}")
         self.stub = router_pb2_grpc.RouterStub(self.channel)
         self.url = f"http://127.0.0.1:{router.http_port}"
-        self.http = httpx.AsyncClient(base_url=self.url, timeout=60, trust_env=False, verify=False)
+        self.http = httpx.AsyncClient(base_url=self.url, timeout=120, trust_env=False, verify=False)
 
     @functools.cached_property
     def openai(self) -> openai.AsyncOpenAI:
-        client = httpx.AsyncClient(timeout=60, trust_env=False, verify=False)
+        client = httpx.AsyncClient(timeout=120, trust_env=False, verify=False)
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=client)
 
     def calls(self) -> list:
@@ -70,7 +70,7 @@ class Cluster:
         await until(lambda: all(call.outcome != "running" for call in self.calls()))
         assert all(worker.pending_tokens == 0 for worker in self.router.registry.all())
 
-    async def generate(self, text: str, *, metadata=None, timeout=60, **fields) -> list:
+    async def generate(self, text: str, *, metadata=None, timeout=120, **fields) -> list:
         call = self.stub.Generate(
             router_pb2.RouterGenerateRequest(text=text, **fields), metadata=metadata, timeout=timeout
         )
@@ -98,9 +98,9 @@ def make_cluster() -> Callable:
         tokenizer, fakes = FakeTokenizer(), [FakeWorker() for _ in range(workers)]
         for service in (tokenizer, *fakes):
             await service.start()
-        # On a machine that is short of time a worker in this very process is easily silent for a second.
         settings = {"health_interval": 0.1, "heartbeat_ms": 10, "resume_grace": 0.3, **settings}
-        settings.setdefault("worker_silence", 30)
+        # On a machine that is short of time a worker in this very process is easily silent for a second, and all take longer.
+        settings = {"worker_silence": 30, "tokenizer_grace": 60, "queue_wait": 120, **settings}
         config = RouterConfig(
             port=0, http_port=0, tokenizer=tokenizer.address, workers=tuple(f.address for f in fakes), **settings
         )

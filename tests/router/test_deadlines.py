@@ -22,14 +22,17 @@ BODY = {"prompt": "hello", "max_tokens": 5}
 async def queued(make_cluster, wait_until):
     """A cluster whose one worker takes a request at a time, with many that wait, some of which were let go lately."""
     async with make_cluster(workers=1, requests_per_worker=1) as cluster:
-        cluster.workers[0].script.delay, cluster.workers[0].script.chunk = 0.02, 8
+        script = cluster.workers[0].script
+        script.delay, script.chunk, script.gate = 0.02, 8, asyncio.Event()
         waiting = [asyncio.ensure_future(cluster.http.post("/v1/completions", json=BODY)) for _ in range(30)]
         try:
+            await wait_until(lambda: cluster.router.status().queued == 29)
+            script.gate.set()
             await wait_until(lambda: sum(task.done() for task in waiting) >= 3)
-            cluster.workers[0].script.gate = asyncio.Event()
+            script.gate = asyncio.Event()
             yield cluster
         finally:
-            cluster.workers[0].script.gate.set()
+            script.gate.set()
             assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
 
 

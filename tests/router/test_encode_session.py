@@ -196,8 +196,9 @@ async def test_a_replica_that_leaves_answers_what_it_has(wait_until) -> None:
         assert not replica.encodings.up
         fake.gate.set()
         assert await answer == encode("abc")
+        deadline = asyncio.get_running_loop().time() + PATIENCE
         with pytest.raises(UnavailableError):
-            await client.text("x", 0.2)
+            await TokenizerClient(list, 0.2).encode_text("x", "id", deadline)
 
 
 async def test_a_session_that_is_stopped_leaves_nobody_waiting(wait_until) -> None:

@@ -60,7 +60,7 @@ async def test_a_restart_of_the_tokenizer_repeats_nothing_in_any_channel(cluster
 
     running = [asyncio.ensure_future(rest(number)) for number in range(4)]
     for share in (0.2, 0.5, 0.7, 0.85):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not all(sum(len(r.token_ids) for r in got) > share * len(encode(OUTPUT)) for got in so_far):
                 await asyncio.sleep(0.005)
         await cluster.tokenizer.kill()

@@ -147,16 +147,20 @@ async def worker_process(*flags: str):
         *(sys.executable, "-m", "sapwood_worker.testing.fake_worker", "--port", "0", "--step-ms", "0", *flags),
         stderr=asyncio.subprocess.PIPE,
     )
-    async with asyncio.timeout(60):
-        while not (found := re.search(r"listening on (\S+:\d+)", (await process.stderr.readline()).decode())):
-            pass
-    reading = asyncio.ensure_future(process.stderr.read())
     try:
+        async with asyncio.timeout(60):
+            while not (
+                found := re.search(r"listening on (\S+:\d+)", line := (await process.stderr.readline()).decode())
+            ):
+                assert line, "it ended"
+        reading = asyncio.ensure_future(process.stderr.read())
         yield found[1]
-    finally:
         process.kill()
-        await process.wait()
         await reading
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
 
 async def until(condition) -> None:

@@ -62,7 +62,7 @@ async def test_every_kind_of_prompt_gives_its_choices_whole_and_streamed(cluster
 
 async def test_a_streamed_completion_is_sse_with_usage_last_and_done(cluster) -> None:
     for worker in cluster.workers:
-        worker.script.delay = 0.005
+        worker.script.delay = 0.02
     body = {"model": "fake", "prompt": "héllo", "stream": True, "stream_options": {"include_usage": True}}
     response = await cluster.http.post("/v1/completions", json=body)
     assert response.headers["content-type"].startswith("text/event-stream")

@@ -48,7 +48,7 @@ async def serving(workers: int, *flags: str):
         *(sys.executable, "-m", "sapwood_router", "--port", "0", "--http-port", "0", "--log-level", "info"),
         *("--tokenizer", tokenizer.address, "--workers", *(fake.address for fake in fakes), *flags),
         # The fakes share this process with thousands of clients.
-        *("--worker-silence", "60", "--tokenizer-grace", "60"),
+        *("--worker-silence", "60", "--tokenizer-grace", "60", "--queue-wait", "300"),
         stderr=asyncio.subprocess.PIPE,
     )
     ports: dict[str, int] = {}
@@ -66,17 +66,18 @@ async def serving(workers: int, *flags: str):
                 while (await router.http.get("/health")).status_code != 200:
                     await asyncio.sleep(0.05)
             yield router, fakes
+        process.kill()
+        await drain
     finally:
         if process.returncode is None:
             process.kill()
         await process.wait()
-        await drain
         for service in (*fakes, tokenizer):
             await service.kill()
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(200):
         while not condition():
             await asyncio.sleep(0.05)
 
@@ -121,8 +122,11 @@ async def test_five_thousand_idle_streams_cost_little_and_leave_nothing_behind()
         assert peaks[0] - before < count * 60_000
         assert peaks[1] - peaks[0] < 20 * MB  # later ones find the memory that the first have left
         await complete(router, "still here")
-        metrics = (await router.http.get("/metrics")).text
-        assert re.search(r"^sapwood_router_running_requests 0\.0$", metrics, re.MULTILINE)
+        async with asyncio.timeout(60):  # the answer is here a moment before its request is over there
+            while not re.search(
+                r"^sapwood_router_running_requests 0\.0$", (await router.http.get("/metrics")).text, re.MULTILINE
+            ):
+                await asyncio.sleep(0.05)
 
 
 async def test_readers_that_never_read_hold_a_bounded_part_of_their_answer() -> None:
@@ -157,7 +161,10 @@ async def test_readers_that_never_read_hold_a_bounded_part_of_their_answer() -> 
             "running"
         }  # nothing can be finished into a socket that nobody reads
         # The tokens themselves, to resume with; what was made of them is at most a window of each stream.
-        assert router.resident() - before < 20 * sent + 20 * MB
+        resident = router.resident()
+        sent = sum(call.sent_tokens for call in calls)  # a slow machine may have said more meanwhile
+        assert sent < readers * length
+        assert resident - before < 20 * sent + 20 * MB
         for writer in writers:
             writer.transport.abort()
         await until(lambda: all(call.outcome != "running" for call in calls))
@@ -202,7 +209,7 @@ async def test_a_flood_of_fifty_times_the_capacity_is_refused_but_for_what_fits(
                 for number in range(flood)
             ]
             await until(lambda: sum(request.done() for request in requests) >= flood - slots - queue)
-            assert sum(call.outcome == "running" for fake in fakes for call in fake.calls) == slots
+            await until(lambda: sum(call.outcome == "running" for fake in fakes for call in fake.calls) == slots)
             urgent = asyncio.ensure_future(
                 router.http.post("/v1/completions", json={"prompt": "urgent"}, headers={"x-priority": "100"})
             )

@@ -40,7 +40,9 @@ class RouterProcess:
 @contextlib.asynccontextmanager
 async def router(*flags: str):
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "sapwood_router", "--port", "0", "--http-port", "0", *flags,
+        sys.executable, "-m", "sapwood_router", "--port", "0", "--http-port", "0",
+        # The fakes share this process with the test, which may stand still for seconds.
+        "--worker-silence", "60", "--tokenizer-grace", "60", *flags,
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     running = RouterProcess(process)
@@ -69,7 +71,8 @@ async def test_it_serves_and_logs_a_line_a_request(fakes) -> None:
     tokenizer, worker = fakes
     flags = ("--tokenizer", tokenizer.address, "--workers", worker.address, "--policy", "least_load")
     async with router(*flags) as running:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{running.ports['HTTP']}", trust_env=False) as http:
+        base = f"http://127.0.0.1:{running.ports['HTTP']}"
+        async with httpx.AsyncClient(base_url=base, timeout=60, trust_env=False) as http:
             async with asyncio.timeout(60):
                 while (await http.get("/health")).status_code != 200:
                     await asyncio.sleep(0.02)
@@ -93,14 +96,15 @@ async def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(fakes)
         base = f"http://127.0.0.1:{running.ports['HTTP']}"
         async with (
             open_channel(f"127.0.0.1:{running.ports['gRPC']}") as channel,
-            httpx.AsyncClient(base_url=base, timeout=30, trust_env=False) as http,
+            httpx.AsyncClient(base_url=base, timeout=60, trust_env=False) as http,
         ):
             stub = router_pb2_grpc.RouterStub(channel)
             stream = aiter(stub.Generate(router_pb2.RouterGenerateRequest(text="hello")))
             text = (await anext(stream)).text
             over_http = asyncio.ensure_future(http.post("/v1/completions", json={"prompt": "world"}))
-            while len(worker.calls) < 2:
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(60):
+                while len(worker.calls) < 2:
+                    await asyncio.sleep(0.01)
             running.process.send_signal(signal.SIGTERM)
             await running.wait_for("draining")
             async with asyncio.timeout(60):

@@ -1,6 +1,7 @@
 """Streams whose worker is lost go on, on another one, as if nothing had happened. Fakes in this process."""
 
 import asyncio
+import time
 
 import grpc
 import pytest
@@ -23,11 +24,19 @@ WHOLE = [*countdown([START]), 1]
 
 @pytest.fixture
 async def cluster(make_cluster):
-    async with make_cluster(3, worker_silence=1) as running:
+    async with make_cluster(3) as running:
         for worker in running.workers:
             worker.script.tokens = countdown
             worker.script.delay = 0.005
         yield running
+
+
+def hold(cluster, tokens: int) -> asyncio.Event:
+    """Nobody says more than so many tokens of an answer before the event is set: no stream ends before it is disturbed."""
+    gate = asyncio.Event()
+    for worker in cluster.workers:
+        worker.script.gate, worker.script.gate_after = gate, tokens
+    return gate
 
 
 def start(cluster, *, stop=(), model=None, **sampling):
@@ -52,8 +61,12 @@ def text_of(responses) -> str:
     return "".join(response.text for response in responses)
 
 
+def running(cluster) -> list:
+    return [w for w in cluster.workers if any(call.outcome == "running" for call in w.calls)]
+
+
 def busy(cluster):
-    return next(w for w in cluster.workers if any(call.outcome == "running" for call in w.calls))
+    return running(cluster)[0]
 
 
 async def metadata_of(call) -> dict:
@@ -69,37 +82,40 @@ async def hang(worker) -> None:
 
 
 async def fail(worker) -> None:
-    worker.script.error, worker.script.fail_after = errors.UnavailableError("the scheduler stopped"), 15
+    worker.script.error, worker.script.fail_after = errors.UnavailableError("the scheduler stopped"), 20
 
 
 @pytest.mark.parametrize("lose", [kill, hang, fail])
-async def test_a_stream_goes_on_where_it_was_with_the_right_usage(cluster, lose) -> None:
-    undisturbed = await finish(start(cluster), [])
-    call = start(cluster)
-    responses = [await call.read()]
-    if lose is fail:
+async def test_a_stream_goes_on_where_it_was_with_the_right_usage(make_cluster, lose) -> None:
+    # The others must not fall silent by themselves, however slow the machine is.
+    async with make_cluster(3, worker_silence=3 if lose is hang else 30) as cluster:
         for worker in cluster.workers:
-            if worker is busy(cluster):
-                await lose(worker)
-    else:
+            worker.script.tokens, worker.script.delay = countdown, 0.005
+        undisturbed = await finish(start(cluster), [])
+        gate = hold(cluster, 15)
+        call = start(cluster)
+        responses = [await call.read()]
         await lose(busy(cluster))
-    await finish(call, responses)
-    assert tokens_of(responses) == tokens_of(undisturbed) == WHOLE
-    assert text_of(responses) == text_of(undisturbed)
-    usage = responses[-1].usage
-    assert (usage.prompt_tokens, usage.completion_tokens) == (3, len(WHOLE))
-    assert usage.cached_tokens <= 3
-    metadata = await metadata_of(call)
-    assert metadata["x-sapwood-resumptions"] == "1"
-    assert metadata["x-sapwood-worker"] in {worker.address for worker in cluster.workers}
-    await cluster.idle_workers()
+        gate.set()
+        await finish(call, responses)
+        assert tokens_of(responses) == tokens_of(undisturbed) == WHOLE
+        assert text_of(responses) == text_of(undisturbed)
+        usage = responses[-1].usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (3, len(WHOLE))
+        assert usage.cached_tokens <= 3
+        metadata = await metadata_of(call)
+        assert metadata["x-sapwood-resumptions"] == "1"
+        assert metadata["x-sapwood-worker"] in {worker.address for worker in cluster.workers}
+        await cluster.idle_workers()
 
 
 async def test_the_next_worker_gets_prompt_tokens_so_far_the_rest_of_max_tokens_and_the_same_seed(cluster) -> None:
+    gate = hold(cluster, 15)
     call = start(cluster, max_tokens=30, temperature=1.0)
     responses = [await call.read()]
     first = busy(cluster)
     await first.kill()
+    gate.set()
     await finish(call, responses)
     (before,) = first.calls
     (after,) = [seen for worker in cluster.workers if worker is not first for seen in worker.calls]
@@ -117,11 +133,13 @@ async def test_the_next_worker_gets_prompt_tokens_so_far_the_rest_of_max_tokens_
 async def test_a_stop_string_across_the_loss_is_found(cluster) -> None:
     text = text_of(await finish(start(cluster), []))
     stop = text[20:34]
+    gate = hold(cluster, 27)
     call = start(cluster, stop=[stop])
     responses = [await call.read()]
     while len(tokens_of(responses)) < 12:
         responses.append(await call.read())
     await busy(cluster).kill()
+    gate.set()
     await finish(call, responses)
     assert text_of(responses) == text[:20]
     assert responses[-1].stop_match == stop
@@ -131,12 +149,16 @@ async def test_over_http_it_is_the_same_stream(cluster) -> None:
     body = {"prompt": [2, 7, START], "stream": True, "max_tokens": 100, "stream_options": {"include_usage": True}}
     texts = []
     for disturbed in (False, True):
+        gate = hold(cluster, 20)
+        if not disturbed:
+            gate.set()
         async with cluster.http.stream("POST", "/v1/completions", json=body) as response:
             lines = []
             async for line in response.aiter_lines():
                 lines.append(line)
-                if disturbed and len(lines) == 5:
+                if disturbed and len(lines) == 1:
                     await busy(cluster).kill()
+                    gate.set()
         assert lines[-2] == "data: [DONE]"
         import json
 
@@ -171,22 +193,19 @@ async def test_over_http_an_answer_in_one_piece_says_whose_it_is_and_how_often_i
     assert resumed.headers["x-sapwood-resumptions"] == "1"
 
 
-async def test_three_losses_are_survived_and_a_fourth_ends_the_request(make_cluster, expect_error) -> None:
+async def test_three_losses_are_survived_and_a_fourth_ends_the_request(make_cluster, expect_error, wait_until) -> None:
     for losses in (3, 4):
-        async with make_cluster(5, worker_silence=1) as cluster:
+        async with make_cluster(5) as cluster:
             for worker in cluster.workers:
                 worker.script.tokens, worker.script.delay = countdown, 0.02
+            gate = hold(cluster, 5)
             call = start(cluster)
             responses = []
             for _ in range(losses):
                 responses.append(await call.read())
                 await busy(cluster).kill()
-                while responses[-1] is not grpc.aio.EOF and not any(
-                    c.outcome == "running" for w in cluster.workers for c in w.calls
-                ):
-                    await asyncio.sleep(0.005)
-                    if call.done():
-                        break
+                await wait_until(lambda call=call, cluster=cluster: call.done() or running(cluster))
+            gate.set()
             if losses == 3:
                 assert tokens_of(await finish(call, responses)) == WHOLE
                 assert (await metadata_of(call))["x-sapwood-resumptions"] == "3"
@@ -196,12 +215,14 @@ async def test_three_losses_are_survived_and_a_fourth_ends_the_request(make_clus
 
 
 async def test_with_no_other_worker_the_stream_waits_for_one(make_cluster) -> None:
-    async with make_cluster(1, resume_grace=10, worker_silence=1) as cluster:
+    async with make_cluster(1, resume_grace=60) as cluster:
         (worker,) = cluster.workers
         worker.script.tokens, worker.script.delay = countdown, 0.01
+        gate = hold(cluster, 15)
         call = start(cluster)
         responses = [await call.read()]
         await worker.kill()
+        gate.set()
         await asyncio.sleep(0.3)
         await worker.start()
         assert tokens_of(await finish(call, responses)) == WHOLE
@@ -229,11 +250,13 @@ async def test_a_stream_whose_model_nobody_serves_for_now_waits_too(make_cluster
 
 
 async def test_a_draining_worker_takes_nothing_new_and_its_streams_finish(cluster, wait_until) -> None:
+    gate = hold(cluster, 15)
     call = start(cluster)
     responses = [await call.read()]
     worker = busy(cluster)
     await worker.set_serving(False)
     await wait_until(lambda: len(cluster.router.registry.available("fake")) == 2)
+    gate.set()
     assert tokens_of(await finish(call, responses)) == WHOLE
     assert (await metadata_of(call))["x-sapwood-resumptions"] == "0"
     await worker.set_serving(True)
@@ -258,9 +281,13 @@ async def test_a_worker_that_fails_every_request_is_left_alone_and_taken_back(ma
     async with make_cluster(2, breaker_open_seconds=0.3, policy="round_robin") as cluster:
         bad = cluster.workers[0]
         bad.script.error, bad.script.fail_after = errors.InternalError("boom"), 0
+        begun, probes, wait = time.monotonic(), 0, 0.3
         for _ in range(20):
             assert text_of(await cluster.generate("abc")) == "abc"
-        assert 5 <= len(bad.calls) <= 7
+        left = time.monotonic() - begun
+        while left >= wait:  # each that fails doubles the time to the next
+            left, wait, probes = left - wait, 2 * wait, probes + 1
+        assert 5 <= len(bad.calls) <= 5 + probes
         bad.script.error = None
         worker = next(w for w in cluster.router.registry.all() if w.address == bad.address)
         await wait_until(worker.breaker.admits)

@@ -22,8 +22,9 @@ REQUESTS = 12
 async def running_router(wait_until, tokenizers: str, worker: FakeWorker, lookup=addresses_behind):
     await worker.start()
     config = RouterConfig(
-        port=0, http_port=0, tokenizer=tokenizers, workers=(worker.address,), health_interval=0.1, request_timeout=60
-    )
+        port=0, http_port=0, tokenizer=tokenizers, workers=(worker.address,), health_interval=0.1, request_timeout=120,
+        worker_silence=60, tokenizer_grace=60,
+    )  # fmt: skip
     router = RouterApplication(config, lookup)
     await router.start()
     try:
@@ -31,7 +32,7 @@ async def running_router(wait_until, tokenizers: str, worker: FakeWorker, lookup
         # Streams spread only over calls that are known to stand.
         await wait_until(lambda: all(session.up for session in router._detokenizers._sessions.values()))
         url = f"http://127.0.0.1:{router.http_port}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
             yield router, client
     finally:
         await router.stop()
@@ -46,6 +47,7 @@ async def complete(client: openai.AsyncOpenAI) -> str:
 async def test_streams_move_to_another_replica_and_new_requests_go_there(wait_until) -> None:
     fakes, worker = [FakeTokenizer(), FakeTokenizer()], FakeWorker()
     worker.script.delay = 0.003
+    worker.script.gate, worker.script.gate_after = asyncio.Event(), 50  # none ends before all have begun
     for fake in fakes:
         await fake.start()
     addresses = ",".join(fake.address for fake in fakes)
@@ -53,6 +55,7 @@ async def test_streams_move_to_another_replica_and_new_requests_go_there(wait_un
         answers = [asyncio.ensure_future(complete(client)) for _ in range(REQUESTS)]
         await wait_until(lambda: all(len(fake.open_streams) == REQUESTS / 2 for fake in fakes))
         await fakes[0].kill()
+        worker.script.gate.set()
         assert await asyncio.gather(*answers) == [TEXT] * REQUESTS
         assert router.problem() is None
         assert await complete(client) == TEXT
@@ -90,6 +93,7 @@ async def test_a_call_that_the_tokenizer_resets_is_made_again(wait_until) -> Non
 async def test_a_stream_waits_for_a_replica_where_none_is_left(wait_until) -> None:
     fakes, worker = [FakeTokenizer(), FakeTokenizer()], FakeWorker()
     worker.script.delay = 0.003
+    worker.script.gate, worker.script.gate_after = asyncio.Event(), 50
     for fake in fakes:
         await fake.start()
     addresses = ", ".join(fake.address for fake in fakes)
@@ -98,6 +102,7 @@ async def test_a_stream_waits_for_a_replica_where_none_is_left(wait_until) -> No
         await wait_until(lambda: all(len(fake.open_streams) == 2 for fake in fakes))
         for fake in fakes:
             await fake.kill()
+        worker.script.gate.set()
         await asyncio.sleep(0.2)
         await fakes[1].start()
         assert await asyncio.gather(*answers) == [TEXT] * 4
@@ -123,7 +128,7 @@ async def test_a_real_replica_killed_or_stopped_under_load_fails_no_request(wait
                 return texts
 
             users = [asyncio.ensure_future(user()) for _ in range(12)]
-            await wait_until(lambda: left < 40, 30)
+            await wait_until(lambda: left < 40)
             first.process.send_signal(how)
             texts = [text for texts in await asyncio.gather(*users) for text in texts]
             assert texts == [TEXT] * 60

@@ -29,7 +29,7 @@ def countdown(prompt) -> list[int]:
 
 @pytest.fixture
 async def cluster(make_cluster):
-    async with make_cluster(3, worker_silence=1) as running:
+    async with make_cluster(3) as running:
         for worker in running.workers:
             worker.script.tokens = countdown
         # Nothing of what follows may need it: its calls would fail, and no stream of its would ever end.
@@ -121,11 +121,14 @@ async def test_a_body_has_them_too(cluster) -> None:
 
 
 async def test_a_stream_goes_on_where_its_worker_was_lost(cluster) -> None:
+    gate = asyncio.Event()
     for worker in cluster.workers:
         worker.script.delay = 0.005
+        worker.script.gate, worker.script.gate_after = gate, 15  # it does not end before it is lost
     call = start(cluster, seed=3)
     responses = [await call.read()]
     await next(w for w in cluster.workers if any(seen.outcome == "running" for seen in w.calls)).kill()
+    gate.set()
     while (response := await call.read()) is not grpc.aio.EOF:
         responses.append(response)
     assert [token for response in responses for token in response.token_ids] == [*ANSWER, END]

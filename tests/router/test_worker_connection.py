@@ -33,7 +33,7 @@ async def test_a_worker_that_answers_nonsense_is_asked_again(wait_until) -> None
     await server.start()
     worker = Worker(f"127.0.0.1:{port}", CircuitBreaker(BreakerSettings(), time.monotonic), time.monotonic)
     registry = Registry([worker])
-    connection = WorkerConnection(worker, registry, 250, 1.0, lambda _: None, lambda _: None, time.monotonic, Dialer())
+    connection = WorkerConnection(worker, registry, 250, 30.0, lambda _: None, lambda _: None, time.monotonic, Dialer())
     task = asyncio.create_task(connection.run())
     try:
         await wait_until(lambda: sessions >= 3 or task.done())

@@ -7,7 +7,6 @@ import contextlib
 import random
 import re
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from itertools import islice
@@ -22,20 +21,12 @@ from sapwood_common.channel import open_channel
 from sapwood_router.application import RouterApplication
 from sapwood_router.config import RouterConfig
 from sapwood_router.testing.fake_tokenizer import FakeTokenizer
+from sapwood_router.testing.ports import port_of_its_own
 from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.fake_runner import continuation
 
 VOCAB = 131  # the fake tokenizer reads each as an ASCII character
 LENGTH = 60
-
-
-def port_of_its_own() -> int:
-    """A free port below those that the kernel hands out: nobody takes it while its worker restarts."""
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", random.SystemRandom().randrange(12_000, 32_000)))
-            port: int = probe.getsockname()[1]
-            return port
 
 
 class WorkerProcess:
@@ -116,7 +107,7 @@ class Load:
             request = router_pb2.RouterGenerateRequest()
             request.tokens.ids.extend(prompt)
             request.sampling.seed, request.sampling.max_tokens = 7, LENGTH
-            call = self._stub.Generate(request, timeout=60)
+            call = self._stub.Generate(request, timeout=120)
             tokens: list[int] = []
             async for response in call:
                 tokens += response.token_ids
@@ -136,6 +127,8 @@ async def cluster(workers: int, namespaces: Sequence[Any] = (), workers_file: Pa
     addresses = tuple(process.address for process in processes)
     if workers_file is not None:
         await asyncio.to_thread(workers_file.write_text, "\n".join(addresses))
+    # A worker that gets little of a core is silent for seconds: only where silence is the loss it counts, and then not so soon.
+    settings = {"worker_silence": 60, "resume_grace": 60, "tokenizer_grace": 60, "queue_wait": 120, **settings}
     router = RouterApplication(
         RouterConfig(
             port=0,
@@ -167,7 +160,7 @@ async def available(router: RouterApplication, count: int) -> None:
 
 async def progress(load: Load, requests: int) -> None:
     goal = load.done + requests
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while load.done < goal:
             load.check()
             await asyncio.sleep(0.01)
@@ -198,6 +191,7 @@ async def part_and_mend(router: RouterApplication, worker: WorkerProcess, worker
     await available(router, workers)
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("lose", "rounds"),
     [
@@ -211,7 +205,9 @@ async def part_and_mend(router: RouterApplication, worker: WorkerProcess, worker
 async def test_no_request_fails_and_every_stream_is_as_if_undisturbed(lose, rounds, make_namespace) -> None:
     count = 3 if rounds < 20 else 4
     namespaces = [make_namespace() for _ in range(count)] if lose is part_and_mend else []
-    async with cluster(count, namespaces) as (router, workers, stub):
+    # Of the many seconds' silences some may be the machine's: those cost resumptions, too.
+    settings = {} if lose is kill_and_restart else {"worker_silence": 2, "most_resumptions": 20}
+    async with cluster(count, namespaces, **settings) as (router, workers, stub):
         load = Load(stub, streams=16, seed=rounds)
         rng = random.Random(rounds)
         losses = 0
@@ -260,21 +256,24 @@ async def test_what_is_no_longer_named_finishes_what_it_has_and_what_is_removed_
         request = router_pb2.RouterGenerateRequest()
         request.tokens.ids.extend([5, 6, 7])
         request.sampling.seed, request.sampling.max_tokens = 7, 200
-        call = stub.Generate(request, timeout=120)
-        tokens = list((await call.read()).token_ids)
-        moves = 0
-        while moves < 4:
-            busy = next((worker for worker in router.registry.all() if worker.in_flight), None)
-            if busy is not None:
-                await stub.RemoveWorker(router_pb2.RemoveWorkerRequest(address=busy.address))
-                await stub.RegisterWorker(router_pb2.RegisterWorkerRequest(address=busy.address))
-                moves += 1
-                await available(router, 2)
-            tokens += (await call.read()).token_ids
-        while (response := await call.read()) is not grpc.aio.EOF:
-            tokens += response.token_ids
-        assert tokens == list(islice(continuation([5, 6, 7], SamplingParams(seed=7), VOCAB), 200))
-        assert dict(await call.trailing_metadata())["x-sapwood-resumptions"] == "4"
+        moves = attempts = 0
+        while moves < 4:  # a worker may have said all before this process has moved it often enough
+            attempts += 1
+            assert attempts <= 10
+            call = stub.Generate(request, timeout=120)
+            tokens: list[int] = []
+            moves = 0
+            while (response := await call.read()) is not grpc.aio.EOF:
+                tokens += response.token_ids
+                busy = next((worker for worker in router.registry.all() if worker.in_flight), None)
+                if moves < 4 and busy is not None:
+                    await stub.RemoveWorker(router_pb2.RemoveWorkerRequest(address=busy.address))
+                    await stub.RegisterWorker(router_pb2.RegisterWorkerRequest(address=busy.address))
+                    moves += 1
+                    await available(router, 2)
+            assert tokens == list(islice(continuation([5, 6, 7], SamplingParams(seed=7), VOCAB), 200))
+            moves = int(dict(await call.trailing_metadata())["x-sapwood-resumptions"])
+            assert moves <= 4
 
 
 async def test_the_scheduler_of_a_worker_dies() -> None:
@@ -292,7 +291,7 @@ async def test_the_scheduler_of_a_worker_dies() -> None:
 
 
 async def test_a_deadline_holds_while_the_only_worker_hangs() -> None:
-    async with cluster(1) as (_, workers, stub):
+    async with cluster(1, worker_silence=1, resume_grace=120) as (_, workers, stub):
         request = router_pb2.RouterGenerateRequest()
         request.tokens.ids.extend([5, 6])
         request.sampling.max_tokens = 400

@@ -120,7 +120,7 @@ def test_a_group_that_cannot_start_says_so_and_ends(byte_level: Tokenizer, tmp_p
             (["--port", port], f"cannot listen on 127.0.0.1:{port}"),
             (["--port", "0", "--metrics-port", port], "could not start"),
         ):
-            ended = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60, check=False)
+            ended = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120, check=False)
             assert ended.returncode == 1
             assert reason in ended.stderr
             assert "Traceback" not in ended.stderr

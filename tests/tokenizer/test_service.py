@@ -171,22 +171,26 @@ async def test_streams_of_one_call_do_not_mix_and_one_that_fails_fails_alone(
 async def test_a_runaway_template_is_stopped_while_others_are_served(start_service: Callable, tmp_path) -> None:
     template = tmp_path / "endless.jinja"
     template.write_text("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
-    service = start_service("--chat-template", str(template), "--template-timeout", "3")
-    async with grpc.aio.insecure_channel(service.address) as channel:
-        stub = tokenizer_pb2_grpc.TokenizerStub(channel)
-        request = tokenizer_pb2.ApplyChatTemplateRequest(messages=[{"role": "user", "content": "x"}])
-        gone = stub.ApplyChatTemplate(request)
-        slow = asyncio.ensure_future(stub.ApplyChatTemplate(request))
-        await asyncio.sleep(0.1)
-        gone.cancel()
-        await stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=["others"]))
-        assert not slow.done()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await slow
-        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert "did not end within 3 s" in str(caught.value.details())
-        assert from_rpc_error(caught.value).field == "messages"
-    assert service.stop() == 0
+    for seconds in (3, 30):  # where the machine is slow, the first may pass before the others are served
+        service = start_service("--chat-template", str(template), "--template-timeout", str(seconds))
+        async with grpc.aio.insecure_channel(service.address) as channel:
+            stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+            request = tokenizer_pb2.ApplyChatTemplateRequest(messages=[{"role": "user", "content": "x"}])
+            gone = stub.ApplyChatTemplate(request)
+            slow = asyncio.ensure_future(stub.ApplyChatTemplate(request))
+            await asyncio.sleep(0.1)
+            gone.cancel()
+            await stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=["others"]))
+            served = not slow.done()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await slow
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert f"did not end within {seconds} s" in str(caught.value.details())
+            assert from_rpc_error(caught.value).field == "messages"
+        assert service.stop() == 0
+        if served:
+            break
+    assert served
 
 
 async def test_floods_are_refused_and_the_service_goes_on(start_service: Callable, byte_level: Tokenizer) -> None:

@@ -24,6 +24,7 @@ from sapwood_worker.scheduler.fake_runner import continuation
 
 VOCAB = 1000
 POISON = 999  # a prompt that begins with it makes its step fail
+ROOMY = ("--num-pages", "4096")  # what has no end of its own goes on for a minute
 SEED = 11
 
 
@@ -88,7 +89,7 @@ async def test_concurrent_requests_each_get_their_own_tokens_and_usage(start) ->
 
 
 async def test_closing_the_call_stops_the_request_and_frees_its_pages(start) -> None:
-    async with grpc.aio.insecure_channel(start("--no-prefix-cache").address) as channel:
+    async with grpc.aio.insecure_channel(start("--no-prefix-cache", *ROOMY).address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         calls = [stub.Generate(request(f"r{n}", [n] * 40, ignore_eos=True)) for n in range(8)]
         for call in calls:
@@ -100,7 +101,7 @@ async def test_closing_the_call_stops_the_request_and_frees_its_pages(start) -> 
 
 
 async def test_a_deadline_ends_the_request_too_also_in_the_queue(start) -> None:
-    async with grpc.aio.insecure_channel(start("--max-running", "1", "--no-prefix-cache").address) as channel:
+    async with grpc.aio.insecure_channel(start("--max-running", "1", "--no-prefix-cache", *ROOMY).address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         for seconds in (0.5, 5, 30):  # where the machine is slow, the first may pass before all are there
             names = [f"r{n}-{seconds}" for n in range(3)]
@@ -122,7 +123,7 @@ async def test_a_deadline_ends_the_request_too_also_in_the_queue(start) -> None:
 
 
 async def test_abort_ends_the_call_with_cancelled(start) -> None:
-    async with grpc.aio.insecure_channel(start().address) as channel:
+    async with grpc.aio.insecure_channel(start(*ROOMY).address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         call = stub.Generate(request("mine", [1]))
         await call.read()
@@ -152,7 +153,7 @@ async def test_an_id_can_be_used_again_as_soon_as_its_call_is_over(start) -> Non
 
 
 async def test_a_failed_step_ends_its_requests_internal_and_the_worker_goes_on(start) -> None:
-    async with grpc.aio.insecure_channel(start().address) as channel:
+    async with grpc.aio.insecure_channel(start(*ROOMY).address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         beside = stub.Generate(request("beside", [1]))
         await beside.read()
@@ -249,7 +250,7 @@ async def test_n_continuations_share_a_prompt_and_each_has_its_own_end(shared: s
 
 
 async def test_closing_a_call_ends_all_its_continuations_and_one_refused_refuses_all(start) -> None:
-    worker = start("--max-running", "2", "--max-waiting", "2", "--no-prefix-cache")
+    worker = start("--max-running", "2", "--max-waiting", "2", "--no-prefix-cache", *ROOMY)
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         call = stub.Generate(request("many", [1], n=2, ignore_eos=True))
@@ -295,7 +296,7 @@ def shared(fake_worker) -> Iterator[str]:
 
 
 async def test_a_full_queue_and_a_taken_id_are_refused(start) -> None:
-    async with grpc.aio.insecure_channel(start("--max-running", "1", "--max-waiting", "1").address) as channel:
+    async with grpc.aio.insecure_channel(start("--max-running", "1", "--max-waiting", "1", *ROOMY).address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         calls = []
         for number, counts in enumerate(
@@ -314,10 +315,10 @@ async def test_a_full_queue_and_a_taken_id_are_refused(start) -> None:
 
 
 async def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(start) -> None:
-    worker = start(step_ms=5)
+    worker = start(step_ms=10)
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
-        call = stub.Generate(request("running", [3], max_tokens=100))
+        call = stub.Generate(request("running", [3], max_tokens=400))  # four seconds, in which others ask
         tokens = list((await call.read()).token_ids)
         worker.process.send_signal(signal.SIGTERM)
         health = health_pb2_grpc.HealthStub(channel)
@@ -327,7 +328,7 @@ async def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(start)
             await collect(stub, request("late", [1]))
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
         tokens += await rest_of(call)
-        assert tokens == expected([3], 100)
+        assert tokens == expected([3], 400)
     assert worker.wait() == 0
 
 

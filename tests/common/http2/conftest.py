@@ -357,6 +357,7 @@ async def _serving(most_bytes: int = 1 << 20, tls: ServerTls | None = None) -> A
     yield running
     await server.stop(0)
     await _until(lambda: not any(map(_is_servers, asyncio.all_tasks())))
+    assert service.called_back == len(service.started), "callbacks run once"
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from sapwood_common.page_hash import cache_namespace, hash_pages
 from sapwood_common.server import ServiceServer
 from sapwood_common.status import code_number
 from sapwood_common.telemetry import request_id_var
+from sapwood_router.testing.ports import port_of_its_own
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -193,6 +194,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def start(self) -> None:
         """Listens, on the port it had before if it was started before; serves at once."""
+        self.port = self.port or port_of_its_own()
         self._server = ServiceServer("127.0.0.1", self.port, [_NAME], uncounted=_LONG_LIVED)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server.grpc)
         self.port = await self._server.start()

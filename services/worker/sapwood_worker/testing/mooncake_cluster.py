@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import random
 import socket
 import subprocess
 import sys
@@ -112,8 +113,10 @@ class MooncakeCluster:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Free ports below those that the kernel hands out: nobody takes them before the master does, or while it is away."""
+    found: set[int] = set()
+    while len(found) < count:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(12_000, 32_000)))
+            found.add(probe.getsockname()[1])
+    return list(found)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from sapwood_router.openai.connection import HttpConnection
 from sapwood_router.openai.write_batch import WriteBatch
 
 BODY = {"model": "fake", "prompt": "abcdef", "max_tokens": 4}
@@ -182,4 +183,28 @@ async def test_a_long_head_and_a_large_body_in_small_pieces_are_taken(cluster) -
                 writer.write(sent[start : start + 1000])
                 await writer.drain()
             assert b" 200 " in (await answer(reader))[0]
+    writer.close()
+
+
+@pytest.mark.parametrize("before", [b"", request()])
+async def test_a_head_that_does_not_come_to_its_end_is_given_up(cluster, monkeypatch, before) -> None:
+    monkeypatch.setattr(HttpConnection, "head_seconds", 0.2)
+    reader, writer = await connect(cluster)
+    async with asyncio.timeout(60):
+        if before:
+            writer.write(before)
+            assert b" 200 " in (await answer(reader))[0]
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+    writer.close()
+
+
+async def test_a_connection_without_a_request_is_an_idle_one(cluster, wait_until) -> None:
+    _reader, writer = await connect(cluster)
+    connections = cluster.router._http._server.server_state.connections
+    await wait_until(lambda: len(connections) == 1)
+    [connection] = connections
+    assert connection.timeout_keep_alive_task.when() - asyncio.get_running_loop().time() > 500
+    connection.timeout_keep_alive_handler()
+    await wait_until(lambda: not connections)
     writer.close()

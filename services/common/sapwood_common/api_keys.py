@@ -78,6 +78,16 @@ class ApiKeys:
             UnauthenticatedError: There is no key, or it is not one of the file's.
             ResourceExhaustedError: The tenant has no request left for now.
         """
+        tenant = self.find(authorization)
+        tenant.begin_request()
+        return tenant
+
+    def find(self, authorization: str) -> Tenant:
+        """The same, and takes nothing.
+
+        Raises:
+            UnauthenticatedError: As :meth:`check`.
+        """
         self._refresh()
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key:
@@ -89,9 +99,7 @@ class ApiKeys:
                 found = entry
         if found is None:
             raise UnauthenticatedError("the API key is not known")
-        tenant = self._tenants[found.settings.name]
-        tenant.begin_request()
-        return tenant
+        return self._tenants[found.settings.name]
 
     def _open_accounts(self) -> None:
         """Who is there already and gets the same keeps his account: what was used up is not there anew."""

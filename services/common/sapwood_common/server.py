@@ -11,7 +11,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from sapwood_common.channel import MAX_MESSAGE_BYTES
+from sapwood_common.http2.header_reader import Headers
 from sapwood_common.http2.server import Http2Server, as_grpc_server
+from sapwood_common.http2.turnstile import Rank
 from sapwood_common.interceptor import Guard, ServiceInterceptor
 from sapwood_common.metrics import MetricSet
 from sapwood_common.rpc_telemetry import RpcTelemetry
@@ -38,6 +40,7 @@ class ServiceServer:
         telemetry: Measures the calls; unless given, they are measured for nobody.
         tls: Certificate and key; None is plain text.
         guard: Asked before each call but health and reflection; raises a SapwoodError to refuse it.
+        rank: Which of the calls that come at once begin first, by their headers; None: each in its order.
         max_request_bytes: The largest message it takes.
         reuse_port: Whether other processes listen on the same port; each takes some of the connections.
         health_address: ``host:port`` on which the health service alone is served, in plain text; None: nowhere.
@@ -53,6 +56,7 @@ class ServiceServer:
         telemetry: RpcTelemetry | None = None,
         tls: ServerTls | None = None,
         guard: Guard | None = None,
+        rank: Callable[[Headers], Rank] | None = None,
         max_request_bytes: int = MAX_MESSAGE_BYTES,
         reuse_port: bool = False,
         health_address: str | None = None,
@@ -63,7 +67,7 @@ class ServiceServer:
         self.draining = asyncio.Event()
         """Set when draining begins: long-lived calls end on it."""
         self._host, self._port, self._reuse_port = host, port, reuse_port
-        self._http2 = Http2Server(self._interceptor.wrap, max_request_bytes, tls)
+        self._http2 = Http2Server(self._interceptor.wrap, max_request_bytes, tls, rank)
         self.grpc = as_grpc_server(self._http2)
         """Where generated code adds servicers."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

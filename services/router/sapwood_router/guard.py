@@ -6,8 +6,10 @@ import contextvars
 from collections.abc import Iterable, Mapping
 
 from sapwood_common.api_keys import AUTHORIZATION_KEY, ApiKeys
-from sapwood_common.errors import UnimplementedError
+from sapwood_common.errors import InvalidArgumentError, UnauthenticatedError, UnimplementedError
+from sapwood_common.http2.turnstile import Rank
 from sapwood_common.tenant import Tenant
+from sapwood_router.caller import PRIORITY_KEY, TENANT_KEY, priority_of
 
 tenant_var: contextvars.ContextVar[Tenant | None] = contextvars.ContextVar("tenant", default=None)
 """The tenant whose API key the current task's request came with; None where no keys are asked for."""
@@ -39,6 +41,27 @@ class Guard:
     def check_headers(self, headers: Mapping[bytes, bytes]) -> None:
         """Checks an HTTP request in its task. Raises SapwoodError as :meth:`ApiKeys.check`."""
         self._check(headers.get(AUTHORIZATION_KEY.encode(), b""))
+
+    def rank(self, headers: Iterable[tuple[bytes, bytes]]) -> Rank:
+        """When a call begins that comes with many others: by its priority, and its tenant's in turn with others'. Takes nothing.
+
+        Those without a key, such as probes, have a turn of their own, and so have those with one that is not known.
+        """
+        fields = dict(headers)
+        authorization = fields.get(AUTHORIZATION_KEY.encode())
+        try:
+            priority = priority_of(fields.get(PRIORITY_KEY.encode(), b"").decode("latin-1"))
+        except InvalidArgumentError:
+            priority = 0  # it will be told so
+        if self._keys is None:
+            return priority, fields.get(TENANT_KEY.encode(), authorization)
+        if authorization is None:
+            return min(priority, 0), None
+        try:
+            tenant = self._keys.find(authorization.decode("latin-1"))
+        except UnauthenticatedError:
+            return min(priority, 0), UnauthenticatedError
+        return min(priority, tenant.settings.priority), tenant.name
 
     def _check(self, authorization: str | bytes) -> None:
         if self._keys is None:

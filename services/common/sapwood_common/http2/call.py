@@ -46,8 +46,9 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self, stream: ServerStream, headers: Headers, peer: str, parse: Parse, serialize: Serialize, most_bytes: int
     ) -> None:
         fields = dict(headers)
+        self.headers = headers
+        """That began it; not to be changed."""
         self._stream = stream
-        self._headers = headers
         self._metadata: Metadata | None = None
         self._peer = peer
         self._parse = parse
@@ -154,7 +155,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     def invocation_metadata(self) -> Any:
         """The caller's metadata."""
         if self._metadata is None:
-            self._metadata = read_metadata(self._headers)
+            self._metadata = read_metadata(self.headers)
         return self._metadata
 
     def set_code(self, code: grpc.StatusCode) -> None:

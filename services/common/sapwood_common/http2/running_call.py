@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -11,7 +12,6 @@ import grpc
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.http2.call import ServerCall
-from sapwood_common.http2.turnstile import Turnstile
 from sapwood_common.status import row_of
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,8 @@ _DEADLINE_SLACK = 0.1
 Handler = Any
 """``grpc.RpcMethodHandler``, whose attributes the stubs do not know."""
 
+Enter = Callable[[Callable[[], None], ServerCall], None]
+
 
 class RunningCall:
     """One call. Whatever happens, it ends with one status, and the task with it.
@@ -30,13 +32,13 @@ class RunningCall:
         call: The call.
         handler: Answers it.
         running: Has this until the call is over.
-        turnstile: Says when the handler begins.
+        enter: Calls back when it is the call's turn to begin.
     """
 
-    __slots__ = ("_call", "_handler", "_running", "_task", "_timer", "_turnstile")
+    __slots__ = ("_call", "_enter", "_handler", "_running", "_task", "_timer")
 
-    def __init__(self, call: ServerCall, handler: Handler, running: set[RunningCall], turnstile: Turnstile) -> None:
-        self._turnstile = turnstile
+    def __init__(self, call: ServerCall, handler: Handler, running: set[RunningCall], enter: Enter) -> None:
+        self._enter = enter
         self._call = call
         self._handler = handler
         self._running = running
@@ -48,7 +50,7 @@ class RunningCall:
 
     def start(self) -> None:
         """Starts the handler, when it is its turn. Once."""
-        self._turnstile.enter(self._begin)
+        self._enter(self._begin, self._call)
 
     def cancel(self) -> None:
         """The client has left."""

@@ -15,7 +15,7 @@ from sapwood_common.http2.connection import ServerConnection
 from sapwood_common.http2.header_reader import Headers
 from sapwood_common.http2.running_call import Handler, RunningCall
 from sapwood_common.http2.stream import ServerStream
-from sapwood_common.http2.turnstile import Turnstile
+from sapwood_common.http2.turnstile import Rank, Turnstile
 from sapwood_common.listen import BACKLOG, listen
 from sapwood_common.tls import ServerContext, ServerTls
 
@@ -38,10 +38,18 @@ class Http2Server:
         wrap: Called once a method with its full name; returns the handler that is used.
         most_bytes: The largest request.
         tls: Certificate and key; None is plain text.
+        rank: Which of the calls that come at once begin first, by their headers; None: each in its order.
     """
 
-    def __init__(self, wrap: Wrap, most_bytes: int, tls: ServerTls | None = None) -> None:
+    def __init__(
+        self,
+        wrap: Wrap,
+        most_bytes: int,
+        tls: ServerTls | None = None,
+        rank: Callable[[Headers], Rank] | None = None,
+    ) -> None:
         self._wrap = wrap
+        self._rank = rank
         self._most_bytes = most_bytes
         self._tls = None if tls is None else ServerContext(tls, alpn=("h2",))
         self._handlers: dict[bytes, Handler] = {}
@@ -148,10 +156,16 @@ class Http2Server:
             call.set_trailing_metadata((("grpc-accept-encoding", encoding.ENCODINGS.decode()),))
             call.end(grpc.StatusCode.UNIMPLEMENTED, "grpc-encoding is none that is understood")
         else:
-            running = RunningCall(call, handler, self._running, self._turnstile)
+            running = RunningCall(call, handler, self._running, self._enter)
             call.follow(None if handler.request_streaming else running.start, running.cancel)
             if handler.request_streaming:
                 running.start()
+
+    def _enter(self, begin: Callable[[], None], call: ServerCall) -> None:
+        if self._rank is None or not self._turnstile.busy:
+            self._turnstile.enter(begin)
+        else:
+            self._turnstile.enter(begin, *self._rank(call.headers))
 
 
 def as_grpc_server(server: Http2Server) -> grpc.aio.Server:

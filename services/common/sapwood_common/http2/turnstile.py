@@ -14,6 +14,9 @@ from collections.abc import Callable, Hashable
 
 MOST_A_TURN = 8
 
+Rank = tuple[int, Hashable]
+"""Of a call that has to wait: its priority, and its caller."""
+
 
 class Turnstile:
     """Belongs to one event loop."""

@@ -6,24 +6,23 @@ cost more than the rest of what a delta goes through.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from starlette.types import Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from sapwood_common.api_keys import AUTHORIZATION_KEY
-from sapwood_common.errors import InvalidArgumentError
-from sapwood_common.http2.turnstile import Turnstile
-from sapwood_router.caller import PRIORITY_KEY, TENANT_KEY, priority_of
+from sapwood_common.http2.turnstile import Rank, Turnstile
 from sapwood_router.openai.write_batch import WriteBatch
 
 _EXTENSION = "sapwood.connection"
-_PRIORITY, _TENANT, _AUTHORIZATION = PRIORITY_KEY.encode(), TENANT_KEY.encode(), AUTHORIZATION_KEY.encode()
 _CHUNKED = [(b"transfer-encoding", b"chunked")]
 _MOST_HEAD_BYTES = 64 * 1024
 """Of a request's line and headers, or of the trailers after its body; the parser itself keeps as many as come."""
 _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+_HEAD_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -31,19 +30,35 @@ Headers = Sequence[tuple[bytes, bytes]]
 class HttpConnection(HttpToolsProtocol):
     """Applications find it with :func:`connection_of`.
 
+    Attributes:
+        head_seconds: A client has for the line and headers of a request, from its first byte on. The parser would wait for ever.
+
     Args:
         writes: Takes what is written past ``send``, for all connections.
         turnstile: Says when requests begin, on all connections.
+        rank: Which of those that have to wait begin first, by their headers.
         args, kwargs: uvicorn's.
     """
 
-    def __init__(self, writes: WriteBatch, turnstile: Turnstile, *args: Any, **kwargs: Any) -> None:
+    head_seconds = 60.0
+
+    def __init__(
+        self, writes: WriteBatch, turnstile: Turnstile, rank: Callable[[Headers], Rank], *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._turnstile = turnstile
+        self._rank = rank
         self._writes = writes
         self._watchers: list[Callable[[], None]] = []
         self._head_bytes = 0
         """That have come since the last head, piece of a body or end of a request was whole."""
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
+        """See asyncio.Protocol."""
+        super().connection_made(transport)
+        # One without a request is an idle one.
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -53,10 +68,13 @@ class HttpConnection(HttpToolsProtocol):
             if self.cycle is None or self.cycle.response_complete:
                 self.transport.write(_HEAD_TOO_LARGE)
             self.transport.close()
+        elif self._head_bytes and self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._head_timer = self.loop.call_later(self.head_seconds, self._give_head_up)
 
     def on_headers_complete(self) -> None:
         """See HttpToolsProtocol."""
         self._head_bytes = 0
+        self._head_came()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -78,18 +96,29 @@ class HttpConnection(HttpToolsProtocol):
         """See HttpToolsProtocol: when it is the request's turn."""
         start = super()._start_asgi_task
         if self._turnstile.busy:
-            headers: dict[bytes, bytes] = dict(cast(Scope, cycle.scope)["headers"])
-            caller = headers.get(_AUTHORIZATION) or headers.get(_TENANT)
-            self._turnstile.enter(lambda: start(cycle, app), _priority(headers), caller)
+            self._turnstile.enter(lambda: start(cycle, app), *self._rank(cast(Scope, cycle.scope)["headers"]))
         else:
             self._turnstile.enter(lambda: start(cycle, app))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # which would keep this for as long, if the client reset the connection
+        self._head_came()
         for watcher in tuple(self._watchers):
             watcher()
         self._watchers.clear()
+
+    def _head_came(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_head_up(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            self.transport.write(_HEAD_TIMEOUT)
+            self.transport.close()
 
     def writable(self) -> bool:
         """Whether the client is there and reads: then :meth:`write_chunk` may be called."""
@@ -203,10 +232,3 @@ def connection_of(scope: Scope) -> HttpConnection:
     """The connection of an ASGI request."""
     connection: HttpConnection = scope["extensions"][_EXTENSION]
     return connection
-
-
-def _priority(headers: dict[bytes, bytes]) -> int:
-    try:
-        return priority_of(headers.get(_PRIORITY, b"").decode("latin-1"))
-    except InvalidArgumentError:
-        return 0  # it will be told so

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from sapwood_common.http2.turnstile import Turnstile
+from sapwood_common.http2.turnstile import Rank, Turnstile
 from sapwood_common.listen import listen
 from sapwood_common.tls import ServerContext, ServerTls
-from sapwood_router.openai.connection import HttpConnection
+from sapwood_router.openai.connection import Headers, HttpConnection
 from sapwood_router.openai.write_batch import WriteBatch
 
 _KEEP_ALIVE = 620
@@ -43,17 +43,20 @@ class HttpServer:
         app: The application.
         host: Address to listen on.
         port: 0 takes a free one.
+        rank: Which of the requests that come at once begin first, by their headers.
         tls: Certificate, key and the clients' CA, taken up anew when the files change; None is plain text.
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int, tls: ServerTls | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, rank: Callable[[Headers], Rank], tls: ServerTls | None = None
+    ) -> None:
         self.host = host
         self._tls = None if tls is None else ServerContext(tls)
         self._port = port
         self._config = uvicorn.Config(
             app,
             # The class is only ever called.
-            http=cast("type[asyncio.Protocol]", partial(HttpConnection, WriteBatch(), Turnstile())),
+            http=cast("type[asyncio.Protocol]", partial(HttpConnection, WriteBatch(), Turnstile(), rank)),
             ws="none",
             lifespan="off",
             log_config=None,

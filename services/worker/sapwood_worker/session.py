@@ -14,6 +14,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from sapwood.v1 import worker_pb2
+from sapwood_common.channel import MAX_MESSAGE_BYTES
 from sapwood_common.errors import (
     DeadlineExceededError,
     InternalError,
@@ -31,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_HEARTBEAT_MS, LEAST_HEARTBEAT_MS = 200, 10
 _LOAD_INTERVAL = 0.05
+_ENOUGH_BYTES = 8 * 1024 * 1024
+"""Of log probabilities in a message: what other streams have goes in the next."""
+_MOST_BYTES = MAX_MESSAGE_BYTES - 2 * _ENOUGH_BYTES
+"""Of one output's log probabilities. A message that is too large would end the session, and every stream with it."""
 
 Start = Callable[[worker_pb2.WorkerGenerateRequest, float | None], Awaitable[Generation]]
 """Checks a request and submits it; gets the seconds it has left, if they are limited."""
@@ -86,6 +91,8 @@ class Session:
         self._on_idle = on_idle
         self._streams: dict[int, _Stream] = {}
         self._dirty: dict[int, None] = {}
+        self._filled = 0
+        """Bytes of log probabilities in the message that is being made."""
         self._wake = asyncio.Event()
         self._problem: Exception | None = None
         self._over = False
@@ -216,8 +223,11 @@ class Session:
 
     def _fill(self, response: worker_pb2.SessionResponse) -> None:
         dirty, self._dirty = self._dirty, {}
+        self._filled = 0
         for stream_id in dirty:
-            if (stream := self._streams.get(stream_id)) is not None and not stream.paused:
+            if self._filled > _ENOUGH_BYTES:
+                self._mark(stream_id)
+            elif (stream := self._streams.get(stream_id)) is not None and not stream.paused:
                 self._add_output(response, stream_id, stream)
         now = asyncio.get_running_loop().time()
         if self._engine.load_version != self._load_version and now - self._load_sent >= _LOAD_INTERVAL:
@@ -235,7 +245,7 @@ class Session:
                         response.token_streams.append(stream_id)
                         response.tokens.append(output.token_ids[0])
                     else:
-                        response.outputs.add(stream_id=stream_id, response=to_response(output))
+                        response.outputs.add(stream_id=stream_id, response=self._measured(to_response(output)))
             except SapwoodError as failure:
                 error = failure
             else:
@@ -246,6 +256,18 @@ class Session:
             stream.context.run(logger.info, "generation ends %s: %s", row_of(error).grpc.name, error.message)
             response.outputs.add(stream_id=stream_id, error=_to_error(error))
             self._drop(stream_id)
+
+    def _measured(self, output: worker_pb2.WorkerGenerateResponse) -> worker_pb2.WorkerGenerateResponse:
+        if output.logprobs or output.prompt_logprobs:
+            size = output.ByteSize()
+            if size > _MOST_BYTES:
+                # The request's fault: elsewhere it would be computed again for the same end.
+                raise InvalidArgumentError(
+                    f"log probabilities of {size} bytes: more than a message may have",
+                    field="sampling.prompt_logprobs" if output.prompt_logprobs else "sampling.logprobs",
+                )
+            self._filled += size
+        return output
 
     def _drop(self, stream_id: int) -> None:
         stream = self._streams.pop(stream_id)

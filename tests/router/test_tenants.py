@@ -97,6 +97,20 @@ async def test_a_request_with_several_prompts_is_let_in_or_refused_as_a_whole(ma
 
 
 @pytest.mark.parametrize(
+    ("path", "asked"),
+    [("completions", {"prompt": PROMPT}), ("chat/completions", {"messages": [{"role": "user", "content": PROMPT}]})],
+)
+async def test_a_prompt_is_charged_once_however_many_continuations_it_has(make_cluster, key_file, path, asked) -> None:
+    async with make_cluster(1, api_keys=key_file(alice="tokens=60")) as cluster:  # one a second, ten at once
+        headers = {"authorization": f"Bearer {KEYS['alice']}"}
+        body = {"model": "fake", "n": 6, "max_tokens": 1, **asked}
+        first, refused = [await cluster.http.post(f"/v1/{path}", json=body, headers=headers) for _ in range(2)]
+        tokens = first.json()["usage"]["prompt_tokens"]
+        assert refused.status_code == 429
+        assert tokens / 2 < int(refused.headers["retry-after"]) < 2 * tokens
+
+
+@pytest.mark.parametrize(
     ("most", "asked", "found"),
     [(0, None, 0), (0, "-5", -5), (0, "1", None), (7, "7", 7), (-3, None, -3), (-3, "0", None)],
 )

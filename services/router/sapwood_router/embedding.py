@@ -173,7 +173,7 @@ class Embedder:
         message = to_embed_request(request.request_id, sequences, request.pooling, request.normalize)
         tokens = sum(map(len, sequences))
         if request.caller.account is not None:
-            request.caller.account.take_prompt(tokens)
+            request.caller.account.take_prompt(sequences, tokens)
         self._retry.budget.request()
         if not place.ready():
             await place.turn()

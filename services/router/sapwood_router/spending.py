@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sapwood_common.tenant import Tenant
 
@@ -14,23 +14,25 @@ class Spending:
 
     Attributes:
         tenant: Whose.
-        admitted: Whether a prompt of it was let in.
+        prompts: Those that were let in, by identity.
     """
 
     tenant: Tenant
-    admitted: bool = False
+    prompts: dict[int, object] = field(default_factory=dict)
 
-    def take_prompt(self, tokens: int) -> None:
-        """Takes the tokens of one of its prompts.
+    def take_prompt(self, prompt: object, tokens: int) -> None:
+        """Takes the tokens of one of its prompts, once for all continuations of it, as the usage counts them.
 
         Raises:
             ResourceExhaustedError: It is the first, and the tenant has none left for now; nothing was taken.
         """
-        if self.admitted:
+        if id(prompt) in self.prompts:
+            return
+        if self.prompts:
             self.tenant.take_output(tokens)
         else:
             self.tenant.take_prompt(tokens)
-            self.admitted = True
+        self.prompts[id(prompt)] = prompt
 
     def take_output(self, tokens: int) -> None:
         """Takes generated tokens."""

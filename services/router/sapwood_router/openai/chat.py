@@ -104,11 +104,12 @@ def _contexts(request: ChatRequest, tools: str, request_id: str, deadline: float
     count = 1 if request.n is None else request.n
     variables = msgspec.json.encode(request.chat_template_kwargs).decode() if request.chat_template_kwargs else ""
     turns = tuple(_turn(message, f"messages[{i}]") for i, message in enumerate(request.messages))
+    prompt = ChatPrompt(turns, tools, variables)
     return [
         RequestContext(
             request_id=request_id,
             worker_request_id=unique_id(request_id),
-            prompt=ChatPrompt(turns, tools, variables),
+            prompt=prompt,
             sampling=sampling,
             output=output_of(request),
             fields=fields,

@@ -87,7 +87,7 @@ class Attempts:
         try:
             context.model = shared.registry.resolve(context.model)
             if context.caller.account is not None:
-                context.caller.account.take_prompt(len(context.token_ids))
+                context.caller.account.take_prompt(context.prompt, len(context.token_ids))
             queueing = self._watch.stage("queue")
             queueing.begin()
             place = self._place or reserve(context, shared.registry, shared.admission)

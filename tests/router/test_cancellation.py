@@ -1,6 +1,7 @@
 """Clients that leave, are slow, or run out of time: what they started ends, and nothing of it stays."""
 
 import asyncio
+import gc
 import socket
 
 import grpc
@@ -8,6 +9,8 @@ import pytest
 
 from sapwood.v1 import router_pb2, router_pb2_grpc
 from sapwood_common.channel import open_channel
+from sapwood_router.context import RequestContext
+from sapwood_router.pipeline.pipeline import Pipeline, Run
 
 LONG = "x" * 20_000
 
@@ -55,6 +58,34 @@ async def test_a_grpc_client_that_cancels_before_the_first_token(slow, wait_unti
     await over(slow)
     with pytest.raises(asyncio.CancelledError):
         await reading
+
+
+async def test_one_that_leaves_in_the_turn_in_which_its_worker_is_lost_leaves_no_coroutine_behind(
+    slow, monkeypatch, recwarn
+) -> None:
+    runs: list[Run] = []
+    opened = Pipeline.open
+
+    def remember(pipeline: Pipeline, context: RequestContext) -> Run:
+        runs.append(opened(pipeline, context))
+        return runs[-1]
+
+    monkeypatch.setattr(Pipeline, "open", remember)
+    call = slow.stub.Generate(router_pb2.RouterGenerateRequest(text=LONG))
+    await call.read()
+    (busy,) = (worker for worker in slow.router.registry.all() if worker.in_flight)
+    (session,) = (task for task in asyncio.all_tasks() if task.get_name() == f"connection to {busy.address}")
+    session.cancel()
+    while busy.in_flight:  # the turn after that in which the session has failed its streams, and no later
+        await asyncio.sleep(0)
+    runs[0].close()
+    with pytest.raises(asyncio.CancelledError):
+        call.cancel()
+        await call.read()
+    await slow.idle()
+    runs.clear()
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn if "never awaited" in str(warning.message)] == []
 
 
 async def leave_after(cluster, body: bytes, path: str, wait_for: bytes | None, wait_until) -> None:

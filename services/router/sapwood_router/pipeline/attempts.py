@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 from contextvars import copy_context
-from typing import Any, Protocol
+from typing import Protocol
 
 from sapwood_common.errors import InternalError, SapwoodError, UnavailableError
 from sapwood_router.admission_control import AdmissionControl, Place
@@ -97,7 +97,7 @@ class Attempts:
                 queueing.end()
                 self._try(*self._choose())
             else:
-                self._do(self._queue(place, queueing))
+                self._do(lambda: self._queue(place, queueing))
         except Exception as error:
             self._fail(error)
 
@@ -149,15 +149,15 @@ class Attempts:
         if self._executing is not None:
             self._executing.end()
         if error is not None and not self._closed:
-            self._do(self._go_on(to_client_field(error, self._context.fields)))
+            self._do(lambda: self._go_on(to_client_field(error, self._context.fields)))
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        """What has to wait is a task's."""
+    def _do(self, work: Callable[[], Awaitable[None]]) -> None:
+        """What has to wait is a task's. One that is cancelled before its first step never asks for ``work``."""
         self._task = asyncio.get_running_loop().create_task(self._guarded(work), context=self._variables)
 
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            await work
+            await work()
         except Exception as error:
             self._fail(error)
 

@@ -56,7 +56,11 @@ def test_a_tool_is_called_and_its_result_answered(cluster: Any) -> None:
 
 def test_grpcurl_lists_and_streams(cluster: Any) -> None:
     shown = _run(cluster, str(EXAMPLES / "grpcurl.sh"))
-    assert shown.startswith("grpc.health.v1.Health\ngrpc.reflection.v1alpha.ServerReflection\nsapwood.v1.Router\n")
+    listed = shown.splitlines()[:4]
+    assert listed[0] == "grpc.health.v1.Health"
+    assert listed[1:3] == [f"grpc.reflection.{version}.ServerReflection" for version in ("v1", "v1alpha")]
+    assert listed[3] == "sapwood.v1.Router"
+    assert "rpc Generate ( .sapwood.v1.RouterGenerateRequest ) returns ( stream" in shown
     assert '"status": "SERVING"' in shown
     texts = re.findall(r'^  "text": "(.*)"', shown, re.MULTILINE)
     assert "".join(texts).startswith(TEXT)

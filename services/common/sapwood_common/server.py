@@ -7,15 +7,16 @@ import logging
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from sapwood_common.channel import MAX_MESSAGE_BYTES
+from sapwood_common.health import HealthServicer
 from sapwood_common.http2.header_reader import Headers
 from sapwood_common.http2.server import Http2Server, as_grpc_server
 from sapwood_common.http2.turnstile import Rank
 from sapwood_common.interceptor import Guard, ServiceInterceptor
 from sapwood_common.metrics import MetricSet
+from sapwood_common.reflection import add_reflection
 from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_common.telemetry import announce
 from sapwood_common.tls import ServerTls
@@ -23,6 +24,7 @@ from sapwood_common.tracing import NoTracing
 
 logger = logging.getLogger(__name__)
 
+_HEALTH = "grpc.health.v1.Health"
 LIVENESS = "liveness"
 """The health service that says SERVING as long as this process answers at all, also while it loads or drains."""
 
@@ -63,7 +65,7 @@ class ServiceServer:
     ) -> None:
         self._names = tuple(service_names)
         self._interceptor = ServiceInterceptor(telemetry or RpcTelemetry(MetricSet(), NoTracing()), uncounted, guard)
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         self.draining = asyncio.Event()
         """Set when draining begins: long-lived calls end on it."""
         self._host, self._port, self._reuse_port = host, port, reuse_port
@@ -76,10 +78,7 @@ class ServiceServer:
         if health_address is not None:
             self._health_server = Http2Server(self._interceptor.wrap, max_request_bytes)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, as_grpc_server(self._health_server))
-        reflected = (*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
-            reflection.aio.ReflectionServicer(reflected), self.grpc
-        )
+        add_reflection(self.grpc, (*self._names, _HEALTH))
 
     async def start(self) -> int:
         """Listens; health says NOT_SERVING until :meth:`set_serving`. Returns the port.
@@ -96,10 +95,9 @@ class ServiceServer:
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the health of the server as a whole (``""``) and of each of its services."""
-        state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *self._names):
-            await self._health.set(name, state)
-        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+            self._health.set(name, serving)
+        self._health.set(LIVENESS, True)
 
     async def drain(self, timeout: float) -> bool:
         """Turns unhealthy, refuses new calls, and waits for running ones.

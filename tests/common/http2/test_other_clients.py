@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import grpc
+import hpack
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from sapwood_common.http2 import frames
 from sapwood_common.server import ServiceServer
 
 GRPCURL = shutil.which("grpcurl", path=str(Path(sys.executable).parent)) or shutil.which("grpcurl")
@@ -38,6 +40,32 @@ async def test_health_is_watched(server) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await watch.read()
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_watcher_that_reads_nothing_does_not_hold_up_draining(server) -> None:
+    """Its window (setting 4) is 0, so that not even the first answer leaves."""
+    service, address = server
+    host, port = address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    fields = [(":method", "POST"), (":scheme", "http"), (":path", "/grpc.health.v1.Health/Watch"), (":authority", "x")]
+    block = hpack.Encoder().encode([*fields, ("te", "trailers"), ("content-type", "application/grpc")])
+    writer.write(frames.PREFACE + frames.settings(((4, 0),)))
+    writer.write(frames.frame(frames.HEADERS, frames.END_HEADERS, 1, block))
+    writer.write(frames.frame(frames.DATA, frames.END_STREAM, 1, bytes(5)))
+    kind = None
+    while kind != frames.HEADERS:  # of the answer, whose DATA has to wait
+        head = await asyncio.wait_for(reader.readexactly(9), 60)
+        kind = head[3]
+        await reader.readexactly(int.from_bytes(head[:3], "big"))
+    async with grpc.aio.insecure_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for serving in (False, True):
+            told = asyncio.ensure_future(service.set_serving(serving))
+            assert (await health.Check(health_pb2.HealthCheckRequest())).status == (1 if serving else 2)
+            assert told.done()
+        assert await service.drain(60)
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == 2
+    writer.close()
 
 
 async def grpcurl(*arguments: str) -> tuple[int | None, str]:

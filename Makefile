@@ -13,11 +13,13 @@ ROUNDS ?= 20
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml hatch_build.py $(wildcard protos/sapwood/v1/*.proto)
+# The protos of the last tag, as an image of buf's: a shallow clone has no tags. `make lint` refuses what would break their clients.
+RELEASED := protos/released.binpb
 # One compute thread a test process: the processes are what runs in parallel.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-slow test-containers test-losses audit lint fmt proto docs bench-cpu bench-scheduler bench-tokenizer bench-router bench-gpu node clean
+.PHONY: help up test test-slow test-containers test-losses audit lint fmt proto proto-release docs bench-cpu bench-scheduler bench-tokenizer bench-router bench-gpu node clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +43,7 @@ lint: $(BIN)/.installed-dev ## Check style, types, the dependency rule and the p
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
+	$(BIN)/buf breaking protos --against $(RELEASED)
 
 test-losses: $(BIN)/.installed-dev ## Kill, stop and cut off one of four demo workers under load, 20 times each (12 GB): ROUNDS=5
 	SAPWOOD_LOSS_WORKERS=4 SAPWOOD_LOSS_ROUNDS=$(ROUNDS) $(BIN)/pytest tests/integration/test_worker_loss.py -m slow -s $(ARGS)
@@ -55,6 +58,9 @@ fmt: $(BIN)/.installed-dev ## Format the code
 
 proto: $(BIN)/.installed-dev ## Generate the Python stubs from protos/ again
 	$(BIN)/python hatch_build.py
+
+proto-release: $(BIN)/.installed-dev ## Take the protos as they are now for those that clients hold: before a release is tagged
+	$(BIN)/buf build protos --exclude-source-info -o $(RELEASED)
 
 docs: $(BIN)/.installed-dev ## Write docs/configuration.md, docs/metrics.md and the dashboards from the code again
 	$(BIN)/python docs/write_configuration.py
@@ -80,7 +86,7 @@ node: examples/node/node_modules/.installed # What examples/node needs
 
 clean: ## Remove the environment and everything generated
 	rm -rf $(VENV) examples/node/node_modules build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	rm -f sapwood/v1/*_pb2*.py sapwood/v1/*_pb2*.pyi
+	rm -f sapwood/v1/*_pb2*.py sapwood/v1/*_pb2*.pyi sapwood/v1/descriptors.binpb
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \

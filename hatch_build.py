@@ -1,4 +1,4 @@
-"""Generates the gRPC stubs in ``sapwood/v1`` from ``protos``: on install (as hatchling's build hook) and by ``make proto``."""
+"""Generates stubs and descriptor set in ``sapwood/v1`` from ``protos``: on install (hatchling calls it) and by ``make proto``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parent
 
 
 def generate(root: Path = ROOT) -> None:
-    """Writes ``*_pb2.py``, ``*_pb2_grpc.py`` and their type stubs beside ``sapwood/v1/__init__.py``.
+    """Writes ``*_pb2.py``, ``*_pb2_grpc.py``, their type stubs and ``descriptors.binpb`` beside ``sapwood/v1/__init__.py``.
+
+    The descriptor set is for programs that read no ``.proto`` files; it has the comments.
 
     Raises:
         subprocess.CalledProcessError: protoc refused a file; its message is on standard error.
@@ -33,6 +35,9 @@ def generate(root: Path = ROOT) -> None:
             f"--pyi_out={root}",
             f"--grpc_python_out={root}",
             f"--mypy_grpc_out=quiet:{root}",
+            f"--descriptor_set_out={root / 'sapwood/v1/descriptors.binpb'}",
+            "--include_imports",
+            "--include_source_info",
             *files,
         ],
         check=True,

@@ -1,4 +1,5 @@
-"""A whole cluster of real processes that needs no model: router, tokenizer with a small vocabulary, a fake runner's worker."""
+"""A whole cluster of real processes that needs no model: router, tokenizer with a small vocabulary, and a worker with a fake
+runner or a tiny random model."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ MODULES = {
     "router": "sapwood_router",
     "tokenizer": "sapwood_tokenizer",
     "worker": "sapwood_worker.testing.fake_worker",
+    "model worker": "sapwood_worker",
 }
 
 
@@ -92,9 +94,13 @@ class Cluster:
         self.secure = False
 
     def start(self, model: Path, common: tuple[str, ...], **flags: tuple[str, ...]) -> None:
-        """Starts all and waits until the router can answer."""
+        """Starts all; the worker computes nothing, unless there are flags for a ``model_worker``."""
         self._start("tokenizer", "--model", str(model), "--port", "0", *common, *flags.get("tokenizer", ()))
-        self._start("worker", "--port", "0", "--vocab-size", "256", *common, *flags.get("worker", ()))
+        if "model_worker" in flags:
+            worker = Process("model worker", "--model", str(model), "--port", "0", *common, *flags["model_worker"])
+            self.processes["worker"] = worker
+        else:
+            self._start("worker", "--port", "0", "--vocab-size", "256", *common, *flags.get("worker", ()))
         self.tokenizer = self.processes["tokenizer"].find(r"\blistening on ([\d.]+:\d+)")
         self.worker = self.processes["worker"].find(r"\blistening on ([\d.]+:\d+)")
         router = ("--port", "0", "--http-port", "0", "--tokenizer", self.tokenizer, "--workers", self.worker)
@@ -155,20 +161,30 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def start_services(small_model: Path) -> Iterator[Callable[..., Cluster]]:
-    """Starts a cluster: ``start_services("--log-level", "info", worker=("--step-ms", "5"))``."""
+def _services(small_model: Path) -> Iterator[Callable[..., Cluster]]:
     running: list[Cluster] = []
 
-    def start(*common: str, **flags: tuple[str, ...]) -> Cluster:
+    def start(*common: str, model: Path = small_model, **flags: tuple[str, ...]) -> Cluster:
         cluster = Cluster()
         running.append(cluster)
-        cluster.start(small_model, common, **flags)
+        cluster.start(model, common, **flags)
         return cluster
 
     yield start
     for cluster in running:
         cluster.stop()
+
+
+@pytest.fixture
+def start_services(small_model: Path) -> Iterator[Callable[..., Cluster]]:
+    """Starts a cluster: ``start_services("--log-level", "info", worker=("--step-ms", "5"))``."""
+    yield from _services(small_model)
+
+
+@pytest.fixture(scope="module")
+def module_services(small_model: Path) -> Iterator[Callable[..., Cluster]]:
+    """The same for a module's tests together."""
+    yield from _services(small_model)
 
 
 @pytest.fixture

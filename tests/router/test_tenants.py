@@ -6,6 +6,7 @@ import re
 import grpc
 import pytest
 
+from sapwood.v1 import router_pb2
 from sapwood_common.api_keys import hash_key, make_key
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.page_hash import cache_namespace, hash_pages
@@ -54,6 +55,26 @@ async def test_a_prompt_that_one_tenant_has_cached_is_new_for_another_to_router_
             headers={"authorization": f"Bearer {KEYS['alice']}", "x-tenant": "bob"},
         )
         assert response.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == cached["alice"][1]
+
+
+async def test_an_embedding_says_to_the_worker_whom_it_is_for_as_a_generation_does(make_cluster, key_file) -> None:
+    async with make_cluster(1, api_keys=key_file(alice="priority=7")) as cluster:
+        for name in KEYS:
+            metadata = (*bearer(name), ("x-priority", "7" if name == "alice" else "-2"))
+            await cluster.generate("abc", metadata=metadata)
+            await cluster.stub.Embed(
+                router_pb2.RouterEmbedRequest(input=[router_pb2.EmbedInput(text="abc")]), metadata=metadata
+            )
+            answer = await cluster.http.post("/v1/embeddings", json={"input": "abc"}, headers=dict(metadata))
+            assert answer.status_code == 200
+        (worker,) = cluster.workers
+        generated = [(call.request.tenant, call.request.cache_salt, call.request.priority) for call in worker.calls]
+        embedded = [(call.tenant, call.cache_salt, call.priority) for call in worker.embed_calls]
+        assert embedded == [generated[0]] * 2 + [generated[1]] * 2
+        assert [(tenant, bool(salt), priority) for tenant, salt, priority in generated] == [
+            ("alice", True, 7),
+            ("bob", True, -2),
+        ]
 
 
 async def test_without_keys_the_tenants_that_a_gateway_names_are_kept_apart(cluster) -> None:

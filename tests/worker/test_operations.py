@@ -204,6 +204,37 @@ async def test_salts_share_nothing_and_unknown_loras_and_long_names_are_refused(
             assert caught.value.code() == code
 
 
+async def test_embeddings_take_their_turn_by_priority_and_tenant(start) -> None:
+    worker = start("--policy", "priority", "--max-running", "1", step_ms=2)
+    order: list[str] = []
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+
+        async def run(name: str, **terms: int | str) -> None:
+            inputs = [common_pb2.TokenIds(ids=[len(order), len(name), *name.encode()])]
+            await stub.Embed(worker_pb2.WorkerEmbedRequest(request_id=name, inputs=inputs, **terms))  # type: ignore[arg-type]
+            order.append(name)
+
+        await stub.Pause(worker_pb2.PauseRequest())
+        asked = []
+        for count, (name, terms) in enumerate(
+            [
+                ("greedy 1", {"tenant": "greedy"}),
+                ("greedy 2", {"tenant": "greedy"}),
+                ("greedy 3", {"tenant": "greedy"}),
+                ("modest", {"tenant": "modest"}),
+                ("urgent", {"tenant": "greedy", "priority": 1}),
+            ],
+            1,
+        ):
+            asked.append(asyncio.create_task(run(name, **terms)))
+            await load_where(stub, lambda load: load.waiting_requests == count)  # noqa: B023
+        await stub.Resume(worker_pb2.ResumeRequest())
+        await asyncio.gather(*asked)
+    assert order[0] == "urgent"
+    assert order.index("modest") < order.index("greedy 3")
+
+
 async def test_a_higher_priority_overtakes(start) -> None:
     worker = start("--policy", "priority", "--max-running", "1", step_ms=2)
     async with grpc.aio.insecure_channel(worker.address) as channel:

@@ -215,15 +215,17 @@ _POOLING = {
 _POOLING_NAMES = {value: name for name, value in _POOLING.items()}
 
 
-def to_embed_request(
-    request_id: str, sequences: Iterable[list[int]], pooling: str | None, normalize: bool | None
-) -> worker_pb2.WorkerEmbedRequest:
-    """The worker's request for embeddings."""
+def to_embed_request(request: EmbedRequest, sequences: Iterable[list[int]]) -> worker_pb2.WorkerEmbedRequest:
+    """The worker's request for embeddings of token sequences."""
+    caller = request.caller
     return worker_pb2.WorkerEmbedRequest(
-        request_id=request_id,
+        request_id=request.request_id,
         inputs=[common_pb2.TokenIds(ids=sequence) for sequence in sequences],
-        pooling=_POOLING[pooling],
-        normalize=normalize,
+        pooling=_POOLING[request.pooling],
+        normalize=request.normalize,
+        priority=caller.priority,
+        tenant=caller.tenant,
+        cache_salt=caller.cache_salt,
     )
 
 

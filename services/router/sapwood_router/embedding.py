@@ -1,7 +1,7 @@
 """Embeddings: texts become tokens, and the tokens of one request go to one worker together.
 
-They pass admission, policy, breaker and retry budget as generations do. No prefix of an embedding is cached: a policy that goes
-by what workers hold sees a prompt that nobody holds.
+They pass admission, policy, breaker and retry budget as generations do, and the worker knows whom they are for as it does with
+generations. What workers hold of the texts does not decide where they go: one call has many of them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from sapwood_router.worker import Worker
 logger = logging.getLogger(__name__)
 
 _NOT_CACHED = "embeddings"
-"""A cache salt that no worker caches under: what it holds of generations does not help."""
+"""A cache salt that no worker caches under: to a policy that goes by what workers hold, nobody holds the prompt."""
 _NOTICED = 0.05
 """Seconds within which the session of a worker that is lost ends, too."""
 
@@ -170,7 +170,7 @@ class Embedder:
     async def _ask(
         self, model: str, request: EmbedRequest, sequences: list[list[int]], place: Place
     ) -> worker_pb2.WorkerEmbedResponse:
-        message = to_embed_request(request.request_id, sequences, request.pooling, request.normalize)
+        message = to_embed_request(request, sequences)
         tokens = sum(map(len, sequences))
         if request.caller.account is not None:
             request.caller.account.take_prompt(sequences, tokens)

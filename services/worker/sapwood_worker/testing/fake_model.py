@@ -45,6 +45,7 @@ def make_runner(config: FakeWorkerConfig) -> FakeRunner | StallingRunner:
         eos_token_ids=() if config.eos_token is None else (config.eos_token,),
         page_size=config.page_size,
         num_pages=num_pages,
+        embedding_size=1,
     )
     if config.load_seconds:
         logger.info("loading for %g s", config.load_seconds)

@@ -19,7 +19,7 @@ RELEASED := protos/released.binpb
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-slow test-containers test-losses audit lint fmt proto proto-release docs bench-cpu bench-scheduler bench-tokenizer bench-router bench-gpu node clean
+.PHONY: help up test test-slow test-containers test-losses audit lint fmt proto proto-release docs bench-cpu bench-scheduler bench-tokenizer bench-router bench-floods bench-gpu node clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ bench-tokenizer: $(BIN)/.installed-dev ## Measure the tokenizer service beside t
 
 bench-router: $(BIN)/.installed-dev ## Measure the router beside smg, sglang-router and vllm-router: ARGS='speed hits'
 	$(BIN)/python benchmarks/bench_router.py $(ARGS)
+
+bench-floods: $(BIN)/.installed-dev ## Measure what other clients feel of floods by strangers, beside grpcio's server: ARGS='--floods PING'
+	$(BIN)/python benchmarks/bench_floods.py $(ARGS)
 
 bench-gpu: $(BIN)/.installed-dev ## Check and measure engine and services on this CUDA GPU: ARGS=out.jsonl
 	PATH="$(abspath $(BIN)):$$PATH" benchmarks/gpu/run.sh $(ARGS)

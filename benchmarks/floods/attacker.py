@@ -1,0 +1,125 @@
+"""A process that floods: so many connections for so many seconds; then it says in a line of JSON what became of them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import ssl
+import time
+from dataclasses import asdict, dataclass, field
+from typing import cast
+
+import uvloop
+from floods.flood import Flood
+from floods.tables import FLOODS
+from floods.wire import client_tls, find_farewell
+
+_MOST_CONNECTIONS = 20_000
+_TAIL = 4096
+
+
+@dataclass
+class Fate:
+    """What became of the attack."""
+
+    sent: int = 0
+    """Bytes."""
+    connected: int = 0
+    closed: int = 0
+    """Connections that the server closed."""
+    first_closed: float = 0.0
+    """Seconds that the first of these had."""
+    rules: dict[str, int] = field(default_factory=dict)
+    """What servers said as they closed, and how often."""
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, reads: bool) -> None:
+        self._reads = reads
+        self._may_write = asyncio.Event()
+        self._may_write.set()
+        self.lost = asyncio.Event()
+        self.tail = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(1 << 20)
+        if not self._reads:
+            self.transport.pause_reading()
+
+    def data_received(self, data: bytes) -> None:
+        self.tail = (self.tail + data[-_TAIL:])[-_TAIL:]
+
+    def pause_writing(self) -> None:
+        self._may_write.clear()
+
+    def resume_writing(self) -> None:
+        self._may_write.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.set()
+        self._may_write.set()
+
+    async def send(self, data: bytes) -> None:
+        self.transport.write(data)
+        await self._may_write.wait()
+
+
+async def _attack(flood: Flood, port: int, tls: ssl.SSLContext | None, number: int, until: float, fate: Fate) -> None:
+    loop = asyncio.get_running_loop()
+    while time.monotonic() < until and fate.connected < _MOST_CONNECTIONS:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(until - began):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(flood.reads), "127.0.0.1", port, ssl=tls
+                )
+        except (OSError, TimeoutError):
+            await asyncio.sleep(0.01)
+            continue
+        fate.connected += 1
+        try:
+            async with asyncio.timeout(until - time.monotonic()):
+                for chunk in flood.chunks(number):
+                    if connection.lost.is_set():
+                        break
+                    await connection.send(chunk)
+                    fate.sent += len(chunk)
+                    await asyncio.sleep(flood.pause)
+                if flood.hang_up is None:
+                    await connection.lost.wait()
+                else:
+                    await asyncio.sleep(flood.hang_up)
+        except TimeoutError:
+            pass
+        if connection.lost.is_set():
+            fate.closed += 1
+            fate.first_closed = fate.first_closed or time.monotonic() - began
+            said = find_farewell(connection.tail) if flood.front == "grpc" else None
+            rule = f"{said.code} {said.text}" if said is not None else "closed"
+            if flood.front == "http" and connection.tail.startswith(b"HTTP/1.1 "):
+                rule = connection.tail.split(b"\r\n", 1)[0].decode("latin-1")
+            fate.rules[rule] = fate.rules.get(rule, 0) + 1
+        else:
+            connection.transport.abort()
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("flood", choices=[flood.name for flood in FLOODS])
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--tls", action="store_true")
+    parser.add_argument("--connections", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    args = parser.parse_args()
+    flood = next(flood for flood in FLOODS if flood.name == args.flood)
+    tls = client_tls("h2" if flood.front == "grpc" else None) if args.tls else None
+    fate = Fate()
+    until = time.monotonic() + args.seconds
+    await asyncio.gather(*(_attack(flood, args.port, tls, number, until, fate) for number in range(args.connections)))
+    print(json.dumps(asdict(fate)), flush=True)
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

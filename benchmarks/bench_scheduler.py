@@ -17,10 +17,10 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.cache.page_allocator import PageAllocator
 from sapwood_worker.cache.page_table import PageTable
 from sapwood_worker.cache.prefix_cache import PrefixCache
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.output import ModelOutput, SchedulerOutput
 from sapwood_worker.scheduler.policy import PolicyName

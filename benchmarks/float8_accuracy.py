@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from sapwood_common.model_files import resolve_model
+from sapwood_common.sampling import SamplingParams
 from sapwood_tokenizer.loader import load_tokenizer, resolve_tokenizer
 from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import ScheduledRequest, SchedulerOutput
 
 VARIANTS: dict[str, dict[str, Any]] = {

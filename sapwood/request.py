@@ -15,6 +15,8 @@ _CHOICES = {
     "required": router_pb2.TOOL_CHOICE_REQUIRED,
 }
 
+_SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+
 
 def build_request(
     text: str | None,
@@ -59,24 +61,9 @@ def build_request(
 
 
 def _sampling(options: Options) -> common_pb2.SamplingParams:
-    return common_pb2.SamplingParams(
-        temperature=options.get("temperature"),
-        top_k=options.get("top_k"),
-        top_p=options.get("top_p"),
-        min_p=options.get("min_p"),
-        seed=options.get("seed"),
-        max_tokens=options.get("max_tokens"),
-        stop_token_ids=options.get("stop_token_ids", ()),
-        ignore_eos=options.get("ignore_eos"),
-        frequency_penalty=options.get("frequency_penalty"),
-        presence_penalty=options.get("presence_penalty"),
-        repetition_penalty=options.get("repetition_penalty"),
-        logit_bias=options.get("logit_bias"),
-        min_tokens=options.get("min_tokens"),
-        n=options.get("n"),
-        logprobs=options.get("logprobs"),
-        prompt_logprobs=options.get("prompt_logprobs"),
-    )
+    """The options that are sampling settings: they go by the names of the message's fields."""
+    given: dict[str, Any] = {name: value for name, value in options.items() if name in _SAMPLING}
+    return common_pb2.SamplingParams(**given)
 
 
 def _grammar(options: Options) -> common_pb2.Grammar | None:

@@ -22,9 +22,9 @@ import torch
 from commit import measured_commit
 from step_profile import record
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.runner.launched_step import LaunchedStep
 from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.output import ModelOutput, RequestOutput, SchedulerOutput
 from sapwood_worker.scheduler.request import Request

@@ -29,12 +29,12 @@ import numpy as np
 import torch
 from commit import measured_commit
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.cache.copies import Copies, PageCopy
 from sapwood_worker.cache.hierarchical import HierarchicalCache
 from sapwood_worker.cache.host_pages import HostPages
 from sapwood_worker.runner.launched_step import LaunchedStep
 from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.output import SchedulerOutput
 from sapwood_worker.scheduler.request import Request

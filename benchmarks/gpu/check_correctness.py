@@ -19,9 +19,9 @@ import numpy as np
 import torch
 import transformers
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.runner.launched_step import LaunchedStep
 from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import ScheduledRequest, SchedulerOutput
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -70,7 +70,7 @@ def check_overlap(runner: ModelRunner) -> bool:
         SamplingParams(temperature=0.0, logprobs=2),
         SamplingParams(temperature=0.8, top_p=0.9, seed=1),
         SamplingParams(temperature=1.0, top_k=40, min_p=0.01, presence_penalty=0.7, frequency_penalty=0.2, seed=2),
-        SamplingParams(temperature=0.0, repetition_penalty=1.3, logit_bias=((5, 2.0),), prompt_logprobs=1),
+        SamplingParams(temperature=0.0, repetition_penalty=1.3, logit_bias={5: 2.0}, prompt_logprobs=1),
     ]
     answers = []
     info = runner.info

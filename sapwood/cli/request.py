@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sapwood.cli.errors import FAILED, REFUSED, UNREACHABLE, CliError
 from sapwood.cli.options import add_option
@@ -15,6 +15,10 @@ from sapwood.cli.options import add_option
 if TYPE_CHECKING:  # at run time grpc is loaded only by the verbs that use it
     from sapwood.client import Client
     from sapwood.generation import Options
+
+
+_VALUES = ("model", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+"""Flags that are options of the same name."""
 
 
 def add_request_options(parser: argparse.ArgumentParser, *, max_tokens: int | None = None) -> None:
@@ -79,6 +83,14 @@ def add_request_options(parser: argparse.ArgumentParser, *, max_tokens: int | No
         "--stop", action="append", default=[], metavar="TEXT", help="End before this text; repeatable. [default: none]"
     )
     parser.add_argument(
+        "--sampling",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="Any other field of SamplingParams (protos/sapwood/v1/common.proto), such as presence_penalty=0.5; repeatable."
+        " [default: none]",
+    )
+    parser.add_argument(
         "--ignore-eos", action="store_true", help="Go on past the model's end tokens. [default: end there]"
     )
 
@@ -139,26 +151,34 @@ def open_client(arguments: argparse.Namespace) -> Client:
 
 def request_options(arguments: argparse.Namespace) -> Options:
     """The options that were given; those that were not are left to the server."""
-    options: Options = {}
-    if arguments.model is not None:
-        options["model"] = arguments.model
-    if arguments.max_tokens is not None:
-        options["max_tokens"] = arguments.max_tokens
-    if arguments.temperature is not None:
-        options["temperature"] = arguments.temperature
-    if arguments.top_k is not None:
-        options["top_k"] = arguments.top_k
-    if arguments.top_p is not None:
-        options["top_p"] = arguments.top_p
-    if arguments.min_p is not None:
-        options["min_p"] = arguments.min_p
-    if arguments.seed is not None:
-        options["seed"] = arguments.seed
+    options = _sampling(arguments.sampling)
+    given = vars(arguments)
+    options.update({name: given[name] for name in _VALUES if given[name] is not None})
     if arguments.stop:
         options["stop"] = arguments.stop
     if arguments.ignore_eos:
         options["ignore_eos"] = True
-    return options
+    return cast("Options", options)
+
+
+def _sampling(given: list[str]) -> dict[str, Any]:
+    """Settings given as NAME=JSON, by name. Raises CliError."""
+    if not given:
+        return {}
+    from google.protobuf import json_format
+
+    from sapwood.v1 import common_pb2
+
+    message = common_pb2.SamplingParams()
+    for each in given:
+        name, _, value = each.partition("=")
+        try:
+            json_format.ParseDict({name: json.loads(value)}, message)
+        except (ValueError, json_format.ParseError) as error:
+            raise CliError(f"--sampling {each}: {str(error).splitlines()[0]}", REFUSED) from None
+    if message.HasField("n"):
+        raise CliError("--sampling n: one answer is shown", REFUSED)
+    return {field.name: value for field, value in message.ListFields()}
 
 
 @contextmanager

@@ -60,6 +60,16 @@ def test_an_error_is_one_line_with_its_exit_code(
     assert shown.count("\n") == 1
 
 
+def test_any_sampling_field_can_be_set_by_its_name(router: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = ("presence_penalty=0.5", 'logit_bias={"5": -1}')
+    assert main(["generate", "--address", router.address, "--sampling", fields[0], "--sampling", fields[1], "Hi"]) == 0
+    assert router.requests[0].sampling == common_pb2.SamplingParams(presence_penalty=0.5, logit_bias={5: -1})
+    for wrong in ("nothing=1", "min_p=high", "min_p", "n=2"):
+        assert main(["generate", "--address", router.address, "--sampling", wrong, "Hi"]) == exit_codes.REFUSED
+        shown = capsys.readouterr().err
+        assert "--sampling" in shown and shown.count("\n") == 1
+
+
 def test_text_that_is_not_utf8_is_refused(router: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--address", router.address, "\udcff"]) == exit_codes.REFUSED
     assert "wrong value" in capsys.readouterr().err

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.grammar.store import GrammarStore
 from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler
@@ -81,9 +81,9 @@ def check(
 
     ``liking`` is the bias of a token; ends have that of a quotation mark. Left alone the model writes some numbers on for ever.
     """
-    bias = tuple((index, liking(token)) for index, token in enumerate(runner.vocabulary.tokens) if liking(token))
+    bias = {index: liking(token) for index, token in enumerate(runner.vocabulary.tokens) if liking(token)}
     if bias:
-        bias += tuple((index, liking(b'"')) for index in ENDS)
+        bias |= {index: liking(b'"') for index in ENDS}
     requests = [
         Request(
             serial,

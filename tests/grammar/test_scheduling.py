@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.event_loop import EventLoop
 from sapwood_worker.grammar.store import GrammarStore
 from sapwood_worker.messages import Abort, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
 from sapwood_worker.model_info import ModelInfo
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.fake_runner import FakeRunner
 from sapwood_worker.scheduler.output import RequestOutput

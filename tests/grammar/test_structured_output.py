@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_kernels.token_bitmask import apply_token_bitmask
 from sapwood_worker.grammar.token_masks import TokenMasks
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.sampling.row_settings import RowSettings
 from sapwood_worker.sampling.sampler import sample
 

@@ -18,11 +18,11 @@ import pytest
 
 from sapwood.v1 import router_pb2, router_pb2_grpc
 from sapwood_common.channel import open_channel
+from sapwood_common.sampling import SamplingParams
 from sapwood_router.application import RouterApplication
 from sapwood_router.config import RouterConfig
 from sapwood_router.testing.fake_tokenizer import FakeTokenizer
 from sapwood_router.testing.ports import port_of_its_own
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.fake_runner import continuation
 
 VOCAB = 131  # the fake tokenizer reads each as an ASCII character

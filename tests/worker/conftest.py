@@ -20,9 +20,9 @@ import torch
 
 from sapwood_common.gguf_file import GgufFile
 from sapwood_common.model_files import demo_path
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.models.loader import load_model
 from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import ScheduledRequest, SchedulerOutput
 from sapwood_worker.testing.mooncake_cluster import MooncakeCluster, mooncake_is_installed
 

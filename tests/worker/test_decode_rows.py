@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.runner.decode_rows import MOST_KEYS, decode_rows
 from sapwood_worker.runner.input_builder import build_forward_batch
 from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import ScheduledRequest, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0)

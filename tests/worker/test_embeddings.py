@@ -24,13 +24,13 @@ import torch
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import ConfigError, InvalidArgumentError
 from sapwood_common.model_files import sapwood_home
+from sapwood_common.sampling import SamplingParams
 from sapwood_common.status import from_rpc_error
 from sapwood_worker.convert import to_inputs
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.models.sentence_config import SentenceConfig, read_sentence_config
 from sapwood_worker.runner.encoder_runner import EncoderRunner
 from sapwood_worker.runner.model_runner import RunnerOptions
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.output import RequestOutput
 from sapwood_worker.scheduler.request import Request

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.cache.kv_events import KvEvent
 from sapwood_worker.event_loop import MOST_FAILURES, EventLoop
 from sapwood_worker.messages import (
@@ -31,7 +32,6 @@ from sapwood_worker.messages import (
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.operations import Operations
 from sapwood_worker.progress import ProgressView, StepProgress
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.fake_runner import FakeRunner, FakeStep, continuation
 from sapwood_worker.scheduler.output import RequestOutput, SchedulerOutput, TokenLogprobs

@@ -19,11 +19,11 @@ import zmq.asyncio
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import ConfigError
 from sapwood_common.page_hash import cache_namespace, digest_term, hash_pages
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.cache.kv_events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, split_hashes
 from sapwood_worker.kv_event_publisher import KvEventPublisher, encode_batch
 from sapwood_worker.kv_event_stream import MOST_BEHIND, SNAPSHOT_BLOCKS, KvEventBatch, KvEventStream
 from sapwood_worker.model_info import ModelInfo
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.fake_runner import FakeRunner
 from sapwood_worker.scheduler.request import Request

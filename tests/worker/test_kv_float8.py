@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.cache.copies import Copies, PageCopy
 from sapwood_worker.cache.device_pool import DevicePool, KVScales
 from sapwood_worker.cache.host_pool import HostPool
 from sapwood_worker.cache.torch_transfer import make_transfer
 from sapwood_worker.runner.kv_calibration import scale_for
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import ScheduledRequest, SchedulerOutput
 
 PROMPT = [3 + i * 7 % 90 for i in range(60)]

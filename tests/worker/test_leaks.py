@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.cache.page_allocator import CACHE, LedgerError
 from sapwood_worker.model_info import ModelInfo
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.fake_runner import FakeRunner
 from sapwood_worker.scheduler.request import Request

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
 from sapwood_worker.runner.piecewise_graphs import token_ladder, worth_capturing
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import ScheduledRequest, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0)

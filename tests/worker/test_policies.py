@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from sapwood_common.errors import ResourceExhaustedError
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.model_info import ModelInfo
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.fairness import MOST_IDLE, TenantFairness
 from sapwood_worker.scheduler.fake_runner import FakeRunner

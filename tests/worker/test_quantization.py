@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sapwood_worker.sampling.params import SamplingParams
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.scheduler.output import ScheduledRequest, SchedulerOutput
 
 PROMPT = [3 + i * 7 % 90 for i in range(40)]

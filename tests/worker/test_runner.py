@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.runner.input_builder import build_forward_batch
 from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import ScheduledRequest, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sapwood_worker.sampling.params import SamplingParams
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.sampling.random_numbers import uniform
 from sapwood_worker.sampling.row_settings import RowSettings
 from sapwood_worker.sampling.sampler import row_max, sample

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sapwood_common.errors import InvalidArgumentError, ResourceExhaustedError
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.model_info import ModelInfo
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.fake_runner import FakeRunner, continuation
 from sapwood_worker.scheduler.output import RequestOutput

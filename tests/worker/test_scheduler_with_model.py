@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.runner.launched_step import LaunchedStep
 from sapwood_worker.runner.model_runner import ModelRunner
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.output import RequestOutput, TokenLogprobs
 from sapwood_worker.scheduler.request import Request
@@ -261,7 +261,7 @@ def _setting(serial: int, done: int = 0) -> SamplingParams:
         presence_penalty=0.5 * (serial % 2),
         frequency_penalty=0.3 * (serial % 3),
         repetition_penalty=1.2 if serial % 4 == 3 else 1.0,
-        logit_bias=((serial, 4.0),),
+        logit_bias={serial: 4.0},
         min_tokens=serial,
     )
 

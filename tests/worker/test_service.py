@@ -18,8 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.child_seed import child_seed
+from sapwood_common.sampling import SamplingParams
 from sapwood_common.status import from_rpc_error
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.fake_runner import continuation
 
 VOCAB = 1000

@@ -18,7 +18,7 @@ import pytest
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.child_seed import child_seed
-from sapwood_worker.sampling.params import SamplingParams
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.scheduler.fake_runner import continuation
 
 SEED = 11

@@ -19,8 +19,8 @@ import pytest
 
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_common.page_hash import cache_namespace
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.model_info import ModelInfo
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.fake_runner import FakeRunner, FakeStep, continuation, pooled_prompt
 from sapwood_worker.scheduler.output import Pooling, RequestOutput

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from sapwood_common.model_files import demo_path
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.cache.hierarchical import HierarchicalCache
 from sapwood_worker.cache.host_pages import HostPages
 from sapwood_worker.cache.storage.factory import parse_storage
@@ -25,7 +26,6 @@ from sapwood_worker.cache.storage.opener import StorageFacts, open_connection
 from sapwood_worker.cache.storage.tier import PrefetchOptions, StorageTier
 from sapwood_worker.models.loader import load_model
 from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.cache.hierarchical import HierarchicalCache
 from sapwood_worker.cache.host_pages import HostPages
 from sapwood_worker.cache.host_pool import HostPool
@@ -25,7 +26,6 @@ from sapwood_worker.cache.storage.record import namespace_of
 from sapwood_worker.cache.storage.tier import PrefetchOptions, StorageTier
 from sapwood_worker.kv_event_stream import KvEventStream
 from sapwood_worker.model_info import ModelInfo
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.fake_runner import FakeRunner, continuation
 from sapwood_worker.scheduler.request import Request

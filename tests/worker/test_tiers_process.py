@@ -22,7 +22,7 @@ import pytest
 
 from sapwood.cli.main import main
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from sapwood_worker.sampling.params import SamplingParams
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.scheduler.fake_runner import continuation
 from sapwood_worker.testing.mooncake_cluster import MooncakeCluster
 

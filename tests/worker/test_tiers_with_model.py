@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from sapwood_common.metrics import MetricSet
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.cache.hierarchical import HierarchicalCache
 from sapwood_worker.cache.host_pages import HostPages
 from sapwood_worker.cache.storage.file import FileStorage
 from sapwood_worker.cache.storage.opener import StorageFacts, open_connection
 from sapwood_worker.cache.storage.tier import PrefetchOptions, StorageTier
 from sapwood_worker.observer import EngineObserver
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.request import Request
 from sapwood_worker.scheduler.scheduler import Scheduler

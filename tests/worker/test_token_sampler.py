@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.cache.copies import NOTHING
 from sapwood_worker.runner.grammar_masks import GrammarMasks
 from sapwood_worker.runner.launched_step import LaunchedStep
 from sapwood_worker.runner.token_sampler import TokenSampler
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import ScheduledRequest, SchedulerOutput
 
 VOCAB = 50
@@ -84,7 +84,7 @@ def adjusted(logits: torch.Tensor, row: Row) -> torch.Tensor:
             result[token] *= 1 / params.repetition_penalty if result[token] > 0 else params.repetition_penalty
         result[token] -= params.frequency_penalty * output.count(token)
         result[token] -= params.presence_penalty * (token in output)
-        result[token] += dict(params.logit_bias).get(token, 0.0)
+        result[token] += params.logit_bias.get(token, 0.0)
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else ENDS)}
         if len(output) < params.min_tokens and token in ends:
             result[token] = -torch.inf
@@ -96,10 +96,10 @@ SETTINGS = [
     {"frequency_penalty": -0.7, "presence_penalty": 0.3},
     {"presence_penalty": 2.0},
     {"repetition_penalty": 1.7},
-    {"repetition_penalty": 0.6, "logit_bias": ((0, -100.0), (7, 3.5), (49, 1.0))},
-    {"logit_bias": ((3, 100.0),)},
+    {"repetition_penalty": 0.6, "logit_bias": {0: -100.0, 7: 3.5, 49: 1.0}},
+    {"logit_bias": {3: 100.0}},
     {"min_tokens": 6, "stop_token_ids": (3, 4, 5)},
-    {"min_tokens": 3, "stop_token_ids": (3,), "ignore_eos": True, "logit_bias": ((3, 50.0), (2, 60.0))},
+    {"min_tokens": 3, "stop_token_ids": (3,), "ignore_eos": True, "logit_bias": {3: 50.0, 2: 60.0}},
     {},
 ]
 
@@ -115,7 +115,7 @@ def test_greedy_choices_follow_the_plain_formula(setting):
 
 def test_draws_with_penalties_follow_the_plain_formula():
     params = SamplingParams(
-        temperature=0.9, frequency_penalty=0.4, presence_penalty=0.5, repetition_penalty=1.3, logit_bias=((9, 1.0),)
+        temperature=0.9, frequency_penalty=0.4, presence_penalty=0.5, repetition_penalty=1.3, logit_bias={9: 1.0}
     )
     tokens = [5, 6, 7, 5, 8, 8, 8, 9]
     draws = 20_000
@@ -175,7 +175,7 @@ def test_a_row_gets_the_same_tokens_alone_in_any_batch_in_a_used_row_and_resumed
 
 def test_log_probabilities_are_the_models_own_and_alternatives_the_likeliest():
     sampler = new_sampler()
-    wanted = {"logprobs": 3, "frequency_penalty": 2.0, "logit_bias": ((4, 20.0),), "temperature": 0.3, "top_k": 2}
+    wanted = {"logprobs": 3, "frequency_penalty": 2.0, "logit_bias": {4: 20.0}, "temperature": 0.3, "top_k": 2}
     rows = [
         Row(0, [5, 6], SamplingParams(seed=1, **wanted)),
         Row(1, [5, 6], SamplingParams(seed=2)),

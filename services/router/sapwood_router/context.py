@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from sapwood_common.errors import SapwoodError
+from sapwood_common.sampling import SamplingParams
 from sapwood_router.caller import NOBODY, Caller
 from sapwood_router.logprobs import TokenLogprobs
 from sapwood_router.output import Output, OutputOptions
@@ -62,26 +63,6 @@ class TokenPrompt(msgspec.Struct, frozen=True):
 
 
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
-
-
-class Sampling(msgspec.Struct, frozen=True):
-    """How tokens are chosen; None leaves a setting to the worker's default. Fields as in ``common.proto``."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
-    min_tokens: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +131,13 @@ class RequestContext(msgspec.Struct):
 
     Attributes:
         request_id: The client's id, or one made for it: for logs, metadata and answers.
-        prompt, model, sampling: What the client asked for.
+        prompt, model, sampling: What the client asked for; the seed is the client's or one drawn for it.
         output: How tokens become output: what the client asked for, then what the model needs (prepare).
         whole: The answer is told in one piece, at its end.
         detokenize: Whether there is to be text; else the answer is token ids alone.
         grammar: What the text must match.
         tool_choice: Which calls there must be.
         parallel_tool_calls: Whether there may be several calls.
-        seed: What tokens are drawn with, the client's or one made for it (prepare).
         compiled_grammar: The grammar of the output as workers take it; empty if it is free (prepare).
         fields: How the client spells them.
         deadline: On the event loop's clock.
@@ -177,7 +157,7 @@ class RequestContext(msgspec.Struct):
     request_id: str
     worker_request_id: str
     prompt: Prompt
-    sampling: Sampling
+    sampling: SamplingParams
     output: OutputOptions
     fields: FieldNames
     deadline: float
@@ -188,7 +168,6 @@ class RequestContext(msgspec.Struct):
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     caller: Caller = NOBODY
-    seed: int = 0
     compiled_grammar: bytes = b""
     token_ids: list[int] = msgspec.field(default_factory=list)
     worker: str = "-"

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from sapwood_router.context import FieldNames, Sampling
+from sapwood_common.sampling import SamplingParams
+from sapwood_router.context import FieldNames
 from sapwood_router.validation import check_n
 
 _UINT64 = 2**64
 
 
-def continuations(sampling: Sampling, count: int, fields: FieldNames) -> list[Sampling]:
-    """The settings of each: a seed, where one is given, is the first one's, and counts up.
+def continuations(sampling: SamplingParams, count: int, fields: FieldNames) -> list[SamplingParams]:
+    """The settings of each: the seed is the first one's, and counts up.
 
     Raises:
         InvalidArgumentError: ``count`` is out of range.
     """
     check_n(count, fields)
-    if sampling.seed is None:
-        return [sampling] * count
+    if count == 1:
+        return [sampling]
     return [replace(sampling, seed=(sampling.seed + index) % _UINT64) for index in range(count)]

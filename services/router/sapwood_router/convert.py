@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from msgspec.structs import asdict
-
 from sapwood.v1 import common_pb2, router_pb2, tokenizer_pb2, worker_pb2
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_common.sampling import SamplingParams
+from sapwood_common.sampling_message import to_message
 from sapwood_common.status import from_parts
 from sapwood_router.caller import Caller
 from sapwood_router.context import (
@@ -18,7 +18,6 @@ from sapwood_router.context import (
     FinishReason,
     Prompt,
     RequestContext,
-    Sampling,
     TextPrompt,
     TokenPrompt,
     ToolCall,
@@ -149,38 +148,11 @@ def _turn_of(message: common_pb2.ChatMessage) -> Turn:
     )
 
 
-def sampling_of(message: common_pb2.SamplingParams) -> Sampling:
-    """Sampling settings as plain values; absent ones are None."""
-    return Sampling(
-        temperature=message.temperature if message.HasField("temperature") else None,
-        top_k=message.top_k if message.HasField("top_k") else None,
-        top_p=message.top_p if message.HasField("top_p") else None,
-        min_p=message.min_p if message.HasField("min_p") else None,
-        seed=message.seed if message.HasField("seed") else None,
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos if message.HasField("ignore_eos") else None,
-        frequency_penalty=message.frequency_penalty if message.HasField("frequency_penalty") else None,
-        presence_penalty=message.presence_penalty if message.HasField("presence_penalty") else None,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else None,
-        logit_bias=dict(message.logit_bias),
-        min_tokens=message.min_tokens if message.HasField("min_tokens") else None,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-    )
-
-
 def to_worker_request(
-    request_id: str, token_ids: list[int], sampling: Sampling, seed: int
+    request_id: str, token_ids: list[int], sampling: SamplingParams
 ) -> worker_pb2.WorkerGenerateRequest:
     """The worker's request for a prompt."""
-    given = {name: value for name, value in asdict(sampling).items() if value is not None}
-    given["seed"] = seed
-    if not sampling.logit_bias:
-        del given["logit_bias"]  # an empty one takes longer than all the others
-    return worker_pb2.WorkerGenerateRequest(
-        request_id=request_id, token_ids=token_ids, sampling=common_pb2.SamplingParams(**given)
-    )
+    return worker_pb2.WorkerGenerateRequest(request_id=request_id, token_ids=token_ids, sampling=to_message(sampling))
 
 
 def worker_output_of(message: worker_pb2.WorkerGenerateResponse) -> WorkerOutput:

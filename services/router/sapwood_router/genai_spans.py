@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from sapwood_common.sampling import AS_MANY_AS_FIT
 from sapwood_common.tracing import Attribute
 from sapwood_router.context import ChatPrompt, RequestContext
 from sapwood_router.embed_request import Embeddings, EmbedRequest
+
+_SIGN = 1 << 63
+"""Attributes are signed: the same bits are meant."""
 
 PROVIDER = "sapwood"
 
@@ -28,9 +32,9 @@ def asked(context: RequestContext) -> dict[str, Attribute]:
         "gen_ai.request.model": context.model,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.max_tokens": sampling.max_tokens,
-        "gen_ai.request.seed": sampling.seed,
+        "gen_ai.request.top_k": sampling.top_k or None,
+        "gen_ai.request.max_tokens": None if sampling.max_tokens == AS_MANY_AS_FIT else sampling.max_tokens,
+        "gen_ai.request.seed": (sampling.seed ^ _SIGN) - _SIGN,
         "gen_ai.request.stop_sequences": list(context.output.stop) or None,
         "sapwood.request_id": context.request_id,
     }

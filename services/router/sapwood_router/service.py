@@ -13,6 +13,7 @@ import grpc
 from sapwood.v1 import router_pb2, router_pb2_grpc, worker_pb2
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.http2.call import ServerCall
+from sapwood_common.sampling_message import from_message
 from sapwood_common.telemetry import REQUEST_ID_KEY, new_request_id, request_id_var
 from sapwood_router.caller import caller_of
 from sapwood_router.context import RequestContext
@@ -22,7 +23,6 @@ from sapwood_router.convert import (
     embed_request_of,
     grammar_of,
     prompt_of,
-    sampling_of,
     to_load,
     to_response,
     tool_choice_of,
@@ -117,6 +117,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.RouterGenerateRequest, request_id: str, metadata: dict[str, str], left: float | None
     ) -> list[RequestContext]:
         prompt, fields = prompt_of(request)
+        sampling, count = from_message(request.sampling)
         caller = caller_of(metadata.get, tenant_var.get())
         deadline = asyncio.get_running_loop().time() + (
             self._request_timeout if left is None else min(left, self._request_timeout)
@@ -126,7 +127,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 request_id=request_id,
                 worker_request_id=unique_id(request_id),
                 prompt=prompt,
-                sampling=sampling,
+                sampling=own,
                 output=OutputOptions(
                     stop=tuple(request.stop),
                     skip_special_tokens=request.skip_special_tokens
@@ -142,7 +143,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 tool_choice=tool_choice_of(request),
                 parallel_tool_calls=request.parallel_tool_calls if request.HasField("parallel_tool_calls") else True,
             )
-            for sampling in continuations(sampling_of(request.sampling), _count(request), fields)
+            for own in continuations(sampling, count, fields)
         ]
 
     async def Embed(self, request: router_pb2.RouterEmbedRequest, context: Context) -> router_pb2.RouterEmbedResponse:
@@ -249,10 +250,6 @@ def _divert(run: Run, call: ServerCall) -> None:
 
 def _give_up(call: ServerCall) -> None:
     call.give_up(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
-
-
-def _count(request: router_pb2.RouterGenerateRequest) -> int:
-    return request.sampling.n if request.sampling.HasField("n") else 1
 
 
 def _metadata(context: Context) -> Iterator[tuple[str, str]]:

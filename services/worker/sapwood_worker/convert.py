@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import secrets
 from array import array
+
+from msgspec.structs import replace
 
 from sapwood.v1 import common_pb2, worker_pb2
 from sapwood_common.errors import InvalidArgumentError, NotFoundError
 from sapwood_common.page_hash import cache_namespace
+from sapwood_common.sampling import SamplingParams, check_tokens
+from sapwood_common.sampling_message import from_message
 from sapwood_common.telemetry import is_valid_request_id
 from sapwood_worker.cache.kv_events import BlockRemoved, BlockStored, KvEvent, Medium, split_hashes
 from sapwood_worker.kv_event_stream import KvEventBatch, KvEventStream
 from sapwood_worker.model_info import ModelInfo
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.output import Pooling, RequestOutput, TokenLogprobs
 from sapwood_worker.scheduler.terms import Terms
@@ -31,7 +32,7 @@ _POOLING: dict[worker_pb2.Pooling, Pooling] = {
 }
 MOST_INPUTS = 2048
 MOST_TENANT, MOST_SALT = 128, 256
-MOST_BIASED, MOST_CONTINUATIONS, MOST_LOGPROBS = 1024, 128, 20
+MOST_CONTINUATIONS = 128
 
 _MEDIUM: dict[Medium, worker_pb2.KvMedium] = {
     "GPU": worker_pb2.KV_MEDIUM_GPU,
@@ -137,63 +138,20 @@ def to_namespace(cache_salt: str, lora_name: str) -> bytes:
 
 
 def to_sampling(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> tuple[SamplingParams, int]:
-    """The sampling settings with their defaults filled in, and the number of continuations.
-
-    An absent seed is drawn at random.
+    """The sampling settings, and the number of continuations; ``max_tokens`` fits the context.
 
     Raises:
         InvalidArgumentError: A setting is out of range; its field is named.
     """
-    given = request.sampling
-    room = info.context_length - len(request.token_ids)
-    temperature = given.temperature if given.HasField("temperature") else 1.0
-    top_p = given.top_p if given.HasField("top_p") else 1.0
-    min_p = given.min_p if given.HasField("min_p") else 0.0
-    _require(math.isfinite(temperature) and temperature >= 0, "temperature", temperature, "at least 0")
-    _require(0 < top_p <= 1, "top_p", top_p, "in (0, 1]")
-    _require(0 <= min_p <= 1, "min_p", min_p, "in [0, 1]")
-    if given.HasField("top_k"):
-        _require(given.top_k >= 1, "top_k", given.top_k, "at least 1")
-    if given.HasField("max_tokens"):
-        _require(given.max_tokens >= 1, "max_tokens", given.max_tokens, "at least 1")
-    for token in given.stop_token_ids:
-        _require(token < info.vocab_size, "stop_token_ids", token, f"below the vocabulary size {info.vocab_size}")
-    max_tokens = min(room, given.max_tokens) if given.HasField("max_tokens") else room
-    _require(abs(given.frequency_penalty) <= 2, "frequency_penalty", given.frequency_penalty, "in [-2, 2]")
-    _require(abs(given.presence_penalty) <= 2, "presence_penalty", given.presence_penalty, "in [-2, 2]")
-    repetition = given.repetition_penalty if given.HasField("repetition_penalty") else 1.0
-    _require(math.isfinite(repetition) and repetition > 0, "repetition_penalty", repetition, "over 0")
-    _require(
-        len(given.logit_bias) <= MOST_BIASED, "logit_bias", len(given.logit_bias), f"at most {MOST_BIASED} entries"
-    )
-    for token, bias in given.logit_bias.items():
-        _require(token < info.vocab_size, "logit_bias", token, f"of tokens below the vocabulary size {info.vocab_size}")
-        _require(abs(bias) <= 100, "logit_bias", bias, "in [-100, 100]")
+    params, count = from_message(request.sampling, request.output_tokens)
+    check_tokens(params, info.vocab_size)
+    for name, wanted in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        _require((wanted or 0) <= info.vocab_size, name, wanted or 0, f"at most the vocabulary size {info.vocab_size}")
+    max_tokens = min(info.context_length - len(request.token_ids), params.max_tokens)
     most = max_tokens + request.output_tokens
-    _require(given.min_tokens <= most, "min_tokens", given.min_tokens, f"at most max_tokens, {most}")
-    count = given.n if given.HasField("n") else 1
+    _require(params.min_tokens <= most, "min_tokens", params.min_tokens, f"at most max_tokens, {most}")
     _require(1 <= count <= MOST_CONTINUATIONS, "n", count, f"in 1 .. {MOST_CONTINUATIONS}")
-    for name, wanted in (("logprobs", given.logprobs), ("prompt_logprobs", given.prompt_logprobs)):
-        _require(wanted <= MOST_LOGPROBS, name, wanted, f"at most {MOST_LOGPROBS}")
-        _require(wanted <= info.vocab_size, name, wanted, f"at most the vocabulary size {info.vocab_size}")
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=given.top_k if given.HasField("top_k") else 0,
-        top_p=top_p,
-        min_p=min_p,
-        seed=given.seed if given.HasField("seed") else secrets.randbits(64),
-        max_tokens=max_tokens,
-        stop_token_ids=tuple(given.stop_token_ids),
-        ignore_eos=given.ignore_eos,
-        frequency_penalty=given.frequency_penalty,
-        presence_penalty=given.presence_penalty,
-        repetition_penalty=repetition,
-        logit_bias=tuple(given.logit_bias.items()),
-        min_tokens=given.min_tokens,
-        logprobs=given.logprobs if given.HasField("logprobs") else None,
-        prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
-    )
-    return params, count
+    return replace(params, max_tokens=max_tokens), count
 
 
 # A request's end token, be it the model's or one of stop_token_ids, is part of token_ids and counted in the usage: a client

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood_common import errors
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.messages import Abort, Submit, ToScheduler
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import Pooling, RequestOutput
 from sapwood_worker.scheduler.terms import Terms
 

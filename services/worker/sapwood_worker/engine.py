@@ -12,6 +12,7 @@ import msgspec
 
 from sapwood_common import errors
 from sapwood_common.child_seed import child_seed
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.cache.report import TierReport
 from sapwood_worker.embedding_calls import EmbeddingCalls
 from sapwood_worker.generation import Generation
@@ -37,7 +38,6 @@ from sapwood_worker.messages import (
     Unpin,
 )
 from sapwood_worker.observer import EngineObserver
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.terms import USUAL, Terms
 

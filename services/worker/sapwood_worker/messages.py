@@ -10,10 +10,10 @@ from typing import Literal
 
 import msgspec
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.cache.kv_events import KvEvent
 from sapwood_worker.cache.report import TierReport
 from sapwood_worker.model_info import ModelInfo
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.output import Pooling, RequestOutput
 from sapwood_worker.scheduler.terms import USUAL, Terms

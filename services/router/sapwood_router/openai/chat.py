@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import msgspec
 
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.sampling import MOST_LOGPROBS
 from sapwood_router.context import ChatPrompt, FieldNames, RequestContext, ToolCall, Turn
 from sapwood_router.continuations import continuations
 from sapwood_router.openai.annotate import Annotator, ChatWriter
 from sapwood_router.openai.answer import Answer, finish_reason, send_stream, send_whole, usage_object
 from sapwood_router.openai.body import convert, decode_object
 from sapwood_router.openai.exchange import Exchange
-from sapwood_router.openai.parameters import output_of, sampling_of, wants_stream
+from sapwood_router.openai.parameters import SAMPLING, output_of, sampling_of, wants_stream
 from sapwood_router.openai.response_format import answer_grammar
 from sapwood_router.openai.sse import ChatChunks
 from sapwood_router.openai.tools import tool_choice_of, tools_of
@@ -30,7 +32,6 @@ from sapwood_router.openai.types import (
 )
 from sapwood_router.pipeline.pipeline import Pipeline, close_all
 from sapwood_router.request_ids import unique_id
-from sapwood_router.validation import MAX_LOGPROBS
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles that are taken; OpenAI renamed system to developer for its newer models."""
@@ -43,10 +44,10 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
-    request = convert(given, ChatRequest, CHAT_NEUTRAL, IGNORED)
+    request = convert(given, ChatRequest, CHAT_NEUTRAL, IGNORED | SAMPLING)
     stream, include_usage = wants_stream(request)
     deadline = deadline if stream else exchange.sooner(deadline)
-    contexts = _contexts(request, tools_of(request, given.get("tools")), exchange.request_id, deadline)
+    contexts = _contexts(request, given, exchange.request_id, deadline)
     caller = exchange.caller(given)
     for context in contexts:
         context.caller = caller
@@ -85,7 +86,7 @@ def _choice(index: int, answer: Answer) -> ChatChoice:
     return ChatChoice(index, message, finish_reason(answer.finish, bool(output.tool_calls)), answer.logprobs)
 
 
-def _contexts(request: ChatRequest, tools: str, request_id: str, deadline: float) -> list[RequestContext]:
+def _contexts(request: ChatRequest, given: dict[str, Any], request_id: str, deadline: float) -> list[RequestContext]:
     if request.max_tokens is not None and request.max_completion_tokens is not None:
         raise InvalidArgumentError("set max_completion_tokens or max_tokens, not both", field="max_tokens")
     newer = request.max_completion_tokens is not None
@@ -104,13 +105,14 @@ def _contexts(request: ChatRequest, tools: str, request_id: str, deadline: float
     count = 1 if request.n is None else request.n
     variables = msgspec.json.encode(request.chat_template_kwargs).decode() if request.chat_template_kwargs else ""
     turns = tuple(_turn(message, f"messages[{i}]") for i, message in enumerate(request.messages))
-    prompt = ChatPrompt(turns, tools, variables)
+    prompt = ChatPrompt(turns, tools_of(request, given.get("tools")), variables)
+    sampling = sampling_of(given, fields, max_tokens=max_tokens, logprobs=_logprobs(request))
     return [
         RequestContext(
             request_id=request_id,
             worker_request_id=unique_id(request_id),
             prompt=prompt,
-            sampling=sampling,
+            sampling=own,
             output=output_of(request),
             fields=fields,
             deadline=deadline,
@@ -120,14 +122,14 @@ def _contexts(request: ChatRequest, tools: str, request_id: str, deadline: float
             tool_choice=tool_choice_of(request),
             parallel_tool_calls=request.parallel_tool_calls is not False,
         )
-        for sampling in continuations(sampling_of(request, max_tokens, _logprobs(request)), count, fields)
+        for own in continuations(sampling, count, fields)
     ]
 
 
 def _logprobs(request: ChatRequest) -> int | None:
     top = request.top_logprobs
-    if top is not None and not 0 <= top <= MAX_LOGPROBS:
-        raise InvalidArgumentError(f"top_logprobs must be in 0..{MAX_LOGPROBS}, got {top}", field="top_logprobs")
+    if top is not None and not 0 <= top <= MOST_LOGPROBS:
+        raise InvalidArgumentError(f"top_logprobs must be in 0..{MOST_LOGPROBS}, got {top}", field="top_logprobs")
     if not request.logprobs:
         if top:
             raise InvalidArgumentError("top_logprobs is only allowed with logprobs", field="top_logprobs")

@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.context import FieldNames, Prompt, RequestContext, TextPrompt, TokenPrompt
@@ -17,7 +16,7 @@ from sapwood_router.openai.answer import Answer, send_stream, send_whole, usage_
 from sapwood_router.openai.body import convert, decode_object
 from sapwood_router.openai.exchange import Exchange
 from sapwood_router.openai.logprobs import CompletionWriter
-from sapwood_router.openai.parameters import output_of, sampling_of, wants_stream
+from sapwood_router.openai.parameters import SAMPLING, output_of, sampling_of, wants_stream
 from sapwood_router.openai.response_format import answer_grammar
 from sapwood_router.openai.sse import CompletionChunks, TokenChunks
 from sapwood_router.openai.types import (
@@ -41,11 +40,11 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
-    request = convert(given, CompletionRequest, COMPLETION_NEUTRAL, IGNORED)
+    request = convert(given, CompletionRequest, COMPLETION_NEUTRAL, IGNORED | SAMPLING)
     stream, include_usage = wants_stream(request)
     echo, prompt_only = request.echo is True, request.echo is True and request.max_tokens == 0
     deadline = deadline if stream else exchange.sooner(deadline)
-    contexts, count = _contexts(request, exchange.request_id, deadline)
+    contexts, count = _contexts(request, given, exchange.request_id, deadline)
     caller = exchange.caller(given)
     for context in contexts:
         context.caller = caller
@@ -87,7 +86,9 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         close_all(runs)
 
 
-def _contexts(request: CompletionRequest, request_id: str, deadline: float) -> tuple[list[RequestContext], int]:
+def _contexts(
+    request: CompletionRequest, given: dict[str, Any], request_id: str, deadline: float
+) -> tuple[list[RequestContext], int]:
     """One for each choice, those of a prompt together; and how many each prompt has."""
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     if request.echo and request.detokenize is False:
@@ -96,11 +97,11 @@ def _contexts(request: CompletionRequest, request_id: str, deadline: float) -> t
         max_tokens = 1  # a worker generates at least one; it is dropped
     grammar, grammar_field = answer_grammar(request)
     output = output_of(request)
-    sampling = sampling_of(request, max_tokens, request.logprobs)
-    if request.echo:
-        sampling = replace(sampling, prompt_logprobs=request.logprobs)
+    fields = _fields("prompt", grammar_field)
+    prompt_logprobs = request.logprobs if request.echo else None
+    sampling = sampling_of(given, fields, max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
     named = _prompts(request.prompt)
-    settings = continuations(sampling, 1 if request.n is None else request.n, _fields("prompt", grammar_field))
+    settings = continuations(sampling, 1 if request.n is None else request.n, fields)
     if request.best_of not in (None, len(settings)):
         raise InvalidArgumentError("best_of is only supported where it equals n", field="best_of")
     if len(named) * len(settings) > MAX_CHOICES:

@@ -1,59 +1,54 @@
-"""The sampling parameters of OpenAI's API, as the pipeline takes them."""
+"""The parameters of OpenAI's API that completions and chat share, as the pipeline takes them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_router.context import Sampling
-from sapwood_router.openai.types import SamplingRequest
+from sapwood_common.sampling import FIELDS, SamplingParams, read_sampling
+from sapwood_router.context import FieldNames
+from sapwood_router.field_names import to_client_field
+from sapwood_router.openai.types import GenerationRequest
 from sapwood_router.output import OutputOptions
 
-_UINT64 = 2**64
+SAMPLING = FIELDS - {"prompt_logprobs"}
+"""Parameters that are sampling settings, by the same names; those that OpenAI lacks are named as in vLLM and SGLang."""
 
 
-def sampling_of(request: SamplingRequest, max_tokens: int | None, logprobs: int | None) -> Sampling:
-    """Sampling settings; ranges are checked by the pipeline.
+def sampling_of(given: Mapping[str, Any], fields: FieldNames, **own: int | None) -> SamplingParams:
+    """Sampling settings.
 
     ``top_k`` of 0 or -1 keeps all, as with vLLM and SGLang. OpenAI's seed is signed: the same bits are meant.
 
     Args:
-        request: The request.
-        max_tokens: The most tokens to generate.
-        logprobs: How many alternatives each token's probability comes with; None: no probabilities.
+        given: The request as it came.
+        fields: How its parameters are called.
+        own: Settings that this request's parameters do not say by themselves; None: the usual.
+
+    Raises:
+        InvalidArgumentError: One is of the wrong type or out of range.
     """
-    seed = request.seed
-    if seed is not None and not -_UINT64 // 2 <= seed < _UINT64:
-        raise InvalidArgumentError("seed must fit 64 bits", field="seed")
-    return Sampling(
-        temperature=request.temperature,
-        top_k=None if request.top_k in (0, -1) else request.top_k,
-        top_p=request.top_p,
-        min_p=request.min_p,
-        seed=None if seed is None else seed % _UINT64,
-        max_tokens=max_tokens,
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-        ignore_eos=request.ignore_eos,
-        frequency_penalty=request.frequency_penalty,
-        presence_penalty=request.presence_penalty,
-        repetition_penalty=request.repetition_penalty,
-        logit_bias=_logit_bias(request.logit_bias or {}),
-        min_tokens=request.min_tokens,
-        logprobs=logprobs,
-    )
+    wanted = {name: given[name] for name in SAMPLING & given.keys()} | own
+    values = {name: value for name, value in wanted.items() if value is not None}
+    if values.get("top_k") in (0, -1):
+        del values["top_k"]
+    seed = values.get("seed")
+    if isinstance(seed, int) and -(2**63) <= seed < 0:
+        values["seed"] = seed + 2**64
+    try:
+        return read_sampling(values)
+    except InvalidArgumentError as error:
+        raise to_client_field(error, fields) from error
 
 
-def _logit_bias(given: dict[str, float]) -> dict[int, float]:
-    if not all(key.isascii() and key.isdecimal() for key in given):
-        raise InvalidArgumentError("the keys of logit_bias must be token ids", field="logit_bias")
-    return {int(key): value for key, value in given.items()}
-
-
-def output_of(request: SamplingRequest) -> OutputOptions:
+def output_of(request: GenerationRequest) -> OutputOptions:
     """How tokens become output."""
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or ()
     return OutputOptions(stop=tuple(stop), skip_special_tokens=request.skip_special_tokens is not False)
 
 
-def wants_stream(request: SamplingRequest) -> tuple[bool, bool]:
+def wants_stream(request: GenerationRequest) -> tuple[bool, bool]:
     """Whether to stream, and whether with usage.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_router.openai.types import SamplingRequest
+from sapwood_router.openai.types import GenerationRequest
 from sapwood_router.structure import AnswerGrammar
 
 _FIELD = "response_format"
@@ -15,7 +15,7 @@ _SCHEMA = "response_format.json_schema"
 _OBJECT = '{"type": "object"}'
 
 
-def answer_grammar(request: SamplingRequest) -> tuple[AnswerGrammar | None, str]:
+def answer_grammar(request: GenerationRequest) -> tuple[AnswerGrammar | None, str]:
     """What the text must match, and the parameter that says so; None: anything.
 
     Types are OpenAI's ``text``, ``json_object`` and ``json_schema``, and SGLang's and vLLM's ``structural_tag``. Of a schema that

@@ -18,34 +18,22 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class SamplingRequest(msgspec.Struct, kw_only=True):
-    """What completions and chat have in common; top_k and what follows are extensions, named as in vLLM and SGLang."""
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """What completions and chat have in common, but for sampling settings that only pass through: ``parameters.py`` has those."""
 
     model: str | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
+    n: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: Any = None  # told apart in response_format.py
-    n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    min_tokens: int | None = None
     regex: str | None = None
     ebnf: str | None = None
 
 
-class CompletionRequest(SamplingRequest, kw_only=True):
+class CompletionRequest(GenerationRequest, kw_only=True):
     """``POST /v1/completions``."""
 
     prompt: Any = None  # a string, strings, token ids or lists of token ids: told apart in completions.py
@@ -108,7 +96,7 @@ class Message(msgspec.Struct):
     audio: Any = None
 
 
-class ChatRequest(SamplingRequest, kw_only=True):
+class ChatRequest(GenerationRequest, kw_only=True):
     """``POST /v1/chat/completions``."""
 
     messages: list[Message]

@@ -223,8 +223,8 @@ class Attempts:
 
     def _complete(self) -> bool:
         """Whether the lost worker had nothing left to generate but to say so."""
-        context, most = self._context, self._context.sampling.max_tokens
-        if most is None or len(context.output_ids) < most:
+        context = self._context
+        if len(context.output_ids) < context.sampling.max_tokens:
             return False
         context.worker_finish = FinishReason.LENGTH
         self._stream.push((), end=True)

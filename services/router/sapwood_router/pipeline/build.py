@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-
 from msgspec.structs import replace
 
 from sapwood.v1 import worker_pb2
@@ -13,24 +11,18 @@ from sapwood_router.convert import to_worker_request
 from sapwood_router.request_ids import unique_id
 
 
-def fix_seed(context: RequestContext) -> None:
-    """Draws the seed here, if the client gave none: whatever worker goes on with the request then samples the same."""
-    given = context.sampling.seed
-    context.seed = secrets.randbits(64) if given is None else given
-
-
 def build(context: RequestContext) -> worker_pb2.WorkerGenerateRequest:
     """The request as the next worker takes it: the prompt and what was generated already, with what is left to generate.
 
     Each try has an id of its own: the worker of the last one may not have learned yet that it is over.
     """
     sampling, done = context.sampling, len(context.output_ids)
-    if done and sampling.max_tokens is not None:
+    if done:
         sampling = replace(sampling, max_tokens=sampling.max_tokens - done)
     token_ids = context.token_ids + context.output_ids if done else context.token_ids
     context.attempts += 1
     request_id = context.worker_request_id if context.attempts == 1 else unique_id(context.request_id)
-    request = to_worker_request(request_id, token_ids, sampling, context.seed)
+    request = to_worker_request(request_id, token_ids, sampling)
     if done:
         request.output_tokens = done
     caller = context.caller

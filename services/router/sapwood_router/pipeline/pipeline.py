@@ -18,7 +18,6 @@ from sapwood_router.embedding import Embedder
 from sapwood_router.observer import RequestObserver
 from sapwood_router.output_stream import OutputChunk, OutputStream
 from sapwood_router.pipeline.attempts import Attempts
-from sapwood_router.pipeline.build import fix_seed
 from sapwood_router.pipeline.prepare import prepare
 from sapwood_router.pipeline.reserve import reserve
 from sapwood_router.pipeline.respond import respond
@@ -196,7 +195,6 @@ class Run:
             await prepare(context, pipeline.tokenizer)
         if self._closed:
             raise RequestCancelledError("the client left")
-        fix_seed(context)
         stream: OutputStream
         if context.detokenize:
             stream = pipeline.session.open(context.output, whole=context.whole)

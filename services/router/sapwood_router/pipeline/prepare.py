@@ -10,7 +10,7 @@ from sapwood_router.convert import to_compile_request
 from sapwood_router.field_names import to_client_field
 from sapwood_router.structure import has_strict_tool
 from sapwood_router.tokenizer_client import TokenizerClient
-from sapwood_router.validation import check_prompt, check_sampling, check_stop, check_tokens_only
+from sapwood_router.validation import check_prompt, check_stop, check_tokens_only
 
 
 async def prepare(context: RequestContext, tokenizer: TokenizerClient) -> None:
@@ -21,7 +21,6 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient) -> None:
         SapwoodError: As the tokenizer service answers.
     """
     check_prompt(context.prompt, context.fields)
-    check_sampling(context.sampling, context.fields)
     check_stop(context.output.stop)
     if not context.detokenize:
         check_tokens_only(context.prompt, context.output.stop)

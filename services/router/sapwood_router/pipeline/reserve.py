@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sapwood_common.errors import SapwoodError
+from sapwood_common.sampling import AS_MANY_AS_FIT
 from sapwood_router.admission_control import AdmissionControl, Place
 from sapwood_router.context import ChatPrompt, RequestContext, TextPrompt
 from sapwood_router.registry import Registry
@@ -31,7 +32,7 @@ def reserve(context: RequestContext, registry: Registry, admission: AdmissionCon
 def _cost(context: RequestContext) -> int:
     """In tokens; of a text an estimate, for it was not tokenized."""
     prompt, tokens = context.prompt, context.sampling.max_tokens
-    tokens = _USUAL_TOKENS if tokens is None else min(max(1, tokens), _MOST_TOKENS)  # it is not checked yet
+    tokens = _USUAL_TOKENS if tokens == AS_MANY_AS_FIT else min(tokens, _MOST_TOKENS)
     if isinstance(prompt, TextPrompt):
         return tokens + len(prompt.text) // CHARACTERS_A_TOKEN
     if isinstance(prompt, ChatPrompt):

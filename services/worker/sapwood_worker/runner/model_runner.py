@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary
+from sapwood_common.sampling import SamplingParams
 from sapwood_kernels.device_copy import to_device
 from sapwood_worker.attention.backend import AttentionBackend
 from sapwood_worker.attention.torch_native import TorchNativeBackend
@@ -38,7 +39,6 @@ from sapwood_worker.runner.memory_profile import measure_pool_bytes
 from sapwood_worker.runner.pooling import pool_chunk
 from sapwood_worker.runner.token_sampler import SampledTokens, TokenSampler
 from sapwood_worker.sampling.logprobs import Distribution, Logprobs, join
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import ModelOutput, ScheduledRequest, SchedulerOutput
 
 if TYPE_CHECKING:

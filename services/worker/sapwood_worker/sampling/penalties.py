@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +20,25 @@ from torch import Tensor
 
 from sapwood_kernels import reference
 from sapwood_kernels.device_copy import to_device
-from sapwood_worker.sampling.sampling_batch import Penalties
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Penalties of S rows of R.
+
+    Attributes:
+        rows: int64 [S]: which rows of the logits.
+        slots: int64 [S]: which rows of the page table, by which tokens are counted.
+        frequency: float32 [S, 1].
+        presence: float32 [S, 1].
+        repetition: float32 [S, 1], over 0.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    frequency: Tensor
+    presence: Tensor
+    repetition: Tensor
 
 
 class TokenCounts:

@@ -6,6 +6,7 @@ So a step costs a few numpy calls however many requests it has, and whatever the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,30 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_kernels.device_copy import to_device
-from sapwood_worker.sampling.params import SamplingParams
+from sapwood_worker.sampling.penalties import Penalties
 from sapwood_worker.sampling.random_numbers import uniform
-from sapwood_worker.sampling.sampling_batch import Additions, Penalties, SamplingBatch
+from sapwood_worker.sampling.sampler import SamplingBatch
 
 _SEED_MASK = (1 << 64) - 1
 # What a row asks for, as bits.
 _SAMPLED, _PENALISED, _BIASED, _MINIMUM, _LOGPROBS = 1, 2, 4, 8, 16
 
 IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Additions:
+    """Numbers to add to single logits.
+
+    Attributes:
+        at: int64 [N]: index into the flattened logits; one that is there twice has 0 added but for one time.
+        values: float32 [N].
+    """
+
+    at: Tensor
+    values: Tensor
 
 
 class RowSettings:
@@ -72,7 +87,7 @@ class RowSettings:
         self._free_from[row] = output_start + params.min_tokens
         self._logprobs[row] = -1 if params.logprobs is None else params.logprobs
         if params.logit_bias:
-            ids, values = zip(*params.logit_bias, strict=True)
+            ids, values = tuple(params.logit_bias), tuple(params.logit_bias.values())
             self._bias_ids, self._bias = _fill(self._bias_ids, self._bias, row, ids, values)
         if params.min_tokens:
             ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._ends)}

@@ -16,12 +16,11 @@ of the ``_FIRST_CANDIDATES`` likeliest, of 16 times more while some row needs th
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from sapwood_worker.sampling.sampling_batch import SamplingBatch
 
 _FIRST_CANDIDATES = 1024
 _GROWTH = 16
@@ -29,6 +28,33 @@ _GROWTH = 16
 _BLOCK = 512
 # The largest factor below 1 in float64.
 _BELOW_ONE = 1.0 - 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Settings of the S rows of R that are not greedy.
+
+    Attributes:
+        rows: int64 [S]: which rows; None when all R.
+        count: S.
+        temperature: float32 [S, 1], over 0.
+        top_k: int64 [S, 1], in 1 .. vocabulary size.
+        top_p: float64 [S, 1].
+        min_p: float32 [S, 1].
+        uniform: float64 [S, 1]: each row's random number.
+        most_k: The largest of ``top_k`` below the vocabulary size; 0 when no row has one.
+        any_top_p: Whether some row's is below 1.
+    """
+
+    rows: Tensor | None
+    count: int
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    uniform: Tensor
+    most_k: int
+    any_top_p: bool
 
 
 def sample(logits: Tensor, batch: SamplingBatch | None) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ O(1) a token. Forced tokens are computed in the next step together, as a chunk o
 
 from __future__ import annotations
 
-from sapwood_worker.sampling.params import SamplingParams
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.scheduler.output import FinishReason, RequestOutput, TokenLogprobs
 from sapwood_worker.scheduler.request import Request
 

@@ -15,11 +15,11 @@ from dataclasses import replace
 import numpy as np
 
 from sapwood_common.grammar.vocabulary import TokenVocabulary
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.cache.copies import NOTHING
 from sapwood_worker.cache.fake_transfer import FakeTransfer
 from sapwood_worker.cache.host_pool import HostPool
 from sapwood_worker.model_info import ModelInfo
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import ModelOutput, Pooling, ScheduledRequest, SchedulerOutput, TokenLogprobs
 
 _MASK = (1 << 62) - 1

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.cache.copies import NOTHING, Copies, CopyReport
 from sapwood_worker.grammar.state import GrammarState
-from sapwood_worker.sampling.params import SamplingParams
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

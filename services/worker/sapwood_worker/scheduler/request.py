@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.grammar.state import GrammarState
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import Pooling, ScheduledRequest, TokenLogprobs
 from sapwood_worker.scheduler.state import RequestState, check_transition
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sapwood_common.sampling import SamplingParams
 from sapwood_worker.cache.host_pool import HEADER_BYTES, SCRATCH_PAGES, HostPool
 from sapwood_worker.cache.storage.backend import StorageBackend, StorageError
 from sapwood_worker.cache.storage.connection import NEVER, Connection
@@ -23,7 +24,6 @@ from sapwood_worker.cache.storage.executor import ThreadExecutor
 from sapwood_worker.cache.storage.factory import parse_storage
 from sapwood_worker.cache.storage.record import namespace_of
 from sapwood_worker.cache.storage.tier import StorageTier
-from sapwood_worker.sampling.params import SamplingParams
 from sapwood_worker.scheduler.output import Runner, ScheduledRequest, SchedulerOutput
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,120 @@
+"""How a request wants its tokens chosen: every sampling field with its default and its range, as router and worker share them.
+
+``common.proto`` says what each means. docs/development.md lists what a new field touches.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from sapwood_common.errors import InvalidArgumentError
+
+AS_MANY_AS_FIT = 2**31 - 1
+"""``max_tokens`` of a request that sets none."""
+MOST_LOGPROBS = 20
+_UINT64 = 2**64
+
+TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Count = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
+Positive = Annotated[float, Meta(gt=0, le=3.5e38)]  # and finite, as is each number with an upper bound
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Sampling settings of one request; fields and defaults as in ``common.proto``, but for ``n``.
+
+    Attributes:
+        top_k: Keep the k most likely tokens; 0 keeps all.
+        seed: With a token's position it decides the token: the same request gives the same tokens in any batch.
+        max_tokens: The most tokens to generate; by default as many as the context holds.
+        stop_token_ids: Generation ends at any of these; the ending token is part of the output.
+        logit_bias: Token ids and what is added to their logits.
+        logprobs: Log probabilities of the output, and of so many of the likeliest alternatives; None: none.
+        prompt_logprobs: The same for the prompt.
+    """
+
+    temperature: Annotated[float, Meta(ge=0, le=3.5e38)] = 1.0
+    top_k: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: int = 0
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] = AS_MANY_AS_FIT
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=1024)] = ()
+    ignore_eos: bool = False
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: Positive = 1.0
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] = {}
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    logprobs: Count | None = None
+    prompt_logprobs: Count | None = None
+
+    def tokens(self) -> Iterator[tuple[str, int]]:
+        """Each token id that a field names, with the field."""
+        for token in self.stop_token_ids:
+            yield "stop_token_ids", token
+        for token in self.logit_bias:
+            yield "logit_bias", token
+
+
+USUAL = SamplingParams()
+"""What a request gets that sets nothing."""
+
+FIELDS = frozenset(SamplingParams.__struct_fields__)
+
+_PLACE = re.compile(r"`\$\.(?P<name>\w+)(?P<inner>[^`]*)`$")
+"""Where msgspec found something wrong."""
+
+
+def read_sampling(given: Mapping[str, Any], done: int = 0) -> SamplingParams:
+    """Checked settings; an absent seed is drawn at random.
+
+    Args:
+        given: Fields by name. Keys of ``logit_bias`` may be decimal text.
+        done: Tokens that were generated before; ``min_tokens`` counts them, ``max_tokens`` does not.
+
+    Raises:
+        InvalidArgumentError: A value is of the wrong type or out of range; names the field as ``sampling.NAME``.
+    """
+    try:
+        params = msgspec.convert(given, SamplingParams, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), given) from error
+    if params.min_tokens > params.max_tokens + done:
+        raise _refused("min_tokens", f"must be at most max_tokens, {params.max_tokens + done}", params.min_tokens)
+    if "seed" not in given:
+        return msgspec.structs.replace(params, seed=secrets.randbits(64))
+    if not 0 <= params.seed < _UINT64:
+        raise InvalidArgumentError("seed must fit 64 bits", field="sampling.seed")
+    return params
+
+
+def check_tokens(params: SamplingParams, vocab_size: int) -> None:
+    """Refuses token ids that the model does not have.
+
+    Raises:
+        InvalidArgumentError: As said; the field is named.
+    """
+    for name, token in params.tokens():
+        if token >= vocab_size:
+            raise _refused(name, f"must be of tokens below the vocabulary size {vocab_size}", token)
+
+
+def _refused(name: str, expected: str, got: object) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{name} {expected}, got {got}", field=f"sampling.{name}")
+
+
+def _explained(problem: str, given: Mapping[str, Any]) -> InvalidArgumentError:
+    found = _PLACE.search(problem)
+    if found is None:
+        return InvalidArgumentError(problem, field="sampling")
+    name, value = found["name"], given.get(found["name"])
+    what = problem.partition(" - at ")[0]
+    got = f", got {value:g}" if type(value) in (int, float) and "got" not in what else ""
+    return InvalidArgumentError(f"{name}{found['inner']}: {what[:1].lower()}{what[1:]}{got}", field=f"sampling.{name}")

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from sapwood_common.loop_lag import LoopLag
 from sapwood_common.metrics import MetricSet, MetricSpec
 from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_common.tracing import NoTracing
@@ -19,8 +20,10 @@ from sapwood_router.admission_control import AdmissionControl
 from sapwood_router.block_index import BlockIndex
 from sapwood_router.registry import Registry
 from sapwood_router.router_metrics import RouterMetrics
+from sapwood_router.silence_limit import SilenceLimit
 from sapwood_tokenizer.tokenizer_metrics import add_metrics
 from sapwood_worker.scheduler.load import Load
+from sapwood_worker.vitals import Vitals
 from sapwood_worker.worker_metrics import WorkerMetrics
 
 TARGET = Path(__file__).resolve().parent / "metrics.md"
@@ -53,8 +56,11 @@ def render() -> str:
     registry, router_metrics = Registry([]), RouterMetrics(router)
     router_metrics.watch(registry, AdmissionControl(registry, AdmissionSettings(), time.monotonic, random.Random()))
     router_metrics.watch_index(BlockIndex(0))
+    router_metrics.watch_lag(LoopLag(), SilenceLimit(1.0, LoopLag()), registry)
     add_metrics(tokenizer, dict, lambda: 0)
-    WorkerMetrics(worker).watch(Load)
+    worker_metrics = WorkerMetrics(worker)
+    worker_metrics.watch(Load)
+    worker_metrics.watch_vitals(Vitals())
     sections = [("Every service", every), ("Router", router), ("Tokenizer", tokenizer), ("Worker", worker)]
     return "\n".join([HEAD, *(f"## {name}\n\n{table(metrics.specs)}" for name, metrics in sections)])
 

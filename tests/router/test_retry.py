@@ -10,7 +10,6 @@ from sapwood_common import errors
 from sapwood_router.outcome import WorkerLeftError, WorkerLostError
 from sapwood_router.resume import Failover
 from sapwood_router.retry import RetryBudget, RetryPolicy, RetrySettings
-from sapwood_router.silence import SilenceDetector
 
 
 class Clock:
@@ -102,19 +101,3 @@ def test_a_second_internal_error_is_the_requests_own() -> None:
 )
 def test_what_another_worker_would_say_too_is_never_retried(kind) -> None:
     assert Failover(policy(), 3).after(kind("no"), "a", FAR) is None
-
-
-def test_silence_is_a_loss_after_its_time_but_not_while_the_router_itself_stood_still() -> None:
-    clock = Clock()
-    detector = SilenceDetector(1.0, 0.1, clock)
-    clock.now = 60.0  # the router was stopped for a minute
-    assert not detector.check()
-    for _ in range(7):
-        clock.now += 0.1
-        assert not detector.check()
-    detector.heard()
-    for _ in range(9):
-        clock.now += 0.1
-        assert not detector.check()
-    clock.now += 0.11
-    assert detector.check()

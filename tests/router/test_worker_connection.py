@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator
 import grpc
 
 from sapwood_common.channel import Dialer
+from sapwood_common.loop_lag import LoopLag
 from sapwood_router.circuit_breaker import BreakerSettings, CircuitBreaker
 from sapwood_router.registry import Registry
+from sapwood_router.silence_limit import SilenceLimit
 from sapwood_router.worker import Worker
 from sapwood_router.worker_connection import WorkerConnection
 
@@ -33,7 +35,10 @@ async def test_a_worker_that_answers_nonsense_is_asked_again(wait_until) -> None
     await server.start()
     worker = Worker(f"127.0.0.1:{port}", CircuitBreaker(BreakerSettings(), time.monotonic), time.monotonic)
     registry = Registry([worker])
-    connection = WorkerConnection(worker, registry, 250, 30.0, lambda _: None, lambda _: None, time.monotonic, Dialer())
+    limit = SilenceLimit(30.0, LoopLag())
+    connection = WorkerConnection(
+        worker, registry, 250, limit, lambda _: None, lambda _: None, time.monotonic, Dialer()
+    )
     task = asyncio.create_task(connection.run())
     try:
         await wait_until(lambda: sessions >= 3 or task.done())

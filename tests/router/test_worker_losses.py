@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import re
 import signal
@@ -23,6 +24,7 @@ from sapwood_router.application import RouterApplication
 from sapwood_router.config import RouterConfig
 from sapwood_router.testing.fake_tokenizer import FakeTokenizer
 from sapwood_router.testing.ports import port_of_its_own
+from sapwood_router.worker import Worker
 from sapwood_worker.scheduler.fake_runner import continuation
 
 VOCAB = 131  # the fake tokenizer reads each as an ASCII character
@@ -74,6 +76,12 @@ class WorkerProcess:
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+    def send_to_scheduler(self, number: signal.Signals) -> None:
+        """To the process behind the one that speaks gRPC."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        os.kill(int(children.split()[0]), number)
 
     async def kill(self) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -158,6 +166,17 @@ async def available(router: RouterApplication, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
+async def moved(router: RouterApplication, worker: WorkerProcess) -> None:
+    """Waits until what ran on a worker runs elsewhere."""
+    async with asyncio.timeout(60):
+        while known_as(router, worker).in_flight:
+            await asyncio.sleep(0.01)
+
+
+def known_as(router: RouterApplication, worker: WorkerProcess) -> Worker:
+    return next(known for known in router.registry.all() if known.address == worker.address)
+
+
 async def progress(load: Load, requests: int) -> None:
     goal = load.done + requests
     async with asyncio.timeout(120):
@@ -182,6 +201,15 @@ async def stop_and_continue(router: RouterApplication, worker: WorkerProcess, wo
     await available(router, workers)
 
 
+async def freeze_and_thaw(router: RouterApplication, worker: WorkerProcess, workers: int, load: Load) -> None:
+    worker.send_to_scheduler(signal.SIGSTOP)
+    await available(router, workers - 1)
+    await moved(router, worker)
+    await progress(load, 4)
+    worker.send_to_scheduler(signal.SIGCONT)
+    await available(router, workers)
+
+
 async def part_and_mend(router: RouterApplication, worker: WorkerProcess, workers: int, load: Load) -> None:
     assert worker.namespace is not None
     worker.namespace.part()
@@ -197,8 +225,10 @@ async def part_and_mend(router: RouterApplication, worker: WorkerProcess, worker
     [
         (kill_and_restart, 2),
         (stop_and_continue, 2),
+        (freeze_and_thaw, 2),
         pytest.param(kill_and_restart, 20, marks=pytest.mark.slow),
         pytest.param(stop_and_continue, 20, marks=pytest.mark.slow),
+        pytest.param(freeze_and_thaw, 20, marks=pytest.mark.slow),
         pytest.param(part_and_mend, 20, marks=pytest.mark.slow),
     ],
 )
@@ -280,14 +310,26 @@ async def test_the_scheduler_of_a_worker_dies() -> None:
     async with cluster(2) as (router, workers, stub):
         load = Load(stub, streams=8, seed=1)
         await progress(load, 4)
-        pid = workers[0].process.pid
-        children = await asyncio.to_thread(Path(f"/proc/{pid}/task/{pid}/children").read_text)
-        import os
-
-        os.kill(int(children.split()[0]), signal.SIGKILL)
+        workers[0].send_to_scheduler(signal.SIGKILL)
         await available(router, 1)
         await progress(load, 8)
         await load.stop()
+
+
+async def test_a_frozen_idle_worker_keeps_no_new_request_waiting() -> None:
+    async with cluster(2, worker_silence=1, policy="round_robin") as (router, workers, stub):
+        workers[0].send_to_scheduler(signal.SIGSTOP)
+        load = Load(stub, streams=8, seed=1)
+        async with asyncio.timeout(60):
+            while not known_as(router, workers[0]).in_flight:
+                await asyncio.sleep(0.01)
+        await available(router, 1)
+        await moved(router, workers[0])
+        await progress(load, 16)
+        await load.stop()
+        workers[0].send_to_scheduler(signal.SIGCONT)
+        await available(router, 2)
+        assert all(worker.in_flight == 0 for worker in router.registry.all())
 
 
 async def test_a_deadline_holds_while_the_only_worker_hangs() -> None:

@@ -13,6 +13,7 @@ from sapwood_common.status import code_number
 from sapwood_worker.generation import Generation
 from sapwood_worker.scheduler.output import RequestOutput, TokenLogprobs
 from sapwood_worker.session import Session
+from sapwood_worker.vitals import Vitals
 
 TOKEN = TokenLogprobs(-1.0, [50_000 + number for number in range(20)], [-2.0] * 20)
 
@@ -31,7 +32,7 @@ async def messages(prompts: Sequence[int]) -> list[worker_pb2.SessionResponse]:
         )
         await asyncio.Event().wait()
 
-    engine = SimpleNamespace(load_version=-1, stuck=False)
+    engine = SimpleNamespace(load_version=-1, vitals=Vitals())
     session = Session(begin, engine, worker_pb2.GetModelInfoResponse(), lambda: 0, asyncio.Event(), lambda: None)
     responses = session.responses(requests())
     sent = [await anext(responses)]

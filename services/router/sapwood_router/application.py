@@ -15,6 +15,7 @@ from sapwood.v1 import router_pb2_grpc
 from sapwood_common.api_keys import ApiKeys
 from sapwood_common.channel import Dialer
 from sapwood_common.errors import ConfigError
+from sapwood_common.loop_lag import LoopLag
 from sapwood_common.metrics import MetricSet, MetricsServer
 from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_common.server import ServiceServer, serve_until_stopped
@@ -46,6 +47,7 @@ from sapwood_router.router_metrics import RouterMetrics
 from sapwood_router.router_status import StatusBoard
 from sapwood_router.served_model import ServedModel
 from sapwood_router.service import PUBLIC_METHODS, SERVICE_NAME, TRACED, RouterService
+from sapwood_router.silence_limit import SilenceLimit
 from sapwood_router.tokenizer_client import TokenizerClient
 from sapwood_router.tokenizer_replicas import TokenizerReplicas
 from sapwood_router.worker import Worker
@@ -94,6 +96,8 @@ class RouterApplication:
             lambda name: make_policy(name, parts),
             router_metrics.shadow_chose,
         )
+        self._lag = LoopLag()
+        self._silence_limit = SilenceLimit(config.worker_silence, self._lag)
         self.registry = Registry([], self._registry_changed, self._worker_reset, self._most_requests)
         settings = AdmissionSettings(most_waiting=config.queue_size, most_wait=config.queue_wait)
         self._admission = AdmissionControl(self.registry, settings, asyncio.get_running_loop().time, random.Random())
@@ -110,6 +114,7 @@ class RouterApplication:
         )
         router_metrics.watch(self.registry, self._admission)
         router_metrics.watch_index(self._blocks)
+        router_metrics.watch_lag(self._lag, self._silence_limit, self.registry)
         observer = RequestObserver(router_metrics, self._tracing)
         retry = RetryPolicy(
             RetrySettings(attempts=config.retry_attempts, ratio=config.retry_budget),
@@ -198,6 +203,7 @@ class RouterApplication:
             self._metrics_server = MetricsServer(self._metrics.registry, self._config.host, self._config.metrics_port)
             announce(logger, "metrics at http://%s:%d/metrics", self._config.host, self._metrics_server.port)
         self._spawn(self._admission.run(), "admission")
+        self._spawn(self._lag.run(), "loop lag")
         self._replicas.start()
         self._fleet.name(CONFIGURED, self._config.named_workers)
         self._spawn(follow_leases(self._fleet), "leases of registered workers")
@@ -256,7 +262,7 @@ class RouterApplication:
             worker,
             self.registry,
             config.heartbeat_ms,
-            config.worker_silence,
+            self._silence_limit,
             self._worker_lost,
             self._fleet.hand_over,
             time.monotonic,

@@ -97,7 +97,8 @@ class RouterConfig(ServiceConfig):
         1.0,
         gt=0,
         validate_default=True,
-        description="Seconds without a word from a worker after which it is lost; at least two heartbeats.",
+        description="Seconds without a word from a worker after which it is lost; at least two heartbeats. Up to three times as "
+        "long where its event loop or the router's has lately run late.",
     )
     most_resumptions: int = Field(
         3,

@@ -37,7 +37,7 @@ from sapwood_router.resume import Failover
 from sapwood_router.retry import RetryPolicy
 from sapwood_router.tokenizer_client import TokenizerClient
 from sapwood_router.validation import MAX_EMBEDDED, check_token_ids
-from sapwood_router.worker import Worker
+from sapwood_router.worker import Worker, preferred
 
 logger = logging.getLogger(__name__)
 
@@ -216,11 +216,11 @@ class Embedder:
             for worker in self._registry.available(model)
             if worker.address not in failover.refused_by and worker.breaker.admits() and worker.stub is not None
         ]
-        workers = [worker for worker in workers if worker.room] or workers
         if not workers:
             if last is not None:
                 raise last
             raise UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER)
+        workers = preferred(workers)
         choice = self._policies.of(model).choose([worker.view() for worker in workers], prompt)
         self._metrics.selections.at(reason=choice.reason).inc()
         return next(worker for worker in workers if worker.address == choice.address)

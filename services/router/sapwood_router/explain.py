@@ -10,7 +10,7 @@ from sapwood_router.context import RequestContext
 from sapwood_router.policies.base import Choice, PromptPages
 from sapwood_router.policies.policy_book import PolicyBook
 from sapwood_router.registry import RETRY_AFTER, Registry
-from sapwood_router.worker import Worker, WorkerView
+from sapwood_router.worker import Worker, WorkerView, preferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +83,21 @@ def _exclusions(context: RequestContext, model: str, workers: Iterable[Worker]) 
     able = [worker for worker, why in excluded.items() if not why]
     if not able:
         raise UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER)
-    if any(worker.room for worker in able):
-        full = dict.fromkeys((worker for worker in able if not worker.room), "has as many requests as it is given")
-        excluded |= full
-        able = [worker for worker in able if worker not in full]
+    likelier = preferred(able)
+    excluded |= {worker: _passed_over(worker) for worker in able if worker not in likelier}
+    able = likelier
     length, contexts = len(context.token_ids), {w: w.model.context_length for w in able if w.model is not None}
     if length > max(contexts.values()):
         raise InvalidArgumentError(
             f"the prompt has {length} tokens, the context holds {max(contexts.values())}", field=context.fields.prompt
         )
     return excluded | {w: f"its context holds {most} tokens" for w, most in contexts.items() if most < length}
+
+
+def _passed_over(worker: Worker) -> str:
+    if not worker.room:
+        return "has as many requests as it is given"
+    return f"has been at one step for {worker.step_seconds:.0f} s"
 
 
 def _excluded(worker: Worker, model: str) -> str:

@@ -7,6 +7,7 @@ from typing import get_args
 
 from prometheus_client import Counter, Histogram
 
+from sapwood_common.loop_lag import LoopLag
 from sapwood_common.metrics import AtMost, MetricSet, OneOf, Reading
 from sapwood_common.rpc_telemetry import CODES
 from sapwood_router.admission_control import AdmissionControl
@@ -14,6 +15,7 @@ from sapwood_router.block_index import BlockIndex
 from sapwood_router.circuit_breaker import BreakerState
 from sapwood_router.config import PolicyName
 from sapwood_router.registry import Registry
+from sapwood_router.silence_limit import SilenceLimit
 from sapwood_router.worker import Worker
 
 STAGES = ("prepare", "queue", "select", "acquire", "build", "dispatch", "execute", "respond")
@@ -179,6 +181,22 @@ class RouterMetrics:
             "sapwood_router_block_index_refused_pages_total",
             "Pages that workers hold and the index had no room for.",
             lambda: [((), blocks.refused)],
+        )
+
+    def watch_lag(self, lag: LoopLag, limit: SilenceLimit, registry: Registry) -> None:
+        """Adds what is read from the event loop's lag, and follows from it, when it is asked for."""
+        self._metrics.polled(
+            "gauge",
+            "sapwood_router_loop_lag_seconds",
+            "How late the event loop runs what is due: the most of late, halved every 10 s since.",
+            lambda: [((), lag.recent)],
+        )
+        self._metrics.polled(
+            "gauge",
+            "sapwood_router_worker_silence_limit_seconds",
+            "How long the worker may be silent before it is lost: longer where router or worker run late.",
+            lambda: [((worker.address,), limit.seconds(worker.loop_lag)) for worker in registry.all()],
+            worker=self._worker,
         )
 
     def watch(self, registry: Registry, admission: AdmissionControl) -> None:

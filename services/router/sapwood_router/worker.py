@@ -27,6 +27,10 @@ _REQUEST_WORK = 256
 """What a request adds to ``recent_work`` beside its prefill: about what its answer will take."""
 
 
+_OVERLONG_STEP = 10.0
+"""Seconds after which a step may be one that hangs. A long one that does not, as on a slow CPU, costs nothing but a detour."""
+
+
 class WorkerView(msgspec.Struct, frozen=True):
     """A worker at the moment of a decision. Policies see only this.
 
@@ -108,6 +112,10 @@ class Worker:
         """Requests that this router gives it at a time."""
         self.in_flight = 0
         self.pending_tokens = 0
+        self.step_seconds = 0.0
+        """For how long it has been at its current step, as last reported."""
+        self.loop_lag = 0.0
+        """Seconds by which its event loop has been late, as last reported."""
         self.load = Load()
         self.generated = SlidingCount(RATE_SECONDS, clock)
         """Tokens that came from it lately."""
@@ -157,3 +165,9 @@ class Worker:
 
     def _decayed(self) -> float:
         return self._recent * math.exp2((self._recent_at - self._clock()) / _HALF_LIFE)
+
+
+def preferred(workers: list[Worker]) -> list[Worker]:
+    """Of workers that may be chosen those to choose from: with room if any has, and not at an overlong step if any is not."""
+    roomy = [worker for worker in workers if worker.room] or workers
+    return [worker for worker in roomy if worker.step_seconds < _OVERLONG_STEP] or roomy

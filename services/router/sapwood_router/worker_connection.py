@@ -3,6 +3,10 @@
 A worker whose session stands can take requests. One whose connection breaks or falls silent is down at once, and its session
 is opened anew, on a connection of its own (one that is stuck in TCP's retransmissions would keep a worker away for long after
 it is back), until that works.
+
+A worker whose scheduler process stands still goes on sending heartbeats, which say so. It is down as soon as it would be had it
+fallen silent itself; its streams stay for a while longer, as moving them costs more than choosing another worker for a new
+request. Then its session ends, and with the next one the router waits until the heartbeats say that the process lives.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from sapwood_router.convert import load_of, served_model_of
 from sapwood_router.duplex_call import CallEndedError, DuplexCall
 from sapwood_router.duplex_dial import open_call
 from sapwood_router.registry import Registry
+from sapwood_router.served_model import ServedModel
+from sapwood_router.silence_limit import SilenceLimit
 from sapwood_router.worker import Worker
 from sapwood_router.worker_session import WorkerSession
 
@@ -28,6 +34,7 @@ _RETRY_INTERVAL = 0.1
 _MOST_RETRY_INTERVAL = 0.5
 _OPEN_TIMEOUT = 2.0
 _DRAINING = "it is draining"
+_FROZEN = "its scheduler process gives no sign of life"
 
 
 class WorkerConnection:
@@ -37,7 +44,7 @@ class WorkerConnection:
         worker: The worker; its ``session`` is set while there is one.
         registry: Where it is marked up and down.
         heartbeat_ms: Asked for as the most time between messages.
-        silence: Seconds without a message that are a loss.
+        limit: How long it may be silent before it is lost.
         on_loss: Called when a session was lost that the worker had not announced to end.
         on_drain: Called when the worker says that it takes nothing new.
         clock: Seconds, monotonic.
@@ -49,7 +56,7 @@ class WorkerConnection:
         worker: Worker,
         registry: Registry,
         heartbeat_ms: int,
-        silence: float,
+        limit: SilenceLimit,
         on_loss: Callable[[Worker], None],
         on_drain: Callable[[Worker], None],
         clock: Callable[[], float],
@@ -59,7 +66,10 @@ class WorkerConnection:
         self._worker = worker
         self._registry = registry
         self._heartbeat_ms = heartbeat_ms
-        self._silence = silence
+        self._limit = limit
+        self._served: ServedModel | None = None
+        self._was_up = False
+        """Whether this session's worker could take requests at some time."""
         self._on_loss = on_loss
         self._on_drain = on_drain
         self._clock = clock
@@ -95,13 +105,10 @@ class WorkerConnection:
             except TimeoutError:
                 return "it does not answer"
             session = WorkerSession(
-                *(worker.address, call, self._heard, worker.generated.add, self._silence, self._clock)
+                *(worker.address, call, self._heard, worker.generated.add, self._limit_now, self._clock)
             )
             worker.session, worker.stub = session, worker_pb2_grpc.WorkerStub(channel)
-            served = served_model_of(first.info)
-            if not worker.available or worker.model != served:
-                logger.info("worker %s is up: model %s, epoch %d", worker.address, served.model, served.epoch)
-            self._registry.mark_up(worker, served)
+            self._served, self._was_up = served_model_of(first.info), False
             self._heard(first)
             try:
                 problem = await session.carry()
@@ -113,7 +120,7 @@ class WorkerConnection:
             return problem
 
     async def _open(self) -> tuple[DuplexCall, worker_pb2.SessionResponse]:
-        timeout = max(_OPEN_TIMEOUT, self._silence)
+        timeout = max(_OPEN_TIMEOUT, self._limit_now())
         call = await open_call(self._worker.address, _METHOD, self._dialer, timeout)
         try:
             opening = worker_pb2.SessionRequest(heartbeat_ms=self._heartbeat_ms, packed_tokens=True)
@@ -125,14 +132,36 @@ class WorkerConnection:
             raise
 
     def _heard(self, response: worker_pb2.SessionResponse) -> None:
-        worker = self._worker
+        worker, session = self._worker, self._worker.session
+        assert session is not None
         if response.HasField("load"):
             worker.report(load_of(response.load))
-        if worker.session is not None:
-            worker.session.planned = response.draining
-        if response.draining and worker.available:
-            logger.info("worker %s is draining", worker.address)
-            self._on_drain(worker)
-            self._registry.mark_down(worker, _DRAINING)
-        elif not response.draining and worker.problem == _DRAINING and worker.model is not None:
-            self._registry.mark_up(worker, worker.model)
+        worker.loop_lag = response.loop_lag_ms / 1000
+        worker.step_seconds = response.step_ms / 1000
+        frozen = response.frozen_ms / 1000
+        problem = _DRAINING if response.draining else None
+        if frozen and frozen >= (limit := self._limit_now()):
+            problem = _FROZEN
+            if self._was_up and frozen >= limit + self._limit.base:
+                session.give_up(f"{_FROZEN} for {frozen:.1f} s")
+        session.planned = problem == _DRAINING
+        if problem is None:
+            if not worker.available:
+                self._up()
+        elif worker.available:
+            logger.log(logging.INFO if session.planned else logging.WARNING, "worker %s: %s", worker.address, problem)
+            if session.planned:
+                self._on_drain(worker)
+            self._registry.mark_down(worker, problem)
+        else:
+            worker.problem = problem
+
+    def _limit_now(self) -> float:
+        return self._limit.seconds(self._worker.loop_lag)
+
+    def _up(self) -> None:
+        worker, served = self._worker, self._served
+        assert served is not None
+        logger.info("worker %s is up: model %s, epoch %d", worker.address, served.model, served.epoch)
+        self._registry.mark_up(worker, served)
+        self._was_up = True

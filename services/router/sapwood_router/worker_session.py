@@ -14,10 +14,10 @@ from typing import Protocol
 
 from sapwood.v1 import worker_pb2
 from sapwood_common.errors import SapwoodError
+from sapwood_common.silence import Silence
 from sapwood_router.convert import stream_error, worker_output_of
 from sapwood_router.duplex_call import DuplexCall
 from sapwood_router.outcome import WorkerLeftError, WorkerLostError
-from sapwood_router.silence import SilenceDetector
 from sapwood_router.worker_output import WorkerOutput
 
 _TOKENS_A_MESSAGE = 256 * 1024
@@ -73,7 +73,7 @@ class WorkerSession:
         call: The call.
         on_response: Gets each message before its outputs are handed on.
         on_tokens: Gets the number of tokens that were handed on of each message.
-        silence: Seconds without a message that are a loss.
+        limit: How many seconds it may be without a message before it is lost, as of now.
         clock: Seconds, monotonic.
 
     Attributes:
@@ -86,7 +86,7 @@ class WorkerSession:
         call: DuplexCall,
         on_response: Callable[[worker_pb2.SessionResponse], None],
         on_tokens: Callable[[int], None],
-        silence: float,
+        limit: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
         self.planned = False
@@ -94,8 +94,8 @@ class WorkerSession:
         self._call = call
         self._on_response = on_response
         self._on_tokens = on_tokens
-        self._detector = SilenceDetector(silence, _CHECK_INTERVAL, clock)
-        self._silence = silence
+        self._silence = Silence(_CHECK_INTERVAL, clock)
+        self._limit = limit
         self._ids = itertools.count(1)
         self._sinks: dict[int, StreamSink] = {}
         self._submits: dict[int, tuple[worker_pb2.WorkerGenerateRequest, int]] = {}
@@ -140,6 +140,11 @@ class WorkerSession:
         """See :meth:`WorkerStream.resume`."""
         self._set_paused(stream_id, False)
 
+    def give_up(self, problem: str) -> None:
+        """The worker is of no use: the call ends, and every stream fails."""
+        self._problem = self._problem or problem
+        self._call.close()
+
     async def carry(self) -> str:
         """Runs the call until it is lost; returns how. Every stream then open fails."""
         watcher = asyncio.ensure_future(self._watch())
@@ -159,7 +164,7 @@ class WorkerSession:
 
     def _take(self, message: bytes) -> None:
         response = worker_pb2.SessionResponse.FromString(message)
-        self._detector.heard()
+        self._silence.heard()
         self._on_response(response)
         handed_on = 0
         if response.token_streams:
@@ -183,10 +188,10 @@ class WorkerSession:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_CHECK_INTERVAL)
-            if self._detector.check():
+            silent = self._silence.check()
+            if silent >= self._limit():
                 break
-        self._problem = f"nothing heard for {self._silence:g} s"
-        self._call.close()
+        self.give_up(f"nothing heard for {silent:.1f} s")
 
     def _deliver(self, output: worker_pb2.SessionOutput, sink: StreamSink) -> None:
         if output.HasField("error"):

@@ -26,6 +26,7 @@ from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.observer import EngineObserver
 from sapwood_worker.service import SERVICE, UNCOUNTED, ServedModel, WorkerService
 from sapwood_worker.supervisor import Supervisor
+from sapwood_worker.vitals import Vitals
 from sapwood_worker.worker_metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
@@ -79,9 +80,10 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
         tls=server_tls(config.tls_cert, config.tls_key, config.tls_client_ca),
         health_address=config.health_address,
     )
-    health = _Health(server)
     engine = Engine(scheduler.send, EngineObserver(worker_metrics, tracing))
+    health = _Health(server, engine.vitals)
     worker_metrics.watch(lambda: engine.load)
+    worker_metrics.watch_vitals(engine.vitals)
     exposed = MetricsServer(
         metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
     )
@@ -90,6 +92,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
     running: asyncio.Future[int] | None = None
     serving: asyncio.Future[None] | None = None
+    lagging = asyncio.ensure_future(engine.vitals.lag.run())
     try:
         port = await server.start()
         serving = asyncio.ensure_future(
@@ -108,6 +111,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
             await asyncio.wait({running})
         if serving is not None:
             serving.cancel()
+        lagging.cancel()
         await server.stop()
         await asyncio.to_thread(tracing.close)
         await asyncio.to_thread(exposed.close)
@@ -128,10 +132,6 @@ async def _run(
     publisher: KvEventPublisher | None = None
     replays: asyncio.Future[None] | None = None
 
-    def stuck(seconds: float | None) -> None:
-        engine.stuck = seconds is not None
-        health.stuck(seconds)
-
     try:
         while True:
             started = time.monotonic()
@@ -149,7 +149,7 @@ async def _run(
             service.model = ServedModel(name, info, epoch, grammars, config.max_running)
             await health.loaded(True)
             announce(logger, "listening on %s:%d", config.host, port)
-            reason = await scheduler.run(engine.receive, stuck)
+            reason = await scheduler.run(engine.receive, engine.vitals, health.changed)
             logger.error("the scheduler process stopped: %s", reason)
             service.model = None
             engine.scheduler_lost(reason)
@@ -169,12 +169,12 @@ async def _run(
 
 
 class _Health:
-    """What grpc.health says: healthy while a scheduler is ready, no step is stuck and nobody drains the worker."""
+    """What grpc.health says: healthy while a scheduler is ready and well and nobody drains the worker."""
 
-    def __init__(self, server: ServiceServer) -> None:
+    def __init__(self, server: ServiceServer, vitals: Vitals) -> None:
         self._server = server
+        self._vitals = vitals
         self._is_loaded = False
-        self._is_stuck = False
         self._telling: asyncio.Future[None] | None = None
 
     async def loaded(self, is_loaded: bool) -> None:
@@ -182,9 +182,8 @@ class _Health:
         self._is_loaded = is_loaded
         await self._tell()
 
-    def stuck(self, seconds: float | None) -> None:
-        """A step has been stuck for so long; None: it has ended."""
-        self._is_stuck = seconds is not None
+    def changed(self) -> None:
+        """The scheduler process got well, or no longer is."""
         self._telling = asyncio.ensure_future(self._tell())
 
     async def drain(self) -> None:
@@ -194,7 +193,7 @@ class _Health:
 
     async def _tell(self) -> None:
         draining = self._server.draining.is_set()
-        await self._server.set_serving(self._is_loaded and not self._is_stuck and not draining)
+        await self._server.set_serving(self._is_loaded and self._vitals.well and not draining)
 
 
 def _publisher(config: WorkerConfig, engine: Engine, info: ModelInfo) -> KvEventPublisher | None:

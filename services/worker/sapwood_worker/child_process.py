@@ -7,6 +7,7 @@ import contextlib
 import subprocess
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class ChildProcess:
@@ -33,6 +34,15 @@ class ChildProcess:
     async def wait(self) -> int:
         """Waits for the end; returns :attr:`returncode`. May be cancelled, and be called by several."""
         return await asyncio.shield(self._ended)
+
+    def cpu_ticks(self) -> int:
+        """The CPU time that it has used, in the kernel's ticks; 0 where the kernel does not tell."""
+        try:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_bytes()
+        except OSError:
+            return 0
+        fields = stat.rpartition(b")")[2].split()  # the name before may hold anything
+        return int(fields[11]) + int(fields[12])
 
     def kill(self) -> None:
         """Sends SIGKILL; nothing happens after the end."""

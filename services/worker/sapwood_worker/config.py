@@ -83,7 +83,8 @@ class WorkerConfig(ServiceConfig):
         300.0,
         gt=0,
         description="Seconds after which a step counts as stuck: its stacks are logged, the worker turns unhealthy and routers "
-        "give it nothing new. (A long prompt is computed in many steps.)",
+        "give it nothing new. (A long prompt is computed in many steps. A scheduler process that is stopped is noticed within "
+        "seconds.)",
     )
     watchdog_restart: float = Field(
         600.0,

@@ -40,6 +40,7 @@ from sapwood_worker.messages import (
 from sapwood_worker.observer import EngineObserver
 from sapwood_worker.scheduler.load import Load
 from sapwood_worker.scheduler.terms import USUAL, Terms
+from sapwood_worker.vitals import Vitals
 
 _REFUSALS: dict[str, type[errors.SapwoodError]] = {
     kind.__name__: kind for kind in (errors.InvalidArgumentError, errors.ResourceExhaustedError)
@@ -72,8 +73,8 @@ class Engine:
         """What is cached."""
         self.load = Load()
         """The load after the last step."""
-        self.stuck = False
-        """Whether a step has taken so long that nothing new should come before it ends."""
+        self.vitals = Vitals()
+        """How the scheduler process is, and this one."""
         self.load_version = 0
         """Goes up with each change of the load or of what is cached."""
 

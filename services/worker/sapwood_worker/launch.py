@@ -123,6 +123,14 @@ class SchedulerProcess:
             exited.cancel()
         return self._how_it_ended()
 
+    def signs_of_life(self) -> tuple[int, int]:
+        """Differs from one moment to the next if the process has run in between.
+
+        Besides the pulse its CPU time: while something computes with the interpreter's lock held, the pulse cannot beat.
+        """
+        assert self._process is not None
+        return self.progress.pulse(), self._process.cpu_ticks()
+
     def kill(self) -> None:
         """Ends the process at once, whatever it does; :meth:`run` returns."""
         assert self._process is not None

@@ -1,8 +1,10 @@
-"""How long the scheduler process has been at its current step, for the gRPC front to see, even if that step never ends.
+"""How long the scheduler process has been at its current step, for the gRPC front to see, even if that step never ends; and
+whether the process runs at all.
 
 A step here is a round of the event loop: messages, plan, cache and model. Eight bytes of shared memory hold when it began, by the
 machine's monotonic clock; zero while the loop waits for messages. Writing them takes
-neither a lock nor a message, so that a step that hangs with the interpreter's lock held is seen too.
+neither a lock nor a message, so that a step that hangs with the interpreter's lock held is seen too. Eight more hold a count that
+a thread of the process raises ten times a second, during a long step as well: where it stands still, the process does.
 """
 
 from __future__ import annotations
@@ -11,13 +13,18 @@ import faulthandler
 import mmap
 import struct
 import sys
+import threading
 import time
 from pathlib import Path
 
 PROGRESS_FILE = "progress"
 """Its name in the folder of the sockets."""
 
-_FORMAT = struct.Struct("=d")
+_BEGAN = struct.Struct("=d")
+_PULSE = struct.Struct("=Q")
+_PULSE_AT = _BEGAN.size
+_SIZE = _BEGAN.size + _PULSE.size
+_PULSE_SECONDS = 0.1
 
 
 class StepProgress:
@@ -36,7 +43,7 @@ class StepProgress:
     def begin(self) -> None:
         """A step begins."""
         now = time.monotonic()
-        _FORMAT.pack_into(self._memory, 0, now)
+        _BEGAN.pack_into(self._memory, 0, now)
         # Each arming starts a thread: once in a quarter of the time is enough, and the dump comes at most that much early.
         if now > self._armed_until:
             self._armed_until = now + self._timeout / 4
@@ -44,13 +51,38 @@ class StepProgress:
 
     def end(self) -> None:
         """The step has ended."""
-        _FORMAT.pack_into(self._memory, 0, 0.0)
+        _BEGAN.pack_into(self._memory, 0, 0.0)
 
     def idle(self) -> None:
         """No step will begin before something comes in."""
         if self._armed_until:
             self._armed_until = 0.0
             faulthandler.cancel_dump_traceback_later()
+
+
+class Pulse:
+    """A thread of the scheduler process that shows that the process runs, from construction to :meth:`stop`.
+
+    Args:
+        path: The shared file; :class:`ProgressView` has made it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._memory = _map(path)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        count = 0
+        while not self._stopping.wait(_PULSE_SECONDS):
+            count += 1
+            _PULSE.pack_into(self._memory, _PULSE_AT, count)
 
 
 class ProgressView:
@@ -61,15 +93,20 @@ class ProgressView:
     """
 
     def __init__(self, path: Path) -> None:
-        path.write_bytes(bytes(_FORMAT.size))
+        path.write_bytes(bytes(_SIZE))
         self._memory = _map(path)
 
     def seconds(self) -> float:
         """For how long the current step has been computed; 0 while none is."""
-        (began,) = _FORMAT.unpack_from(self._memory, 0)
+        (began,) = _BEGAN.unpack_from(self._memory, 0)
         return time.monotonic() - began if began else 0.0
+
+    def pulse(self) -> int:
+        """A number that changes ten times a second while the process runs."""
+        (count,) = _PULSE.unpack_from(self._memory, _PULSE_AT)
+        return int(count)
 
 
 def _map(path: Path) -> mmap.mmap:
     with path.open("r+b") as file:
-        return mmap.mmap(file.fileno(), _FORMAT.size)
+        return mmap.mmap(file.fileno(), _SIZE)

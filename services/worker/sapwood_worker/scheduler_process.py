@@ -30,7 +30,7 @@ from sapwood_worker.grammar.store import GrammarStore
 from sapwood_worker.messages import Failed, FromScheduler, Ready, ToScheduler, encode, to_scheduler_decoder
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.operations import Operations, Profiler
-from sapwood_worker.progress import PROGRESS_FILE, StepProgress
+from sapwood_worker.progress import PROGRESS_FILE, Pulse, StepProgress
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.scheduler import Scheduler
 from sapwood_worker.tiering import TieredRunner, build_tiering, check_storage
@@ -183,6 +183,7 @@ def main() -> int:
     mailbox.send(Ready(_with_vocabulary(runner)))
     try:
         progress = StepProgress(arguments.folder / PROGRESS_FILE, config.watchdog_timeout)
+        Pulse(arguments.folder / PROGRESS_FILE)
         operations = Operations(scheduler, _profiler())
         EventLoop(scheduler, runner, mailbox, grammars, operations, progress, tiering, overlap=config.overlap).run()
     except OrphanedError:

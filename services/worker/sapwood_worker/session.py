@@ -234,7 +234,11 @@ class Session:
             self._load_version = self._engine.load_version
             self._load_sent = now
             response.load.CopyFrom(to_load_report(self._engine.load, self._engine.kv_events))
-        response.draining = self._draining.is_set() or self._engine.stuck
+        vitals = self._engine.vitals
+        response.draining = self._draining.is_set() or vitals.stuck
+        response.frozen_ms = int(vitals.frozen * 1000)
+        response.step_ms = int(vitals.step * 1000)
+        response.loop_lag_ms = int(vitals.lag.recent * 1000)
 
     def _add_output(self, response: worker_pb2.SessionResponse, stream_id: int, stream: _Stream) -> None:
         error = stream.error

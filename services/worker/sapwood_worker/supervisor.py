@@ -8,16 +8,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from sapwood_common.silence import Silence
 from sapwood_worker.launch import SchedulerProcess
 from sapwood_worker.messages import FromScheduler, ToScheduler
 from sapwood_worker.model_info import ModelInfo
+from sapwood_worker.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 
 MOST_LOSSES, WITHIN_SECONDS = 3, 120.0
 """A scheduler that ends so often in so short a time will not get better."""
 
-_POLL_SECONDS = 0.25
+_POLL_SECONDS = 0.1
+_LEAST_FROZEN = 0.5
+"""Seconds without a sign of life that are told: the pulse of one that is short of CPU comes late as well."""
 
 
 class Supervisor:
@@ -28,8 +32,8 @@ class Supervisor:
 
     Args:
         make: Makes a process.
-        watchdog_timeout: Seconds after which a step counts as stuck.
-        watchdog_restart: Seconds after which its process is ended.
+        watchdog_timeout: Seconds after which a step, or a process without a sign of life, counts as stuck.
+        watchdog_restart: Seconds after which the process is ended.
     """
 
     def __init__(self, make: Callable[[], SchedulerProcess], watchdog_timeout: float, watchdog_restart: float) -> None:
@@ -58,19 +62,21 @@ class Supervisor:
         """Queues a message for the process; never blocks."""
         self._current.send(message)
 
-    async def run(self, receive: Callable[[FromScheduler], None], on_stuck: Callable[[float | None], None]) -> str:
+    async def run(self, receive: Callable[[FromScheduler], None], vitals: Vitals, on_change: Callable[[], None]) -> str:
         """Runs until the process ends; returns how it ended.
 
         Args:
             receive: Gets each message.
-            on_stuck: Told when a step gets stuck (the seconds it has taken) and when it has ended after all (None).
+            vitals: Kept true.
+            on_change: Called when ``vitals.well`` has changed.
         """
-        watching = asyncio.ensure_future(self._watch(self._current, on_stuck))
+        watching = asyncio.ensure_future(self._watch(self._current, vitals, on_change))
         try:
             return await self._current.run(receive)
         finally:
             watching.cancel()
-            on_stuck(None)
+            vitals.reset()
+            on_change()
             self._losses.append(time.monotonic())
 
     async def stop(self) -> None:
@@ -84,19 +90,30 @@ class Supervisor:
         assert self._process is not None
         return self._process
 
-    async def _watch(self, process: SchedulerProcess, on_stuck: Callable[[float | None], None]) -> None:
-        stuck = False
+    async def _watch(self, process: SchedulerProcess, vitals: Vitals, on_change: Callable[[], None]) -> None:
+        interval = min(_POLL_SECONDS, self._timeout / 4)
+        silence = Silence(interval, time.monotonic)
+        signs = process.signs_of_life()
         while True:
-            seconds = process.progress.seconds()
-            if (seconds > self._timeout) != stuck:
-                stuck = not stuck
-                if stuck:
-                    logger.error("a step has taken %.1f s: the worker is stuck", seconds)
-                else:
-                    logger.warning("the step that was stuck has ended")
-                on_stuck(seconds if stuck else None)
-            if seconds > self._restart:
-                logger.error("a step has taken %.1f s: its process is ended", seconds)
+            before, signs = signs, process.signs_of_life()
+            if signs != before:
+                silence.heard()
+            silent = silence.check()
+            was_well, was_stuck = vitals.well, vitals.stuck
+            vitals.frozen = silent if silent >= _LEAST_FROZEN else 0.0
+            vitals.step = process.progress.seconds()
+            worst = max(vitals.frozen, vitals.step)
+            vitals.stuck = worst > self._timeout
+            if vitals.stuck and not was_stuck:
+                logger.error("a step has taken %.1f s: the worker is stuck", worst)
+            elif was_stuck and not vitals.stuck:
+                logger.warning("the step that was stuck has ended")
+            elif vitals.well != was_well:
+                logger.warning("the scheduler process %s", "lives" if vitals.well else "gives no sign of life")
+            if vitals.well != was_well:
+                on_change()
+            if worst > self._restart:
+                logger.error("a step has taken %.1f s: its process is ended", worst)
                 process.kill()
                 return
-            await asyncio.sleep(min(_POLL_SECONDS, self._timeout / 4))
+            await asyncio.sleep(interval)

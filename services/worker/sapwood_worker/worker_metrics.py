@@ -7,6 +7,7 @@ from collections.abc import Callable
 from sapwood_common.metrics import MetricSet, OneOf
 from sapwood_worker.scheduler.load import Load
 from sapwood_worker.step_clock import StepTime
+from sapwood_worker.vitals import Vitals
 
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -86,6 +87,22 @@ class WorkerMetrics:
         )
         self._watch_store(load)
 
+    def watch_vitals(self, vitals: Vitals) -> None:
+        """Adds what is read from the vitals when it is asked for."""
+        readings: dict[str, tuple[str, Callable[[], float]]] = {
+            "scheduler_frozen_seconds": (
+                "For how long the scheduler process has given no sign of life; 0 while it does.",
+                lambda: vitals.frozen,
+            ),
+            "current_step_seconds": ("For how long it has been at its current step.", lambda: vitals.step),
+            "loop_lag_seconds": (
+                "How late the gRPC front's event loop runs what is due: the most of late, halved every 10 s since.",
+                lambda: vitals.lag.recent,
+            ),
+        }
+        for name, (text, read) in readings.items():
+            self._metrics.polled("gauge", f"sapwood_worker_{name}", text, _reading(read))
+
     def _watch_store(self, load: Callable[[], Load]) -> None:
         self._metrics.polled(
             "counter",
@@ -114,7 +131,11 @@ class WorkerMetrics:
         )
 
 
+def _reading(read: Callable[[], float]) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
+    return lambda: [((), read())]
+
+
 def _reader(
     load: Callable[[], Load], read: Callable[[Load], float]
 ) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
-    return lambda: [((), read(load()))]
+    return _reading(lambda: read(load()))

@@ -8,7 +8,7 @@ from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_router.context import RequestContext
 from sapwood_router.policies.base import Choice, Policy, PromptPages
 from sapwood_router.registry import RETRY_AFTER, Registry
-from sapwood_router.worker import Worker
+from sapwood_router.worker import Worker, preferred
 
 
 def select(
@@ -27,7 +27,7 @@ def select(
     ]
     if not workers:
         raise UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER)
-    workers = [worker for worker in workers if worker.room] or workers
+    workers = preferred(workers)
     length = len(prompt.token_ids)
     roomy = [worker for worker in workers if worker.model is not None and length <= worker.model.context_length]
     if not roomy:

@@ -110,6 +110,7 @@ class _Session:
                 await self._wake.wait()
         self._wake.clear()
         response = worker_pb2.SessionResponse(load=self._worker.load, draining=self._worker.draining)
+        response.MergeFrom(self._worker.vitals)
         for stream_id in [stream_id for stream_id in self._ready if stream_id not in self._paused]:
             output = self._ready.pop(stream_id)
             answer = output.response
@@ -184,6 +185,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.draining = False
         self.packs_tokens = True
         """Whether it knows of that, as its elders do not."""
+        self.vitals = worker_pb2.SessionResponse()
+        """What sessions say in addition, such as ``frozen_ms``."""
         self.silent = False
         """While set, sessions read but say nothing, as if the process hung."""
 
@@ -238,7 +241,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         info = await self.GetModelInfo(worker_pb2.GetModelInfoRequest(), context)
         reader = asyncio.ensure_future(session.read(request_iterator))
         try:
-            yield worker_pb2.SessionResponse(info=info, load=self.load, draining=self.draining)
+            first = worker_pb2.SessionResponse(info=info, load=self.load, draining=self.draining)
+            first.MergeFrom(self.vitals)
+            yield first
             while not reader.done():
                 response = await session.next_response()
                 if not self.silent:

@@ -31,6 +31,9 @@ class FakeWorkerConfig(WorkerConfig):
         None, ge=0, description="A prompt that begins with it stalls the step it begins in."
     )
     stall_seconds: float = Field(0.0, ge=0, description="For how long.")
+    stall_computes: bool = Field(
+        False, description="The stall is a computation that holds the interpreter's lock; else it waits."
+    )
     poison_token: int | None = Field(None, ge=0, description="A prompt that begins with it makes its step fail.")
 
 
@@ -60,7 +63,7 @@ def make_runner(config: FakeWorkerConfig) -> FakeRunner | StallingRunner:
     host_pool = HostPool(host_pages, config.page_size * 8) if host_pages else None
     runner = FakeRunner(info, config.step_ms / 1000, config.poison_token, vocabulary, host_pool)
     if config.stall_token is not None:
-        return StallingRunner(runner, config.stall_token, config.stall_seconds)
+        return StallingRunner(runner, config.stall_token, config.stall_seconds, computes=config.stall_computes)
     return runner
 
 
@@ -71,12 +74,14 @@ class StallingRunner:
         runner: What computes.
         token: A prompt that begins with it stalls the step it begins in.
         seconds: For how long.
+        computes: Whether it computes meanwhile, with the interpreter's lock held; else it waits.
     """
 
-    def __init__(self, runner: FakeRunner, token: int, seconds: float) -> None:
+    def __init__(self, runner: FakeRunner, token: int, seconds: float, *, computes: bool) -> None:
         self._runner = runner
         self._token = token
         self._seconds = seconds
+        self._computes = computes
         self.info = runner.info
         self.vocabulary = runner.vocabulary
         self.host_pool = runner.host_pool
@@ -89,8 +94,19 @@ class StallingRunner:
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """See Runner."""
         if any(request.start == 0 and request.token_ids[0] == self._token for request in output.requests):
-            time.sleep(self._seconds)
+            if self._computes:
+                _compute(self._seconds)
+            else:
+                time.sleep(self._seconds)
         return self._runner.launch(output)
+
+
+def _compute(seconds: float) -> None:
+    """Computes for about so long in one call of C code, during which no other thread gets the interpreter's lock."""
+    probe = 10**6
+    began = time.monotonic()
+    sum(range(probe))
+    sum(range(int(probe * seconds / (time.monotonic() - began))))
 
 
 def _vocabulary(size: int) -> TokenVocabulary:

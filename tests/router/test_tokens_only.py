@@ -213,34 +213,37 @@ async def test_a_slow_reader_holds_the_worker_back_and_gets_everything(cluster) 
     await cluster.idle_workers()
 
 
-async def test_a_token_stream_counts_merges_and_fails_as_told() -> None:
+def test_a_token_stream_counts_merges_and_fails_as_told() -> None:
     stream = TokenStream()
     stream.push([5, 6])
     stream.push([7])
-    chunk = await stream.read()
+    chunk = stream.take()
     assert (chunk.tokens, chunk.ended) == (3, False)
     stream.push([1] * WINDOW)
     assert stream.full
     stream.fail(errors.UnavailableError("gone"))
     stream.fail(errors.InternalError("later"))
     assert not stream.full
-    assert (await stream.read()).tokens == 3 + WINDOW
+    assert stream.take().tokens == 3 + WINDOW
     with pytest.raises(errors.UnavailableError):
-        await stream.read()
+        stream.take()
     passing = TokenStream()
     passed: list[int] = []
+    passing.push([7])
     passing.pass_on(lambda token: passed.append(token) is None)
-    reading = asyncio.ensure_future(passing.read())
-    assert passing.relay is None, "nobody waits"
-    await asyncio.sleep(0)
+    assert passing.relay is None, "7 has to be taken first"
+    passing.take()
     assert passing.relay is not None and passing.relay(8)
     passing.push([9])
-    assert passing.relay is None, "9 has to be read first"
-    assert (await reading).tokens == 1
+    assert passing.relay is None, "9 has to be taken first"
+    assert passing.take().tokens == 2
     assert passed == [8]
+    assert passing.relay is not None
+    passing.fail(errors.UnavailableError("gone"))
+    assert passing.relay is None
     whole = TokenStream(whole=True)
     whole.push([1] * 2 * WINDOW)
-    assert not whole.full
+    assert not whole.full and not whole.ready
     whole.push([2], end=True)
     whole.push([3])
-    assert (await whole.read()).tokens == 2 * WINDOW + 1
+    assert whole.take().tokens == 2 * WINDOW + 1

@@ -100,13 +100,19 @@ class ServiceInterceptor:
 
         return call
 
-    def _stream(self, method: str, behavior: Callable[..., AsyncGenerator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    def _stream(
+        self, method: str, behavior: Callable[..., AsyncGenerator[Any] | Awaitable[None]]
+    ) -> Callable[..., AsyncIterator[Any]]:
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             running = self._begin(method, context)
             ended: BaseException | None = None
             try:
                 self._check(method, request, context)
-                async with aclosing(behavior(request, context)) as responses:
+                answering = behavior(request, context)
+                if isinstance(answering, Awaitable):  # it writes by itself
+                    await answering
+                    return
+                async with aclosing(answering) as responses:
                     async for response in responses:
                         yield response
             except BaseException as error:

@@ -1,9 +1,12 @@
-"""A request's output on its way to the client: what the worker's side fills and the client's side reads."""
+"""A request's output on its way to the client: the worker's side pushes tokens, the request's run takes what becomes of them.
+
+What is taken late is taken merged, so a stream holds at most the output of its own tokens; who pushes keeps those within WINDOW.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -34,56 +37,99 @@ Relay = Callable[[int], bool]
 """Sends a token to the client at once and keeps account of it, or says no. Must not raise."""
 
 
-class OutputStream(Protocol):
-    """Tokens in, output out. One side pushes, one task reads, on one event loop; what is read later is merged."""
+class OutputStream(ABC):
+    """Tokens in, output out, all on one event loop.
 
-    @property
-    def relay(self) -> Relay | None:
-        """Where the pusher may take a single token instead of pushing it, as things stand."""
-        ...
+    Args:
+        whole: The output is taken in one piece, at its end: nothing holds the pusher back.
+
+    Attributes:
+        relay: Where the pusher may take a single token instead of pushing it, as things stand; None: nowhere.
+    """
+
+    def __init__(self, *, whole: bool) -> None:
+        self.relay: Relay | None = None
+        self._whole = whole
+        self._tokens = 0
+        """Of the output so far."""
+        self._tokens_taken = 0
+        self._fresh = False
+        """Whether there is output that nobody has taken."""
+        self._ended = False
+        self._closed = False
+        self._error: SapwoodError | None = None
+        self._listener: Callable[[], None] | None = None
+        self._when_room: Callable[[], None] | None = None
 
     @property
     def over(self) -> bool:
         """Whether it ended, failed or was closed: what is pushed now goes nowhere."""
-        ...
+        return self._ended or self._closed or self._error is not None
 
     @property
     def full(self) -> bool:
         """Whether so much waits that nothing more should be pushed for now."""
-        ...
+        return not (self._whole or self.over) and self._waiting_tokens() >= WINDOW
 
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`take` has something to give, or to raise."""
+        return (self._fresh and not self._whole) or self._ended or self._error is not None
+
+    @abstractmethod
     def push(self, token_ids: Sequence[int], *, end: bool = False) -> bool:
         """Hands over new tokens; ``end`` says that these were the last. Returns whether it is :attr:`full` now."""
-        ...
 
-    async def room(self) -> None:
-        """Returns once it is not :attr:`full`."""
-        ...
+    @abstractmethod
+    def _waiting_tokens(self) -> int:
+        """How many wait to be written, or for their output to be taken: the larger of both."""
 
-    async def read(self) -> OutputChunk:
-        """All that became certain since the last call; waits for something.
+    @abstractmethod
+    def _chunk(self) -> OutputChunk:
+        """What became certain since the last call."""
 
-        Raises:
-            SapwoodError: The stream failed; what came before was read.
-        """
-        ...
+    def call_when_room(self, callback: Callable[[], None]) -> None:
+        """Calls back, once, when it is no longer :attr:`full`; only while it is. A later callback replaces an earlier one."""
+        self._when_room = callback
+
+    def follow(self, listener: Callable[[], None]) -> None:
+        """Calls ``listener``, which must not raise, whenever it becomes :attr:`ready` or has more."""
+        self._listener = listener
 
     def take(self) -> OutputChunk:
-        """The same, of what is there."""
-        ...
+        """All that became certain since the last call; only while :attr:`ready`.
 
-    def divert(self, take: Callable[[], bool]) -> None:
-        """Calls ``take`` for new output, except the last, instead of waking who waits in :meth:`read`.
-
-        Args:
-            take: Calls :meth:`take` and returns True, or returns False: then the reader is woken.
+        Raises:
+            SapwoodError: The stream failed; what came before was taken, unless it is taken whole.
         """
-        ...
+        if self._error is not None and (self._whole or not self._fresh):
+            raise self._error
+        chunk = self._chunk()
+        self._fresh = False
+        self._tokens_taken = self._tokens
+        self._tell_pusher()
+        return chunk
 
     def fail(self, error: SapwoodError) -> None:
-        """:meth:`read` raises ``error`` after what is there already; the first error counts."""
-        ...
+        """:meth:`take` raises ``error`` after what is there already; the first error counts."""
+        if not self.over:
+            self._error = error
+            self.relay = None
+            self._tell()
+            self._tell_pusher()
 
     def close(self) -> None:
-        """Nobody reads on. May be called again."""
-        ...
+        """Nobody takes any more. May be called again."""
+        self._closed, self._error = True, None
+        self._listener = self.relay = None
+        self._tell_pusher()
+
+    def _tell(self) -> None:
+        """There is news for the listener."""
+        if self._listener is not None and self.ready:
+            self._listener()
+
+    def _tell_pusher(self) -> None:
+        if self._when_room is not None and not self.full:
+            callback, self._when_room = self._when_room, None
+            callback()

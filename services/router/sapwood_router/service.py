@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -16,7 +15,7 @@ from sapwood_common.http2.call import ServerCall
 from sapwood_common.sampling_message import from_message
 from sapwood_common.telemetry import REQUEST_ID_KEY, new_request_id, request_id_var
 from sapwood_router.caller import caller_of
-from sapwood_router.context import RequestContext
+from sapwood_router.context import Delta, RequestContext
 from sapwood_router.continuations import continuations
 from sapwood_router.convert import (
     add_logprobs,
@@ -33,8 +32,9 @@ from sapwood_router.explain import explain
 from sapwood_router.fleet import Fleet
 from sapwood_router.guard import tenant_var
 from sapwood_router.output import OutputOptions
-from sapwood_router.pipeline.merge import merged
-from sapwood_router.pipeline.pipeline import Pipeline, Run, close_all
+from sapwood_router.output_stream import Relay
+from sapwood_router.pipeline.delivery import Delivery
+from sapwood_router.pipeline.pipeline import Pipeline, close_all
 from sapwood_router.pipeline.prepare import prepare
 from sapwood_router.request_ids import accept_request_id, unique_id
 from sapwood_router.router_status import RouterState
@@ -56,6 +56,51 @@ _DEADLINE_SLACK = 1.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+class _CallClient:
+    """Writes the deltas of a request's runs as messages of its call.
+
+    Args:
+        call: The call.
+        contexts: The runs'.
+    """
+
+    def __init__(self, call: ServerCall, contexts: Sequence[RequestContext]) -> None:
+        self.writable = call.is_ready
+        self._call = call
+        self._single = len(contexts) == 1
+        self._untold = contexts[0] if contexts[0].sampling.prompt_logprobs is not None else None
+        """Whose prompt's log probabilities are still to be told."""
+
+    async def drained(self) -> None:
+        """Returns once the client has read enough for more.
+
+        Raises:
+            CancelledError: It has left.
+        """
+        await self._call.drained()
+        if self._call.done():
+            raise asyncio.CancelledError
+
+    def write(self, index: int, delta: Delta) -> bool:
+        """Sends a delta."""
+        response = to_response(delta, index)
+        if self._untold is not None and index == 0:
+            add_logprobs(response.prompt_logprobs, self._untold.prompt_logprobs)
+            self._untold = None
+        self._call.write_now(response)
+        return True
+
+    def token_writer(self, index: int) -> Relay | None:
+        """Sends single token ids; of several continuations each needs its number beside it."""
+        return self._write_token if self._single else None
+
+    def _write_token(self, token_id: int) -> bool:
+        if self._call.is_ready():
+            self._call.write_now(router_pb2.RouterGenerateResponse(token_ids=(token_id,)))
+            return True
+        return False
+
+
 class RouterService(router_pb2_grpc.RouterServicer):
     """Messages in, messages out; everything else is the pipeline's.
 
@@ -74,10 +119,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._fleet = fleet
         self._request_timeout = request_timeout
 
-    async def Generate(
-        self, request: router_pb2.RouterGenerateRequest, context: Context
-    ) -> AsyncIterator[router_pb2.RouterGenerateResponse]:
-        """Streams the continuation of a prompt."""
+    async def Generate(self, request: router_pb2.RouterGenerateRequest, context: Context) -> None:  # type: ignore[override]
+        """Writes the continuation of a prompt as it comes."""
         assert isinstance(context, ServerCall), "as all servers here have them"
         metadata = dict(_metadata(context))
         request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
@@ -85,23 +128,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
         context.set_initial_metadata(((REQUEST_ID_KEY, request_id),))
         contexts = self._contexts(request, request_id, metadata, context.time_remaining())
         runs = [self._pipeline.open(item) for item in contexts]
-        # A client that leaves while a response is being written ends the call without this generator's knowledge.
+        # A client that leaves ends the call, whatever its handler is waiting for.
         context.add_done_callback(lambda _: close_all(runs))
         # So does one that reads nothing until the deadline; its own the server looks after.
         giving_up = asyncio.get_running_loop().call_at(contexts[0].deadline + _DEADLINE_SLACK, _give_up, context)
         try:
-            async with aclosing(merged(runs)) as deltas:
-                untold = request.sampling.HasField("prompt_logprobs")
-                diverted = len(runs) > 1
-                async for index, delta in deltas:
-                    response = to_response(delta, index)
-                    if index == 0 and untold:
-                        untold = False
-                        add_logprobs(response.prompt_logprobs, contexts[0].prompt_logprobs)
-                    yield response
-                    if not diverted and delta.finish is None:
-                        diverted = True
-                        _divert(runs[0], context)
+            await Delivery(_CallClient(context, contexts)).carry(runs)
             context.set_trailing_metadata(
                 (
                     (WORKER_KEY, contexts[0].worker),
@@ -232,20 +264,6 @@ class RouterService(router_pb2_grpc.RouterServicer):
         asked = self._contexts(request.request, new_request_id(), dict(_metadata(context)), context.time_remaining())[0]
         await prepare(asked, pipeline.tokenizer)
         return to_explanation(explain(asked, pipeline.registry, pipeline.policies))
-
-
-def _divert(run: Run, call: ServerCall) -> None:
-    """From now on deltas, but for the last, are written as they come, without waking the task that waits for them."""
-    ready = call.is_ready
-
-    def write(token_id: int) -> bool:
-        if ready():
-            call.write_now(router_pb2.RouterGenerateResponse(token_ids=(token_id,)))
-            return True
-        return False
-
-    run.divert(ready, lambda delta: call.write_now(to_response(delta, 0)))
-    run.relay_tokens(write)
 
 
 def _give_up(call: ServerCall) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,7 +13,8 @@ from sapwood_router.openai.exchange import Exchange
 from sapwood_router.openai.sse import NULL, CompletionChunks, with_field
 from sapwood_router.openai.types import PromptTokensDetails, UsageObject
 from sapwood_router.output import Output, OutputBuffer
-from sapwood_router.pipeline.merge import merged
+from sapwood_router.output_stream import Relay
+from sapwood_router.pipeline.delivery import Delivery
 from sapwood_router.pipeline.pipeline import Run
 
 _WORKER_HEADER, _RESUMPTIONS_HEADER = b"x-sapwood-worker", b"x-sapwood-resumptions"
@@ -43,6 +42,41 @@ def usage_object(usages: Sequence[Usage], continuations: int = 1) -> UsageObject
     return UsageObject(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
 
+class _WholeClient:
+    """Keeps the output of a request's runs until all of it is there."""
+
+    def __init__(self, count: int) -> None:
+        self._outputs = [OutputBuffer() for _ in range(count)]
+        self._wholes = [Delta(Output(), [], logprobs=[]) for _ in range(count)]
+
+    def writable(self) -> bool:
+        """Whatever comes is kept."""
+        return True
+
+    async def drained(self) -> None:
+        """Nothing is waited for."""
+
+    def write(self, index: int, delta: Delta) -> bool:
+        """Takes a delta."""
+        self._outputs[index].add(delta.output)
+        whole = self._wholes[index]
+        whole.token_ids += delta.token_ids
+        whole.text_tokens += delta.text_tokens
+        whole.logprobs = [*whole.logprobs, *delta.logprobs] if delta.logprobs else whole.logprobs
+        whole.finish = delta.finish
+        return True
+
+    def token_writer(self, index: int) -> Relay | None:
+        """Tokens come in deltas."""
+        return None
+
+    def wholes(self) -> list[Delta]:
+        """Each run's output as one delta."""
+        for output, whole in zip(self._outputs, self._wholes, strict=True):
+            whole.output = output.take()
+        return self._wholes
+
+
 async def send_whole(
     exchange: Exchange,
     contexts: Sequence[RequestContext],
@@ -55,25 +89,99 @@ async def send_whole(
     Raises:
         SapwoodError: One of the requests failed; the others are ended.
     """
-    outputs = [OutputBuffer() for _ in runs]
-    wholes = [Delta(Output(), [], logprobs=[]) for _ in runs]
-    async with aclosing(merged(runs)) as deltas:
-        async for index, delta in deltas:
-            outputs[index].add(delta.output)
-            whole = wholes[index]
-            whole.token_ids += delta.token_ids
-            whole.text_tokens += delta.text_tokens
-            whole.logprobs = [*whole.logprobs, *delta.logprobs] if delta.logprobs else whole.logprobs
-            whole.finish = delta.finish
+    client = _WholeClient(len(runs))
+    await Delivery(client).carry(runs)
     answers = []
-    for index, (output, whole) in enumerate(zip(outputs, wholes, strict=True)):
-        whole.output = output.take()
+    for index, whole in enumerate(client.wholes()):
         logprobs = await annotator.annotate(index, whole)
         assert whole.finish is not None, "each run ends with a finish or an error"
         answers.append(Answer(whole.output, whole.token_ids, whole.finish, logprobs))
     resumptions = sum(context.resumptions for context in contexts)
     headers = ((_WORKER_HEADER, contexts[0].worker.encode()), (_RESUMPTIONS_HEADER, b"%d" % resumptions))
     await exchange.send_body(200, msgspec.json.encode(make_body(answers)), headers)
+
+
+class _EventClient:
+    """Writes the output of a request's runs as server-sent events.
+
+    The response starts with the first text, so an error before it has its own status. What comes between a choice's first
+    delta and its last is sent by whoever brings it; those two, and what must be annotated, take waiting. Where a stream went on,
+    on another worker, its last chunk says how often: when the headers left nobody knew.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        runs: Sequence[Run],
+        annotator: Annotator,
+        make_chunks: Callable[[], CompletionChunks],
+        continuations: int,
+    ) -> None:
+        self._exchange = exchange
+        self._runs = runs
+        self._annotator = annotator
+        self._make_chunks = make_chunks
+        self._continuations = continuations
+        self._chunks: CompletionChunks | None = None
+        self._opened: set[int] = set()
+        self._called: set[int] = set()
+        """Choices that have a tool call."""
+        self._usages: dict[int, Usage] = {}
+        self._pending: tuple[int, Delta] | None = None
+        """What takes waiting."""
+
+    def writable(self) -> bool:
+        """Whether nothing is waited for, and the client reads."""
+        return self._pending is None and self._exchange.writable()
+
+    async def drained(self) -> None:
+        """Sends what took waiting, or waits for the client."""
+        if self._pending is None:
+            await self._exchange.drained()
+            return
+        index, delta = self._pending
+        note = await self._annotator.annotate(index, delta)
+        logprobs = NULL if note is None else msgspec.json.encode(note)
+        if self._chunks is None:
+            self._chunks = self._make_chunks()
+        events = b""
+        if index not in self._opened:
+            self._opened.add(index)
+            events = self._chunks.opening(index)
+        events += self._events(self._chunks, index, delta, logprobs)
+        last = len(self._usages) == len(self._runs)
+        if last:
+            if resumptions := sum(run.resumptions for run in self._runs):
+                events = with_field(events, _RESUMPTIONS_HEADER, resumptions)
+            ordered = [self._usages[number] for number in range(len(self._runs))]
+            events += self._chunks.closing(usage_object(ordered, self._continuations))
+        if events:
+            await self._exchange.send_events(events, last=last)
+        self._pending = None
+
+    def write(self, index: int, delta: Delta) -> bool:
+        """Takes a delta."""
+        if self._chunks is None or index not in self._opened or delta.finish is not None or not self._annotator.silent:
+            self._pending = index, delta
+            return False
+        if events := self._events(self._chunks, index, delta, NULL):
+            self._exchange.write_events(events)
+        return True
+
+    def token_writer(self, index: int) -> Relay | None:
+        """Sends single token ids of the only choice, where chunks tell them."""
+        if len(self._runs) > 1 or self._chunks is None or not self._annotator.silent:
+            return None
+        around = self._chunks.around_token()
+        return None if around is None else self._exchange.number_writer(*around)
+
+    def _events(self, chunks: CompletionChunks, index: int, delta: Delta, logprobs: bytes) -> bytes:
+        if delta.output.tool_calls:
+            self._called.add(index)
+        if delta.finish is None:
+            return chunks.output(index, delta, logprobs)
+        self._usages[index] = delta.finish.usage
+        return chunks.finish(index, delta, finish_reason(delta.finish, index in self._called), logprobs)
 
 
 async def send_stream(
@@ -83,53 +191,9 @@ async def send_stream(
     make_chunks: Callable[[], CompletionChunks],
     continuations: int,
 ) -> None:
-    """Sends events as text comes. The response starts with the first text, so an error before it has its own status.
-
-    With one choice, what comes between first and last is sent by whoever brings it, while the client reads fast enough. Where
-    a stream went on, on another worker, its last chunk says how often: when the headers left nobody knew.
+    """Sends events as text comes.
 
     Raises:
         SapwoodError: One of the requests failed; the others are ended.
     """
-    chunks: CompletionChunks | None = None
-    opened: set[int] = set()
-    called: set[int] = set()
-    usages: dict[int, Usage] = {}
-    diverts = len(runs) == 1 and annotator.silent
-    async with aclosing(merged(runs)) as deltas:
-        async for index, delta in deltas:
-            note = await annotator.annotate(index, delta)
-            logprobs = NULL if note is None else msgspec.json.encode(note)
-            chunks = chunks or make_chunks()
-            events = b""
-            if index not in opened:
-                opened.add(index)
-                events = chunks.opening(index)
-            if delta.output.tool_calls:
-                called.add(index)
-            if delta.finish is None:
-                events += chunks.output(index, delta, logprobs)
-            else:
-                usages[index] = delta.finish.usage
-                events += chunks.finish(index, delta, finish_reason(delta.finish, index in called), logprobs)
-            last = len(usages) == len(runs)
-            if last:
-                if resumptions := sum(run.resumptions for run in runs):
-                    events = with_field(events, _RESUMPTIONS_HEADER, resumptions)
-                ordered = [usages[number] for number in range(len(runs))]
-                events += chunks.closing(usage_object(ordered, continuations))
-            if events:
-                await exchange.send_events(events, last=last)
-            if diverts and not last:
-                diverts = False
-                runs[0].divert(exchange.writable, partial(_pass_on, exchange, chunks, called))
-                if (around := chunks.around_token()) is not None:
-                    runs[0].relay_tokens(exchange.number_writer(*around))
-
-
-def _pass_on(exchange: Exchange, chunks: CompletionChunks, called: set[int], delta: Delta) -> None:
-    """Sends the events of a delta of the only choice at once."""
-    if delta.output.tool_calls:
-        called.add(0)
-    if events := chunks.output(0, delta):
-        exchange.write_events(events)
+    await Delivery(_EventClient(exchange, runs, annotator, make_chunks, continuations)).carry(runs)

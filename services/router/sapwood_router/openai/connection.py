@@ -13,6 +13,7 @@ from typing import Any, cast
 from starlette.types import Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from sapwood_common.errors import RequestCancelledError
 from sapwood_common.http2.turnstile import Rank, Turnstile
 from sapwood_router.openai.write_batch import WriteBatch
 
@@ -123,6 +124,16 @@ class HttpConnection(HttpToolsProtocol):
     def writable(self) -> bool:
         """Whether the client is there and reads: then :meth:`write_chunk` may be called."""
         return not self.flow.write_paused and not self.transport.is_closing()
+
+    async def drained(self) -> None:
+        """Returns once the client has read enough for more.
+
+        Raises:
+            RequestCancelledError: It has left.
+        """
+        await self.flow.drain()
+        if self.transport.is_closing():
+            raise RequestCancelledError("the client left")
 
     async def send_first(
         self, scope: Scope, send: Send, status: int, headers: Headers, body: bytes, *, chunked: bool, last: bool

@@ -134,16 +134,18 @@ class Exchange:
         """Encoded events; the first call starts the response."""
         if not self.started:
             await self._send_first(200, _EVENTS, events, chunked=True, last=last)
-        elif not self._connection.writable():
-            await self._send_when_read(events, last)
         elif not (last and self._connection.end_chunks(self._scope, events)):
             await self._send({"type": "http.response.body", "body": events, "more_body": not last})
 
-    async def _send_when_read(self, events: bytes, last: bool) -> None:
-        """To a client that reads nothing for now: by the deadline it must, or nobody would ever end its request."""
+    async def drained(self) -> None:
+        """Returns once :meth:`writable`.
+
+        Raises:
+            RequestCancelledError: The client has left, or read nothing until the deadline: nobody else would end its request.
+        """
         try:
             async with asyncio.timeout_at(self._deadline + _DEADLINE_SLACK):
-                await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+                await self._connection.drained()
         except TimeoutError:
             self.client_left = True
             self._connection.abort()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Collection
 
@@ -44,7 +43,7 @@ class Execution:
         self._lease = lease
         self._permit = permit
         self._worker_stream: WorkerStream | None = None
-        self._resuming: asyncio.Task[None] | None = None
+        self._held = False
         self._begun = False
         self._ended = False
         self._on_over: Callable[[SapwoodError | None], None] | None = on_over
@@ -100,8 +99,6 @@ class Execution:
         self._ended = True
         self._permit.end(outcome)
         self._lease.release()
-        if self._resuming is not None:
-            self._resuming.cancel()
         if self._worker_stream is not None:
             self._worker_stream.close()
         # Who is called knows this try: if it knew them, too, the request's tokens would wait for the collector.
@@ -111,11 +108,12 @@ class Execution:
 
     def _hold(self) -> None:
         """The worker keeps what it generates until the client has read some."""
-        if self._resuming is None and self._worker_stream is not None:
+        if not self._held and self._worker_stream is not None:
+            self._held = True
             self._worker_stream.pause()
-            self._resuming = asyncio.ensure_future(self._resume(self._worker_stream))
+            self._stream.call_when_room(self._resume)
 
-    async def _resume(self, worker_stream: WorkerStream) -> None:
-        await self._stream.room()
-        self._resuming = None
-        worker_stream.resume()
+    def _resume(self) -> None:
+        self._held = False
+        if self._worker_stream is not None:
+            self._worker_stream.resume()

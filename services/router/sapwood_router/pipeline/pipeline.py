@@ -18,6 +18,7 @@ from sapwood_router.embedding import Embedder
 from sapwood_router.observer import RequestObserver
 from sapwood_router.output_stream import OutputChunk, OutputStream
 from sapwood_router.pipeline.attempts import Attempts
+from sapwood_router.pipeline.delivery import Sink
 from sapwood_router.pipeline.prepare import prepare
 from sapwood_router.pipeline.reserve import reserve
 from sapwood_router.pipeline.respond import respond
@@ -70,13 +71,13 @@ class Pipeline:
         self.observer = observer
 
     def open(self, context: RequestContext) -> Run:
-        """A request's run; the caller reads it with ``next`` and closes it."""
+        """A request's run; the caller starts and closes it."""
         self.retry.budget.request()
         return Run(self, context)
 
 
 class Run:
-    """One request under way. Owned by one task; :meth:`close` may be called from any callback of the event loop."""
+    """One request under way. One task starts it; :meth:`flush` and :meth:`close` may be called from any callback of the loop."""
 
     def __init__(self, pipeline: Pipeline, context: RequestContext) -> None:
         self._pipeline = pipeline
@@ -86,9 +87,12 @@ class Run:
         self._stream: OutputStream | None = None
         self._attempts: Attempts | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._sink: Sink | None = None
+        self._index = 0
         self._sent_tokens = 0
-        """In deltas; ``_relayed``: past them."""
-        self._relayed = 0
+        """Tokens that the client got in deltas."""
+        self._relayed_tokens = 0
+        """Tokens that the client got one by one, past the deltas."""
         self._closed = False
 
     @property
@@ -96,66 +100,62 @@ class Run:
         """How often it went on, on another worker, so far."""
         return self._context.resumptions
 
-    async def next(self) -> Delta | None:
-        """The next delta, merged from all that is ready; None after the last.
+    async def start(self, sink: Sink, index: int = 0) -> None:
+        """Begins. Returns once the prompt is on its way; output, and errors with fields spelled as the client does, are pushed.
 
-        Raises:
-            SapwoodError: The request failed; its field is spelled as the client does.
+        Args:
+            sink: Takes the deltas, merged from all that is there whenever it is ready.
+            index: The run's, among those of the sink.
         """
-        if self._context.usage is not None:
-            return None
+        self._sink, self._index = sink, index
         try:
-            if self._stream is None:
-                self._stream = await self._start()
-            chunk = await self._stream.read()
-            delta = self._respond(chunk)
-        except SapwoodError as error:
-            self._context.error = error
-            self.close()
-            raise
+            await self._start()
         except Exception as error:
-            self._context.error = InternalError(str(error))
-            self.close()
-            raise
-        if delta.finish is not None:
-            # Accounts are made up once the delta is on its way to the client.
-            asyncio.get_running_loop().call_soon(self._finished)
-        return delta
+            self._fail(error)
 
-    def divert(self, ready: Callable[[], bool], sink: Callable[[Delta], None]) -> None:
-        """Hands deltas over as they come, the last one excepted, instead of waking who waits in :meth:`next`.
-
-        Args:
-            ready: Whether ``sink`` takes one now.
-            sink: Takes one.
-        """
-        stream = self._stream
-        assert stream is not None, "only after the first delta"
-
-        def take() -> bool:
-            if not ready():
-                return False
-            sink(self._respond(stream.take()))
-            return True
-
-        stream.divert(take)
-
-    def relay_tokens(self, write: Callable[[int], bool]) -> None:
-        """Beside :meth:`divert`: where there are token ids alone, hands single ones over past everything that makes a delta.
-
-        Args:
-            write: Sends a token's id, or returns False: then it goes the other way. Must not raise.
-        """
-        stream, context = self._stream, self._context
-        if not isinstance(stream, TokenStream):
+    def flush(self) -> None:
+        """Hands the sink what is there, if it is ready."""
+        stream, sink = self._stream, self._sink
+        if stream is None or sink is None:
             return
-        keep, count = context.output_ids.append, self._watch.token_counter()
+        try:
+            while not self._closed and self._context.usage is None and stream.ready and sink.ready():
+                delta = self._respond(stream.take())
+                self._sent_tokens += len(delta.token_ids)
+                sink.delta(self._index, delta)
+                if delta.finish is not None:
+                    # Accounts are made up once the delta is on its way to the client.
+                    asyncio.get_running_loop().call_soon(self._finished)
+                elif isinstance(stream, TokenStream) and not stream.relays:
+                    self._relay_tokens(stream, sink)
+        except Exception as error:  # is this request's, not that of those whose output came with it
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, SapwoodError):
+            logger.exception("request %s failed", self._context.request_id, exc_info=error)
+            error = InternalError(str(error))
+        if self._closed:
+            return
+        self._context.error = error
+        self.close()
+        if self._sink is not None:
+            self._sink.failed(
+                error.with_traceback(None)
+            )  # whose frames would keep the request until the collector comes
+
+    def _relay_tokens(self, stream: TokenStream, sink: Sink) -> None:
+        """Where there are token ids alone, single ones are handed over past everything that makes a delta, if the sink can."""
+        write = sink.token_writer(self._index)
+        if write is None:
+            return
+        keep, count = self._context.output_ids.append, self._watch.token_counter()
 
         def relay(token_id: int) -> bool:
             if not write(token_id):
                 return False
             keep(token_id)
-            self._relayed += 1
+            self._relayed_tokens += 1
             count()
             return True
 
@@ -163,9 +163,8 @@ class Run:
 
     def _respond(self, chunk: OutputChunk) -> Delta:
         started = time.perf_counter()
-        chunk.tokens += self._relayed  # which the stream has not seen
-        delta = respond(self._context, chunk, self._sent_tokens + self._relayed)
-        self._sent_tokens += len(delta.token_ids)
+        chunk.tokens += self._relayed_tokens  # which the stream has not seen
+        delta = respond(self._context, chunk, self._sent_tokens + self._relayed_tokens)
         self._watch.delta(started, len(delta.token_ids))
         return delta
 
@@ -188,7 +187,7 @@ class Run:
         self._log()
         self._context.error = None  # by its traceback it knows the context, and both would wait for the collector
 
-    async def _start(self) -> OutputStream:
+    async def _start(self) -> None:
         context, pipeline = self._context, self._pipeline
         place = self._place = reserve(context, pipeline.registry, pipeline.admission)
         with self._watch.stage("prepare"):
@@ -202,8 +201,9 @@ class Run:
             stream = TokenStream(whole=context.whole)
         self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire, stream)
         self._attempts = Attempts(pipeline, context, stream, self._watch, place)
+        self._stream = stream
+        stream.follow(self.flush)
         self._attempts.start()
-        return stream
 
     def _expire(self, stream: OutputStream) -> None:
         stream.fail(DeadlineExceededError("the deadline passed"))

@@ -27,6 +27,7 @@ class ReasoningFamily:
         closing: The closing tag.
         starts_open: Whether the family's prompts usually open the reasoning.
         implied_by: Markers that end the reasoning although they are part of the answer.
+        signs: Strings that together tell the family's chat templates from those of the families after it in the table.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ReasoningFamily:
     closing: str
     starts_open: bool = False
     implied_by: tuple[str, ...] = ()
+    signs: tuple[str, ...] = ()
 
     @property
     def special_tokens(self) -> frozenset[str]:

@@ -6,33 +6,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_tokenizer.reasoning_parser import families
 from sapwood_tokenizer.reasoning_parser.base import ReasoningFamily
-from sapwood_tokenizer.reasoning_parser.deepseek_r1 import DEEPSEEK_R1
-from sapwood_tokenizer.reasoning_parser.deepseek_v3 import DEEPSEEK_V3
-from sapwood_tokenizer.reasoning_parser.glm45 import GLM45
-from sapwood_tokenizer.reasoning_parser.kimi import KIMI, KIMI_K2
-from sapwood_tokenizer.reasoning_parser.mistral import MISTRAL
-from sapwood_tokenizer.reasoning_parser.qwen3 import QWEN3
 
 GPT_OSS = "gpt_oss"
 """The family that one parser reads whole, reasoning and calls; see ``tool_parser.gpt_oss``."""
+_GPT_OSS_SIGNS = ("<|channel|>", "<|start|>")
 
-FAMILIES: Mapping[str, ReasoningFamily] = MappingProxyType(
-    {family.name: family for family in (DEEPSEEK_R1, DEEPSEEK_V3, GLM45, KIMI, KIMI_K2, MISTRAL, QWEN3)}
-)
+FAMILIES: Mapping[str, ReasoningFamily] = MappingProxyType({family.name: family for family in families.FAMILIES})
 NAMES = tuple(sorted([*FAMILIES, GPT_OSS]))
-
-# A family and the strings that only its templates hold, most telling first.
-_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (GPT_OSS, ("<|channel|>", "<|start|>")),
-    (KIMI.name, (KIMI.opening,)),
-    (MISTRAL.name, (MISTRAL.opening,)),
-    (KIMI_K2.name, ("<think>", "<|tool_calls_section_begin|>")),
-    (GLM45.name, ("<think>", "<arg_key>")),
-    (DEEPSEEK_V3.name, ("<think>", "</think>", "<｜Assistant｜>", "thinking")),
-    (DEEPSEEK_R1.name, ("</think>", "<｜Assistant｜>")),
-    (QWEN3.name, ("<think>", "<|im_start|>")),
-)
 
 
 def reasoning_family(name: str) -> ReasoningFamily:
@@ -67,4 +49,6 @@ def ends_in_reasoning(prompt: str, continued: str = "") -> bool | None:
 
 def detect_reasoning_parser(template: str) -> str:
     """The name of the family whose chat template this is; "" if it is none of them, or does not reason."""
-    return next((name for name, signs in _SIGNS if all(sign in template for sign in signs)), "")
+    if all(sign in template for sign in _GPT_OSS_SIGNS):
+        return GPT_OSS
+    return next((name for name, family in FAMILIES.items() if all(sign in template for sign in family.signs)), "")

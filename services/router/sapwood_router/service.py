@@ -33,7 +33,7 @@ from sapwood_router.fleet import Fleet
 from sapwood_router.guard import tenant_var
 from sapwood_router.output import OutputOptions
 from sapwood_router.output_stream import Relay
-from sapwood_router.pipeline.delivery import Delivery
+from sapwood_router.pipeline.delivery import READER_SLACK, Delivery
 from sapwood_router.pipeline.pipeline import Pipeline, close_all
 from sapwood_router.pipeline.prepare import prepare
 from sapwood_router.request_ids import accept_request_id, unique_id
@@ -49,9 +49,6 @@ WORKER_KEY = "x-sapwood-worker"
 RESUMPTIONS_KEY = "x-sapwood-resumptions"
 """Trailing metadata: how often the stream went on, on another worker, because one was lost."""
 
-
-_DEADLINE_SLACK = 1.0
-"""Seconds past the router's deadline that a client has to read the status that says so."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -131,7 +128,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         # A client that leaves ends the call, whatever its handler is waiting for.
         context.add_done_callback(lambda _: close_all(runs))
         # So does one that reads nothing until the deadline; its own the server looks after.
-        giving_up = asyncio.get_running_loop().call_at(contexts[0].deadline + _DEADLINE_SLACK, _give_up, context)
+        giving_up = asyncio.get_running_loop().call_at(contexts[0].deadline + READER_SLACK, _give_up, context)
         try:
             await Delivery(_CallClient(context, contexts)).carry(runs)
             context.set_trailing_metadata(

@@ -17,13 +17,12 @@ from sapwood_router.guard import tenant_var
 from sapwood_router.openai.connection import Headers, connection_of
 from sapwood_router.openai.errors import error_body, http_status, retry_headers
 from sapwood_router.openai.timeouts import asked_timeout, client_timeout
+from sapwood_router.pipeline.delivery import READER_SLACK
 from sapwood_router.request_ids import accept_request_id
 
 _SESSION_FIELDS = ("prompt_cache_key", "user")
 """OpenAI's, which it routes by, too: what has the same one shares a beginning, or an end user."""
 _REQUEST_ID_HEADER = REQUEST_ID_KEY.encode()
-_DEADLINE_SLACK = 1.0
-"""Seconds past its deadline that a client has to read the error that says so."""
 _JSON = (b"content-type", b"application/json")
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -144,7 +143,7 @@ class Exchange:
             RequestCancelledError: The client has left, or read nothing until the deadline: nobody else would end its request.
         """
         try:
-            async with asyncio.timeout_at(self._deadline + _DEADLINE_SLACK):
+            async with asyncio.timeout_at(self._deadline + READER_SLACK):
                 await self._connection.drained()
         except TimeoutError:
             self.client_left = True

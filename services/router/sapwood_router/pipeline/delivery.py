@@ -10,6 +10,9 @@ from sapwood_common.errors import SapwoodError
 from sapwood_router.context import Delta
 from sapwood_router.output_stream import Relay
 
+READER_SLACK = 1.0
+"""Seconds past its deadline that a client has to read the answer that says so, at either edge."""
+
 
 class Sink(Protocol):
     """Takes runs' output on to their client. Called from callbacks of the event loop: nothing here waits."""
@@ -101,7 +104,10 @@ class Delivery:
                 for run in runs:
                     run.flush()
             elif self._error is not None:
-                raise self._error
+                try:
+                    raise self._error
+                finally:
+                    self._error = None  # its traceback knows this frame: both would wait for the collector
             elif not self._left:
                 return
             else:

@@ -138,11 +138,11 @@ class Run:
         if self._closed:
             return
         self._context.error = error
+        sink = self._sink
         self.close()
-        if self._sink is not None:
-            self._sink.failed(
-                error.with_traceback(None)
-            )  # whose frames would keep the request until the collector comes
+        if sink is not None:
+            # The frames of its traceback would keep the request until the collector comes.
+            sink.failed(error.with_traceback(None))
 
     def _relay_tokens(self, stream: TokenStream, sink: Sink) -> None:
         """Where there are token ids alone, single ones are handed over past everything that makes a delta, if the sink can."""
@@ -181,6 +181,7 @@ class Run:
             self._place.leave()
         if self._stream is not None:
             self._stream.close()
+        self._sink = None  # it knows its runs, and all would wait for the collector
         if self._context.caller.account is not None:
             self._context.caller.account.take_output(len(self._context.output_ids))
         self._watch.close()

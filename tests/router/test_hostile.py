@@ -8,6 +8,7 @@ import random
 
 import msgspec
 
+from sapwood_router.openai.parameters import SAMPLING
 from sapwood_router.openai.types import CHAT_NEUTRAL, ChatRequest, CompletionRequest
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -26,7 +27,8 @@ BODIES = [
 
 def fields(path: str) -> list[str]:
     struct = ChatRequest if path == CHAT else CompletionRequest
-    return [*struct.__struct_fields__, *(CHAT_NEUTRAL if path == CHAT else ()), "unknown"]
+    sampling = SAMPLING - {*struct.__struct_fields__}
+    return [*struct.__struct_fields__, *sorted(sampling), *(CHAT_NEUTRAL if path == CHAT else ()), "unknown"]
 
 
 def wrong_requests() -> list[tuple[str, bytes, str | None]]:

@@ -18,6 +18,7 @@ from sapwood_common.http2 import frames
 from sapwood_common.http2.call import ServerCall
 from sapwood_common.http2.connection import ServerConnection
 from sapwood_common.http2.header_reader import Headers
+from sapwood_common.http2.request_head import RequestHead
 from sapwood_common.http2.running_call import RunningCall
 from sapwood_common.http2.server import Http2Server
 from sapwood_common.http2.stream import ServerStream
@@ -139,8 +140,8 @@ class Wire:
             self.send(frames.PREFACE + frames.settings(()))
             self.answers()
 
-    def _open(self, connection: ServerConnection, stream: ServerStream, headers: Headers) -> None:
-        self.calls[stream.number] = recorder = Recorder(stream, headers, self.echo)
+    def _open(self, connection: ServerConnection, stream: ServerStream, head: RequestHead) -> None:
+        self.calls[stream.number] = recorder = Recorder(stream, head.headers, self.echo)
         stream.follow(recorder)
 
     def send(self, data: bytes) -> None:

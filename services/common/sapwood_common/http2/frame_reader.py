@@ -25,7 +25,11 @@ class FrameReceiver(Protocol):
         ...
 
     def take_control(self, kind: int, stream: int, flags: int, payload: bytes) -> None:
-        """Another frame: neither DATA, HEADERS nor CONTINUATION."""
+        """Another frame: neither DATA, HEADERS nor CONTINUATION.
+
+        The priority that a HEADERS frame gives its stream is none and is left out, unless it makes the stream depend on itself:
+        then it comes as a PRIORITY frame after the block.
+        """
         ...
 
 
@@ -77,15 +81,18 @@ class FrameReader:
 
     def _take_headers(self, stream: int, flags: int, payload: bytes, receiver: FrameReceiver) -> None:
         block = _unpadded(payload) if flags & frames.PADDED else payload
+        priority = b""
         if flags & frames.WITH_PRIORITY:
-            if len(block) < 5:
+            if len(block) < frames.PRIORITY_SIZE:
                 raise ConnectionFailedError(ErrorCodes.FRAME_SIZE_ERROR, "a priority that is none")
-            block = block[5:]
+            if frames.depends_on(block) == stream:
+                priority = block[: frames.PRIORITY_SIZE]
+            block = block[frames.PRIORITY_SIZE :]
         ends = bool(flags & frames.END_STREAM)
         if flags & frames.END_HEADERS:
-            receiver.take_block(stream, block, ends)
+            _hand_over(stream, block, ends, priority, receiver)
         else:
-            self._block = _SplitBlock(stream, block, ends)
+            self._block = _SplitBlock(stream, block, ends, priority)
 
     def _take_continuation(self, kind: int, stream: int, flags: int, payload: bytes, receiver: FrameReceiver) -> None:
         block = self._block
@@ -96,16 +103,17 @@ class FrameReader:
         block.add(payload)
         if flags & frames.END_HEADERS:
             self._block = None
-            receiver.take_block(stream, bytes(block.data), block.ends)
+            _hand_over(stream, bytes(block.data), block.ends, block.priority, receiver)
 
 
 class _SplitBlock:
     """A header block of several frames."""
 
-    def __init__(self, stream: int, data: bytes, ends: bool) -> None:
+    def __init__(self, stream: int, data: bytes, ends: bool, priority: bytes) -> None:
         self.stream = stream
         self.data = bytearray(data)
         self.ends = ends
+        self.priority = priority
         self._wire_bytes = len(data)
 
     def add(self, data: bytes) -> None:
@@ -114,6 +122,12 @@ class _SplitBlock:
         self._wire_bytes += frames.HEADER + len(data)
         if self._wire_bytes > _MOST_BLOCK_BYTES:
             raise ConnectionFailedError(ErrorCodes.ENHANCE_YOUR_CALM, "headers without an end")
+
+
+def _hand_over(stream: int, block: bytes, ends: bool, priority: bytes, receiver: FrameReceiver) -> None:
+    receiver.take_block(stream, block, ends)
+    if priority:
+        receiver.take_control(frames.PRIORITY, stream, 0, priority)
 
 
 def _unpadded(payload: bytes) -> bytes:

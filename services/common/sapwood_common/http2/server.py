@@ -13,6 +13,7 @@ from sapwood_common.http2 import encoding, frames
 from sapwood_common.http2.call import ServerCall
 from sapwood_common.http2.connection import ServerConnection
 from sapwood_common.http2.header_reader import Headers
+from sapwood_common.http2.request_head import RequestHead
 from sapwood_common.http2.running_call import Handler, RunningCall
 from sapwood_common.http2.stream import ServerStream
 from sapwood_common.http2.turnstile import Rank, Turnstile
@@ -135,19 +136,21 @@ class Http2Server:
             for connection in tuple(self._connections):
                 connection.check_alive()
 
-    def _open(self, connection: ServerConnection, stream: ServerStream, headers: Headers) -> None:
-        fields = dict(headers)
+    def _open(self, connection: ServerConnection, stream: ServerStream, head: RequestHead) -> None:
+        fields = head.fields
         handler: Handler = self._handlers.get(fields.get(b":path", b""), _UNKNOWN)
         call = ServerCall(
             stream,
-            headers,
+            head,
             connection.peer,
             handler.request_deserializer or bytes,
             handler.response_serializer or bytes,
             self._most_bytes,
         )
         stream.follow(call)
-        if fields.get(b":method") != b"POST" or not fields.get(b"content-type", b"").startswith(b"application/grpc"):
+        if fields[b":method"] != b"POST":
+            stream.finish(frames.literal(b":status", b"405") + frames.literal(b"allow", b"POST"))
+        elif not fields.get(b"content-type", b"").startswith(b"application/grpc"):
             stream.finish(frames.literal(b":status", b"415"))
         elif handler is _UNKNOWN:
             method = fields.get(b":path", b"")[:200].decode("latin-1")

@@ -75,11 +75,12 @@ class ServerStream:
         "_owed",
         "_prefix",
         "_receiver",
-        "_remote_open",
+        "_undelivered",
         "_unsent",
         "_waiters",
         "closed",
         "number",
+        "remote_open",
         "window",
     )
 
@@ -89,16 +90,19 @@ class ServerStream:
         """Bytes that the client takes of it."""
         self.closed = False
         """Nothing is sent or received any more."""
+        self.remote_open = True
+        """Whether the client may send more."""
         self._connection = connection
         self._flow = flow
         self._prefix = b"%c%c%b" % (frames.DATA, 0, number.to_bytes(4, "big"))
         self._receiver: StreamReceiver | None = None
-        self._remote_open = True
         self._messages = MessageReader(most_bytes)
         self._held = 0
         """Bytes of whole messages that nobody has taken yet."""
         self._owed = 0
         """Bytes received that the client was not told yet to have been taken."""
+        self._undelivered: int | None = None
+        """Bytes of DATA that the client has said will come yet; None if it has not said."""
         self._unsent = bytearray()
         self._end: bytes | None = None
         """The trailers' block, once the last message was written."""
@@ -107,6 +111,10 @@ class ServerStream:
     def follow(self, receiver: StreamReceiver) -> None:
         """Names who is told what happens, before anything does."""
         self._receiver = receiver
+
+    def expect(self, content_length: int) -> None:
+        """Says how many bytes of DATA are to come, before any do."""
+        self._undelivered = content_length
 
     @property
     def ready(self) -> bool:
@@ -165,7 +173,7 @@ class ServerStream:
             return
         elif self._end is not None:
             connection.send_headers(self.number, self._end, end=True)
-            if self._remote_open:  # what it still has to say is of no use
+            if self.remote_open:  # what it still has to say is of no use
                 connection.send(frames.reset(self.number, ErrorCodes.NO_ERROR))
             self._close()
         elif connection.writable:
@@ -195,13 +203,18 @@ class ServerStream:
 
     def take_data(self, payload: bytes, wire_bytes: int) -> None:
         """For the connection: the payload of a DATA frame, and how much of the windows it took."""
-        if not self._remote_open:
+        if not self.remote_open:
             self.break_off(ErrorCodes.STREAM_CLOSED)
             return
         self._owed += wire_bytes
         if self._owed > WINDOW:
             self.break_off(ErrorCodes.FLOW_CONTROL_ERROR)
             return
+        if self._undelivered is not None:
+            self._undelivered -= len(payload)
+            if self._undelivered < 0:
+                self.break_off(ErrorCodes.PROTOCOL_ERROR)
+                return
         messages, receiver = self._messages, self._receiver
         assert receiver is not None
         if messages.refused is not None:
@@ -220,12 +233,12 @@ class ServerStream:
         """For the connection: the client sends nothing more."""
         if self.closed:
             return
-        if not self._remote_open:
+        if not self.remote_open:
             self.break_off(ErrorCodes.STREAM_CLOSED)
-        elif self._messages.pending:  # a message lacks its end
+        elif self._messages.pending or self._undelivered:  # a message lacks its end, or the content
             self.break_off(ErrorCodes.PROTOCOL_ERROR)
         else:
-            self._remote_open = False
+            self.remote_open = False
             assert self._receiver is not None
             self._receiver.half_closed()
 
@@ -233,20 +246,24 @@ class ServerStream:
         """For the connection: the client broke the protocol. It and the receiver are told."""
         if not self.closed:
             self._connection.send(frames.reset(self.number, code))
-            self.take_gone()
+            self._lose()
 
     def take_gone(self) -> None:
         """For the connection: the client has reset it, or left."""
         if not self.closed:
-            receiver = self._receiver
-            assert receiver is not None
-            self._close()
-            receiver.gone()
+            self.remote_open = False
+            self._lose()
+
+    def _lose(self) -> None:
+        receiver = self._receiver
+        assert receiver is not None
+        self._close()
+        receiver.gone()
 
     def _grant(self) -> None:
         """Lets the client send more, but for what it has sent and nobody takes."""
         increment = self._owed - self._held
-        if increment > WINDOW // 2 and self._remote_open and not self.closed:
+        if increment > WINDOW // 2 and self.remote_open and not self.closed:
             self._owed -= increment
             self._connection.send(frames.window_update(self.number, increment))
 

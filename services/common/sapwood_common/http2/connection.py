@@ -77,7 +77,7 @@ class ServerConnection(asyncio.Protocol):
         self._has_table = True
         """Whether the client still expects header fields to enter its table."""
         self._streams: dict[int, ServerStream] = {}
-        self._flow = FlowControl(self._streams)
+        self._flow = FlowControl(self._streams, self._write_later)
         self._ids = StreamIds()
         self._consumed = 0
         self._closing = False
@@ -193,6 +193,13 @@ class ServerConnection(asyncio.Protocol):
         """See asyncio.Protocol."""
         self._flow.paused = False
         self._flow.unblock()
+
+    def _write_later(self) -> None:
+        asyncio.get_running_loop().call_soon(self._write_on)
+
+    def _write_on(self) -> None:
+        if self.writable:
+            self._flow.unblock()
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -332,10 +339,9 @@ class ServerConnection(asyncio.Protocol):
             if stream in self._streams:
                 self._streams[stream].take_gone()
         elif kind == frames.SETTINGS:
-            change = self._flow.take_settings(stream, flags, payload)
-            if change is not None:
+            if self._flow.take_settings(stream, flags, payload):
                 self.send(frames.frame(frames.SETTINGS, frames.ACK, 0))
-                self._flow.widen(change)
+                self._flow.unblock()
         elif kind == frames.PRIORITY:
             self._take_priority(stream, payload)
         elif kind == frames.GOAWAY:  # it asks for nothing: the client opens no more streams

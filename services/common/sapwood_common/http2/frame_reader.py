@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 from h2.errors import ErrorCodes
@@ -11,6 +13,10 @@ from sapwood_common.http2.frames import ConnectionFailedError
 
 _MOST_BLOCK_BYTES = 256 * 1024
 """Of a header block in frames, with the frames' headers: until there blocks are read, so that other calls go on."""
+_UNASKED, _AGAIN, _BLOCK = 2048, 512, 512
+"""Bytes of frames that are handed over before it is asked until when, and between two looks at the clock; and what a header
+block counts for: a DATA frame of this size takes less time than the look.
+"""
 
 
 class FrameReceiver(Protocol):
@@ -48,15 +54,32 @@ class FrameReader:
         self.pending = b""
         self._block: _SplitBlock | None = None
 
-    def feed(self, data: bytes, receiver: FrameReceiver) -> None:
+    def feed(self, data: bytes, receiver: FrameReceiver, until: Callable[[], float] | None = None) -> bool:
         """Hands over the frames that ``data`` completes.
+
+        Args:
+            data: What has come.
+            receiver: Takes them.
+            until: Says until when, by ``time.perf_counter``, this may go on; asked once, unless they are few. None: as long as
+                it takes.
+
+        Returns:
+            Whether whole frames may be left, for which time was over: this is to be called again, perhaps without data.
 
         Raises:
             ConnectionFailedError: They are none.
         """
         inbound = self.pending + data if self.pending else data
         at, length = 0, len(inbound)
+        look, over = _UNASKED, 0.0
         while length - at >= frames.HEADER:
+            if at >= look and until is not None:
+                if not over:
+                    over = until()
+                if time.perf_counter() >= over:
+                    self.pending = inbound[at:]
+                    return True
+                look = at + _AGAIN
             size = int.from_bytes(inbound[at : at + 3], "big")
             if size > frames.USUAL_FRAME:
                 raise ConnectionFailedError(ErrorCodes.FRAME_SIZE_ERROR, f"a frame of more bytes than allowed: {size}")
@@ -74,10 +97,12 @@ class FrameReader:
                     payload = _unpadded(payload)
                 receiver.take_data(stream, payload, size, bool(flags & frames.END_STREAM))
             elif kind == frames.HEADERS:
+                look -= _BLOCK
                 self._take_headers(stream, flags, payload, receiver)
             else:
                 receiver.take_control(kind, stream, flags, payload)
         self.pending = inbound[at:]
+        return False
 
     def _take_headers(self, stream: int, flags: int, payload: bytes, receiver: FrameReceiver) -> None:
         block = _unpadded(payload) if flags & frames.PADDED else payload

@@ -16,7 +16,7 @@ from sapwood_common.http2.header_reader import Headers
 from sapwood_common.http2.request_head import RequestHead
 from sapwood_common.http2.running_call import Handler, RunningCall
 from sapwood_common.http2.stream import ServerStream
-from sapwood_common.http2.turnstile import Rank, Turnstile
+from sapwood_common.http2.turnstile import Place, Rank, Turnstile
 from sapwood_common.listen import BACKLOG, listen
 from sapwood_common.tls import ServerContext, ServerTls
 
@@ -164,11 +164,10 @@ class Http2Server:
             if handler.request_streaming:
                 running.start()
 
-    def _enter(self, begin: Callable[[], None], call: ServerCall) -> None:
+    def _enter(self, begin: Callable[[], None], call: ServerCall) -> Place | None:
         if self._rank is None or not self._turnstile.busy:
-            self._turnstile.enter(begin)
-        else:
-            self._turnstile.enter(begin, *self._rank(call.headers))
+            return self._turnstile.enter(begin)
+        return self._turnstile.enter(begin, *self._rank(call.headers))
 
 
 def as_grpc_server(server: Http2Server) -> grpc.aio.Server:

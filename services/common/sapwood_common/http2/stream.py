@@ -78,16 +78,16 @@ class ServerStream:
         "_undelivered",
         "_unsent",
         "_waiters",
+        "balance",
         "closed",
         "number",
         "remote_open",
-        "window",
     )
 
     def __init__(self, connection: StreamConnection, flow: FlowControl, number: int, most_bytes: int) -> None:
         self.number = number
-        self.window = flow.stream_window
-        """Bytes that the client takes of it."""
+        self.balance = 0
+        """Bytes that the client has granted it beyond those it grants each stream, less those that were sent."""
         self.closed = False
         """Nothing is sent or received any more."""
         self.remote_open = True
@@ -122,6 +122,11 @@ class ServerStream:
         return not self._unsent and not self.closed and self._connection.writable
 
     @property
+    def window(self) -> int:
+        """Bytes that the client takes of it; below 0 after settings that take back what was sent."""
+        return self._flow.stream_window + self.balance
+
+    @property
     def has_unsent(self) -> bool:
         """Whether messages wait for the client."""
         return bool(self._unsent)
@@ -132,8 +137,8 @@ class ServerStream:
             return
         flow, length = self._flow, len(message)
         size = length + PREFIX
-        if self.ready and size <= self.window and size <= flow.window and size <= flow.frame_size:
-            self.window -= size
+        if self.ready and size <= flow.stream_window + self.balance and size <= flow.window and size <= flow.frame_size:
+            self.balance -= size
             flow.window -= size
             self._connection.send(
                 b"%b%b\0%b%b" % (size.to_bytes(3, "big"), self._prefix, length.to_bytes(4, "big"), message)
@@ -163,12 +168,14 @@ class ServerStream:
                 break
             data = bytes(memoryview(self._unsent)[:size])
             del self._unsent[:size]
-            self.window -= size
+            self.balance -= size
             flow.window -= size
             connection.send(size.to_bytes(3, "big") + self._prefix + data)
         if self._unsent:
-            if self.window > 0:  # else the client says when
+            if self.window > 0:
                 flow.block(self)
+            else:
+                flow.starve(self)
         elif self.closed:
             return
         elif self._end is not None:

@@ -35,16 +35,16 @@ class TimeShare:
         clock: Seconds, monotonic.
 
     Attributes:
-        measuring: Whether :meth:`begin` was called and :meth:`end` was not.
+        measuring: Whether :meth:`is_over` was asked since :meth:`end`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.measuring = False
-        self._began = 0.0
+        self._until = 0.0
+        self._began = clock()
         self._fresh = 0.0
-        """Seconds that were spent between :meth:`begin` and :meth:`end`, less half of those that have passed."""
-        self._seen = clock()
+        """Seconds that were spent on what was just read, less half of those that have passed."""
         self._waiting: OrderedDict[Worker, None] = OrderedDict()
         self._due = False
 
@@ -53,13 +53,18 @@ class TimeShare:
         """Workers that wait for a later turn."""
         return len(self._waiting)
 
-    def begin(self) -> float:
-        """Who has just read something begins to work on it. Returns until when: now, where others have done so for too long."""
-        now = self._began = self.clock()
-        self.measuring = True
-        self._fresh = max(0.0, self._fresh - (now - self._seen) / 2)
-        self._seen = now
-        return now if self._fresh > _MOST_FRESH else now + SLICE
+    def is_over(self) -> bool:
+        """Asked now and then by who works on what it has just read: whether it has to stop, and :meth:`add` itself.
+
+        Its time is measured from the first question on, until :meth:`end`.
+        """
+        now = self.clock()
+        if not self.measuring:
+            self.measuring = True
+            self._fresh = max(0.0, self._fresh - (now - self._began) / 2)
+            self._began = now
+            self._until = now if self._fresh > _MOST_FRESH else now + SLICE
+        return now >= self._until
 
     def end(self) -> None:
         """It has stopped."""

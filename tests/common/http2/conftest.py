@@ -22,6 +22,7 @@ from sapwood_common.http2.request_head import RequestHead
 from sapwood_common.http2.running_call import RunningCall
 from sapwood_common.http2.server import Http2Server
 from sapwood_common.http2.stream import ServerStream
+from sapwood_common.time_share import TimeShare
 from sapwood_common.tls import ServerTls
 
 SERVICE = "test.Test"
@@ -57,6 +58,11 @@ def message(body: bytes, compressed: bool = False) -> bytes:
     return bytes((compressed,)) + len(body).to_bytes(4, "big") + body
 
 
+def unhurried() -> TimeShare:
+    """Nobody has to stop: what is sent to a Wire is taken before it goes on."""
+    return TimeShare(lambda: 0.0)
+
+
 class FakeTransport(asyncio.Transport):
     """A socket that keeps what is written.
 
@@ -64,6 +70,7 @@ class FakeTransport(asyncio.Transport):
         written: All of it.
         closed: Whether it was closed or aborted.
         aborted: Whether it was aborted.
+        reading: Whether it is read.
         unread: What ``get_write_buffer_size`` says.
     """
 
@@ -71,6 +78,7 @@ class FakeTransport(asyncio.Transport):
         super().__init__()
         self.written = bytearray()
         self.closed = self.aborted = False
+        self.reading = True
         self.unread = 0
         self.on_write: Callable[[], None] | None = None
 
@@ -87,6 +95,12 @@ class FakeTransport(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return self.closed
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
 
     def get_write_buffer_size(self) -> int:
         return self.unread
@@ -130,11 +144,13 @@ class Wire:
         calls: What began, by stream.
     """
 
-    def __init__(self, most_bytes: int = 1 << 20, *, echo: bool = False, greet: bool = True) -> None:
+    def __init__(
+        self, most_bytes: int = 1 << 20, *, echo: bool = False, greet: bool = True, share: TimeShare | None = None
+    ) -> None:
         self.transport = FakeTransport()
         self.calls: dict[int, Recorder] = {}
         self.echo = echo
-        self.connection = ServerConnection(self._open, lambda _: None, lambda _: None, most_bytes)
+        self.connection = ServerConnection(self._open, lambda _: None, lambda _: None, most_bytes, share or unhurried())
         self.connection.connection_made(self.transport)
         if greet:
             self.send(frames.PREFACE + frames.settings(()))

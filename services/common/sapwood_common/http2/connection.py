@@ -29,6 +29,7 @@ from sapwood_common.http2.header_reader import MOST_HEADER_BYTES, HeaderReader
 from sapwood_common.http2.request_head import RequestHead, find_trailer_problem
 from sapwood_common.http2.stream import WINDOW, ServerStream
 from sapwood_common.http2.stream_ids import StreamIds
+from sapwood_common.time_share import TimeShare
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class ServerConnection(asyncio.Protocol):
         on_made: Called when it has begun, which after a failed TLS handshake it never does.
         on_lost: Called when it is over.
         most_bytes: The largest message taken.
+        share: Shares the event loop's time among connections.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ServerConnection(asyncio.Protocol):
         on_made: Callable[[ServerConnection], None],
         on_lost: Callable[[ServerConnection], None],
         most_bytes: int,
+        share: TimeShare,
     ) -> None:
         self.peer = ""
         """The client's address as grpcio writes it."""
@@ -68,16 +71,19 @@ class ServerConnection(asyncio.Protocol):
         self._on_made = on_made
         self._on_lost = on_lost
         self._most_bytes = most_bytes
+        self._share = share
         self._transport: asyncio.Transport | None = None
         self._greeting = b""
         """What has come of the client's preface, until it is whole."""
         self._greeted = False
         self._reader = FrameReader()
+        self._behind = False
+        """Whether it has read more than it had time for."""
         self._headers = HeaderReader(RequestHead)
         self._has_table = True
         """Whether the client still expects header fields to enter its table."""
         self._streams: dict[int, ServerStream] = {}
-        self._flow = FlowControl(self._streams, self._write_later)
+        self._flow = FlowControl(self._streams, lambda: share.add(self))
         self._ids = StreamIds()
         self._consumed = 0
         self._closing = False
@@ -174,6 +180,7 @@ class ServerConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._closing = True
+        self._share.drop(self)
         if self._aborter is not None:
             self._aborter.cancel()
         for stream in tuple(self._streams.values()):
@@ -194,20 +201,36 @@ class ServerConnection(asyncio.Protocol):
         self._flow.paused = False
         self._flow.unblock()
 
-    def _write_later(self) -> None:
-        asyncio.get_running_loop().call_soon(self._write_on)
-
-    def _write_on(self) -> None:
-        if self.writable:
-            self._flow.unblock()
-
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         self._heard = True
+        self._take(data, self._share.is_over)
+        if self._share.measuring:
+            self._share.end()
+        if self._behind and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+            self._share.add(self)
+
+    def go_on(self, until: float) -> bool:
+        """See Worker."""
+        assert self._transport is not None
+        if self._transport.is_closing():
+            return False
+        if self._behind:
+            self._heard = True
+            self._take(b"", lambda: self._share.clock() >= until)
+            if self._transport.is_closing():
+                return False
+            if not self._behind:
+                self._transport.resume_reading()
+        return (self.writable and self._flow.write_on()) or self._behind
+
+    def _take(self, data: bytes, is_over: Callable[[], bool]) -> None:
+        """Takes frames as long as there is time, and keeps the rest."""
         try:
             if not self._greeted:
                 data = self._take_greeting(data)
-            self._reader.feed(data, self)
+            self._behind = self._reader.feed(data, self, is_over)
         except ConnectionFailedError as error:
             logger.info("%s: %s", self.peer, error)
             self._goaway(error.code)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -13,10 +12,10 @@ from sapwood_common.http2.frames import ConnectionFailedError
 
 _MOST_BLOCK_BYTES = 256 * 1024
 """Of a header block in frames, with the frames' headers: until there blocks are read, so that other calls go on."""
-_UNASKED, _AGAIN, _BLOCK = 2048, 512, 512
-"""Bytes of frames that are handed over before it is asked until when, and between two looks at the clock; and what a header
-block counts for: a DATA frame of this size takes less time than the look.
-"""
+_UNASKED, _AGAIN = 2048, 512
+"""Bytes of frames that are handed over before it is asked whether time is over, and before it is asked again."""
+_BLOCK = 512
+"""Bytes that a header block counts for, beside three times its own: it takes so much longer than others of its size."""
 
 
 class FrameReceiver(Protocol):
@@ -54,14 +53,13 @@ class FrameReader:
         self.pending = b""
         self._block: _SplitBlock | None = None
 
-    def feed(self, data: bytes, receiver: FrameReceiver, until: Callable[[], float] | None = None) -> bool:
+    def feed(self, data: bytes, receiver: FrameReceiver, is_over: Callable[[], bool] | None = None) -> bool:
         """Hands over the frames that ``data`` completes.
 
         Args:
             data: What has come.
             receiver: Takes them.
-            until: Says until when, by ``time.perf_counter``, this may go on; asked once, unless they are few. None: as long as
-                it takes.
+            is_over: Says whether there is time for no more of them; not asked if they are few. None: it may take any time.
 
         Returns:
             Whether whole frames may be left, for which time was over: this is to be called again, perhaps without data.
@@ -71,12 +69,10 @@ class FrameReader:
         """
         inbound = self.pending + data if self.pending else data
         at, length = 0, len(inbound)
-        look, over = _UNASKED, 0.0
+        look = _UNASKED
         while length - at >= frames.HEADER:
-            if at >= look and until is not None:
-                if not over:
-                    over = until()
-                if time.perf_counter() >= over:
+            if at >= look and is_over is not None:
+                if is_over():
                     self.pending = inbound[at:]
                     return True
                 look = at + _AGAIN
@@ -97,7 +93,7 @@ class FrameReader:
                     payload = _unpadded(payload)
                 receiver.take_data(stream, payload, size, bool(flags & frames.END_STREAM))
             elif kind == frames.HEADERS:
-                look -= _BLOCK
+                look -= _BLOCK + 2 * size
                 self._take_headers(stream, flags, payload, receiver)
             else:
                 receiver.take_control(kind, stream, flags, payload)

@@ -18,6 +18,7 @@ from sapwood_common.http2.running_call import Handler, RunningCall
 from sapwood_common.http2.stream import ServerStream
 from sapwood_common.http2.turnstile import Place, Rank, Turnstile
 from sapwood_common.listen import BACKLOG, listen
+from sapwood_common.time_share import TimeShare
 from sapwood_common.tls import ServerContext, ServerTls
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Http2Server:
         self._connections: set[ServerConnection] = set()
         self._running: set[RunningCall] = set()
         self._turnstile = Turnstile()
+        self._share = TimeShare()
         self._stopping = False
         self._checker: asyncio.Task[None] | None = None
         self._alone: asyncio.Future[None] | None = None
@@ -67,6 +69,11 @@ class Http2Server:
     def connections(self) -> frozenset[ServerConnection]:
         """Those that are open now."""
         return frozenset(self._connections)
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for their turn to begin."""
+        return self._turnstile.waiting
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
         """What generated code calls first; the methods come by the other way, too."""
@@ -114,7 +121,7 @@ class Http2Server:
             logger.error("%d handlers do not end though they were cancelled", over.count(False))
 
     def _connect(self) -> ServerConnection:
-        return ServerConnection(self._open, self._made, self._lost, self._most_bytes)
+        return ServerConnection(self._open, self._made, self._lost, self._most_bytes, self._share)
 
     def _made(self, connection: ServerConnection) -> None:
         self._connections.add(connection)

@@ -82,9 +82,9 @@ class Turnstile:
 
     def drop(self, place: Place) -> None:
         """For :class:`Place`."""
-        callers = self._waiting.get(place.priority, {})
-        places = callers.get(place.caller, {})
-        if place in places:
+        callers = self._waiting.get(place.priority)
+        places = None if callers is None else callers.get(place.caller)
+        if places is not None and place in places:
             del places[place]
             self._tidy(place.priority, place.caller)
 

@@ -149,21 +149,6 @@ def test_what_a_peer_must_not_do_ends_the_call(data) -> None:
     assert b"late" not in messages
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        frame(frames.PING, 0, 0, bytes(8)),
-        frames.header_frames(1, OPENING, 16_384),
-        frame(frames.DATA, 0, 1, prefixed(b"x")),
-    ],
-)
-def test_a_peer_that_does_not_begin_with_settings_ends_the_call(data) -> None:
-    call, socket, messages = begun()
-    call.data_received(data + frames.settings(()))
-    assert status(call) is grpc.StatusCode.INTERNAL
-    assert socket.closed and not messages
-
-
 def test_what_asks_for_nothing_changes_nothing() -> None:
     call, socket, messages = begun()
     call.data_received(frames.settings(()) + frames.header_frames(1, OPENING, 16_384))

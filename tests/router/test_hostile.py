@@ -9,7 +9,7 @@ import random
 import msgspec
 
 from sapwood_router.openai.parameters import SAMPLING
-from sapwood_router.openai.types import CHAT_NEUTRAL, ChatRequest, CompletionRequest
+from sapwood_router.openai.types import ChatRequest, CompletionRequest
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GOOD = {
@@ -28,7 +28,7 @@ BODIES = [
 def fields(path: str) -> list[str]:
     struct = ChatRequest if path == CHAT else CompletionRequest
     sampling = SAMPLING - {*struct.__struct_fields__}
-    return [*struct.__struct_fields__, *sorted(sampling), *(CHAT_NEUTRAL if path == CHAT else ()), "unknown"]
+    return [*struct.__struct_fields__, *sorted(sampling), "use_beam_search", "unknown"]
 
 
 def wrong_requests() -> list[tuple[str, bytes, str | None]]:

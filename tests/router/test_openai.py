@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import re
+from pathlib import Path
 
 import openai
 import pytest
 
+from sapwood_router.openai.other_parameters import CHAT_NEUTRAL, COMPLETION_NEUTRAL, IGNORED
 from sapwood_router.testing.fake_tokenizer import encode
 
 
@@ -144,7 +147,8 @@ async def test_both_limits_of_a_chat_are_understood_but_not_together(cluster) ->
 async def test_models(cluster) -> None:
     models = [model async for model in cluster.openai.models.list()]
     assert [(model.id, model.object, model.owned_by) for model in models] == [("fake", "model", "sapwood")]
-    assert (await cluster.openai.models.retrieve("fake")).id == "fake"
+    found = await cluster.openai.models.retrieve("fake")
+    assert (found.id, found.root, found.parent, found.max_model_len) == ("fake", "fake", None, 100_000)
     with pytest.raises(openai.NotFoundError) as caught:
         await cluster.openai.models.retrieve("no/such")
     assert caught.value.code == "model_not_found"
@@ -234,14 +238,65 @@ async def test_a_wrong_parameter_is_named_and_the_service_goes_on(cluster) -> No
 async def test_parameters_that_ask_for_nothing_are_taken(cluster) -> None:
     neutral = {
         "n": 1, "echo": False, "logprobs": None, "best_of": 1, "suffix": None, "logit_bias": {},
-        "presence_penalty": 0, "frequency_penalty": 0.0, "user": "me",
+        "presence_penalty": 0, "frequency_penalty": 0.0, "user": "me", "stream_options": None, "nobody_knows_it": None,
     }  # fmt: skip
     assert (await cluster.http.post(COMPLETIONS, json={"prompt": "a", **neutral})).status_code == 200
     neutral = {
-        "n": 1, "logprobs": False, "response_format": {"type": "text"},
+        "n": 1, "logprobs": False, "response_format": {"type": "text"}, "tools": None, "nobody_knows_it": None,
         "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True,
     }  # fmt: skip
     assert (await cluster.http.post(CHAT, json={"messages": HI, **neutral})).status_code == 200
+    assert (await cluster.http.post(CHAT, json={"messages": None})).json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "neutral"),
+    [(COMPLETIONS, {"prompt": "a"}, COMPLETION_NEUTRAL), (CHAT, {"messages": HI}, CHAT_NEUTRAL)],
+)
+async def test_what_other_servers_know_is_taken_where_it_asks_for_nothing(cluster, path, prompt, neutral) -> None:
+    for pick in (0, -1):
+        values = {name: values[pick] for name, values in neutral.items() if values}
+        answer = await cluster.http.post(path, json={**prompt, **dict.fromkeys(neutral), **values})
+        assert answer.status_code == 200, answer.text
+    answer = await cluster.http.post(path, json={**prompt, **dict.fromkeys(IGNORED, "x")})
+    assert answer.status_code == 200, answer.text
+    for name in neutral:
+        answer = await cluster.http.post(path, json={**prompt, name: "wanted"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+        assert name in answer.json()["error"]["message"]
+
+
+def test_the_documentation_names_what_is_not_served() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
+    rows = {
+        row.split("|")[1].strip(): re.findall(r"`(\w+)`", row.split("|")[2])
+        for row in re.findall(r"^\|.*\|$", text, re.M)
+    }
+    ignored = next(names for title, names in rows.items() if title.startswith("ignored"))
+    both = next(names for title, names in rows.items() if title.startswith("taken only"))
+    assert set(ignored) == IGNORED
+    assert {*both, *rows["the same: completions"]} == {*COMPLETION_NEUTRAL}
+    assert {*both, *rows["the same: chat"]} == {*CHAT_NEUTRAL}
+
+
+async def test_usage_so_far_is_told_in_every_chunk_where_asked(cluster) -> None:
+    for path, prompt in ((COMPLETIONS, {"prompt": ["hello", "hi"], "n": 2}), (CHAT, {"messages": HI, "n": 2})):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body = {**prompt, "stream": True, "stream_options": options, "max_tokens": 9}
+        answer = await cluster.http.post(path, json=body)
+        *events, done = [line[6:] for line in answer.text.split("\n\n") if line]
+        assert done == "[DONE]"
+        usages = [json.loads(event)["usage"] for event in events]
+        told = [usage["completion_tokens"] for usage in usages]
+        assert told == sorted(told) and told[0] < told[-1]
+        assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
+        assert usages[-1] == usages[-2]  # the last chunk with a choice knows all
+        options["include_usage"] = False
+        answer = await cluster.http.post(path, json=body)
+        assert "usage" not in answer.text
+    for options in ({"include_obfuscation": True}, {"include_usages": True}, {"include_usage": "yes"}):
+        answer = await cluster.http.post(CHAT, json={"messages": HI, "stream": True, "stream_options": options})
+        assert answer.json()["error"]["param"] == f"stream_options.{next(iter(options))}"
 
 
 BROKEN = [

@@ -88,6 +88,16 @@ async def test_concurrent_requests_each_get_their_own_tokens_and_usage(start) ->
         assert freed.freed_pages == load.used_pages
 
 
+async def test_more_tokens_than_the_context_holds_are_cut_to_what_it_holds(start) -> None:
+    async with grpc.aio.insecure_channel(start().address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        info = await stub.GetModelInfo(worker_pb2.GetModelInfoRequest())
+        room = info.context_length - 3
+        for number, most in enumerate(({"max_tokens": 2**31 - 1}, {"max_tokens": room + 1}, {})):
+            tokens, last = await collect(stub, request(f"r{number}", [1, 2, 3], ignore_eos=True, **most))
+            assert (len(tokens), last.finish_reason) == (room, common_pb2.FINISH_REASON_LENGTH)
+
+
 async def test_closing_the_call_stops_the_request_and_frees_its_pages(start) -> None:
     async with grpc.aio.insecure_channel(start("--no-prefix-cache", *ROOMY).address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)

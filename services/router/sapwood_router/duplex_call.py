@@ -87,7 +87,7 @@ class DuplexCall(asyncio.Protocol):
         """Bytes that it sent and was not told yet to have been taken."""
         self._paused = False
         self._frames = FrameReader()
-        self._headers = HeaderReader(dict)
+        self._headers = HeaderReader()
         self._settings = PeerSettings()
         self._inbound = MessageReader(most_bytes)
         self._messages: deque[bytes] = deque()
@@ -211,7 +211,7 @@ class DuplexCall(asyncio.Protocol):
         """See FrameReceiver."""
         if self._end is not None:
             return
-        _check_known(self._answered and stream == _STREAM)
+        _check_known(stream == _STREAM)
         self._consumed += wire_bytes
         for message, compressed in self._inbound.feed(payload):
             if compressed:
@@ -228,9 +228,9 @@ class DuplexCall(asyncio.Protocol):
         """See FrameReceiver: the response's first headers, or its last."""
         if self._end is not None:
             return
-        _check_known(self._answered and stream == _STREAM)
+        _check_known(stream == _STREAM)
         try:
-            found = self._headers.read(block) or {}
+            found = dict(self._headers.read(block) or ())
         except HPACKError as error:
             raise ConnectionFailedError(ErrorCodes.COMPRESSION_ERROR, f"headers: {error}") from error
         if b"grpc-status" in found:
@@ -245,7 +245,6 @@ class DuplexCall(asyncio.Protocol):
         """See FrameReceiver."""
         if self._end is not None:
             return
-        _check_known(self._answered or kind == frames.SETTINGS)
         if kind == frames.WINDOW_UPDATE:
             frames.check_size(payload, 4, stream <= _STREAM)
             increment = int.from_bytes(payload, "big") & 0x7FFFFFFF
@@ -282,7 +281,7 @@ class DuplexCall(asyncio.Protocol):
     def _take_whole(self, data: bytes) -> bool:
         """Takes what comes most often, one message in one frame and nothing else, in half the time; or says no."""
         size = len(data) - frames.HEADER
-        if not self._answered or not PREFIX <= size <= self._most_whole or self._consumed + size > _WINDOW // 2:
+        if not PREFIX <= size <= self._most_whole or self._consumed + size > _WINDOW // 2:
             return False
         if data[:9] != size.to_bytes(3, "big") + _DATA or data[9:14] != (size - PREFIX).to_bytes(5, "big"):
             return False
@@ -346,6 +345,4 @@ class DuplexCall(asyncio.Protocol):
 
 def _check_known(known: bool) -> None:
     if not known:
-        raise ConnectionFailedError(
-            ErrorCodes.PROTOCOL_ERROR, "a frame for a stream that there is not, or before settings"
-        )
+        raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "a frame for a stream that there is not")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from sapwood_common.errors import DeadlineExceededError, UnavailableError
 from sapwood_router.context import ChatPrompt
 from sapwood_router.convert import to_turns
 from sapwood_router.structure import CompiledGrammar
+from sapwood_router.token_table import TokenTable
 from sapwood_router.tokenizer_replica import TokenizerReplica
 
 AnswerT = TypeVar("AnswerT")
@@ -50,7 +51,7 @@ class TokenizerClient:
         self._grace = grace
         self._turn = 0
         self._parsers: Parsers | None = None
-        self._token_bytes: dict[int, bytes] = {}
+        self._token_bytes = TokenTable()
 
     @property
     def problem(self) -> str | None:
@@ -132,7 +133,7 @@ class TokenizerClient:
         )
         return CompiledGrammar(answer.compiled, answer.tool_parser)
 
-    async def token_bytes(self, token_ids: Iterable[int], request_id: str, deadline: float) -> Mapping[int, bytes]:
+    async def token_bytes(self, token_ids: Iterable[int], request_id: str, deadline: float) -> TokenTable:
         """The bytes of tokens, of these at least. The service is asked once for each, and again after :meth:`forget`.
 
         Raises:
@@ -155,12 +156,13 @@ class TokenizerClient:
                 deadline,
             )
             table.update(zip(part, answer.tokens, strict=True))
+            table.special.update(answer.special)
         return table
 
     def forget(self) -> None:
         """The service may have been replaced: what it said of itself holds no longer."""
         self._parsers = None
-        self._token_bytes = {}
+        self._token_bytes = TokenTable()
 
     async def _patiently(self, ask: Callable[[TokenizerReplica], Awaitable[AnswerT]], deadline: float) -> AnswerT:
         loop = asyncio.get_running_loop()

@@ -241,7 +241,10 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             raise InvalidArgumentError(f"more than {_MOST_TOKENS} tokens in one request", field="token_ids")
         if self._table is None:
             raise UnimplementedError("this tokenizer's tokens cannot be decoded")
-        return tokenizer_pb2.GetTokenBytesResponse(tokens=map(self._table.of, request.token_ids))
+        return tokenizer_pb2.GetTokenBytesResponse(
+            tokens=map(self._table.of, request.token_ids),
+            special=sorted(self._loaded.special_ids.intersection(request.token_ids)),
+        )
 
     async def GetInfo(self, request: tokenizer_pb2.GetInfoRequest, context: Context) -> tokenizer_pb2.GetInfoResponse:
         """Describes the tokenizer."""

@@ -18,11 +18,9 @@ from sapwood_common.http2 import frames
 from sapwood_common.http2.call import ServerCall
 from sapwood_common.http2.connection import ServerConnection
 from sapwood_common.http2.header_reader import Headers
-from sapwood_common.http2.request_head import RequestHead
 from sapwood_common.http2.running_call import RunningCall
 from sapwood_common.http2.server import Http2Server
 from sapwood_common.http2.stream import ServerStream
-from sapwood_common.time_share import TimeShare
 from sapwood_common.tls import ServerTls
 
 SERVICE = "test.Test"
@@ -58,11 +56,6 @@ def message(body: bytes, compressed: bool = False) -> bytes:
     return bytes((compressed,)) + len(body).to_bytes(4, "big") + body
 
 
-def unhurried() -> TimeShare:
-    """Nobody has to stop: what is sent to a Wire is taken before it goes on."""
-    return TimeShare(lambda: 0.0)
-
-
 class FakeTransport(asyncio.Transport):
     """A socket that keeps what is written.
 
@@ -70,7 +63,6 @@ class FakeTransport(asyncio.Transport):
         written: All of it.
         closed: Whether it was closed or aborted.
         aborted: Whether it was aborted.
-        reading: Whether it is read.
         unread: What ``get_write_buffer_size`` says.
     """
 
@@ -78,7 +70,6 @@ class FakeTransport(asyncio.Transport):
         super().__init__()
         self.written = bytearray()
         self.closed = self.aborted = False
-        self.reading = True
         self.unread = 0
         self.on_write: Callable[[], None] | None = None
 
@@ -95,12 +86,6 @@ class FakeTransport(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return self.closed
-
-    def pause_reading(self) -> None:
-        self.reading = False
-
-    def resume_reading(self) -> None:
-        self.reading = True
 
     def get_write_buffer_size(self) -> int:
         return self.unread
@@ -144,20 +129,18 @@ class Wire:
         calls: What began, by stream.
     """
 
-    def __init__(
-        self, most_bytes: int = 1 << 20, *, echo: bool = False, greet: bool = True, share: TimeShare | None = None
-    ) -> None:
+    def __init__(self, most_bytes: int = 1 << 20, *, echo: bool = False, greet: bool = True) -> None:
         self.transport = FakeTransport()
         self.calls: dict[int, Recorder] = {}
         self.echo = echo
-        self.connection = ServerConnection(self._open, lambda _: None, lambda _: None, most_bytes, share or unhurried())
+        self.connection = ServerConnection(self._open, lambda _: None, lambda _: None, most_bytes)
         self.connection.connection_made(self.transport)
         if greet:
             self.send(frames.PREFACE + frames.settings(()))
             self.answers()
 
-    def _open(self, connection: ServerConnection, stream: ServerStream, head: RequestHead) -> None:
-        self.calls[stream.number] = recorder = Recorder(stream, head.headers, self.echo)
+    def _open(self, connection: ServerConnection, stream: ServerStream, headers: Headers) -> None:
+        self.calls[stream.number] = recorder = Recorder(stream, headers, self.echo)
         stream.follow(recorder)
 
     def send(self, data: bytes) -> None:

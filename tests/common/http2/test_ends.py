@@ -297,24 +297,3 @@ async def test_a_handler_that_overhears_its_cancellation_ends_with_its_next_resp
         call.cancel()
         await asyncio.wait_for(ended.wait(), 60)
     await server.stop(0)
-
-
-async def test_calls_that_are_reset_while_they_wait_for_their_turn_wait_no_more(
-    running, request_block, grpc_message
-) -> None:
-    client = await running.connect()
-    await client.ping()
-    numbers = range(1, 1001, 2)
-    block = request_block("Wait")
-    data = frames.frame(frames.DATA, frames.END_STREAM, 0, grpc_message(b""))
-    client.send(
-        b"".join(
-            frames.header_frames(number, block, frames.USUAL_FRAME) + data[:5] + number.to_bytes(4, "big") + data[9:]
-            for number in numbers
-        )
-        + b"".join(frames.reset(number, 8) for number in numbers)
-        + frames.frame(frames.PING, 0, 0, b"12345678")
-    )
-    await client.until(frames.PING)
-    assert running.server.waiting == 0
-    assert len(running.service.started) < len(numbers)

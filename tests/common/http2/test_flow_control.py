@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import pytest
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
 from sapwood_common.http2 import frames
-from sapwood_common.http2.flow_control import _MOST_AT_ONCE
-from sapwood_common.http2.stream import WINDOW, ServerStream
+from sapwood_common.http2.stream import WINDOW
 
 INITIAL = SettingCodes.INITIAL_WINDOW_SIZE
 PREFIX = 5
@@ -199,70 +195,3 @@ def test_liveness_who_never_speaks_http_2_is_given_up(make_wire) -> None:
     assert not wire.transport.closed
     wire.connection.check_alive()
     assert wire.transport.aborted
-
-
-@pytest.fixture
-def flushes(monkeypatch) -> list[int]:
-    """Streams that were looked at: whether they have something to write, and may."""
-    found: list[int] = []
-    flush = ServerStream.flush
-
-    def counted(stream: ServerStream) -> None:
-        found.append(stream.number)
-        flush(stream)
-
-    monkeypatch.setattr(ServerStream, "flush", counted)
-    return found
-
-
-async def test_settings_cost_the_same_however_many_answers_wait(make_wire, flushes) -> None:
-    wire = make_wire()
-    set_window(wire, 0)
-    streams = [wire.open(number).stream for number in range(1, 4001, 2)]
-    for stream in streams:
-        stream.write(b"answer")
-    flushes.clear()
-    for _ in range(10):  # up to where nobody may write yet, and down again
-        wire.send(frames.settings([(INITIAL, 0)]) + frames.settings([(INITIAL, 0)]))
-    assert flushes == []
-    set_window(wire, 11)
-    assert len(flushes) == _MOST_AT_ONCE
-    assert wire.data_sent() == {stream.number: 11 for stream in streams[:_MOST_AT_ONCE]}
-    set_window(wire, 0)  # the others have no room any more, nor may they look for it again and again
-    for _ in range(200):
-        await asyncio.sleep(0)
-    assert len(flushes) <= 2 * _MOST_AT_ONCE + len(streams)
-    set_window(wire, 11)
-    for _ in range(200):
-        await asyncio.sleep(0)
-    assert len(wire.data_sent()) == len(streams) - _MOST_AT_ONCE
-
-
-async def test_room_of_one_byte_is_one_streams(make_wire, flushes) -> None:
-    """Two hundred updates of the connection's window over two thousand answers that wait for it."""
-    wire = make_wire()
-    set_window(wire, 1 << 20)
-    first, *others = (wire.open(number).stream for number in range(1, 4001, 2))
-    first.write(bytes(65_535 - PREFIX))
-    for stream in others:
-        stream.write(b"answer")
-    wire.answers()
-    flushes.clear()
-    for _ in range(200):
-        wire.send(frames.window_update(0, 1))
-    assert len(flushes) == 200
-    assert set(wire.data_sent().values()) == {1}
-
-
-async def test_a_window_too_large_is_found_also_among_many(make_wire) -> None:
-    wire = make_wire()
-    streams = [wire.open(number).stream for number in range(1, 101, 2)]
-    wire.send(frames.window_update(31, 1 << 30))
-    set_window(wire, (1 << 30) - 1)
-    assert not wire.transport.closed
-    streams[15].write(bytes(100_000))  # what it has used up counts no more
-    wire.send(frames.window_update(0, 1 << 20))
-    set_window(wire, (1 << 30) + 50_000)
-    assert not wire.transport.closed
-    set_window(wire, (1 << 30) + 100_005)
-    assert wire.transport.closed

@@ -26,7 +26,7 @@ QUICKLY = settings(deadline=None, max_examples=40)
 @given(st.lists(st.one_of(FIELDS, st.just("again"), st.sampled_from((0, 100, 2000, 4096))), max_size=25))
 def test_what_a_reader_remembers_is_what_a_plain_decoder_reads(steps) -> None:
     """Blocks that come again, between blocks that change the table by entries, evictions and sizes."""
-    encoder, plain, reader = hpack.Encoder(), hpack.Decoder(), HeaderReader(list)
+    encoder, plain, reader = hpack.Encoder(), hpack.Decoder(), HeaderReader()
     last: list = []
     for step in steps:
         if isinstance(step, int):
@@ -42,7 +42,7 @@ def test_what_a_reader_remembers_is_what_a_plain_decoder_reads(steps) -> None:
 @QUICKLY
 @given(st.one_of(st.binary(max_size=60), st.lists(st.integers(0x3E, 0xFF)).map(bytes)))
 def test_blocks_of_anything_are_read_or_refused(block) -> None:
-    reader = HeaderReader(list)
+    reader = HeaderReader()
     for _ in range(2):
         try:
             reader.read(block)
@@ -79,8 +79,8 @@ METADATA = st.lists(
 @given(METADATA)
 def test_metadata_come_back(metadata) -> None:
     block = metadata_block(metadata)
-    assert read_metadata(HeaderReader(list).read(block)) == tuple(metadata)
-    assert HeaderReader(list).read(opening_block(metadata))[:1] == [(b":status", b"200")]
+    assert read_metadata(HeaderReader().read(block)) == tuple(metadata)
+    assert HeaderReader().read(opening_block(metadata))[:1] == [(b":status", b"200")]
 
 
 def test_metadata_leaves_out_what_is_http2s_and_reads_all_forms_of_base64() -> None:
@@ -96,7 +96,7 @@ def test_metadata_leaves_out_what_is_http2s_and_reads_all_forms_of_base64() -> N
 @QUICKLY
 @given(st.text(max_size=50), st.sampled_from(list(grpc.StatusCode)))
 def test_a_status_comes_back(details, code) -> None:
-    fields = dict(HeaderReader(list).read(closing_block(code, details, metadata_block([("k", "v")]))))
+    fields = dict(HeaderReader().read(closing_block(code, details, metadata_block([("k", "v")]))))
     assert int(fields[b"grpc-status"]) == code.value[0]
     assert unquote(fields.get(b"grpc-message", b"").decode("ascii")) == details
     assert fields[b"k"] == b"v"
@@ -104,7 +104,7 @@ def test_a_status_comes_back(details, code) -> None:
 
 def test_a_status_that_no_text_can_say_still_comes() -> None:
     block = closing_block(grpc.StatusCode.INTERNAL, "a\ud800b", b"")
-    assert dict(HeaderReader(list).read(block))[b"grpc-message"] == b"a?b"
+    assert dict(HeaderReader().read(block))[b"grpc-message"] == b"a?b"
 
 
 @pytest.mark.parametrize(

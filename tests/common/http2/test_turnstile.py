@@ -44,22 +44,4 @@ async def test_of_those_that_wait_the_more_important_begin_first_and_then_each_c
     assert late == ["first", "few 0", "few 1", "last"]
     assert begun.index("few 1") < begun.index("many 3")
     assert begun[-1] == "last"
-    assert not turnstile._waiting  # nobody is remembered who does not wait
-
-
-async def test_who_leaves_holds_up_nobody_and_is_forgotten_at_once() -> None:
-    turnstile, begun = Turnstile(), []
-    for number in range(MOST_A_TURN):
-        assert turnstile.enter(lambda number=number: begun.append(number)) is None
-    places = [turnstile.enter(lambda: begun.append("gone"), 1, f"caller {number % 7}") for number in range(10_000)]
-    turnstile.enter(lambda: begun.append("here"))
-    assert turnstile.waiting == 10_001
-    for place in places:
-        place.leave()
-        place.leave()
-    assert turnstile.waiting == 1
-    await asyncio.sleep(0)
-    assert begun[MOST_A_TURN:] == ["here"]
-    assert not turnstile.busy
-    for place in places:
-        place.leave()
+    assert not turnstile._next  # nobody is remembered who does not wait

@@ -13,6 +13,7 @@ from h2.errors import ErrorCodes
 
 from sapwood_common.errors import InvalidArgumentError, ResourceExhaustedError, SapwoodError
 from sapwood_common.http2 import encoding
+from sapwood_common.http2.header_reader import Headers
 from sapwood_common.http2.metadata import (
     Metadata,
     closing_block,
@@ -21,7 +22,6 @@ from sapwood_common.http2.metadata import (
     read_metadata,
     read_timeout,
 )
-from sapwood_common.http2.request_head import RequestHead
 from sapwood_common.http2.stream import ServerStream
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
     Args:
         stream: Carries it.
-        head: Began it.
+        headers: Began it.
         peer: The client's address.
         parse: Makes requests of bytes.
         serialize: Makes bytes of responses.
@@ -43,10 +43,10 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     """
 
     def __init__(
-        self, stream: ServerStream, head: RequestHead, peer: str, parse: Parse, serialize: Serialize, most_bytes: int
+        self, stream: ServerStream, headers: Headers, peer: str, parse: Parse, serialize: Serialize, most_bytes: int
     ) -> None:
-        fields = head.fields
-        self.headers = head.headers
+        fields = dict(headers)
+        self.headers = headers
         """That began it; not to be changed."""
         self._stream = stream
         self._metadata: Metadata | None = None

@@ -25,11 +25,8 @@ from sapwood_common.http2 import frames
 from sapwood_common.http2.flow_control import FlowControl
 from sapwood_common.http2.frame_reader import FrameReader
 from sapwood_common.http2.frames import ConnectionFailedError
-from sapwood_common.http2.header_reader import MOST_HEADER_BYTES, HeaderReader
-from sapwood_common.http2.request_head import RequestHead, find_trailer_problem
+from sapwood_common.http2.header_reader import MOST_HEADER_BYTES, HeaderReader, Headers
 from sapwood_common.http2.stream import WINDOW, ServerStream
-from sapwood_common.http2.stream_ids import StreamIds
-from sapwood_common.time_share import TimeShare
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +39,8 @@ _MOST_UNREAD = 4 * 1024 * 1024
 """Bytes that wait for a client that goes on sending. Messages stop long before; answers to its pings and the like do not."""
 
 
-Opener = Callable[["ServerConnection", ServerStream, RequestHead], None]
-"""Answers the call that a stream's header fields begin: names its receiver, and must not raise."""
+Opener = Callable[["ServerConnection", ServerStream, Headers], None]
+"""Answers the call that a stream's headers begin: names its receiver, and must not raise."""
 
 
 class ServerConnection(asyncio.Protocol):
@@ -54,7 +51,6 @@ class ServerConnection(asyncio.Protocol):
         on_made: Called when it has begun, which after a failed TLS handshake it never does.
         on_lost: Called when it is over.
         most_bytes: The largest message taken.
-        share: Shares the event loop's time among connections.
     """
 
     def __init__(
@@ -63,7 +59,6 @@ class ServerConnection(asyncio.Protocol):
         on_made: Callable[[ServerConnection], None],
         on_lost: Callable[[ServerConnection], None],
         most_bytes: int,
-        share: TimeShare,
     ) -> None:
         self.peer = ""
         """The client's address as grpcio writes it."""
@@ -71,20 +66,17 @@ class ServerConnection(asyncio.Protocol):
         self._on_made = on_made
         self._on_lost = on_lost
         self._most_bytes = most_bytes
-        self._share = share
         self._transport: asyncio.Transport | None = None
         self._greeting = b""
         """What has come of the client's preface, until it is whole."""
         self._greeted = False
         self._reader = FrameReader()
-        self._behind = False
-        """Whether it has read more than it had time for."""
-        self._headers = HeaderReader(RequestHead)
+        self._headers = HeaderReader()
         self._has_table = True
         """Whether the client still expects header fields to enter its table."""
         self._streams: dict[int, ServerStream] = {}
-        self._flow = FlowControl(self._streams, lambda: share.add(self))
-        self._ids = StreamIds()
+        self._flow = FlowControl(self._streams)
+        self._last = 0
         self._consumed = 0
         self._closing = False
         self._aborter: asyncio.TimerHandle | None = None
@@ -118,8 +110,6 @@ class ServerConnection(asyncio.Protocol):
         """See StreamConnection."""
         self._streams.pop(stream.number, None)
         self._flow.forget(stream)
-        if stream.remote_open:
-            self._ids.cut_off(stream.number)
         if self._closing and not self._streams and self._transport is not None:
             self._transport.close()
 
@@ -180,7 +170,6 @@ class ServerConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._closing = True
-        self._share.drop(self)
         if self._aborter is not None:
             self._aborter.cancel()
         for stream in tuple(self._streams.values()):
@@ -204,33 +193,17 @@ class ServerConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         self._heard = True
-        self._take(data, self._share.is_over)
-        if self._share.measuring:
-            self._share.end()
-        if self._behind and self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()
-            self._share.add(self)
-
-    def go_on(self, until: float) -> bool:
-        """See Worker."""
-        assert self._transport is not None
-        if self._transport.is_closing():
-            return False
-        if self._behind:
-            self._heard = True
-            self._take(b"", lambda: self._share.clock() >= until)
-            if self._transport.is_closing():
-                return False
-            if not self._behind:
-                self._transport.resume_reading()
-        return (self.writable and self._flow.write_on()) or self._behind
-
-    def _take(self, data: bytes, is_over: Callable[[], bool]) -> None:
-        """Takes frames as long as there is time, and keeps the rest."""
+        if not self._greeted:
+            data = self._greeting = self._greeting + data
+            if not data.startswith(frames.PREFACE[: len(data)]):
+                self._refuse_protocol(data)
+                return
+            if len(data) < len(frames.PREFACE):
+                return
+            data, self._greeting = data[len(frames.PREFACE) :], b""
+            self._greeted = True
         try:
-            if not self._greeted:
-                data = self._take_greeting(data)
-            self._behind = self._reader.feed(data, self, is_over)
+            self._reader.feed(data, self)
         except ConnectionFailedError as error:
             logger.info("%s: %s", self.peer, error)
             self._goaway(error.code)
@@ -243,21 +216,6 @@ class ServerConnection(asyncio.Protocol):
         if self._flow.paused and self._transport.get_write_buffer_size() > _MOST_UNREAD:
             logger.info("%s reads no answers: its connection is given up", self.peer)
             self._transport.abort()
-
-    def _take_greeting(self, data: bytes) -> bytes:
-        """Waits for the preface and the head of the first frame; returns what there is of frames by then."""
-        greeting = self._greeting = self._greeting + data
-        if not greeting.startswith(frames.PREFACE[: len(greeting)]):
-            self._refuse_protocol(greeting)
-            return b""
-        start = len(frames.PREFACE)
-        if len(greeting) < start + frames.HEADER:
-            return b""
-        self._greeting = b""
-        self._greeted = True
-        if greeting[start + 3] != frames.SETTINGS or greeting[start + 4] & frames.ACK:
-            raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "the first frame is not SETTINGS")
-        return greeting[start:]
 
     def _refuse_protocol(self, inbound: bytes) -> None:
         """Tells whoever speaks HTTP/1.1 what this port is."""
@@ -277,110 +235,60 @@ class ServerConnection(asyncio.Protocol):
             found.take_data(payload, wire_bytes)
             if ends:
                 found.take_end()
-        elif self._ids.is_idle(stream):
+        elif stream > self._last or not stream:
             raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, f"data on stream {stream}, which is not open")
-        else:
-            self._fail_stream(stream, ErrorCodes.STREAM_CLOSED, "data on a stream that is over")
+        # Else it has ended here while this was on its way.
 
     def take_block(self, stream: int, block: bytes, ends: bool) -> None:
         """See FrameReceiver."""
         if not stream % 2:
             raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, f"a client opened stream {stream}")
-        found = self._streams.get(stream)
         try:
-            if found is not None:
-                self._take_trailers(found, block, ends)
-                return
-            head = self._headers.read(block)
+            headers = self._headers.read(block)
         except HPACKError as error:
             raise ConnectionFailedError(ErrorCodes.COMPRESSION_ERROR, f"headers: {error}") from error
-        if stream <= self._ids.last:
-            self._take_late_block(stream)
-            return
-        self._ids.open(stream)
-        if self._closing or len(self._streams) >= _MOST_STREAMS:
-            self._refuse(stream, ErrorCodes.REFUSED_STREAM, ends)
-        elif head is None:
-            self._refuse(stream, ErrorCodes.ENHANCE_YOUR_CALM, ends)
-        elif head.problem is not None or (ends and head.content_length):
-            logger.debug("%s: a malformed request: %s", self.peer, head.problem or "content-length without content")
-            self._refuse(stream, ErrorCodes.PROTOCOL_ERROR, ends)
-        else:
-            found = self._streams[stream] = ServerStream(self, self._flow, stream, self._most_bytes)
-            if head.content_length is not None:
-                found.expect(head.content_length)
-            self._opener(self, found, head)
-            if ends and not found.closed:
-                found.take_end()
-
-    def _take_trailers(self, stream: ServerStream, block: bytes, ends: bool) -> None:
-        """gRPC's clients send none: they are checked, and say no more than that the stream ends."""
-        headers = self._headers.read_trailers(block)
-        if not stream.remote_open:
-            stream.break_off(ErrorCodes.STREAM_CLOSED)
-        elif headers is None:
-            stream.break_off(ErrorCodes.ENHANCE_YOUR_CALM)
-        elif not ends or find_trailer_problem(headers) is not None:
-            stream.break_off(ErrorCodes.PROTOCOL_ERROR)
-        else:
-            stream.take_end()
-
-    def _take_late_block(self, stream: int) -> None:
-        """Header fields of a stream that is over: trailers that were on their way when it ended here, or a mistake."""
-        if self._ids.is_skipped(stream):
-            raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, f"stream {stream} opened after a later one")
-        if not self._ids.may_be_late(stream):
-            raise ConnectionFailedError(ErrorCodes.STREAM_CLOSED, f"headers on stream {stream}, which is over")
-
-    def _refuse(self, stream: int, code: ErrorCodes, ended: bool) -> None:
-        """Ends a stream that has not begun."""
-        self.send(frames.reset(stream, code))
-        if not ended:
-            self._ids.cut_off(stream)
-
-    def _fail_stream(self, stream: int, code: ErrorCodes, message: str) -> None:
-        """A frame breaks the protocol of one stream: that ends, or the connection if there has never been one."""
         found = self._streams.get(stream)
-        if found is not None:
-            found.break_off(code)
-        elif self._ids.is_idle(stream):
-            raise ConnectionFailedError(code, message)
-        elif not self._ids.may_be_late(stream):
-            self._refuse(stream, code, ended=False)
+        if found is not None:  # trailers, of which gRPC has none
+            if ends:
+                found.take_end()
+            else:
+                found.break_off(ErrorCodes.PROTOCOL_ERROR)
+            return
+        if stream <= self._last:  # trailers of a stream that has ended here, or ids that go down: it shall not wait
+            self.send(frames.reset(stream, ErrorCodes.STREAM_CLOSED))
+            return
+        self._last = stream
+        refused = self._closing or len(self._streams) >= _MOST_STREAMS
+        if refused or headers is None:
+            code = ErrorCodes.REFUSED_STREAM if refused else ErrorCodes.ENHANCE_YOUR_CALM
+            self.send(frames.reset(stream, code))
+            return
+        found = self._streams[stream] = ServerStream(self, self._flow, stream, self._most_bytes)
+        self._opener(self, found, headers)
+        if ends and not found.closed:
+            found.take_end()
 
     def take_control(self, kind: int, stream: int, flags: int, payload: bytes) -> None:
         """See FrameReceiver."""
         if kind == frames.WINDOW_UPDATE:
-            frames.check_size(payload, 4, not stream or not self._ids.is_idle(stream))
+            frames.check_size(payload, 4, stream <= self._last)
             self._flow.take_window(stream, payload)
         elif kind == frames.PING:
             frames.check_size(payload, 8, stream == 0)
             if not flags & frames.ACK:
                 self.send(frames.frame(frames.PING, frames.ACK, 0, payload))
         elif kind == frames.RST_STREAM:
-            frames.check_size(payload, 4, not self._ids.is_idle(stream))
+            frames.check_size(payload, 4, 0 < stream <= self._last)
             if stream in self._streams:
                 self._streams[stream].take_gone()
         elif kind == frames.SETTINGS:
-            if self._flow.take_settings(stream, flags, payload):
+            change = self._flow.take_settings(stream, flags, payload)
+            if change is not None:
                 self.send(frames.frame(frames.SETTINGS, frames.ACK, 0))
-                self._flow.unblock()
-        elif kind == frames.PRIORITY:
-            self._take_priority(stream, payload)
-        elif kind == frames.GOAWAY:  # it asks for nothing: the client opens no more streams
-            frames.check_size(payload[:8], 8, stream == 0)
+                self._flow.widen(change)
         elif kind == frames.PUSH_PROMISE:
             raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "a client promised a push")
-        # Others are to be ignored.
-
-    def _take_priority(self, stream: int, payload: bytes) -> None:
-        """Priorities are obsolete: one that is well formed changes nothing."""
-        if not stream:
-            raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "a priority of the connection")
-        if len(payload) != frames.PRIORITY_SIZE:
-            self._fail_stream(stream, ErrorCodes.FRAME_SIZE_ERROR, "a priority of another size")
-        elif frames.depends_on(payload) == stream:
-            self._fail_stream(stream, ErrorCodes.PROTOCOL_ERROR, "a stream that depends on itself")
+        # GOAWAY asks for nothing here: the client opens no more streams. PRIORITY is obsolete, and others are to be ignored.
 
     def _goaway(self, code: ErrorCodes) -> None:
-        self.send(frames.frame(frames.GOAWAY, 0, 0, self._ids.last.to_bytes(4, "big") + code.to_bytes(4, "big")))
+        self.send(frames.frame(frames.GOAWAY, 0, 0, self._last.to_bytes(4, "big") + code.to_bytes(4, "big")))

@@ -1,13 +1,12 @@
 """How much a client takes (RFC 9113, 5.2), and whose turn it is when there is room again.
 
-Streams that wait for the same room write in turn: who had a turn and still waits goes to the end of the queue. Settings that
-change the windows of all streams cost the same however many are open, and room lets a few streams write at a time.
+Streams that wait for the same room write in turn: who had a turn and still waits goes to the end of the queue. Room on the
+connection costs time linear in the streams that wait for it, changed settings time linear in those that are open.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from h2.errors import ErrorCodes
@@ -20,78 +19,40 @@ if TYPE_CHECKING:
     from sapwood_common.http2.stream import ServerStream
 
 
-_MOST_AT_ONCE = 32
-"""Streams that write in one go when there is room; others follow in later turns of the event loop."""
-
-
 class FlowControl:
     """The windows of one connection.
 
     Args:
         streams: Those that are open, by number; the connection's own.
-        on_left: Called when streams are left that may write: :meth:`write_on` is to be called in a later turn.
 
     Attributes:
         window: Bytes of DATA that the client takes on the connection. Streams that write take from it.
-        stream_window: Bytes that the client takes of a new stream. One that is open has as many more as its ``balance``.
         frame_size: The largest payload to send it.
         paused: Whether the socket takes no more.
     """
 
-    __slots__ = (
-        "_blocked",
-        "_granted",
-        "_largest",
-        "_on_left",
-        "_retries",
-        "_settings",
-        "_starved",
-        "_streams",
-        "_unwritable",
-        "frame_size",
-        "paused",
-        "stream_window",
-        "window",
-    )
+    __slots__ = ("_blocked", "_settings", "_streams", "frame_size", "paused", "window")
 
-    def __init__(self, streams: Mapping[int, ServerStream], on_left: Callable[[], None]) -> None:
-        self.window = self.stream_window = frames.USUAL_WINDOW
+    def __init__(self, streams: Mapping[int, ServerStream]) -> None:
+        self.window = frames.USUAL_WINDOW
         self.frame_size = frames.USUAL_FRAME
         self.paused = False
         self._settings = PeerSettings()
         self._streams = streams
-        self._on_left = on_left
-        self._granted = frames.USUAL_WINDOW
-        """All that the connection's window ever was given."""
-        self._largest = 0
-        """No open stream's balance is larger."""
-        self._blocked: OrderedDict[ServerStream, None] = OrderedDict()
-        """Those that wait for the connection's window."""
-        self._unwritable: OrderedDict[ServerStream, None] = OrderedDict()
-        """Those that wait for the socket alone."""
-        self._starved: OrderedDict[ServerStream, None] = OrderedDict()
-        """Those that wait for their own windows."""
-        self._retries = 0
-        """How many of these, from the first on, may have room now."""
+        self._blocked: dict[ServerStream, None] = {}
 
     @property
-    def sent(self) -> int:
-        """Bytes of DATA that were sent on the connection."""
-        return self._granted - self.window
+    def stream_window(self) -> int:
+        """Bytes that the client takes of a new stream."""
+        return self._settings.stream_window
 
     def block(self, stream: ServerStream) -> None:
         """Has :meth:`ServerStream.flush` called once there is room on the connection and its socket."""
-        (self._blocked if stream.has_unsent else self._unwritable)[stream] = None
-
-    def starve(self, stream: ServerStream) -> None:
-        """Has it called once the client takes more of the stream."""
-        self._starved[stream] = None
+        self._blocked[stream] = None
 
     def forget(self, stream: ServerStream) -> None:
         """The stream is over."""
         self._blocked.pop(stream, None)
-        self._unwritable.pop(stream, None)
-        self._starved.pop(stream, None)
 
     def take_window(self, number: int, payload: bytes) -> None:
         """Takes a WINDOW_UPDATE frame, of the connection or of a stream that is open or over.
@@ -102,62 +63,59 @@ class FlowControl:
         increment = int.from_bytes(payload, "big") & 0x7FFFFFFF
         stream = self._streams.get(number)
         if number == 0:
+            starved = self.window <= 0  # else nobody waits for it
             self.window += increment
-            self._granted += increment
             if not increment:
                 raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "a window grows by nothing")
             if self.window > frames.LARGEST_WINDOW:
                 raise ConnectionFailedError(ErrorCodes.FLOW_CONTROL_ERROR, "a window too large")
-            self.unblock()
+            if starved:
+                self.unblock()
         elif stream is not None:
-            stream.balance += increment
+            stream.window += increment
             if not increment:
                 stream.break_off(ErrorCodes.PROTOCOL_ERROR)
             elif stream.window > frames.LARGEST_WINDOW:
                 stream.break_off(ErrorCodes.FLOW_CONTROL_ERROR)
             else:
-                self._largest = max(self._largest, stream.balance)
-                if self._starved and stream in self._starved:
-                    del self._starved[stream]
-                    stream.flush()
+                self._let_write(stream)
 
-    def take_settings(self, number: int, flags: int, payload: bytes) -> bool:
-        """Takes a SETTINGS frame. Returns whether it is to be acknowledged, after which :meth:`unblock` is to be called.
+    def take_settings(self, number: int, flags: int, payload: bytes) -> int | None:
+        """Takes a SETTINGS frame. Returns None if it only acknowledges; else it is to be acknowledged, and then :meth:`widen`
+        is to be called with what is returned.
 
         Raises:
-            ConnectionFailedError: It makes no sense, or makes some stream's window too large.
+            ConnectionFailedError: It makes no sense.
         """
+        before = self._settings.stream_window
         if not self._settings.take(number, flags, payload):
-            return False
+            return None
         self.frame_size = self._settings.frame_size
-        if self._settings.stream_window > self.stream_window:
-            self._retries = len(self._starved)
-        self.stream_window = self._settings.stream_window
-        if self.stream_window + self._largest > frames.LARGEST_WINDOW:
-            self._largest = max((stream.balance for stream in self._streams.values()), default=0)
-            if self.stream_window + self._largest > frames.LARGEST_WINDOW:
+        return self._settings.stream_window - before
+
+    def widen(self, change: int) -> None:
+        """Each open stream has room for so many bytes more; the number may be negative.
+
+        Raises:
+            ConnectionFailedError: Some stream's window is too large.
+        """
+        for stream in tuple(self._streams.values()) if change else ():
+            stream.window += change
+            if stream.window > frames.LARGEST_WINDOW:
                 raise ConnectionFailedError(ErrorCodes.FLOW_CONTROL_ERROR, "a window too large")
-        return True
+            self._let_write(stream)
 
     def unblock(self) -> None:
-        """Lets those write who waited, as far as there is room: some now, the others in later turns."""
-        if self.write_on():
-            self._on_left()
-
-    def write_on(self) -> bool:
-        """Lets some of those write who waited and have room. Returns whether others are left."""
-        for _ in range(_MOST_AT_ONCE):
-            if self.paused:
-                return False
-            if self._unwritable:
-                stream, _ = self._unwritable.popitem(last=False)
-            elif self._blocked and self.window > 0:
-                stream, _ = self._blocked.popitem(last=False)
-            elif self._starved and self._retries:
-                stream, _ = self._starved.popitem(last=False)
-                self._retries -= 1
+        """Lets those write who waited, as far as there is room."""
+        waiting, self._blocked = self._blocked, {}
+        before: dict[ServerStream, None] = {}
+        for stream in waiting:
+            if self.paused or (self.window <= 0 and stream.has_unsent):
+                before[stream] = None
             else:
-                self._retries = 0
-                return False
+                stream.flush()
+        self._blocked = before | self._blocked
+
+    def _let_write(self, stream: ServerStream) -> None:
+        if stream.has_unsent and stream not in self._blocked:  # there it keeps its place
             stream.flush()
-        return True

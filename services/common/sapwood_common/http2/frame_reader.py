@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from h2.errors import ErrorCodes
@@ -12,10 +11,6 @@ from sapwood_common.http2.frames import ConnectionFailedError
 
 _MOST_BLOCK_BYTES = 256 * 1024
 """Of a header block in frames, with the frames' headers: until there blocks are read, so that other calls go on."""
-_UNASKED, _AGAIN = 2048, 512
-"""Bytes of frames that are handed over before it is asked whether time is over, and before it is asked again."""
-_BLOCK = 512
-"""Bytes that a header block counts for, beside three times its own: it takes so much longer than others of its size."""
 
 
 class FrameReceiver(Protocol):
@@ -30,11 +25,7 @@ class FrameReceiver(Protocol):
         ...
 
     def take_control(self, kind: int, stream: int, flags: int, payload: bytes) -> None:
-        """Another frame: neither DATA, HEADERS nor CONTINUATION.
-
-        The priority that a HEADERS frame gives its stream is none and is left out, unless it makes the stream depend on itself:
-        then it comes as a PRIORITY frame after the block.
-        """
+        """Another frame: neither DATA, HEADERS nor CONTINUATION."""
         ...
 
 
@@ -53,29 +44,15 @@ class FrameReader:
         self.pending = b""
         self._block: _SplitBlock | None = None
 
-    def feed(self, data: bytes, receiver: FrameReceiver, is_over: Callable[[], bool] | None = None) -> bool:
+    def feed(self, data: bytes, receiver: FrameReceiver) -> None:
         """Hands over the frames that ``data`` completes.
-
-        Args:
-            data: What has come.
-            receiver: Takes them.
-            is_over: Says whether there is time for no more of them; not asked if they are few. None: it may take any time.
-
-        Returns:
-            Whether whole frames may be left, for which time was over: this is to be called again, perhaps without data.
 
         Raises:
             ConnectionFailedError: They are none.
         """
         inbound = self.pending + data if self.pending else data
         at, length = 0, len(inbound)
-        look = _UNASKED
         while length - at >= frames.HEADER:
-            if at >= look and is_over is not None:
-                if is_over():
-                    self.pending = inbound[at:]
-                    return True
-                look = at + _AGAIN
             size = int.from_bytes(inbound[at : at + 3], "big")
             if size > frames.USUAL_FRAME:
                 raise ConnectionFailedError(ErrorCodes.FRAME_SIZE_ERROR, f"a frame of more bytes than allowed: {size}")
@@ -93,27 +70,22 @@ class FrameReader:
                     payload = _unpadded(payload)
                 receiver.take_data(stream, payload, size, bool(flags & frames.END_STREAM))
             elif kind == frames.HEADERS:
-                look -= _BLOCK + 2 * size
                 self._take_headers(stream, flags, payload, receiver)
             else:
                 receiver.take_control(kind, stream, flags, payload)
         self.pending = inbound[at:]
-        return False
 
     def _take_headers(self, stream: int, flags: int, payload: bytes, receiver: FrameReceiver) -> None:
         block = _unpadded(payload) if flags & frames.PADDED else payload
-        priority = b""
         if flags & frames.WITH_PRIORITY:
-            if len(block) < frames.PRIORITY_SIZE:
+            if len(block) < 5:
                 raise ConnectionFailedError(ErrorCodes.FRAME_SIZE_ERROR, "a priority that is none")
-            if frames.depends_on(block) == stream:
-                priority = block[: frames.PRIORITY_SIZE]
-            block = block[frames.PRIORITY_SIZE :]
+            block = block[5:]
         ends = bool(flags & frames.END_STREAM)
         if flags & frames.END_HEADERS:
-            _hand_over(stream, block, ends, priority, receiver)
+            receiver.take_block(stream, block, ends)
         else:
-            self._block = _SplitBlock(stream, block, ends, priority)
+            self._block = _SplitBlock(stream, block, ends)
 
     def _take_continuation(self, kind: int, stream: int, flags: int, payload: bytes, receiver: FrameReceiver) -> None:
         block = self._block
@@ -124,17 +96,16 @@ class FrameReader:
         block.add(payload)
         if flags & frames.END_HEADERS:
             self._block = None
-            _hand_over(stream, bytes(block.data), block.ends, block.priority, receiver)
+            receiver.take_block(stream, bytes(block.data), block.ends)
 
 
 class _SplitBlock:
     """A header block of several frames."""
 
-    def __init__(self, stream: int, data: bytes, ends: bool, priority: bytes) -> None:
+    def __init__(self, stream: int, data: bytes, ends: bool) -> None:
         self.stream = stream
         self.data = bytearray(data)
         self.ends = ends
-        self.priority = priority
         self._wire_bytes = len(data)
 
     def add(self, data: bytes) -> None:
@@ -143,12 +114,6 @@ class _SplitBlock:
         self._wire_bytes += frames.HEADER + len(data)
         if self._wire_bytes > _MOST_BLOCK_BYTES:
             raise ConnectionFailedError(ErrorCodes.ENHANCE_YOUR_CALM, "headers without an end")
-
-
-def _hand_over(stream: int, block: bytes, ends: bool, priority: bytes, receiver: FrameReceiver) -> None:
-    receiver.take_block(stream, block, ends)
-    if priority:
-        receiver.take_control(frames.PRIORITY, stream, 0, priority)
 
 
 def _unpadded(payload: bytes) -> bytes:

@@ -12,7 +12,6 @@ HEADER = 9
 """Bytes before each frame's payload."""
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM, ACK, END_HEADERS, PADDED, WITH_PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
-PRIORITY_SIZE = 5
 USUAL_WINDOW = 65_535
 LARGEST_WINDOW = 2**31 - 1
 USUAL_FRAME = 16_384
@@ -50,11 +49,6 @@ def check_size(payload: bytes, size: int, known: bool) -> None:
         raise ConnectionFailedError(ErrorCodes.FRAME_SIZE_ERROR, "a frame of another size")
     if not known:
         raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "a frame for a stream that there is not")
-
-
-def depends_on(priority: bytes) -> int:
-    """The stream on which a priority makes its own depend (RFC 7540, 6.3; RFC 9113 gives it no meaning any more)."""
-    return int.from_bytes(priority[:4], "big") & 0x7FFFFFFF
 
 
 def settings(values: Iterable[tuple[int, int]]) -> bytes:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Generic, TypeVar, cast
 
 from hpack import Decoder
 
@@ -20,28 +18,23 @@ _LONGEST_KNOWN = 512
 """Bytes: a block of a call that brings nothing new has about 20."""
 
 Headers = list[tuple[bytes, bytes]]
-ReadT = TypeVar("ReadT")
 
 
-class HeaderReader(Generic[ReadT]):
+class HeaderReader:
     """``hpack``'s decoder with a memory.
 
     A client that calls the same method again sends the same bytes: references to fields that it sent before. What such a block
     says depends on the table of these alone, and it does not change it; so it is remembered until a block does change it.
-
-    Args:
-        make: Makes of a block's fields what is remembered, and returned; the same fields, the same result.
     """
 
-    def __init__(self, make: Callable[[Headers], ReadT]) -> None:
-        self._make = make
+    def __init__(self) -> None:
         self._decoder = Decoder(_MOST_READ_BYTES)
-        self._known: dict[bytes, ReadT] = {}
+        self._known: dict[bytes, Headers] = {}
         self._front: object = None
         self._shape = (0, 0)
 
-    def read(self, block: bytes) -> ReadT | None:
-        """What ``make`` makes of a block's fields, not to be changed; None if they are more than ``MOST_HEADER_BYTES``.
+    def read(self, block: bytes) -> Headers | None:
+        """The fields of a block, not to be changed; None if they are more than ``MOST_HEADER_BYTES``.
 
         Raises:
             HPACKError: It makes no sense, or has far too many.
@@ -49,22 +42,8 @@ class HeaderReader(Generic[ReadT]):
         known = self._known.get(block)
         if known is not None:
             return known
-        headers, table_is_same = self._decode(block)
-        if headers is None:
-            return None
-        made = self._make(headers)
-        if table_is_same and len(block) <= _LONGEST_KNOWN:
-            self._known[block] = made
-        return made
-
-    def read_trailers(self, block: bytes) -> Headers | None:
-        """The fields of a block that comes once; None and HPACKError as :meth:`read`."""
-        return self._decode(block)[0]
-
-    def _decode(self, block: bytes) -> tuple[Headers | None, bool]:
-        """The fields, and whether the block leaves the table as it was."""
-        headers = cast(Headers, self._decoder.decode(block, raw=True))
-        is_too_large = sum([len(name) + len(value) + 32 for name, value in headers]) > MOST_HEADER_BYTES
+        headers = [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
+        is_too_large = sum(len(name) + len(value) + 32 for name, value in headers) > MOST_HEADER_BYTES
         table = self._decoder.header_table
         # An entry enters at the front, as an object of its own; only then, or with another size of the table, do others leave.
         front = table.dynamic_entries[0] if table.dynamic_entries else None
@@ -72,5 +51,6 @@ class HeaderReader(Generic[ReadT]):
         if front is not self._front or shape != self._shape or len(self._known) >= _MOST_KNOWN:
             self._front, self._shape = front, shape
             self._known.clear()
-            return (None if is_too_large else headers), False
-        return (None if is_too_large else headers), True
+        elif len(block) <= _LONGEST_KNOWN and not is_too_large:
+            self._known[block] = headers
+        return None if is_too_large else headers

@@ -47,6 +47,4 @@ class PeerSettings:
                 if not frames.USUAL_FRAME <= value <= frames.LARGEST_FRAME:
                     raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "a frame size that there is not")
                 self.frame_size = min(value, _LARGEST_SENT)
-            elif key == SettingCodes.ENABLE_PUSH and value > 1:
-                raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "ENABLE_PUSH is neither 0 nor 1")
         return not flags & frames.ACK

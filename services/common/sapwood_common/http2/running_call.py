@@ -12,7 +12,6 @@ import grpc
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.http2.call import ServerCall
-from sapwood_common.http2.turnstile import Place
 from sapwood_common.status import row_of
 
 logger = logging.getLogger(__name__)
@@ -23,7 +22,7 @@ _DEADLINE_SLACK = 0.1
 Handler = Any
 """``grpc.RpcMethodHandler``, whose attributes the stubs do not know."""
 
-Enter = Callable[[Callable[[], None], ServerCall], Place | None]
+Enter = Callable[[Callable[[], None], ServerCall], None]
 
 
 class RunningCall:
@@ -33,17 +32,16 @@ class RunningCall:
         call: The call.
         handler: Answers it.
         running: Has this until the call is over.
-        enter: Calls back when it is the call's turn to begin; returns its place if it has to wait.
+        enter: Calls back when it is the call's turn to begin.
     """
 
-    __slots__ = ("_call", "_enter", "_handler", "_place", "_running", "_task", "_timer")
+    __slots__ = ("_call", "_enter", "_handler", "_running", "_task", "_timer")
 
     def __init__(self, call: ServerCall, handler: Handler, running: set[RunningCall], enter: Enter) -> None:
         self._enter = enter
         self._call = call
         self._handler = handler
         self._running = running
-        self._place: Place | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         running.add(self)
@@ -52,15 +50,13 @@ class RunningCall:
 
     def start(self) -> None:
         """Starts the handler, when it is its turn. Once."""
-        self._place = self._enter(self._begin, self._call)
+        self._enter(self._begin, self._call)
 
     def cancel(self) -> None:
         """The client has left."""
         if self._task is not None:
             self._task.cancel()
         else:
-            if self._place is not None:
-                self._place.leave()
             self._end()
 
     def shut(self) -> None:
@@ -73,7 +69,6 @@ class RunningCall:
         return self._task is None or bool((await asyncio.wait((self._task,), timeout=seconds))[0])
 
     def _begin(self) -> None:
-        self._place = None
         if self in self._running:  # or it is over already
             self._task = asyncio.get_running_loop().create_task(self._run())
             self._task.add_done_callback(self._done)

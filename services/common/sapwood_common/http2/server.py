@@ -13,12 +13,10 @@ from sapwood_common.http2 import encoding, frames
 from sapwood_common.http2.call import ServerCall
 from sapwood_common.http2.connection import ServerConnection
 from sapwood_common.http2.header_reader import Headers
-from sapwood_common.http2.request_head import RequestHead
 from sapwood_common.http2.running_call import Handler, RunningCall
 from sapwood_common.http2.stream import ServerStream
-from sapwood_common.http2.turnstile import Place, Rank, Turnstile
+from sapwood_common.http2.turnstile import Rank, Turnstile
 from sapwood_common.listen import BACKLOG, listen
-from sapwood_common.time_share import TimeShare
 from sapwood_common.tls import ServerContext, ServerTls
 
 logger = logging.getLogger(__name__)
@@ -59,7 +57,6 @@ class Http2Server:
         self._connections: set[ServerConnection] = set()
         self._running: set[RunningCall] = set()
         self._turnstile = Turnstile()
-        self._share = TimeShare()
         self._stopping = False
         self._checker: asyncio.Task[None] | None = None
         self._alone: asyncio.Future[None] | None = None
@@ -69,11 +66,6 @@ class Http2Server:
     def connections(self) -> frozenset[ServerConnection]:
         """Those that are open now."""
         return frozenset(self._connections)
-
-    @property
-    def waiting(self) -> int:
-        """Calls that wait for their turn to begin."""
-        return self._turnstile.waiting
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
         """What generated code calls first; the methods come by the other way, too."""
@@ -121,7 +113,7 @@ class Http2Server:
             logger.error("%d handlers do not end though they were cancelled", over.count(False))
 
     def _connect(self) -> ServerConnection:
-        return ServerConnection(self._open, self._made, self._lost, self._most_bytes, self._share)
+        return ServerConnection(self._open, self._made, self._lost, self._most_bytes)
 
     def _made(self, connection: ServerConnection) -> None:
         self._connections.add(connection)
@@ -143,21 +135,19 @@ class Http2Server:
             for connection in tuple(self._connections):
                 connection.check_alive()
 
-    def _open(self, connection: ServerConnection, stream: ServerStream, head: RequestHead) -> None:
-        fields = head.fields
+    def _open(self, connection: ServerConnection, stream: ServerStream, headers: Headers) -> None:
+        fields = dict(headers)
         handler: Handler = self._handlers.get(fields.get(b":path", b""), _UNKNOWN)
         call = ServerCall(
             stream,
-            head,
+            headers,
             connection.peer,
             handler.request_deserializer or bytes,
             handler.response_serializer or bytes,
             self._most_bytes,
         )
         stream.follow(call)
-        if fields[b":method"] != b"POST":
-            stream.finish(frames.literal(b":status", b"405") + frames.literal(b"allow", b"POST"))
-        elif not fields.get(b"content-type", b"").startswith(b"application/grpc"):
+        if fields.get(b":method") != b"POST" or not fields.get(b"content-type", b"").startswith(b"application/grpc"):
             stream.finish(frames.literal(b":status", b"415"))
         elif handler is _UNKNOWN:
             method = fields.get(b":path", b"")[:200].decode("latin-1")
@@ -171,10 +161,11 @@ class Http2Server:
             if handler.request_streaming:
                 running.start()
 
-    def _enter(self, begin: Callable[[], None], call: ServerCall) -> Place | None:
+    def _enter(self, begin: Callable[[], None], call: ServerCall) -> None:
         if self._rank is None or not self._turnstile.busy:
-            return self._turnstile.enter(begin)
-        return self._turnstile.enter(begin, *self._rank(call.headers))
+            self._turnstile.enter(begin)
+        else:
+            self._turnstile.enter(begin, *self._rank(call.headers))
 
 
 def as_grpc_server(server: Http2Server) -> grpc.aio.Server:

@@ -75,34 +75,30 @@ class ServerStream:
         "_owed",
         "_prefix",
         "_receiver",
-        "_undelivered",
+        "_remote_open",
         "_unsent",
         "_waiters",
-        "balance",
         "closed",
         "number",
-        "remote_open",
+        "window",
     )
 
     def __init__(self, connection: StreamConnection, flow: FlowControl, number: int, most_bytes: int) -> None:
         self.number = number
-        self.balance = 0
-        """Bytes that the client has granted it beyond those it grants each stream, less those that were sent."""
+        self.window = flow.stream_window
+        """Bytes that the client takes of it."""
         self.closed = False
         """Nothing is sent or received any more."""
-        self.remote_open = True
-        """Whether the client may send more."""
         self._connection = connection
         self._flow = flow
         self._prefix = b"%c%c%b" % (frames.DATA, 0, number.to_bytes(4, "big"))
         self._receiver: StreamReceiver | None = None
+        self._remote_open = True
         self._messages = MessageReader(most_bytes)
         self._held = 0
         """Bytes of whole messages that nobody has taken yet."""
         self._owed = 0
         """Bytes received that the client was not told yet to have been taken."""
-        self._undelivered: int | None = None
-        """Bytes of DATA that the client has said will come yet; None if it has not said."""
         self._unsent = bytearray()
         self._end: bytes | None = None
         """The trailers' block, once the last message was written."""
@@ -112,19 +108,10 @@ class ServerStream:
         """Names who is told what happens, before anything does."""
         self._receiver = receiver
 
-    def expect(self, content_length: int) -> None:
-        """Says how many bytes of DATA are to come, before any do."""
-        self._undelivered = content_length
-
     @property
     def ready(self) -> bool:
         """Whether what is written now leaves at once; else it had better wait for more to come with it."""
         return not self._unsent and not self.closed and self._connection.writable
-
-    @property
-    def window(self) -> int:
-        """Bytes that the client takes of it; below 0 after settings that take back what was sent."""
-        return self._flow.stream_window + self.balance
 
     @property
     def has_unsent(self) -> bool:
@@ -137,8 +124,8 @@ class ServerStream:
             return
         flow, length = self._flow, len(message)
         size = length + PREFIX
-        if self.ready and size <= flow.stream_window + self.balance and size <= flow.window and size <= flow.frame_size:
-            self.balance -= size
+        if self.ready and size <= self.window and size <= flow.window and size <= flow.frame_size:
+            self.window -= size
             flow.window -= size
             self._connection.send(
                 b"%b%b\0%b%b" % (size.to_bytes(3, "big"), self._prefix, length.to_bytes(4, "big"), message)
@@ -168,19 +155,17 @@ class ServerStream:
                 break
             data = bytes(memoryview(self._unsent)[:size])
             del self._unsent[:size]
-            self.balance -= size
+            self.window -= size
             flow.window -= size
             connection.send(size.to_bytes(3, "big") + self._prefix + data)
         if self._unsent:
-            if self.window > 0:
+            if self.window > 0:  # else the client says when
                 flow.block(self)
-            else:
-                flow.starve(self)
         elif self.closed:
             return
         elif self._end is not None:
             connection.send_headers(self.number, self._end, end=True)
-            if self.remote_open:  # what it still has to say is of no use
+            if self._remote_open:  # what it still has to say is of no use
                 connection.send(frames.reset(self.number, ErrorCodes.NO_ERROR))
             self._close()
         elif connection.writable:
@@ -210,18 +195,13 @@ class ServerStream:
 
     def take_data(self, payload: bytes, wire_bytes: int) -> None:
         """For the connection: the payload of a DATA frame, and how much of the windows it took."""
-        if not self.remote_open:
+        if not self._remote_open:
             self.break_off(ErrorCodes.STREAM_CLOSED)
             return
         self._owed += wire_bytes
         if self._owed > WINDOW:
             self.break_off(ErrorCodes.FLOW_CONTROL_ERROR)
             return
-        if self._undelivered is not None:
-            self._undelivered -= len(payload)
-            if self._undelivered < 0:
-                self.break_off(ErrorCodes.PROTOCOL_ERROR)
-                return
         messages, receiver = self._messages, self._receiver
         assert receiver is not None
         if messages.refused is not None:
@@ -240,12 +220,12 @@ class ServerStream:
         """For the connection: the client sends nothing more."""
         if self.closed:
             return
-        if not self.remote_open:
+        if not self._remote_open:
             self.break_off(ErrorCodes.STREAM_CLOSED)
-        elif self._messages.pending or self._undelivered:  # a message lacks its end, or the content
+        elif self._messages.pending:  # a message lacks its end
             self.break_off(ErrorCodes.PROTOCOL_ERROR)
         else:
-            self.remote_open = False
+            self._remote_open = False
             assert self._receiver is not None
             self._receiver.half_closed()
 
@@ -253,24 +233,20 @@ class ServerStream:
         """For the connection: the client broke the protocol. It and the receiver are told."""
         if not self.closed:
             self._connection.send(frames.reset(self.number, code))
-            self._lose()
+            self.take_gone()
 
     def take_gone(self) -> None:
         """For the connection: the client has reset it, or left."""
         if not self.closed:
-            self.remote_open = False
-            self._lose()
-
-    def _lose(self) -> None:
-        receiver = self._receiver
-        assert receiver is not None
-        self._close()
-        receiver.gone()
+            receiver = self._receiver
+            assert receiver is not None
+            self._close()
+            receiver.gone()
 
     def _grant(self) -> None:
         """Lets the client send more, but for what it has sent and nobody takes."""
         increment = self._owed - self._held
-        if increment > WINDOW // 2 and self.remote_open and not self.closed:
+        if increment > WINDOW // 2 and self._remote_open and not self.closed:
             self._owed -= increment
             self._connection.send(frames.window_update(self.number, increment))
 

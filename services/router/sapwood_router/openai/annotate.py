@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from msgspec.structs import replace
 
+from sapwood_common.errors import DeadlineExceededError
 from sapwood_router.context import ChatPrompt, Delta, RequestContext, TextPrompt
 from sapwood_router.logprobs import TokenLogprobs
 from sapwood_router.openai.logprobs import chat_object, chat_tokens
-from sapwood_router.output import Output
-from sapwood_router.tokenizer_client import TokenizerClient
+from sapwood_router.output import Output, OutputOptions
+from sapwood_router.pipeline.pipeline import Pipeline
+from sapwood_router.token_table import TokenTable
 
 
 class LogprobsWriter(Protocol):
     """Writes one choice's ``logprobs``, piece after piece."""
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], table: Mapping[int, bytes]) -> object:
+    def add(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], table: TokenTable) -> object:
         """The next piece, for JSON; changes the writer only by where the next one begins."""
         ...
 
@@ -25,7 +28,7 @@ class LogprobsWriter(Protocol):
 class ChatWriter:
     """Chats': each piece stands for itself."""
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], table: Mapping[int, bytes]) -> object:
+    def add(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], table: TokenTable) -> object:
         """See LogprobsWriter."""
         return chat_object(chat_tokens(ids, [found for found in logprobs if found is not None], table))
 
@@ -35,7 +38,7 @@ class Annotator:
 
     Args:
         contexts: One for each choice.
-        tokenizer: Knows tokens' texts.
+        pipeline: Knows tokens' texts.
         make_writer: Makes a choice's writer; None where no probabilities were asked for.
         echo: Whether each choice begins with its prompt.
         prompt_only: Whether it ends there: what was generated, for there must be something, is dropped.
@@ -44,14 +47,15 @@ class Annotator:
     def __init__(
         self,
         contexts: Sequence[RequestContext],
-        tokenizer: TokenizerClient,
+        pipeline: Pipeline,
         make_writer: Callable[[], LogprobsWriter] | None,
         *,
         echo: bool = False,
         prompt_only: bool = False,
     ) -> None:
         self._contexts = contexts
-        self._tokenizer = tokenizer
+        self._tokenizer = pipeline.tokenizer
+        self._session = pipeline.session
         self._writers = None if make_writer is None else [make_writer() for _ in contexts]
         self._echo = set(range(len(contexts))) if echo else set[int]()
         self._prompt_only = prompt_only
@@ -93,9 +97,20 @@ class Annotator:
         return delta.token_ids[: delta.text_tokens], [*delta.logprobs[: delta.text_tokens]]
 
     async def _prompt_text(self, context: RequestContext) -> str:
+        """The prompt's text; of token ids, what they say where a model writes them."""
         prompt = context.prompt
         assert not isinstance(prompt, ChatPrompt), "chats are not echoed"
         if isinstance(prompt, TextPrompt):
             return prompt.text
-        table = await self._tokenizer.token_bytes(context.token_ids, context.request_id, context.deadline)
-        return b"".join(table[token] for token in context.token_ids).decode("utf-8", "replace")
+        stream = self._session.open(OutputOptions(skip_special_tokens=context.output.skip_special_tokens), whole=True)
+        written = asyncio.Event()
+        stream.follow(written.set)
+        stream.push(context.token_ids, end=True)
+        try:
+            async with asyncio.timeout_at(context.deadline):
+                await written.wait()
+            return stream.take().output.text
+        except TimeoutError:
+            raise DeadlineExceededError("the deadline passed before the prompt was text again") from None
+        finally:
+            stream.close()

@@ -112,12 +112,14 @@ class _EventClient:
     def __init__(
         self,
         exchange: Exchange,
+        contexts: Sequence[RequestContext],
         runs: Sequence[Run],
         annotator: Annotator,
         make_chunks: Callable[[], CompletionChunks],
         continuations: int,
     ) -> None:
         self._exchange = exchange
+        self._contexts = contexts
         self._runs = runs
         self._annotator = annotator
         self._make_chunks = make_chunks
@@ -127,6 +129,8 @@ class _EventClient:
         self._called: set[int] = set()
         """Choices that have a tool call."""
         self._usages: dict[int, Usage] = {}
+        self._sent = [0] * len(runs)
+        """Tokens, where the usage so far is told."""
         self._pending: tuple[int, Delta] | None = None
         """What takes waiting."""
 
@@ -144,11 +148,7 @@ class _EventClient:
         logprobs = NULL if note is None else msgspec.json.encode(note)
         if self._chunks is None:
             self._chunks = self._make_chunks()
-        events = b""
-        if index not in self._opened:
-            self._opened.add(index)
-            events = self._chunks.opening(index)
-        events += self._events(self._chunks, index, delta, logprobs)
+        events = self._events(self._chunks, index, delta, logprobs)
         last = len(self._usages) == len(self._runs)
         if last:
             if resumptions := sum(run.resumptions for run in self._runs):
@@ -172,20 +172,39 @@ class _EventClient:
         """Sends single token ids of the only choice, where chunks tell them."""
         if len(self._runs) > 1 or self._chunks is None or not self._annotator.silent:
             return None
+        if self._chunks.tells_usage_so_far:
+            return None
         around = self._chunks.around_token()
         return None if around is None else self._exchange.number_writer(*around)
 
     def _events(self, chunks: CompletionChunks, index: int, delta: Delta, logprobs: bytes) -> bytes:
+        events = b""
+        if index not in self._opened:
+            self._opened.add(index)
+            events = chunks.opening(index)
         if delta.output.tool_calls:
             self._called.add(index)
         if delta.finish is None:
-            return chunks.output(index, delta, logprobs)
-        self._usages[index] = delta.finish.usage
-        return chunks.finish(index, delta, finish_reason(delta.finish, index in self._called), logprobs)
+            events += chunks.output(index, delta, logprobs)
+        else:
+            self._usages[index] = delta.finish.usage
+            events += chunks.finish(index, delta, finish_reason(delta.finish, index in self._called), logprobs)
+        if chunks.tells_usage_so_far:
+            self._sent[index] += len(delta.token_ids)
+            return chunks.with_usage(events, self._usage_so_far())
+        return events
+
+    def _usage_so_far(self) -> UsageObject:
+        usages = [
+            Usage(len(context.token_ids), tokens, context.cached_tokens)
+            for context, tokens in zip(self._contexts, self._sent, strict=True)
+        ]
+        return usage_object(usages, self._continuations)
 
 
 async def send_stream(
     exchange: Exchange,
+    contexts: Sequence[RequestContext],
     runs: Sequence[Run],
     annotator: Annotator,
     make_chunks: Callable[[], CompletionChunks],
@@ -196,4 +215,5 @@ async def send_stream(
     Raises:
         SapwoodError: One of the requests failed; the others are ended.
     """
-    await Delivery(_EventClient(exchange, runs, annotator, make_chunks, continuations)).carry(runs)
+    client = _EventClient(exchange, contexts, runs, annotator, make_chunks, continuations)
+    await Delivery(client).carry(runs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,6 +12,7 @@ from starlette.types import Receive
 
 from sapwood_common.errors import InvalidArgumentError, RequestCancelledError
 from sapwood_router.openai.errors import BodyTooLargeError
+from sapwood_router.openai.other_parameters import Neutral
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -61,18 +63,20 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def convert(
-    value: dict[str, Any], cls: type[StructT], neutral: dict[str, tuple[Any, ...]], ignored: set[str]
+    value: dict[str, Any], cls: type[StructT], neutral: Neutral, ignored: Collection[str] = (), prefix: str = ""
 ) -> StructT:
     """A checked request.
 
-    Unknown parameters are refused, as OpenAI does: a misspelt one would otherwise be silently without effect. Those of
-    OpenAI's API that would change the answer but are not supported are refused unless they have a neutral value.
+    Unknown parameters are refused, as OpenAI does: a misspelt one would otherwise be silently without effect. Those that would
+    change the answer but are not supported are refused unless they have a neutral value. Null asks for nothing, whatever its
+    name.
 
     Args:
         value: The JSON object.
         cls: What it should be.
         neutral: Parameters that are not supported, each with the values that ask for nothing.
-        ignored: Parameters that never change an answer.
+        ignored: Parameters that are not looked at.
+        prefix: What precedes the parameters' names in errors.
 
     Raises:
         InvalidArgumentError: As said; the parameter is named.
@@ -80,22 +84,25 @@ def convert(
     known = cls.__struct_fields__
     taken: dict[str, Any] = {}
     for name, given in value.items():
+        if given is None:
+            continue
         if name in known:
             taken[name] = given
         elif name in neutral:
             if given not in neutral[name]:
-                raise InvalidArgumentError(f"{name} is not supported", field=name)
+                raise InvalidArgumentError(f"{prefix}{name} is not supported", field=prefix + name)
         elif name not in ignored:
-            raise InvalidArgumentError(f"unknown parameter: {name!r}", field=_printable(name))
+            shown = prefix + _printable(name)
+            raise InvalidArgumentError(f"unknown parameter: {shown!r}", field=shown)
     try:
         return msgspec.convert(taken, cls)
     except msgspec.ValidationError as error:
-        raise _explain_type(str(error)) from error
+        raise _explain_type(str(error), prefix) from error
 
 
-def _explain_type(text: str) -> InvalidArgumentError:
+def _explain_type(text: str, prefix: str) -> InvalidArgumentError:
     found = _AT.match(text)
-    what, path = (found["what"], found["path"]) if found else (text, "")
+    what, path = (found["what"], prefix + found["path"]) if found else (text, "")
     missing = _MISSING.match(what)
     if missing:
         path = f"{path}.{missing['name']}" if path else missing["name"]

@@ -15,13 +15,12 @@ from sapwood_router.openai.annotate import Annotator, ChatWriter
 from sapwood_router.openai.answer import Answer, finish_reason, send_stream, send_whole, usage_object
 from sapwood_router.openai.body import convert, decode_object
 from sapwood_router.openai.exchange import Exchange
-from sapwood_router.openai.parameters import SAMPLING, output_of, sampling_of, wants_stream
+from sapwood_router.openai.other_parameters import CHAT_NEUTRAL, IGNORED
+from sapwood_router.openai.parameters import SAMPLING, StreamWish, output_of, sampling_of, stream_wish
 from sapwood_router.openai.response_format import answer_grammar
 from sapwood_router.openai.sse import ChatChunks
 from sapwood_router.openai.tools import tool_choice_of, tools_of
 from sapwood_router.openai.types import (
-    CHAT_NEUTRAL,
-    IGNORED,
     AnswerMessage,
     CalledFunction,
     ChatChoice,
@@ -45,7 +44,8 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     """
     given = decode_object(body)
     request = convert(given, ChatRequest, CHAT_NEUTRAL, IGNORED | SAMPLING)
-    stream, include_usage = wants_stream(request)
+    wish = stream_wish(request)
+    stream = wish is not StreamWish.WHOLE
     deadline = deadline if stream else exchange.sooner(deadline)
     contexts = _contexts(request, given, exchange.request_id, deadline)
     caller = exchange.caller(given)
@@ -54,7 +54,7 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     runs = [pipeline.open(context) for context in contexts]
     exchange.on_disconnect(lambda: close_all(runs))
     answer_id, created = f"chatcmpl-{exchange.request_id}", int(time.time())
-    annotator = Annotator(contexts, pipeline.tokenizer, ChatWriter if request.logprobs else None)
+    annotator = Annotator(contexts, pipeline, ChatWriter if request.logprobs else None)
 
     def make_body(answers: list[Answer]) -> ChatResponse:
         choices = [_choice(index, answer) for index, answer in enumerate(answers)]
@@ -62,11 +62,11 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
         return ChatResponse(id=answer_id, created=created, model=contexts[0].model or "", choices=choices, usage=usage)
 
     def make_chunks() -> ChatChunks:
-        return ChatChunks(answer_id, created, contexts[0].model or "", include_usage)
+        return ChatChunks(answer_id, created, contexts[0].model or "", wish)
 
     try:
         if stream:
-            await send_stream(exchange, runs, annotator, make_chunks, len(runs))
+            await send_stream(exchange, contexts, runs, annotator, make_chunks, len(runs))
         else:
             await send_whole(exchange, contexts, runs, annotator, make_body)
     finally:

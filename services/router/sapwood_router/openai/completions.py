@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -16,12 +16,11 @@ from sapwood_router.openai.answer import Answer, send_stream, send_whole, usage_
 from sapwood_router.openai.body import convert, decode_object
 from sapwood_router.openai.exchange import Exchange
 from sapwood_router.openai.logprobs import CompletionWriter
-from sapwood_router.openai.parameters import SAMPLING, output_of, sampling_of, wants_stream
+from sapwood_router.openai.other_parameters import COMPLETION_NEUTRAL, IGNORED
+from sapwood_router.openai.parameters import SAMPLING, StreamWish, output_of, sampling_of, stream_wish
 from sapwood_router.openai.response_format import answer_grammar
 from sapwood_router.openai.sse import CompletionChunks, TokenChunks
 from sapwood_router.openai.types import (
-    COMPLETION_NEUTRAL,
-    IGNORED,
     CompletionChoice,
     CompletionRequest,
     CompletionResponse,
@@ -41,7 +40,8 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     """
     given = decode_object(body)
     request = convert(given, CompletionRequest, COMPLETION_NEUTRAL, IGNORED | SAMPLING)
-    stream, include_usage = wants_stream(request)
+    wish = stream_wish(request)
+    stream = wish is not StreamWish.WHOLE
     echo, prompt_only = request.echo is True, request.echo is True and request.max_tokens == 0
     deadline = deadline if stream else exchange.sooner(deadline)
     contexts, count = _contexts(request, given, exchange.request_id, deadline)
@@ -51,8 +51,9 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     runs = [pipeline.open(context) for context in contexts]
     exchange.on_disconnect(lambda: close_all(runs))
     answer_id, created = f"cmpl-{exchange.request_id}", int(time.time())
-    writer = None if request.logprobs is None else CompletionWriter
-    annotator = Annotator(contexts, pipeline.tokenizer, writer, echo=echo, prompt_only=prompt_only)
+    shows_special = request.skip_special_tokens is False
+    writer = None if request.logprobs is None else partial(CompletionWriter, shows_special)
+    annotator = Annotator(contexts, pipeline, writer, echo=echo, prompt_only=prompt_only)
 
     shows_prompt = request.return_token_ids is True
     shows_tokens = shows_prompt or request.detokenize is False
@@ -72,14 +73,14 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         )
 
     def make_chunks() -> CompletionChunks:
-        fixed = (answer_id, created, contexts[0].model or "", include_usage)
+        fixed = (answer_id, created, contexts[0].model or "", wish)
         if not shows_tokens:
             return CompletionChunks(*fixed)
         return TokenChunks(*fixed, [context.token_ids for context in contexts] if shows_prompt else [])
 
     try:
         if stream:
-            await send_stream(exchange, runs, annotator, make_chunks, count)
+            await send_stream(exchange, contexts, runs, annotator, make_chunks, count)
         else:
             await send_whole(exchange, contexts, runs, annotator, make_body)
     finally:

@@ -178,6 +178,10 @@ class HttpConnection(HttpToolsProtocol):
         """
         self._writes.add(self.transport, b"%x\r\n%b\r\n" % (len(body), body))
 
+    def flush(self) -> None:
+        """Writes what was added in this turn of the loop: what is sent another way comes after it."""
+        self._writes.flush()
+
     def end_chunks(self, scope: Scope, body: bytes) -> bool:
         """Sends the last of a chunked body as :meth:`write_chunk` does, which ends the response; or says that ``send`` has to."""
         cycle = self.cycle

@@ -13,7 +13,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.embed_request import EmbedRequest
 from sapwood_router.openai.body import convert, decode_object
 from sapwood_router.openai.exchange import Exchange
-from sapwood_router.openai.types import IGNORED
+from sapwood_router.openai.other_parameters import IGNORED
 from sapwood_router.pipeline.pipeline import Pipeline
 
 

@@ -20,8 +20,8 @@ from sapwood_router.openai.timeouts import asked_timeout, client_timeout
 from sapwood_router.pipeline.delivery import READER_SLACK
 from sapwood_router.request_ids import accept_request_id
 
-_SESSION_FIELDS = ("prompt_cache_key", "user")
-"""OpenAI's, which it routes by, too: what has the same one shares a beginning, or an end user."""
+_SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
+"""vLLM's and OpenAI's, which they route by, too: what has the same one is one session, shares a beginning, or an end user."""
 _REQUEST_ID_HEADER = REQUEST_ID_KEY.encode()
 _JSON = (b"content-type", b"application/json")
 _EVENTS = [
@@ -134,6 +134,7 @@ class Exchange:
         if not self.started:
             await self._send_first(200, _EVENTS, events, chunked=True, last=last)
         elif not (last and self._connection.end_chunks(self._scope, events)):
+            self._connection.flush()
             await self._send({"type": "http.response.body", "body": events, "more_body": not last})
 
     async def drained(self) -> None:

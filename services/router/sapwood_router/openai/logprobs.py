@@ -6,14 +6,13 @@ A token's text is what its bytes say; bytes that are no whole character show as 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from sapwood_router.logprobs import TokenLogprobs
-
-TokenTable = Mapping[int, bytes]
+from sapwood_router.token_table import TokenTable
 
 
 class TokenAlternative(msgspec.Struct):
@@ -56,10 +55,11 @@ class CompletionWriter:
     """Makes the lists of one choice, piece after piece.
 
     Args:
-        table: The bytes of every token that comes.
+        shows_special: Whether the text has the special tokens, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shows_special: bool) -> None:
+        self._shows_special = shows_special
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -72,9 +72,10 @@ class CompletionWriter:
             written = table[token]
             made.tokens.append(text_of(written))
             made.token_logprobs.append(None if found is None else found.logprob)
-            made.top_logprobs.append(None if found is None else _alternatives(found, table))
+            made.top_logprobs.append(None if found is None else _alternatives(token, found, table))
             made.text_offset.append(self._offset)
-            self._offset += len(self._decoder.decode(written))
+            if self._shows_special or token not in table.special:
+                self._offset += len(self._decoder.decode(written))
         return made
 
 
@@ -91,8 +92,10 @@ def _chat_token(token: int, found: TokenLogprobs, table: TokenTable) -> ChatToke
     return ChatToken(text_of(table[token]), found.logprob, list(table[token]), alternatives)
 
 
-def _alternatives(found: TokenLogprobs, table: TokenTable) -> dict[str, float]:
+def _alternatives(token: int, found: TokenLogprobs, table: TokenTable) -> dict[str, float]:
+    """The likeliest, and always the token itself."""
     made: dict[str, float] = {}
     for token, logprob in zip(found.top_ids, found.top_logprobs, strict=True):
         made.setdefault(text_of(table[token]), logprob)  # the likeliest of those that look the same
+    made.setdefault(text_of(table[token]), found.logprob)
     return made

@@ -34,6 +34,8 @@ def _objects(registry: Registry, created: int) -> list[dict[str, Any]]:
             "object": "model",
             "created": created,
             "owned_by": "sapwood",
+            "root": model,
+            "parent": None,
             "max_model_len": registry.context_length(model),
         }
         for model in sorted(registry.models())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,9 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.sampling import FIELDS, SamplingParams, read_sampling
 from sapwood_router.context import FieldNames
 from sapwood_router.field_names import to_client_field
-from sapwood_router.openai.types import GenerationRequest
+from sapwood_router.openai.body import convert
+from sapwood_router.openai.other_parameters import STREAM_NEUTRAL
+from sapwood_router.openai.types import GenerationRequest, StreamOptions
 from sapwood_router.output import OutputOptions
 
 SAMPLING = FIELDS - {"prompt_logprobs"}
@@ -48,17 +51,30 @@ def output_of(request: GenerationRequest) -> OutputOptions:
     return OutputOptions(stop=tuple(stop), skip_special_tokens=request.skip_special_tokens is not False)
 
 
-def wants_stream(request: GenerationRequest) -> tuple[bool, bool]:
-    """Whether to stream, and whether with usage.
+class StreamWish(enum.Enum):
+    """How an answer is to be told."""
+
+    WHOLE = enum.auto()
+    """In one piece."""
+    STREAM = enum.auto()
+    """As it comes."""
+    WITH_USAGE = enum.auto()
+    """So, with the usage at the end."""
+    WITH_USAGE_SO_FAR = enum.auto()
+    """So, and in every chunk."""
+
+
+def stream_wish(request: GenerationRequest) -> StreamWish:
+    """How the client wants it.
 
     Raises:
         InvalidArgumentError: Options for a stream, but no stream; or an option that is not supported.
     """
-    if request.stream_options is None:
-        return bool(request.stream), False
-    if not request.stream:
+    if request.stream_options is not None and not request.stream:
         raise InvalidArgumentError("stream_options is only allowed with stream", field="stream_options")
-    if request.stream_options.include_obfuscation:
-        name = "stream_options.include_obfuscation"
-        raise InvalidArgumentError(f"{name} is not supported", field=name)
-    return True, request.stream_options.include_usage
+    if not request.stream:
+        return StreamWish.WHOLE
+    options = convert(request.stream_options or {}, StreamOptions, STREAM_NEUTRAL, prefix="stream_options.")
+    if not options.include_usage:
+        return StreamWish.STREAM
+    return StreamWish.WITH_USAGE_SO_FAR if options.continuous_usage_stats else StreamWish.WITH_USAGE

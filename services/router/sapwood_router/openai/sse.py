@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import msgspec
 
 from sapwood_router.context import Delta
+from sapwood_router.openai.parameters import StreamWish
 from sapwood_router.openai.types import UsageObject
 from sapwood_router.output import ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
 
 NULL = b"null"
+_NO_USAGE = b',"usage":null}\n\n'
 
 _encode = msgspec.json.encode
 
@@ -29,18 +31,19 @@ class CompletionChunks:
         answer_id: ``id`` of all chunks.
         created: Unix time in seconds.
         model: The model's name.
-        include_usage: Whether a last chunk carries the usage (then the others say ``"usage":null``).
+        wish: Whether a last chunk carries the usage (then the others say ``"usage":null``), or every chunk.
     """
 
     _OBJECT = "text_completion"
     _BEFORE_TEXT = b',"text":'
     _AFTER_TEXT = b',"logprobs":'
 
-    def __init__(self, answer_id: str, created: int, model: str, include_usage: bool) -> None:
+    def __init__(self, answer_id: str, created: int, model: str, wish: StreamWish) -> None:
         fixed = _encode({"id": answer_id, "object": self._OBJECT, "created": created, "model": model})
         self._head = b"data: " + fixed[:-1] + b',"choices":['
-        self._tail = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
-        self._include_usage = include_usage
+        self._include_usage = wish in (StreamWish.WITH_USAGE, StreamWish.WITH_USAGE_SO_FAR)
+        self.tells_usage_so_far = wish is StreamWish.WITH_USAGE_SO_FAR
+        self._tail = b"}]" + (_NO_USAGE if self._include_usage else b"}\n\n")
         self._usual_head = self._head + b'{"index":0' + self._BEFORE_TEXT
         self._usual_tail = self._AFTER_TEXT + b'null,"finish_reason":null' + self._tail
 
@@ -67,6 +70,11 @@ class CompletionChunks:
             return DONE
         return self._head + b'],"usage":' + _encode(usage) + b"}\n\n" + DONE
 
+    @staticmethod
+    def with_usage(events: bytes, usage: UsageObject) -> bytes:
+        """The same chunks with the usage so far: no text can look like the end of an event."""
+        return events.replace(_NO_USAGE, b',"usage":' + _encode(usage) + b"}\n\n")
+
     def _chunk(self, index: int, text: bytes, reason: bytes, logprobs: bytes) -> bytes:
         if index == 0 and reason is NULL and logprobs is NULL:
             return b"".join((self._usual_head, text, self._usual_tail))
@@ -90,14 +98,14 @@ class TokenChunks(CompletionChunks):
     """The events of a streamed completion with its tokens.
 
     Args:
-        answer_id, created, model, include_usage: As for CompletionChunks.
+        answer_id, created, model, wish: As for CompletionChunks.
         prompts: The prompt of each choice, for its first chunk; empty: it is not told.
     """
 
     def __init__(
-        self, answer_id: str, created: int, model: str, include_usage: bool, prompts: Sequence[Sequence[int]]
+        self, answer_id: str, created: int, model: str, wish: StreamWish, prompts: Sequence[Sequence[int]]
     ) -> None:
-        super().__init__(answer_id, created, model, include_usage)
+        super().__init__(answer_id, created, model, wish)
         self._prompts = dict(enumerate(prompts))
 
     def output(self, index: int, delta: Delta, logprobs: bytes = NULL) -> bytes:

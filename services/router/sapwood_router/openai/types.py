@@ -11,11 +11,11 @@ from sapwood_router.openai.logprobs import CompletionLogprobs
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``stream_options``. ``include_obfuscation`` is taken only as false."""
+class StreamOptions(msgspec.Struct):
+    """``stream_options``; the second, of vLLM and SGLang, tells the usage so far in every chunk."""
 
     include_usage: bool = False
-    include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -26,7 +26,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     n: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     skip_special_tokens: bool | None = None
     response_format: Any = None  # told apart in response_format.py
     regex: str | None = None
@@ -107,35 +107,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # an extension, named as in vLLM and SGLang
-
-
-IGNORED = {
-    "user",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-}
-"""Parameters that never change an answer here; user and prompt_cache_key may say which worker gives it."""
-
-COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "suffix": (None, ""),
-}
-"""Parameters of completions that are not supported, with the values that ask for nothing."""
-
-CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "functions": (None, []),
-    "function_call": (None, "none"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "verbosity": (None,),
-    "web_search_options": (None,),
-    "service_tier": (None, "auto", "default"),
-    "store": (None, False),
-}
-"""Parameters of chat that are not supported, with the values that ask for nothing."""
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -19,10 +19,11 @@ class WriteBatch:
     def add(self, transport: asyncio.Transport, data: bytes) -> None:
         """Writes it after what was added before; nowhere, if the transport is closing then."""
         if not self._pending:
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self.flush)
         self._pending.append((transport, data))
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Writes it now."""
         pending, self._pending = self._pending, []
         for transport, data in pending:
             if not transport.is_closing():

@@ -149,7 +149,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         return tokenizer_pb2.GetTokenBytesResponse(
             tokens=[
                 bytes([token - _OFFSET]) if token >= _OFFSET else f"<{token}>".encode() for token in request.token_ids
-            ]
+            ],
+            special=[token for token in request.token_ids if token < _OFFSET],
         )
 
     async def GetInfo(  # noqa: N802

@@ -1,4 +1,4 @@
-"""Frames on a fake socket: what they may hold, how they may be cut, and that frames of anything end in an answer."""
+"""A frame that a client may not send ends its stream or its connection with the right error; one that it may ends nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,40 @@ from sapwood_common.http2 import frames
 from sapwood_common.http2.frames import frame
 
 BLOCK = frames.STATUS_200  # decodes, and is no call
+UPDATE = SettingCodes.INITIAL_WINDOW_SIZE
+
+
+def header(kind: int, flags: int, stream: int, size: int) -> bytes:
+    return size.to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big")
 
 
 CONNECTION_ERRORS = {
+    "data on the connection": (frame(frames.DATA, 0, 0, b"x"), ErrorCodes.PROTOCOL_ERROR),
+    "data on an idle stream": (frame(frames.DATA, 0, 9, b"x"), ErrorCodes.PROTOCOL_ERROR),
+    "more padding than data": (frame(frames.DATA, frames.PADDED, 1, b"\x05abc"), ErrorCodes.PROTOCOL_ERROR),
+    "padding without its length": (frame(frames.DATA, frames.PADDED, 1), ErrorCodes.PROTOCOL_ERROR),
+    "headers on the connection": (frame(frames.HEADERS, frames.END_HEADERS, 0, BLOCK), ErrorCodes.PROTOCOL_ERROR),
+    "headers on an even stream": (frame(frames.HEADERS, frames.END_HEADERS, 4, BLOCK), ErrorCodes.PROTOCOL_ERROR),
+    "headers that are none": (frame(frames.HEADERS, frames.END_HEADERS, 3, b"\xff" * 9), ErrorCodes.COMPRESSION_ERROR),
+    "a table too large": (frame(frames.HEADERS, frames.END_HEADERS, 3, b"\x3f\xe1\x7f"), ErrorCodes.COMPRESSION_ERROR),
+    "half a priority": (
+        frame(frames.HEADERS, frames.END_HEADERS | frames.WITH_PRIORITY, 3, b"abc"),
+        ErrorCodes.FRAME_SIZE_ERROR,
+    ),
+    "a frame too large": (header(frames.DATA, 0, 1, frames.USUAL_FRAME + 1), ErrorCodes.FRAME_SIZE_ERROR),
+    "a continuation of nothing": (frame(frames.CONTINUATION, 0, 1, BLOCK), ErrorCodes.PROTOCOL_ERROR),
+    "a continuation of another stream": (
+        frame(frames.HEADERS, 0, 3, BLOCK) + frame(frames.CONTINUATION, 0, 5, BLOCK),
+        ErrorCodes.PROTOCOL_ERROR,
+    ),
+    "a frame within a header block": (
+        frame(frames.HEADERS, 0, 3, BLOCK) + frame(frames.PING, 0, 0, bytes(8)),
+        ErrorCodes.PROTOCOL_ERROR,
+    ),
+    "an unknown frame within a header block": (
+        frame(frames.HEADERS, 0, 3, BLOCK) + frame(0xBE, 0, 0),
+        ErrorCodes.PROTOCOL_ERROR,
+    ),
     "continuations without an end": (
         frame(frames.HEADERS, 0, 3, BLOCK) + frame(frames.CONTINUATION, 0, 3, b"\x88" * 8000) * 33,
         ErrorCodes.ENHANCE_YOUR_CALM,
@@ -35,22 +66,69 @@ CONNECTION_ERRORS = {
         ),
         ErrorCodes.COMPRESSION_ERROR,
     ),
-    "a broken ping": (frame(frames.PING, 0, 0, b"short"), ErrorCodes.FRAME_SIZE_ERROR),
+    "a short ping": (frame(frames.PING, 0, 0, b"short"), ErrorCodes.FRAME_SIZE_ERROR),
+    "a ping on a stream": (frame(frames.PING, 0, 1, bytes(8)), ErrorCodes.PROTOCOL_ERROR),
+    "a reset of an idle stream": (frames.reset(9, ErrorCodes.CANCEL), ErrorCodes.PROTOCOL_ERROR),
+    "a reset of the connection": (frames.reset(0, ErrorCodes.CANCEL), ErrorCodes.PROTOCOL_ERROR),
+    "a short reset": (frame(frames.RST_STREAM, 0, 1, b"abc"), ErrorCodes.FRAME_SIZE_ERROR),
+    "half a setting": (frame(frames.SETTINGS, 0, 0, bytes(5)), ErrorCodes.FRAME_SIZE_ERROR),
+    "settings of a stream": (frame(frames.SETTINGS, 0, 1), ErrorCodes.PROTOCOL_ERROR),
+    "an acknowledgement that says something": (
+        frame(frames.SETTINGS, frames.ACK, 0, bytes(6)),
+        ErrorCodes.FRAME_SIZE_ERROR,
+    ),
+    "an initial window too large": (frames.settings([(UPDATE, 2**31)]), ErrorCodes.FLOW_CONTROL_ERROR),
+    "an initial window that overflows a stream's": (
+        frames.window_update(1, 2**30) + frames.settings([(UPDATE, 2**31 - 1)]),
+        ErrorCodes.FLOW_CONTROL_ERROR,
+    ),
+    "a largest frame too small": (
+        frames.settings([(SettingCodes.MAX_FRAME_SIZE, 16_383)]),
+        ErrorCodes.PROTOCOL_ERROR,
+    ),
+    "a largest frame too large": (frames.settings([(SettingCodes.MAX_FRAME_SIZE, 2**24)]), ErrorCodes.PROTOCOL_ERROR),
+    "a connection window that grows by nothing": (frames.window_update(0, 0), ErrorCodes.PROTOCOL_ERROR),
+    "a connection window that overflows": (frames.window_update(0, 2**31 - 1), ErrorCodes.FLOW_CONTROL_ERROR),
+    "a short window update": (frame(frames.WINDOW_UPDATE, 0, 0, b"abc"), ErrorCodes.FRAME_SIZE_ERROR),
+    "a window of an idle stream": (frames.window_update(9, 1), ErrorCodes.PROTOCOL_ERROR),
+    "a promise": (frame(frames.PUSH_PROMISE, 0, 1, bytes(4)), ErrorCodes.PROTOCOL_ERROR),
 }
 STREAM_ERRORS = {
+    "a window that grows by nothing": (frames.window_update(1, 0), ErrorCodes.PROTOCOL_ERROR),
+    "a window that overflows": (frames.window_update(1, 2**31 - 1), ErrorCodes.FLOW_CONTROL_ERROR),
+    "trailers that do not end": (frame(frames.HEADERS, frames.END_HEADERS, 1, BLOCK), ErrorCodes.PROTOCOL_ERROR),
+    "data after the end": (
+        frame(frames.DATA, frames.END_STREAM, 1) + frame(frames.DATA, 0, 1, b"x"),
+        ErrorCodes.STREAM_CLOSED,
+    ),
+    "a second end": (frame(frames.DATA, frames.END_STREAM, 1) * 2, ErrorCodes.STREAM_CLOSED),
+    "trailers after the end": (
+        frame(frames.DATA, frames.END_STREAM, 1)
+        + frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, BLOCK),
+        ErrorCodes.STREAM_CLOSED,
+    ),
     "an end within a message": (
         frame(frames.DATA, frames.END_STREAM, 1, b"\0\0\0\0\x05abcd"),
         ErrorCodes.PROTOCOL_ERROR,
     ),
     "an end within a prefix": (frame(frames.DATA, frames.END_STREAM, 1, b"\0\0"), ErrorCodes.PROTOCOL_ERROR),
-    "trailers within a message": (
-        frame(frames.DATA, 0, 1, b"\0\0") + frames.header_frames(1, frames.literal(b"x", b"y"), 99, end=True),
-        ErrorCodes.PROTOCOL_ERROR,
-    ),
+}
+FINE = {
+    "a window update of a stream that is over": frames.window_update(3, 5),
+    "a reset of a stream that is over": frames.reset(3, ErrorCodes.CANCEL),
+    "data of a stream that is over": frame(frames.DATA, 0, 3, b"abc"),
+    "an unknown frame": frame(0xFA, 0xFF, 1, b"whatever"),
+    "a priority": frame(frames.PRIORITY, 0, 1, bytes(5)),
+    "a goodbye": frame(frames.GOAWAY, 0, 0, bytes(8)),
+    "an acknowledged ping": frame(frames.PING, frames.ACK, 0, bytes(8)),
+    "acknowledged settings": frame(frames.SETTINGS, frames.ACK, 0),
+    "data of nothing": frame(frames.DATA, 0, 1),
+    "data of padding": frame(frames.DATA, frames.PADDED, 1, b"\x03\0\0\0"),
+    "a reserved bit": header(frames.WINDOW_UPDATE, 0, 1 | 1 << 31, 4) + (5 | 1 << 31).to_bytes(4, "big"),
 }
 
 
-def in_use(make_wire):
+def in_use(make_wire, request_block, grpc_message):
     """A connection with a call on stream 1, and one on stream 3 that is over."""
     wire = make_wire()
     wire.open(1)
@@ -61,8 +139,8 @@ def in_use(make_wire):
 
 
 @pytest.mark.parametrize("name", CONNECTION_ERRORS)
-async def test_what_ends_the_connection(make_wire, name) -> None:
-    wire = in_use(make_wire)
+async def test_what_ends_the_connection(make_wire, request_block, grpc_message, name) -> None:
+    wire = in_use(make_wire, request_block, grpc_message)
     data, code = CONNECTION_ERRORS[name]
     wire.send(data)
     goodbye = wire.answers()[-1]
@@ -74,8 +152,8 @@ async def test_what_ends_the_connection(make_wire, name) -> None:
 
 
 @pytest.mark.parametrize("name", STREAM_ERRORS)
-def test_what_ends_the_stream_and_no_other(make_wire, grpc_message, name) -> None:
-    wire = in_use(make_wire)
+def test_what_ends_the_stream_and_no_other(make_wire, request_block, grpc_message, name) -> None:
+    wire = in_use(make_wire, request_block, grpc_message)
     other = wire.open(5)
     data, code = STREAM_ERRORS[name]
     wire.send(data)
@@ -86,14 +164,24 @@ def test_what_ends_the_stream_and_no_other(make_wire, grpc_message, name) -> Non
     assert not wire.transport.closed
 
 
+@pytest.mark.parametrize("name", FINE)
+def test_what_changes_nothing(make_wire, request_block, grpc_message, name) -> None:
+    wire = in_use(make_wire, request_block, grpc_message)
+    wire.send(FINE[name])
+    assert wire.answers() == []
+    wire.send(frame(frames.DATA, frames.END_STREAM, 1, grpc_message(b"well")))
+    call = wire.calls[1]
+    assert (call.messages, call.ended, call.left) == ([(b"well", False)], 1, 0)
+    assert not wire.transport.closed
+
+
 def test_a_call_with_too_many_headers_is_refused_and_no_other(make_wire, request_block, grpc_message) -> None:
     """Each time: what they say is not remembered as something that may be said."""
     wire = make_wire()
     other = wire.open(1)
     wire.answers()
     # An entry of 4 000 bytes enters the table; then come blocks of references to it.
-    entry = b"\x40\x01a" + b"\x7f\xa1\x1e" + b"b" * 4000
-    wire.send(frame(frames.HEADERS, frames.END_HEADERS, 3, request_block() + entry))
+    wire.send(frame(frames.HEADERS, frames.END_HEADERS, 3, b"\x40\x01a" + b"\x7f\xa1\x1e" + b"b" * 4000))
     for stream in (5, 7, 9):
         wire.send(frame(frames.HEADERS, frames.END_HEADERS, stream, b"\xbe" * 17))
     refused = ErrorCodes.ENHANCE_YOUR_CALM.to_bytes(4, "big")
@@ -103,6 +191,14 @@ def test_a_call_with_too_many_headers_is_refused_and_no_other(make_wire, request
     assert wire.answers() == [(frames.RST_STREAM, 0, 11, refused)]
     wire.send(frame(frames.DATA, frames.END_STREAM, 1, grpc_message(b"well")))
     assert (other.messages, other.left) == ([(b"well", False)], 0)
+
+
+def test_streams_whose_ids_go_down_are_refused_and_do_not_wait(make_wire, request_block) -> None:
+    wire = make_wire()
+    wire.open(5)
+    wire.send(frames.header_frames(3, request_block(), frames.USUAL_FRAME))
+    assert (frames.RST_STREAM, 0, 3, ErrorCodes.STREAM_CLOSED.to_bytes(4, "big")) in wire.answers()
+    assert set(wire.calls) == {5}
 
 
 def test_trailers_of_a_client_end_its_side(make_wire, grpc_message) -> None:

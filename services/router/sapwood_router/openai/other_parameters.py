@@ -1,0 +1,102 @@
+"""Parameters of OpenAI's and others' servers that are not served: those that never change an answer, and those that are taken
+only with the values that ask for nothing. docs/clients.md lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Neutral = Mapping[str, tuple[Any, ...]]
+"""Parameters, each with the values that ask for nothing, beside null."""
+
+IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        # vLLM's: how it would compute or send the same answer.
+        "guided_decoding_backend",
+        "session_id",
+        "stream_interval",
+        "watermarking",
+        # SGLang's.
+        "stream_reasoning",
+    }
+)
+"""Never change an answer here; user, prompt_cache_key and session_id may say which worker gives it."""
+
+_NEUTRAL: Neutral = {
+    # vLLM
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "include_stop_str_in_output": (False,),
+    "spaces_between_special_tokens": (True,),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "guided_whitespace_pattern": (),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "repetition_detection": (),
+    "thinking_token_budget": (-1,),
+    "routed_experts_prompt_start": (0,),
+    "return_token_offsets": (False,),
+    # SGLang
+    "lora_path": ("",),
+    "no_stop_trim": (False,),
+    "stop_regex": ([], ""),
+    "session_params": ({},),
+    "custom_logit_processor": ("",),
+    "custom_params": ({},),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "return_cached_tokens_details": (False,),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "data_parallel_rank": (),
+    "log_metrics": (True, False),
+}
+
+COMPLETION_NEUTRAL: Neutral = {
+    **_NEUTRAL,
+    "suffix": ("",),
+    "prompt_embeds": ([],),
+    "add_special_tokens": (True,),
+}
+"""Of completions."""
+
+CHAT_NEUTRAL: Neutral = {
+    **_NEUTRAL,
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "reasoning_effort": (),
+    "verbosity": (),
+    # vLLM
+    "echo": (False,),
+    "add_special_tokens": (False,),
+    "documents": ([],),
+    "chat_template": ("",),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "return_prompt_text": (False,),
+    "include_reasoning": (True,),
+    # SGLang
+    "separate_reasoning": (True,),
+    # TGI
+    "tool_prompt": ("",),
+}
+"""Of chat."""
+
+STREAM_NEUTRAL: Neutral = {"include_obfuscation": (False,)}
+"""Of ``stream_options``."""

@@ -50,6 +50,7 @@ from sapwood_router.service import PUBLIC_METHODS, SERVICE_NAME, TRACED, RouterS
 from sapwood_router.silence_limit import SilenceLimit
 from sapwood_router.tokenizer_client import TokenizerClient
 from sapwood_router.tokenizer_replicas import TokenizerReplicas
+from sapwood_router.tokenizers import Tokenizer, Tokenizers
 from sapwood_router.worker import Worker
 from sapwood_router.worker_connection import WorkerConnection
 
@@ -76,17 +77,6 @@ class RouterApplication:
             raise ConfigError("--worker-name needs --peer-ca")
         self._worker_dialer = self._dialer.expecting(config.worker_name)
         self._lookup = lookup
-        self._detokenizers = DetokenizePool(config.tokenizer_grace, self._tokenizer_lost)
-        self._replicas = TokenizerReplicas(
-            config.tokenizers,
-            self._dialer,
-            self._detokenizers,
-            config.health_interval,
-            self._readiness_changed,
-            self._spawn,
-            lookup,
-        )
-        self._tokenizer = TokenizerClient(self._replicas.all, config.tokenizer_grace)
         self._blocks = BlockIndex(config.block_index_bytes)
         parts = PolicyParts(config, random.Random(), time.monotonic, self._blocks)
         self._policies = PolicyBook(
@@ -99,6 +89,8 @@ class RouterApplication:
         self._lag = LoopLag()
         self._silence_limit = SilenceLimit(config.worker_silence, self._lag)
         self.registry = Registry([], self._registry_changed, self._worker_reset, self._most_requests)
+        own = {model: self._make_tokenizer(where) for model, where in config.tokenizers_of_models.items()}
+        self._tokenizers = Tokenizers(self._make_tokenizer(config.tokenizers), own, self.registry)
         settings = AdmissionSettings(most_waiting=config.queue_size, most_wait=config.queue_wait)
         self._admission = AdmissionControl(self.registry, settings, asyncio.get_running_loop().time, random.Random())
         self._slices = (
@@ -122,8 +114,7 @@ class RouterApplication:
             random.Random(),
         )
         pipeline = Pipeline(
-            self._tokenizer,
-            self._detokenizers,
+            self._tokenizers,
             self.registry,
             self._admission,
             self._policies,
@@ -178,8 +169,8 @@ class RouterApplication:
         """Why requests cannot be served now; None if they can."""
         if self._server.draining.is_set():
             return "shutting down"
-        if self._tokenizer.problem is not None:
-            return f"tokenizer {self._tokenizer.problem}"
+        if self._tokenizers.problem is not None:
+            return self._tokenizers.problem
         if not self.registry.any_available():
             return "no worker is available: " + "; ".join(
                 f"{worker.address}: {worker.problem}" for worker in self.registry.all()
@@ -204,7 +195,7 @@ class RouterApplication:
             announce(logger, "metrics at http://%s:%d/metrics", self._config.host, self._metrics_server.port)
         self._spawn(self._admission.run(), "admission")
         self._spawn(self._lag.run(), "loop lag")
-        self._replicas.start()
+        self._tokenizers.start()
         self._fleet.name(CONFIGURED, self._config.named_workers)
         self._spawn(follow_leases(self._fleet), "leases of registered workers")
         if self._config.workers_file is not None:
@@ -253,8 +244,18 @@ class RouterApplication:
         self._tasks = [task for task in self._tasks if not task.done()]
         self._spawn(work, "set health")
 
-    def _tokenizer_lost(self) -> None:
-        self._tokenizer.forget()
+    def _make_tokenizer(self, addresses: tuple[str, ...]) -> Tokenizer:
+        config = self._config
+
+        def lost() -> None:
+            client.forget()
+
+        outputs = DetokenizePool(config.tokenizer_grace, lost)
+        replicas = TokenizerReplicas(
+            addresses, self._dialer, outputs, config.health_interval, self._readiness_changed, self._spawn, self._lookup
+        )
+        client = TokenizerClient(replicas.all, config.tokenizer_grace)
+        return Tokenizer(replicas, client, outputs)
 
     def _watch_worker(self, worker: Worker) -> list[asyncio.Task[None]]:
         config = self._config

@@ -54,6 +54,11 @@ class RouterConfig(ServiceConfig):
         description="Address of the tokenizer service; of several replicas of it, with commas between them. A host name stands "
         "for a replica at each address behind it, looked up again each second.",
     )
+    model_tokenizers: tuple[str, ...] = Field(
+        (),
+        description="MODEL=ADDRESS: the tokenizer service of that model, where its vocabulary or chat template is not that of "
+        "the others; of several replicas of it, with commas between them.",
+    )
     workers: tuple[str, ...] = Field(
         ("127.0.0.1:50061",),
         description="Addresses of the workers; more can be named by the next three, or register. The default holds where none of "
@@ -184,4 +189,23 @@ class RouterConfig(ServiceConfig):
     @property
     def tokenizers(self) -> tuple[str, ...]:
         """The addresses of the tokenizer's replicas, each once."""
-        return tuple(dict.fromkeys(filter(None, (address.strip() for address in self.tokenizer.split(",")))))
+        return _addresses(self.tokenizer)
+
+    @property
+    def tokenizers_of_models(self) -> dict[str, tuple[str, ...]]:
+        """``model_tokenizers`` by model: the addresses of each one's replicas, each once."""
+        return {model: _addresses(where) for model, _, where in (i.partition("=") for i in self.model_tokenizers)}
+
+    @field_validator("model_tokenizers")
+    @classmethod
+    def _are_addresses(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for item in given:
+            model, _, where = item.partition("=")
+            addresses = _addresses(where)
+            if not model or not addresses or not all(address.rpartition(":")[2].isdigit() for address in addresses):
+                raise ValueError(f"{item!r} is not MODEL=HOST:PORT")
+        return given
+
+
+def _addresses(listed: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(filter(None, (address.strip() for address in listed.split(",")))))

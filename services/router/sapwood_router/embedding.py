@@ -35,7 +35,7 @@ from sapwood_router.policies.policy_book import PolicyBook
 from sapwood_router.registry import RETRY_AFTER, Registry
 from sapwood_router.resume import Failover
 from sapwood_router.retry import RetryPolicy
-from sapwood_router.tokenizer_client import TokenizerClient
+from sapwood_router.tokenizers import Tokenizers
 from sapwood_router.validation import MAX_EMBEDDED, check_token_ids
 from sapwood_router.worker import Worker, preferred
 
@@ -51,7 +51,7 @@ class Embedder:
     """Embeds.
 
     Args:
-        tokenizer: Encodes texts.
+        tokenizers: Encode texts.
         registry: Knows the workers.
         admission: Where requests wait for one.
         policies: Choose one.
@@ -63,7 +63,7 @@ class Embedder:
 
     def __init__(
         self,
-        tokenizer: TokenizerClient,
+        tokenizers: Tokenizers,
         registry: Registry,
         admission: AdmissionControl,
         policies: PolicyBook,
@@ -72,7 +72,7 @@ class Embedder:
         resume_grace: float,
         observer: RequestObserver,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizers = tokenizers
         self._registry = registry
         self._admission = admission
         self._policies = policies
@@ -155,7 +155,8 @@ class Embedder:
 
     async def _encode(self, request: EmbedRequest) -> list[list[int]]:
         texts = [item for item in request.inputs if isinstance(item, str)]
-        encoded = iter(await self._tokenizer.encode_texts(texts, request.request_id, request.deadline) if texts else ())
+        client = self._tokenizers.of(request.model).client
+        encoded = iter(await client.encode_texts(texts, request.request_id, request.deadline) if texts else ())
         sequences = []
         for name, item in zip(request.names, request.inputs, strict=True):
             if isinstance(item, str):

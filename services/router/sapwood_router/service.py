@@ -259,7 +259,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """Where a request would go now, and why."""
         pipeline = self._pipeline
         asked = self._contexts(request.request, new_request_id(), dict(_metadata(context)), context.time_remaining())[0]
-        await prepare(asked, pipeline.tokenizer)
+        await prepare(asked, pipeline.tokenizers.of(asked.model).client)
         return to_explanation(explain(asked, pipeline.registry, pipeline.policies))
 
 

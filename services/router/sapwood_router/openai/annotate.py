@@ -13,8 +13,8 @@ from sapwood_router.context import ChatPrompt, Delta, RequestContext, TextPrompt
 from sapwood_router.logprobs import TokenLogprobs
 from sapwood_router.openai.logprobs import chat_object, chat_tokens
 from sapwood_router.output import Output, OutputOptions
-from sapwood_router.pipeline.pipeline import Pipeline
 from sapwood_router.token_table import TokenTable
+from sapwood_router.tokenizers import Tokenizer
 
 
 class LogprobsWriter(Protocol):
@@ -38,7 +38,7 @@ class Annotator:
 
     Args:
         contexts: One for each choice.
-        pipeline: Knows tokens' texts.
+        tokenizer: Knows tokens' texts.
         make_writer: Makes a choice's writer; None where no probabilities were asked for.
         echo: Whether each choice begins with its prompt.
         prompt_only: Whether it ends there: what was generated, for there must be something, is dropped.
@@ -47,15 +47,14 @@ class Annotator:
     def __init__(
         self,
         contexts: Sequence[RequestContext],
-        pipeline: Pipeline,
+        tokenizer: Tokenizer,
         make_writer: Callable[[], LogprobsWriter] | None,
         *,
         echo: bool = False,
         prompt_only: bool = False,
     ) -> None:
         self._contexts = contexts
-        self._tokenizer = pipeline.tokenizer
-        self._session = pipeline.session
+        self._tokenizer = tokenizer
         self._writers = None if make_writer is None else [make_writer() for _ in contexts]
         self._echo = set(range(len(contexts))) if echo else set[int]()
         self._prompt_only = prompt_only
@@ -89,7 +88,7 @@ class Annotator:
         for found in logprobs:
             if found is not None:
                 needed.update(found.top_ids)
-        table = await self._tokenizer.token_bytes(needed, context.request_id, context.deadline)
+        table = await self._tokenizer.client.token_bytes(needed, context.request_id, context.deadline)
         return self._writers[index].add(ids, logprobs, table)
 
     def _tokens(self, delta: Delta) -> tuple[list[int], list[TokenLogprobs | None]]:
@@ -102,7 +101,9 @@ class Annotator:
         assert not isinstance(prompt, ChatPrompt), "chats are not echoed"
         if isinstance(prompt, TextPrompt):
             return prompt.text
-        stream = self._session.open(OutputOptions(skip_special_tokens=context.output.skip_special_tokens), whole=True)
+        stream = self._tokenizer.outputs.open(
+            OutputOptions(skip_special_tokens=context.output.skip_special_tokens), whole=True
+        )
         written = asyncio.Event()
         stream.follow(written.set)
         stream.push(context.token_ids, end=True)

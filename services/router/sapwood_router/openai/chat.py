@@ -54,7 +54,7 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     runs = [pipeline.open(context) for context in contexts]
     exchange.on_disconnect(lambda: close_all(runs))
     answer_id, created = f"chatcmpl-{exchange.request_id}", int(time.time())
-    annotator = Annotator(contexts, pipeline, ChatWriter if request.logprobs else None)
+    annotator = Annotator(contexts, pipeline.tokenizers.of(request.model), ChatWriter if request.logprobs else None)
 
     def make_body(answers: list[Answer]) -> ChatResponse:
         choices = [_choice(index, answer) for index, answer in enumerate(answers)]

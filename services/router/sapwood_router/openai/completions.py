@@ -53,7 +53,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     answer_id, created = f"cmpl-{exchange.request_id}", int(time.time())
     shows_special = request.skip_special_tokens is False
     writer = None if request.logprobs is None else partial(CompletionWriter, shows_special)
-    annotator = Annotator(contexts, pipeline, writer, echo=echo, prompt_only=prompt_only)
+    annotator = Annotator(contexts, pipeline.tokenizers.of(request.model), writer, echo=echo, prompt_only=prompt_only)
 
     shows_prompt = request.return_token_ids is True
     shows_tokens = shows_prompt or request.detokenize is False

@@ -13,7 +13,6 @@ from sapwood_common.errors import DeadlineExceededError, InternalError, RequestC
 from sapwood_common.status import row_of
 from sapwood_router.admission_control import AdmissionControl, Place
 from sapwood_router.context import Delta, RequestContext
-from sapwood_router.detokenize_pool import DetokenizePool
 from sapwood_router.embedding import Embedder
 from sapwood_router.observer import RequestObserver
 from sapwood_router.output_stream import OutputChunk, OutputStream
@@ -27,7 +26,7 @@ from sapwood_router.registry import Registry
 from sapwood_router.resume import Failover
 from sapwood_router.retry import RetryPolicy
 from sapwood_router.token_stream import TokenStream
-from sapwood_router.tokenizer_client import TokenizerClient
+from sapwood_router.tokenizers import Tokenizers
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +35,7 @@ class Pipeline:
     """What all requests share.
 
     Args:
-        tokenizer: Encodes prompts.
-        session: Decodes tokens.
+        tokenizers: Encode prompts and decode tokens.
         registry: Knows the workers.
         admission: Where requests wait for one.
         policies: Choose one.
@@ -49,8 +47,7 @@ class Pipeline:
 
     def __init__(
         self,
-        tokenizer: TokenizerClient,
-        session: DetokenizePool,
+        tokenizers: Tokenizers,
         registry: Registry,
         admission: AdmissionControl,
         policies: PolicyBook,
@@ -59,9 +56,8 @@ class Pipeline:
         resume_grace: float,
         observer: RequestObserver,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.embedder = Embedder(tokenizer, registry, admission, policies, retry, failover, resume_grace, observer)
-        self.session = session
+        self.tokenizers = tokenizers
+        self.embedder = Embedder(tokenizers, registry, admission, policies, retry, failover, resume_grace, observer)
         self.registry = registry
         self.admission = admission
         self.policies = policies
@@ -192,12 +188,13 @@ class Run:
         context, pipeline = self._context, self._pipeline
         place = self._place = reserve(context, pipeline.registry, pipeline.admission)
         with self._watch.stage("prepare"):
-            await prepare(context, pipeline.tokenizer)
+            tokenizer = pipeline.tokenizers.of(context.model)
+            await prepare(context, tokenizer.client)
         if self._closed:
             raise RequestCancelledError("the client left")
         stream: OutputStream
         if context.detokenize:
-            stream = pipeline.session.open(context.output, whole=context.whole)
+            stream = tokenizer.outputs.open(context.output, whole=context.whole)
         else:
             stream = TokenStream(whole=context.whole)
         self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire, stream)

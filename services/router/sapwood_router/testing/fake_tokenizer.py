@@ -26,15 +26,16 @@ _OFFSET = 3
 BOS, EOS = 2, 1
 
 
-def encode(text: str) -> list[int]:
+def encode(text: str, offset: int = _OFFSET) -> list[int]:
     """The tokens of a text."""
-    return [BOS, *(byte + _OFFSET for byte in text.encode())]
+    return [BOS, *(byte + offset for byte in text.encode())]
 
 
 @dataclass(slots=True)
 class _Stream:
     stop: tuple[str, ...]
     parser: FakeParser
+    offset: int
     decoder: codecs.IncrementalDecoder = field(default_factory=codecs.getincrementaldecoder("utf-8"))
     held: str = ""
     tokens: int = 0
@@ -44,9 +45,14 @@ class _Stream:
 
 
 class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
-    """The service. Detokenize holds back what may begin a stop string or a marker of its parsers, as the real one does."""
+    """The service. Detokenize holds back what may begin a stop string or a marker of its parsers, as the real one does.
 
-    def __init__(self) -> None:
+    Args:
+        offset: What a byte's token is above its value: another vocabulary.
+    """
+
+    def __init__(self, offset: int = _OFFSET) -> None:
+        self._offset = offset
         self.port = 0
         self.request_ids: list[str] = []
         self.tool_parser = TOOL_PARSER
@@ -91,7 +97,9 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     ) -> tokenizer_pb2.TokenizeResponse:
         """Bytes to tokens."""
         self.request_ids.append(request_id_var.get())
-        return tokenizer_pb2.TokenizeResponse(sequences=[common_pb2.TokenIds(ids=encode(t)) for t in request.texts])
+        return tokenizer_pb2.TokenizeResponse(
+            sequences=[common_pb2.TokenIds(ids=encode(t, self._offset)) for t in request.texts]
+        )
 
     async def ApplyChatTemplate(  # noqa: N802
         self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: Context
@@ -117,7 +125,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
                     raise InvalidArgumentError("the arguments of a call are a JSON object", field=field_name)
         text = "".join(f"<{message.role}>{message.content}" for message in request.messages) + "<assistant>"
         return tokenizer_pb2.ApplyChatTemplateResponse(
-            text=text, tokens=common_pb2.TokenIds(ids=encode(text)), reasoning_open=self.reasoning_open
+            text=text, tokens=common_pb2.TokenIds(ids=encode(text, self._offset)), reasoning_open=self.reasoning_open
         )
 
     def Encode(  # noqa: N802
@@ -148,9 +156,10 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.looked_up += request.token_ids
         return tokenizer_pb2.GetTokenBytesResponse(
             tokens=[
-                bytes([token - _OFFSET]) if token >= _OFFSET else f"<{token}>".encode() for token in request.token_ids
+                bytes([token - self._offset]) if token >= self._offset else f"<{token}>".encode()
+                for token in request.token_ids
             ],
-            special=[token for token in request.token_ids if token < _OFFSET],
+            special=[token for token in request.token_ids if token < self._offset],
         )
 
     async def GetInfo(  # noqa: N802
@@ -159,7 +168,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         """Describes itself."""
         return tokenizer_pb2.GetInfoResponse(
             model="fake",
-            vocab_size=256 + _OFFSET,
+            vocab_size=256 + self._offset,
             bos_token_id=BOS,
             eos_token_ids=[EOS],
             has_chat_template=True,
@@ -183,7 +192,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             for item in request.inputs:
                 if item.HasField("options"):
                     self.options.append(item.options)
-                output = _feed(streams, item)
+                output = _feed(streams, item, self._offset)
                 if output is not None:
                     response.outputs.append(output)
             self.open_streams = set(streams)
@@ -191,24 +200,28 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
                 yield response
 
 
-def _feed(streams: dict[int, _Stream], item: tokenizer_pb2.DetokenizeInput) -> tokenizer_pb2.DetokenizeOutput | None:
+def _feed(
+    streams: dict[int, _Stream], item: tokenizer_pb2.DetokenizeInput, offset: int
+) -> tokenizer_pb2.DetokenizeOutput | None:
     if item.cancel:
         streams.pop(item.stream_id, None)
         return None
     if item.HasField("options"):
-        streams[item.stream_id] = _Stream(tuple(item.options.stop), FakeParser(item.options))
+        streams[item.stream_id] = _Stream(tuple(item.options.stop), FakeParser(item.options), offset)
     stream = streams.get(item.stream_id)
     if stream is None:  # it met a stop string while this was on its way
         return None
     output = tokenizer_pb2.DetokenizeOutput(stream_id=item.stream_id)
     if not stream.stop:
         stream.tokens += len(item.token_ids)
-        output.text = stream.decoder.decode(bytes(token - _OFFSET for token in item.token_ids if token >= _OFFSET))
+        output.text = stream.decoder.decode(
+            bytes(token - stream.offset for token in item.token_ids if token >= stream.offset)
+        )
         stream.consumed = stream.tokens - len(stream.decoder.getstate()[0])
     for token in item.token_ids if stream.stop else ():
         stream.tokens += 1
-        if token >= _OFFSET:
-            stream.held += stream.decoder.decode(bytes([token - _OFFSET]))
+        if token >= stream.offset:
+            stream.held += stream.decoder.decode(bytes([token - stream.offset]))
         if not stream.decoder.getstate()[0]:  # not within a character
             stream.marks.append((stream.sent + len(output.text) + len(stream.held), stream.tokens))
         found = [(stream.held.find(stop), stop) for stop in stream.stop if stop in stream.held]

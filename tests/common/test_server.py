@@ -138,3 +138,13 @@ async def test_a_port_in_use_is_a_configuration_error(running) -> None:
 async def _until(condition) -> None:
     while not condition():
         await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+async def test_a_malformed_health_request_is_refused_without_a_traceback(running, caplog, method) -> None:
+    _, _, channel = running
+    call = channel.unary_stream(f"/grpc.health.v1.Health/{method}")(b"\xff\xff")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not [record for record in caplog.records if record.exc_info or record.levelname in ("WARNING", "ERROR")]

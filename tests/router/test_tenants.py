@@ -160,3 +160,12 @@ async def test_tenants_are_counted_and_their_number_is_bounded(cluster) -> None:
     assert len(found) == 65
     assert sum(found.values()) == 80
     assert found["other"] == 16
+
+
+@pytest.mark.parametrize("names", [("alice", "bob"), ("alice", "alice")])
+async def test_a_call_with_two_keys_is_refused(make_cluster, key_file, names) -> None:
+    async with make_cluster(1, api_keys=key_file()) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await cluster.generate("a", metadata=bearer(names[0]) + bearer(names[1]))
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert "more than once" in caught.value.details()

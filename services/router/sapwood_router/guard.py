@@ -36,7 +36,10 @@ class Guard:
         """
         if self._public is not None and method not in self._public:
             raise UnimplementedError(f"{method} is for operators: it is served on --admin-port only, where one is set")
-        self._check(next((value for key, value in metadata if key == AUTHORIZATION_KEY), ""))
+        values = [value for key, value in metadata if key == AUTHORIZATION_KEY]
+        if len(values) > 1 and self._keys is not None:
+            raise UnauthenticatedError("authorization is given more than once")
+        self._check(values[0] if values else "")
 
     def check_headers(self, headers: Mapping[bytes, bytes]) -> None:
         """Checks an HTTP request in its task. Raises SapwoodError as :meth:`ApiKeys.check`."""

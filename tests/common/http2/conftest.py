@@ -18,6 +18,7 @@ from sapwood_common.http2 import frames
 from sapwood_common.http2.call import ServerCall
 from sapwood_common.http2.connection import ServerConnection
 from sapwood_common.http2.header_reader import Headers
+from sapwood_common.http2.lifetime import Timeouts
 from sapwood_common.http2.request_head import RequestHead
 from sapwood_common.http2.running_call import RunningCall
 from sapwood_common.http2.server import Http2Server
@@ -150,7 +151,9 @@ class Wire:
         self.transport = FakeTransport()
         self.calls: dict[int, Recorder] = {}
         self.echo = echo
-        self.connection = ServerConnection(self._open, lambda _: None, lambda _: None, most_bytes, share or unhurried())
+        self.connection = ServerConnection(
+            self._open, lambda _: None, lambda _: None, most_bytes, share or unhurried(), Timeouts()
+        )
         self.connection.connection_made(self.transport)
         if greet:
             self.send(frames.PREFACE + frames.settings(()))
@@ -367,8 +370,10 @@ Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
 
 @asynccontextmanager
-async def _serving(most_bytes: int = 1 << 20, tls: ServerTls | None = None) -> AsyncIterator[Running]:
-    server, service = Http2Server(lambda _, handler: handler, most_bytes, tls), Service()
+async def _serving(
+    most_bytes: int = 1 << 20, tls: ServerTls | None = None, timeouts: Timeouts | None = None
+) -> AsyncIterator[Running]:
+    server, service = Http2Server(lambda _, handler: handler, most_bytes, tls, timeouts=timeouts), Service()
     server.add_registered_method_handlers(SERVICE, service.handlers())
     running = Running(server, service, await server.start("127.0.0.1", 0))
     yield running

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
-import signal
-import sys
 
 import grpc
 import pytest
@@ -241,39 +238,6 @@ async def test_streams_that_open_and_leave_at_once_leave_nothing(running, reques
     await until(lambda: running.live() == 1)
     assert sorted(running.service.started) == sorted(running.service.finished)
     client.writer.close()
-
-
-CLIENT = """
-import socket, sys
-from sapwood_common.http2 import frames
-client = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-client.sendall(bytes.fromhex(sys.argv[2]))
-print("sent", flush=True)
-while client.recv(65536):
-    pass
-"""
-
-
-async def test_a_client_that_stands_still_is_given_up(running, request_block, grpc_message, until) -> None:
-    data = frames.PREFACE + frames.settings(()) + frames.header_frames(1, request_block("Wait"), 16_384)
-    data += frames.frame(frames.DATA, frames.END_STREAM, 1, grpc_message(b""))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CLIENT, str(running.port), data.hex(), stdout=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    assert await process.stdout.readline() == b"sent\n"
-    await until(lambda: running.service.started == ["Wait"])
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        (connection,) = running.busy_connections()
-        connection.check_alive()
-        connection.check_alive()
-        connection.check_alive()
-        await until(lambda: running.service.finished == ["Wait"])
-        await until(lambda: running.service.called_back == 1)
-    finally:
-        process.kill()
-        await process.wait()
 
 
 async def test_a_handler_that_overhears_its_cancellation_ends_with_its_next_response() -> None:

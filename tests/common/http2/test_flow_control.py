@@ -175,32 +175,6 @@ def test_a_settings_frame_of_many_windows_counts_once(make_wire) -> None:
     assert wire.open(4001).stream.window == 2699
 
 
-def test_liveness_who_has_calls_must_answer(make_wire) -> None:
-    wire = make_wire()
-    wire.connection.check_alive()
-    assert wire.answers() == []  # no calls, no pings
-    wire.connection.check_alive()
-    assert not wire.transport.closed
-    wire.open(1)
-    wire.answers()
-    for _ in range(3):
-        wire.connection.check_alive()
-        (ping,) = wire.answers()
-        assert ping[0] == frames.PING
-        wire.send(frames.frame(frames.PING, frames.ACK, 0, ping[3]))
-    wire.connection.check_alive()
-    wire.connection.check_alive()
-    assert wire.transport.aborted
-
-
-def test_liveness_who_never_speaks_http_2_is_given_up(make_wire) -> None:
-    wire = make_wire(greet=False)
-    wire.connection.check_alive()
-    assert not wire.transport.closed
-    wire.connection.check_alive()
-    assert wire.transport.aborted
-
-
 @pytest.fixture
 def flushes(monkeypatch) -> list[int]:
     """Streams that were looked at: whether they have something to write, and may."""

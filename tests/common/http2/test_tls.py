@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import trustme
 
 from sapwood_common.http2 import frames
+from sapwood_common.http2.lifetime import Timeouts
 from sapwood_common.tls import ServerTls
 
 ECHO = "/test.Test/Echo"
@@ -64,14 +66,35 @@ async def test_calls_and_large_messages_over_tls(serve, files) -> None:
                 assert await channel.unary_unary(ECHO)(body) == body
 
 
-@pytest.mark.parametrize("offered", [("h2",), ("http/1.1", "h2"), ("http/1.1",), ()])
-async def test_what_is_agreed_on(serve, files, offered) -> None:
+@pytest.mark.parametrize("offered", [("h2",), ("http/1.1", "h2")])
+async def test_h2_is_agreed_on(serve, files, offered) -> None:
     async with serve(tls=files.tls) as running:
         client = await running.connect(ssl=files.context(*offered))
-        agreed = client.writer.get_extra_info("ssl_object").selected_alpn_protocol()
-        assert agreed == ("h2" if "h2" in offered else None)
+        assert client.writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
         await client.ping()
         client.writer.transport.abort()
+
+
+@pytest.mark.parametrize("offered", [("http/1.1",), ("h3", "http/1.1"), ()])
+async def test_who_does_not_offer_h2_is_closed_and_told_nothing(serve, files, offered, until) -> None:
+    """As by grpcio's server, also who offers nothing."""
+    async with serve(tls=files.tls) as running:
+        client = await running.connect(ssl=files.context(*offered))
+        assert client.writer.get_extra_info("ssl_object").selected_alpn_protocol() is None
+        with contextlib.suppress(ConnectionError):
+            assert await client.reader.read() == b""
+        assert not running.server.connections
+        client.writer.close()
+
+
+async def test_a_tls_handshake_that_does_not_go_on_is_closed(serve, files) -> None:
+    async with serve(tls=files.tls, timeouts=Timeouts(handshake=0.05)) as running:
+        for sent in (b"", b"\x16\x03\x01\x02\0"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+            writer.write(sent)
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
 
 
 async def test_failed_handshakes_leave_nothing_and_harm_nobody(serve, files, until) -> None:

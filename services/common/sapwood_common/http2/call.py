@@ -87,7 +87,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
         Raises:
             ResourceExhaustedError: It is too large.
-            InvalidArgumentError: It cannot be decompressed.
+            InvalidArgumentError: It cannot be decompressed, or is no message of the method's.
         """
         while not self._requests:
             if self._problem is not None:
@@ -105,7 +105,10 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
                 raise self._too_large(self._most_bytes + 1) from None
             except ValueError as error:
                 raise InvalidArgumentError(str(error)) from error
-        return self._parse(message)
+        try:
+            return self._parse(message)
+        except Exception as error:  # protobuf's, or whatever parses has of its own
+            raise InvalidArgumentError("the request is not a valid message of its type") from error
 
     def __aiter__(self) -> ServerCall:
         """The requests."""

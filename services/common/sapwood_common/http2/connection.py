@@ -26,6 +26,7 @@ from sapwood_common.http2.flow_control import FlowControl
 from sapwood_common.http2.frame_reader import FrameReader
 from sapwood_common.http2.frames import ConnectionFailedError
 from sapwood_common.http2.header_reader import MOST_HEADER_BYTES, HeaderReader
+from sapwood_common.http2.lifetime import Due, Lifetime, Timeouts
 from sapwood_common.http2.request_head import RequestHead, find_trailer_problem
 from sapwood_common.http2.stream import WINDOW, ServerStream
 from sapwood_common.http2.stream_ids import StreamIds
@@ -36,7 +37,8 @@ logger = logging.getLogger(__name__)
 _CONNECTION_WINDOW = 16 * 1024 * 1024
 _MOST_STREAMS = 16384
 """Calls at a time. Each holds some 2 KB before its first message, for a few bytes that the client sends."""
-_PING = b"sapwood."
+_PING, _LAST_PING = b"sapwood.", b"goodbye."
+"""What pings say: whether the client is there, and whether it has heard that it is to go."""
 _CLOSE_SECONDS = 1.0
 _MOST_UNREAD = 4 * 1024 * 1024
 """Bytes that wait for a client that goes on sending. Messages stop long before; answers to its pings and the like do not."""
@@ -55,6 +57,7 @@ class ServerConnection(asyncio.Protocol):
         on_lost: Called when it is over.
         most_bytes: The largest message taken.
         share: Shares the event loop's time among connections.
+        timeouts: How long what may last.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class ServerConnection(asyncio.Protocol):
         on_lost: Callable[[ServerConnection], None],
         most_bytes: int,
         share: TimeShare,
+        timeouts: Timeouts,
     ) -> None:
         self.peer = ""
         """The client's address as grpcio writes it."""
@@ -88,7 +92,7 @@ class ServerConnection(asyncio.Protocol):
         self._consumed = 0
         self._closing = False
         self._aborter: asyncio.TimerHandle | None = None
-        self._heard = True
+        self._life = Lifetime(timeouts)
 
     @property
     def writable(self) -> bool:
@@ -123,20 +127,26 @@ class ServerConnection(asyncio.Protocol):
         if self._closing and not self._streams and self._transport is not None:
             self._transport.close()
 
-    def check_alive(self) -> None:
-        """To be called now and then: gives up a client that has calls and said nothing since it was pinged the last time.
-
-        Also one that has not even said that it speaks HTTP/2.
-        """
-        if self._transport is None or self._transport.is_closing():
+    def check(self, now: float) -> None:
+        """To be called every few seconds, with the event loop's time: pings, retires or gives up who has been silent or idle."""
+        if self._transport is None:
             return
-        if not self._heard and (self._streams or not self._greeted):
+        due = self._life.check(
+            now,
+            greeted=self._greeted,
+            busy=bool(self._streams),
+            last_stream=self._ids.last,
+            closing=self._transport.is_closing(),
+        )
+        if due is Due.PING:
+            self.send(frames.frame(frames.PING, 0, 0, _PING))
+        elif due is Due.RETIRE:
+            # Calls that are on their way are answered yet: which is the last is said once the client has heard this.
+            self._goaway(ErrorCodes.NO_ERROR, frames.LAST_STREAM)
+            self.send(frames.frame(frames.PING, 0, 0, _LAST_PING))
+        elif due is Due.GIVE_UP:
             logger.info("%s does not answer: its connection is given up", self.peer)
             self._transport.abort()
-            return
-        self._heard = False
-        if self._streams:
-            self.send(frames.frame(frames.PING, 0, 0, _PING))
 
     def close_gently(self) -> None:
         """Takes no more calls; closes once those that run have ended."""
@@ -144,7 +154,7 @@ class ServerConnection(asyncio.Protocol):
             return
         self._closing = True
         if self._greeted:
-            self._goaway(ErrorCodes.NO_ERROR)
+            self._goaway(ErrorCodes.NO_ERROR, self._ids.last)
         if not self._streams:
             self._transport.close()
 
@@ -165,6 +175,11 @@ class ServerConnection(asyncio.Protocol):
         name = transport.get_extra_info("peername")
         if isinstance(name, tuple):
             self.peer = f"ipv6:[{name[0]}]:{name[1]}" if ":" in name[0] else f"ipv4:{name[0]}:{name[1]}"
+        tls = transport.get_extra_info("ssl_object")
+        if tls is not None and tls.selected_alpn_protocol() != "h2":
+            logger.info("%s does not offer h2 in its TLS handshake (ALPN)", self.peer)
+            self._transport.close()
+            return
         self.send(
             frames.settings(
                 (
@@ -203,7 +218,7 @@ class ServerConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        self._heard = True
+        self._life.heard = True
         self._take(data, self._share.is_over)
         if self._share.measuring:
             self._share.end()
@@ -217,7 +232,7 @@ class ServerConnection(asyncio.Protocol):
         if self._transport.is_closing():
             return False
         if self._behind:
-            self._heard = True
+            self._life.heard = True
             self._take(b"", lambda: self._share.clock() >= until)
             if self._transport.is_closing():
                 return False
@@ -233,7 +248,7 @@ class ServerConnection(asyncio.Protocol):
             self._behind = self._reader.feed(data, self, is_over)
         except ConnectionFailedError as error:
             logger.info("%s: %s", self.peer, error)
-            self._goaway(error.code)
+            self._goaway(error.code, self._ids.last)
             self.close()
             return
         if self._consumed > _CONNECTION_WINDOW // 2:
@@ -246,6 +261,9 @@ class ServerConnection(asyncio.Protocol):
 
     def _take_greeting(self, data: bytes) -> bytes:
         """Waits for the preface and the head of the first frame; returns what there is of frames by then."""
+        assert self._transport is not None
+        if self._transport.is_closing():  # it was refused
+            return b""
         greeting = self._greeting = self._greeting + data
         if not greeting.startswith(frames.PREFACE[: len(greeting)]):
             self._refuse_protocol(greeting)
@@ -357,6 +375,8 @@ class ServerConnection(asyncio.Protocol):
             frames.check_size(payload, 8, stream == 0)
             if not flags & frames.ACK:
                 self.send(frames.frame(frames.PING, frames.ACK, 0, payload))
+            elif payload == _LAST_PING and self._life.retired:
+                self.close_gently()
         elif kind == frames.RST_STREAM:
             frames.check_size(payload, 4, not self._ids.is_idle(stream))
             if stream in self._streams:
@@ -382,5 +402,5 @@ class ServerConnection(asyncio.Protocol):
         elif frames.depends_on(payload) == stream:
             self._fail_stream(stream, ErrorCodes.PROTOCOL_ERROR, "a stream that depends on itself")
 
-    def _goaway(self, code: ErrorCodes) -> None:
-        self.send(frames.frame(frames.GOAWAY, 0, 0, self._ids.last.to_bytes(4, "big") + code.to_bytes(4, "big")))
+    def _goaway(self, code: ErrorCodes, last: int) -> None:
+        self.send(frames.frame(frames.GOAWAY, 0, 0, last.to_bytes(4, "big") + code.to_bytes(4, "big")))

@@ -17,6 +17,7 @@ USUAL_WINDOW = 65_535
 LARGEST_WINDOW = 2**31 - 1
 USUAL_FRAME = 16_384
 LARGEST_FRAME = 2**24 - 1
+LAST_STREAM = 2**31 - 1
 
 
 class ConnectionFailedError(Exception):

@@ -13,6 +13,7 @@ from sapwood_common.http2 import encoding, frames
 from sapwood_common.http2.call import ServerCall
 from sapwood_common.http2.connection import ServerConnection
 from sapwood_common.http2.header_reader import Headers
+from sapwood_common.http2.lifetime import Timeouts
 from sapwood_common.http2.request_head import RequestHead
 from sapwood_common.http2.running_call import Handler, RunningCall
 from sapwood_common.http2.stream import ServerStream
@@ -23,7 +24,10 @@ from sapwood_common.tls import ServerContext, ServerTls
 
 logger = logging.getLogger(__name__)
 
-_CHECK_INTERVAL = 20.0
+_CHECKS = 4
+"""How often connections are looked at in the shortest time that counts for them."""
+_CHECKED_AT_ONCE = 64
+"""Connections: what is due for thousands must not hold up the others."""
 
 Wrap = Callable[[str, Handler], Handler]
 _STOP_SECONDS = 5.0
@@ -41,6 +45,7 @@ class Http2Server:
         most_bytes: The largest request.
         tls: Certificate and key; None is plain text.
         rank: Which of the calls that come at once begin first, by their headers; None: each in its order.
+        timeouts: How long clients may take, and be silent or idle.
     """
 
     def __init__(
@@ -49,10 +54,12 @@ class Http2Server:
         most_bytes: int,
         tls: ServerTls | None = None,
         rank: Callable[[Headers], Rank] | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
         self._wrap = wrap
         self._rank = rank
         self._most_bytes = most_bytes
+        self._timeouts = timeouts or Timeouts()
         self._tls = None if tls is None else ServerContext(tls, alpn=("h2",))
         self._handlers: dict[bytes, Handler] = {}
         self._server: asyncio.Server | None = None
@@ -93,7 +100,12 @@ class Http2Server:
         listener = listen(host, port, reuse_port=reuse_port)
         chosen: int = listener.getsockname()[1]
         self._server = await asyncio.get_running_loop().create_server(
-            self._connect, sock=listener, backlog=BACKLOG, ssl=None if self._tls is None else self._tls.context
+            self._connect,
+            sock=listener,
+            backlog=BACKLOG,
+            ssl=None if self._tls is None else self._tls.context,
+            ssl_handshake_timeout=None if self._tls is None else self._timeouts.handshake,
+            ssl_shutdown_timeout=None if self._tls is None else self._timeouts.flush,
         )
         self._checker = asyncio.create_task(self._check(), name="connections' liveness")
         return chosen
@@ -121,7 +133,7 @@ class Http2Server:
             logger.error("%d handlers do not end though they were cancelled", over.count(False))
 
     def _connect(self) -> ServerConnection:
-        return ServerConnection(self._open, self._made, self._lost, self._most_bytes, self._share)
+        return ServerConnection(self._open, self._made, self._lost, self._most_bytes, self._share, self._timeouts)
 
     def _made(self, connection: ServerConnection) -> None:
         self._connections.add(connection)
@@ -135,13 +147,16 @@ class Http2Server:
 
     async def _check(self) -> None:
         loop = asyncio.get_running_loop()
+        interval = self._timeouts.shortest / _CHECKS
         while True:
-            due = loop.time() + _CHECK_INTERVAL
-            await asyncio.sleep(_CHECK_INTERVAL)
-            if loop.time() - due > _CHECK_INTERVAL / 2:
+            due = loop.time() + interval
+            await asyncio.sleep(interval)
+            if loop.time() - due > interval / 2:
                 continue  # this loop was held up: what clients said may wait to be read
-            for connection in tuple(self._connections):
-                connection.check_alive()
+            for number, connection in enumerate(tuple(self._connections), 1):
+                connection.check(loop.time())
+                if number % _CHECKED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
 
     def _open(self, connection: ServerConnection, stream: ServerStream, head: RequestHead) -> None:
         fields = head.fields

@@ -115,24 +115,6 @@ class NoTracing:
         """Nothing."""
 
 
-def start_tracing(service: str, endpoint: str | None, ratio: float) -> Tracing:
-    """Tracing to an OTLP/gRPC collector, or none.
-
-    Args:
-        service: ``service.name`` of the spans.
-        endpoint: ``host:port`` or URL of the collector; None, or nothing, is off.
-        ratio: Share of traces that are kept, 0 to 1, of those that begin here; others follow their parent's decision.
-
-    Raises:
-        ConfigError: OpenTelemetry is not installed.
-    """
-    if not endpoint:
-        return NoTracing()
-    from sapwood_common.tracing_otlp import OtlpTracing
-
-    return OtlpTracing(service, endpoint, ratio)
-
-
 def error_type(error: BaseException) -> str:
     """What OpenTelemetry calls ``error.type``: the gRPC status of an error of ours, else the exception's name."""
     return row_of(error).grpc.name if isinstance(error, SapwoodError) else type(error).__name__

@@ -49,7 +49,7 @@ class _OtlpSpan:
 
 
 class OtlpTracing:
-    """See :func:`sapwood_common.tracing.start_tracing`. Spans wait in a bounded queue and are dropped beyond it."""
+    """See :func:`sapwood_common.tracing_start.start_tracing`. Spans wait in a bounded queue and are dropped beyond it."""
 
     on = True
 

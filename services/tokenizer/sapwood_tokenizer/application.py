@@ -20,7 +20,7 @@ from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce, setup_logging
 from sapwood_common.tls import server_tls
-from sapwood_common.tracing import start_tracing
+from sapwood_common.tracing_start import start_tracing
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.encoder import Encoder, EncoderOptions
 from sapwood_tokenizer.grammar import Grammars, build_grammars

@@ -16,7 +16,7 @@ from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_common.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry import announce
 from sapwood_common.tls import server_tls
-from sapwood_common.tracing import start_tracing
+from sapwood_common.tracing_start import start_tracing
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.engine import Engine
 from sapwood_worker.grammar.front import RequestGrammars

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from h2.errors import ErrorCodes
 
@@ -16,12 +16,36 @@ from sapwood_common.http2 import frames
 from sapwood_common.http2.frames import ConnectionFailedError
 from sapwood_common.http2.peer_settings import PeerSettings
 
-if TYPE_CHECKING:
-    from sapwood_common.http2.stream import ServerStream
-
-
 _MOST_AT_ONCE = 32
 """Streams that write in one go when there is room; others follow in later turns of the event loop."""
+
+
+class Writer(Protocol):
+    """A stream, as far as windows go.
+
+    Attributes:
+        balance: Bytes that the client takes of it beyond ``FlowControl.stream_window``: what it granted less what was sent.
+    """
+
+    balance: int
+
+    @property
+    def window(self) -> int:
+        """Bytes that the client takes of it now."""
+        ...
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether messages wait for the client."""
+        ...
+
+    def flush(self) -> None:
+        """Sends what the windows and the socket allow."""
+        ...
+
+    def break_off(self, code: ErrorCodes) -> None:
+        """Ends it: the client broke the protocol."""
+        ...
 
 
 class FlowControl:
@@ -54,7 +78,7 @@ class FlowControl:
         "window",
     )
 
-    def __init__(self, streams: Mapping[int, ServerStream], on_left: Callable[[], None]) -> None:
+    def __init__(self, streams: Mapping[int, Writer], on_left: Callable[[], None]) -> None:
         self.window = self.stream_window = frames.USUAL_WINDOW
         self.frame_size = frames.USUAL_FRAME
         self.paused = False
@@ -65,11 +89,11 @@ class FlowControl:
         """All that the connection's window ever was given."""
         self._largest = 0
         """No open stream's balance is larger."""
-        self._blocked: OrderedDict[ServerStream, None] = OrderedDict()
+        self._blocked: OrderedDict[Writer, None] = OrderedDict()
         """Those that wait for the connection's window."""
-        self._unwritable: OrderedDict[ServerStream, None] = OrderedDict()
+        self._unwritable: OrderedDict[Writer, None] = OrderedDict()
         """Those that wait for the socket alone."""
-        self._starved: OrderedDict[ServerStream, None] = OrderedDict()
+        self._starved: OrderedDict[Writer, None] = OrderedDict()
         """Those that wait for their own windows."""
         self._retries = 0
         """How many of these, from the first on, may have room now."""
@@ -79,15 +103,15 @@ class FlowControl:
         """Bytes of DATA that were sent on the connection."""
         return self._granted - self.window
 
-    def block(self, stream: ServerStream) -> None:
-        """Has :meth:`ServerStream.flush` called once there is room on the connection and its socket."""
+    def block(self, stream: Writer) -> None:
+        """Has :meth:`Writer.flush` called once there is room on the connection and its socket."""
         (self._blocked if stream.has_unsent else self._unwritable)[stream] = None
 
-    def starve(self, stream: ServerStream) -> None:
+    def starve(self, stream: Writer) -> None:
         """Has it called once the client takes more of the stream."""
         self._starved[stream] = None
 
-    def forget(self, stream: ServerStream) -> None:
+    def forget(self, stream: Writer) -> None:
         """The stream is over."""
         self._blocked.pop(stream, None)
         self._unwritable.pop(stream, None)

@@ -167,10 +167,10 @@ def first_token(engine: Engine) -> None:
     asked = [prompt(chance, PREFIX) for _ in range(3)]
     computed = [engine.generate([each], 1)[0] for each in asked]
     engine.settle()
-    engine.scheduler.flush_cache()
+    engine.scheduler.clear_device()
     engine.generate([asked[0]], 1)  # warms up
     engine.settle()
-    engine.scheduler.flush_cache()
+    engine.scheduler.clear_device()
     assert engine.tiers is not None
     before = replace(engine.tiers.counters)
     loaded = [engine.generate([each], 1)[0] for each in asked]

@@ -94,7 +94,7 @@ def bits(bench: Bench) -> bool:
     computed = bench.answer(prompts, 32)
     device = bench.answer(prompts, 32)
     assert bench.tiers is not None
-    bench.scheduler.flush_cache()
+    bench.scheduler.clear_device()
     bench.wipe()
     before = bench.tiers.counters.host_hits
     host = bench.answer(prompts, 32)

@@ -40,7 +40,7 @@ def configure(verbs: Any) -> None:
     pause.add_argument("--retract", action="store_true", help="also take the running requests' pages [default: no]")
     action("resume", "go on after a pause", _resume)
     action("drain", "refuse new requests and wait for those that run", _drain)
-    action("flush", "forget every cached prefix that no request and no pin holds", _flush)
+    action("flush", "forget every prefix that no request and no pin holds, in memory of device and host", _flush)
     pin = action("pin", "keep what is cached of a prefix", _pin)
     pin.add_argument("name", metavar="NAME", help="what to call it; a pin of this name is replaced")
     pin.add_argument("--token-ids", required=True, type=_token_ids, metavar="IDS", help="the prefix: 2,818,5279")

@@ -122,6 +122,7 @@ class Traffic:
         self.runner = FakeRunner(info)
         self.documents = [[self.chance.randrange(9) for _ in range(24)] for _ in range(4)]
         self.serial = 0
+        self.flushed = False
 
     def step(self) -> None:
         if self.chance.random() < 0.5:
@@ -131,7 +132,8 @@ class Traffic:
             sampling = SamplingParams(max_tokens=self.chance.randint(1, 12))
             self.scheduler.add(Request(self.serial, f"r{self.serial}", prompt, sampling, namespace))
             self.serial += 1
-        if self.chance.random() < 0.01:
+        self.flushed = self.chance.random() < 0.01
+        if self.flushed:
             self.scheduler.flush_cache()
         planned = self.scheduler.schedule()
         if planned.requests:
@@ -165,6 +167,7 @@ def test_a_documented_subscriber_rebuilds_the_tree_exactly(seed: int) -> None:
     for _ in range(300):
         traffic.step()
         events = traffic.scheduler.take_kv_events()
+        assert traffic.flushed or AllBlocksCleared() not in events
         stream.apply(events)
         subscriber.receive(encode_batch(0.0, events, traffic.page_size))
         cached = traffic.cached()
@@ -179,6 +182,41 @@ def test_a_documented_subscriber_rebuilds_the_tree_exactly(seed: int) -> None:
             late.receive(encode_batch(0.0, part.events, traffic.page_size))
         assert late.blocks == subscriber.blocks
     assert stream.seq > 50 and loras == {None, "poet"}
+
+
+class Events:
+    """A scheduler whose requests run one after the other, and what each told."""
+
+    def __init__(self, num_pages: int) -> None:
+        sizes: dict[str, int] = {"page_size": 4, "num_pages": num_pages, "context_length": 16}
+        self.scheduler = Scheduler(SchedulerConfig(kv_events=True, **sizes))
+        self._runner = FakeRunner(ModelInfo(architecture="fake", dtype="none", vocab_size=9, eos_token_ids=(), **sizes))
+
+    def run(self, prompt: list[int]) -> list[type]:
+        self.scheduler.add(Request(0, "r", prompt, SamplingParams(max_tokens=1)))
+        while self.scheduler.has_work:
+            self.scheduler.update(self._runner.execute(self.scheduler.schedule()))
+        return self.take()
+
+    def take(self) -> list[type]:
+        return [type(event) for event in self.scheduler.take_kv_events()]
+
+
+def test_room_that_was_made_is_no_reset_even_if_nothing_is_left() -> None:
+    events = Events(num_pages=4)
+    assert events.run([1] * 14) == [BlockStored]
+    assert events.run([2] * 15) == [BlockRemoved, BlockStored], "all that was cached had to go"
+
+
+def test_a_flush_is_a_reset_unless_something_is_pinned() -> None:
+    events = Events(num_pages=8)
+    events.run([1] * 14)
+    assert events.scheduler.flush_cache() == 3
+    assert events.take() == [AllBlocksCleared]
+    events.run([2] * 12)
+    events.scheduler.pin("p", [2] * 4)
+    assert events.scheduler.flush_cache() == 2
+    assert events.take() == [BlockRemoved]
 
 
 def stored(hashes: list[bytes], parent: bytes = b"") -> BlockStored:

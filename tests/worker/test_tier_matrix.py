@@ -169,7 +169,7 @@ def test_answers_from_every_tier_equal_recomputation(
     assert ask(runner, scheduler, AGAIN) == again
     assert found.host_hits > 0 and found.device_hits + found.host_hits >= 2 * pages, "L2"
     for _ in range(2):  # what write_back evicts goes down first
-        scheduler.flush_cache()
+        scheduler.clear_device()
         settle(runner, scheduler)
         host.clear()
     found.device_hits = found.host_hits = 0

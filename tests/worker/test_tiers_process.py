@@ -205,6 +205,38 @@ def test_an_operator_attaches_shows_clears_and_detaches(
     assert "hit tokens" in table and "storage" in table
 
 
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+async def test_a_flush_leaves_nothing_but_what_a_store_has(start: Any, files: str, policy: str) -> None:
+    worker = start(*TIERS, "--host-write-policy", policy)
+    async with stub_of(worker) as stub:
+        events = stub.SubscribeKvEvents(worker_pb2.SubscribeKvEventsRequest(token_ids=False))
+        await events.read()  # the snapshot
+        for number in range(8):  # at once, while the last pages are on their way to the host
+            assert await ask(stub, f"a{number}", PROMPT) == 0
+            await stub.FlushCache(worker_pb2.FlushCacheRequest())
+        held: dict[int, set[bytes]] = {worker_pb2.KV_MEDIUM_GPU: set(), worker_pb2.KV_MEDIUM_CPU_TIER1: set()}
+        removed = 0
+        while removed < 8 * 25:
+            message = await events.read()
+            for event in message.events:
+                if event.HasField("block_stored"):
+                    held[event.block_stored.medium] |= set(event.block_stored.block_hashes)
+                else:
+                    assert event.HasField("block_removed"), "there are tiers that keep what they have"
+                    held[event.block_removed.medium] -= set(event.block_removed.block_hashes)
+                    removed += len(event.block_removed.block_hashes) * (
+                        event.block_removed.medium == worker_pb2.KV_MEDIUM_GPU
+                    )
+        assert not any(held.values())
+        assert message.digest == 0
+        if policy == "write_through":
+            await stub.AttachStorage(worker_pb2.AttachStorageRequest(url=files))
+            await ask(stub, "b", PROMPT)
+            await stored(stub, 25 * 16 * 8)
+            await stub.FlushCache(worker_pb2.FlushCacheRequest())
+            assert await ask(stub, "c", PROMPT) == 400
+
+
 def test_what_cannot_be_done_is_said(start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     worker = start(*TIERS)

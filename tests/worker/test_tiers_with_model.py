@@ -124,7 +124,7 @@ def test_a_worker_that_starts_cold_takes_its_prefixes_from_the_store(
         scheduler = make_scheduler(runner, page_size, num_pages, tiers)
         assert answers(runner, scheduler, batches) == recomputed(name)
         if policy == "write_back":
-            scheduler.flush_cache()
+            scheduler.clear_device()
             answers(runner, scheduler, [])
         settle(scheduler, runner)
         assert tiers.storage is not None
@@ -190,7 +190,7 @@ def test_tenants_with_the_same_prompt_share_nothing_in_any_tier(
     assert (ask(b"a"), ask(b"b")) == (0, 0)
     assert tiers.counters.device_hits == 0, "a hit in L1"
     assert ask(b"a") == 64 and tiers.counters.device_hits == 4, "L1 was not used at all"
-    scheduler.flush_cache()
+    scheduler.clear_device()
     assert ask(b"c") == 0 and tiers.counters.host_hits == 0, "a hit in L2"
     assert ask(b"a") == 64 and tiers.counters.host_hits == 4, "L2 was not used at all"
     runner, tiers, scheduler = cold()

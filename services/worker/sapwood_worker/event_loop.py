@@ -182,7 +182,7 @@ class EventLoop:
             self._mailbox.send(failed if error else Answered(call, tiers=tiers))
 
         if verb == "clear" and argument in ("device", "all"):
-            self._scheduler.flush_cache()
+            self._scheduler.clear_device()
         if self._tiering is not None:
             self._tiering.command(verb, argument, answer)
         else:

@@ -94,7 +94,7 @@ class Tiering:
                 answer("")
             case "clear":
                 if argument in ("host", "all"):
-                    self.cache.host.clear()
+                    self.cache.clear_host()
                 if argument == "storage" or (argument == "all" and self._storage.connection is not None):
                     self._storage.clear(answer)
                 else:

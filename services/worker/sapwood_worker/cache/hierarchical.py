@@ -70,8 +70,11 @@ class TierCounters:
 
 @dataclass(slots=True)
 class _Store:
+    """Pages to copy to the second tier; ``unwanted``: they are to be forgotten once they are there."""
+
     device: list[int] = field(default_factory=list)
     host: list[HostPage] = field(default_factory=list)
+    unwanted: bool = False
 
 
 class HierarchicalCache:
@@ -212,8 +215,21 @@ class HierarchicalCache:
         """See LowerTiers."""
         if self._policy == "write_back":
             self._store(pages)
+        self.dropped(pages)
+
+    def dropped(self, pages: PageIds) -> None:
+        """See LowerTiers."""
         if self._storing and not self._storing.keys().isdisjoint(pages.tolist()):
             self._fence = True
+
+    def clear_host(self) -> None:
+        """Forgets what the second tier has, and what is on its way there from the device."""
+        store, self._next = self._next, _Store()
+        self._stop_storing(store)
+        self.host.abandon(store.host)
+        self.host.clear()
+        for store in self._stores.values():
+            store.unwanted = True
 
     def take(self) -> Copies | None:
         """What the coming step has to copy; None if there is nothing to copy and no store to wait for."""
@@ -239,7 +255,11 @@ class HierarchicalCache:
         self.counters.store_seconds += report.store_seconds
         self.counters.load_seconds += report.load_seconds
         for number in report.done:
+            unwanted = self._stores[number].unwanted
             entries = self._end(number)
+            if unwanted:
+                self.host.abandon(entries)
+                continue
             self.host.written(entries)
             self.counters.stored += len(entries)
             if self.storage is not None:
@@ -293,13 +313,16 @@ class HierarchicalCache:
 
     def _end(self, number: int) -> list[HostPage]:
         store = self._stores.pop(number)
+        self._stop_storing(store)
+        return store.host
+
+    def _stop_storing(self, store: _Store) -> None:
         for page in store.device:
             left = self._storing[page] - 1
             if left:
                 self._storing[page] = left
             else:
                 del self._storing[page]
-        return store.host
 
     def _copy(self, device: PageIds | list[int], host: list[HostPage]) -> PageCopy:
         number, self._numbers = self._numbers, self._numbers + 1

@@ -9,7 +9,7 @@ Complexity: O(1) a page to find, reserve or drop, O(log entries) to evict. Bound
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -28,6 +28,7 @@ class HostPage:
         page: Its page id.
         ready: Whether its content is in place; until then it is being written.
         pins: How many rely on its content: it is not evicted meanwhile.
+        doomed: Whether it goes as soon as nobody relies on it, and is not found meanwhile.
         created: See ``eviction.Candidate``, like the next three.
     """
 
@@ -35,6 +36,7 @@ class HostPage:
     page: int
     ready: bool = False
     pins: int = 0
+    doomed: bool = False
     created: int = 0
     used: int = 0
     hits: int = 0
@@ -80,7 +82,8 @@ class HostPages:
     def find(self, key: PageKey) -> HostPage | None:
         """The ready entry of exactly this key; None if there is none."""
         entry = self._entries.get(key.hash)
-        return entry if entry is not None and entry.ready and entry.key.proof == key.proof else None
+        found = entry is not None and entry.ready and not entry.doomed and entry.key.proof == key.proof
+        return entry if found else None
 
     def match(self, keys: Sequence[PageKey]) -> list[HostPage]:
         """The ready entries of the longest prefix of ``keys``; changes nothing."""
@@ -139,7 +142,9 @@ class HostPages:
         self._allocator.free([entry.page for entry in entries], TRANSFER)
         for entry in entries:
             assert not entry.ready
-            self._forget(entry)
+            parent = self._unlink(entry)
+            if parent is not None:
+                self._offer(parent)
 
     def pin(self, entries: Sequence[HostPage]) -> None:
         """Keeps ready entries from being evicted; pins count."""
@@ -154,9 +159,12 @@ class HostPages:
             entry.pins -= 1
             self._offer(entry)
 
-    def clear(self) -> int:
-        """Drops every entry that nobody pins or writes, nor any page after it; returns how many."""
-        return self._evict(self.num_pages)
+    def clear(self) -> None:
+        """No ready entry is found any more; each is dropped, now or as soon as nobody pins it or anything after it."""
+        ready = [entry for entry in self._entries.values() if entry.ready]
+        for entry in ready:
+            entry.doomed = True
+        self._release(ready)
 
     def entries(self) -> Iterator[HostPage]:
         """All entries."""
@@ -179,35 +187,57 @@ class HostPages:
         for entry in entries:
             children[entry.name.parent] = children.get(entry.name.parent, 0) + 1
             assert entry.queued or not self._is_evictable(entry), "an entry that eviction cannot find"
+            assert not (entry.doomed and self._is_evictable(entry)), "a doomed entry that nobody relies on"
         assert children == self._children, "children were miscounted"
 
-    def _evict(self, count: int) -> int:
-        pages: list[int] = []
-        removed: list[bytes] = []
-        while len(pages) < count and (entry := self._queue.pop()) is not None:
-            pages.append(entry.page)
-            removed.append(entry.key.hash)
-            self._forget(entry)
-        if self._events is not None and removed:
-            self._events.add(BlockRemoved(b"".join(removed), "CPU_TIER1"))
-        self._allocator.free(pages, CACHE)
-        self.num_ready -= len(pages)
-        return len(pages)
+    def _evict(self, count: int) -> None:
+        gone: list[HostPage] = []
+        doomed: list[HostPage] = []
+        while len(gone) < count and (entry := self._queue.pop()) is not None:
+            gone.append(entry)
+            parent = self._unlink(entry)
+            if parent is not None and parent.doomed:
+                doomed.append(parent)
+            elif parent is not None:
+                self._offer(parent)
+        self._dropped(gone)
+        self._release(doomed)
 
-    def _forget(self, entry: HostPage) -> None:
+    def _release(self, entries: Iterable[HostPage]) -> None:
+        """Drops those that are doomed and evictable, and what is before them as far as the same is true of it."""
+        gone: list[HostPage] = []
+        for entry in entries:
+            at: HostPage | None = entry
+            while at is not None and at.doomed and self._is_evictable(at):
+                gone.append(at)
+                at = self._unlink(at)
+            if at is not None and not at.doomed:
+                self._offer(at)
+        self._dropped(gone)
+
+    def _dropped(self, entries: Sequence[HostPage]) -> None:
+        if self._events is not None and entries:
+            self._events.add(BlockRemoved(b"".join(entry.key.hash for entry in entries), "CPU_TIER1"))
+        self._allocator.free([entry.page for entry in entries], CACHE)
+        self.num_ready -= len(entries)
+
+    def _unlink(self, entry: HostPage) -> HostPage | None:
+        """Takes an entry out of the index; returns the one before it, if that has no other after it."""
         del self._entries[entry.key.hash]
         above = entry.name.parent
         left = self._children[above] - 1
         if left:
             self._children[above] = left
-            return
+            return None
         del self._children[above]
-        parent = self._entries.get(above)
-        if parent is not None:
-            self._offer(parent)
+        return self._entries.get(above)
 
     def _offer(self, entry: HostPage) -> None:
-        if self._is_evictable(entry):
+        if not self._is_evictable(entry):
+            return
+        if entry.doomed:
+            self._release((entry,))
+        else:
             self._queue.offer(entry)
 
     def _is_evictable(self, entry: HostPage) -> bool:

@@ -45,7 +45,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemov
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
-    """Nothing is cached any more, on no medium."""
+    """Nothing is cached any more, on no medium: a reset. Room that was made is told by BlockRemoved, even if nothing is left."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -54,6 +54,10 @@ class LowerTiers(Protocol):
         """These pages, with what is still in them, are about to be given to somebody else."""
         ...
 
+    def dropped(self, pages: PageIds) -> None:
+        """As :meth:`evicted`, but what is in them is to be forgotten, not to be kept."""
+        ...
+
 
 @dataclass(slots=True)
 class _Row:
@@ -146,7 +150,10 @@ class PrefixCache:
         if missing > self._tree.num_evictable:
             return False
         if missing > 0:
-            self._evict(missing)
+            pages = self._tree.evict(missing)
+            if self._below is not None:
+                self._below.evicted(pages)
+            self._allocator.free(pages, CACHE)
         self._table.append(slot, self._allocator.allocate(count, slot))
         return True
 
@@ -253,9 +260,17 @@ class PrefixCache:
         for name in [name for name, pin in self._pins.items() if pin.until is not None and pin.until <= now]:
             self.unpin(name)
 
-    def flush(self) -> int:
-        """Forgets everything that no running request and no pin holds; returns the number of pages freed."""
-        return self._evict(self._tree.num_evictable)
+    def flush(self, *, keep: bool = False) -> int:
+        """Forgets everything that no running request and no pin holds; returns the number of pages freed.
+
+        Args:
+            keep: The tiers below may take what is in them, as when room is made.
+        """
+        pages = self._tree.evict(self._tree.num_evictable, reset=True)
+        if self._below is not None:
+            (self._below.evicted if keep else self._below.dropped)(pages)
+        self._allocator.free(pages, CACHE)
+        return len(pages)
 
     def check_idle(self) -> None:
         """Checks that nothing is held while no row is open; vectorised, O(pages).
@@ -326,13 +341,6 @@ class PrefixCache:
             self._allocator.move(row.loading.pages, TRANSFER, slot)
             row.loading = None
             self._below.loaded(slot)
-
-    def _evict(self, count: int) -> int:
-        pages = self._tree.evict(count)
-        if self._below is not None:
-            self._below.evicted(pages)
-        self._allocator.free(pages, CACHE)
-        return len(pages)
 
     def _usable(self, token_ids: array[int]) -> int:
         """Tokens that may come from the cache: the last one is computed again, for its logits."""

@@ -199,8 +199,12 @@ class RadixTree:
                 self._offer(at)
             at = parent
 
-    def evict(self, count: int) -> PageIds:
+    def evict(self, count: int, *, reset: bool = False) -> PageIds:
         """Takes the last ``count`` pages out of the lowest-ranked unlocked leaves, or as many as there are.
+
+        Args:
+            count: How many.
+            reset: Whether all is to be forgotten, not room to be made: if nothing is cached any more that is then announced.
 
         Returns:
             The pages taken out, int32.
@@ -226,8 +230,8 @@ class RadixTree:
         self._pages -= len(pages)
         self._evictable -= len(pages)
         if self._events is not None and removed:
-            everything = not self._pages and self._alone
-            self._events.add(AllBlocksCleared() if everything else BlockRemoved(b"".join(removed)))
+            cleared = reset and not self._pages and self._alone
+            self._events.add(AllBlocksCleared() if cleared else BlockRemoved(b"".join(removed)))
         return pages
 
     def nodes(self) -> Iterator[Node]:

@@ -262,8 +262,16 @@ class Scheduler:
         return outputs
 
     def flush_cache(self) -> int:
-        """Empties the prefix cache of what no running request and no pin holds; returns the number of pages freed."""
-        return self._cache.flush()
+        """Forgets what no running request and no pin holds, on the device and in the host's memory, but not in a store, which is
+        others' as well; returns the number of device pages freed."""
+        freed = self._cache.flush()
+        if self._tiers is not None:
+            self._tiers.clear_host()
+        return freed
+
+    def clear_device(self) -> int:
+        """The same of the device alone; the host's memory takes what it is to have when the device makes room."""
+        return self._cache.flush(keep=True)
 
     def pin(self, name: str, token_ids: Sequence[int], namespace: bytes = b"", seconds: float | None = None) -> int:
         """Keeps what is cached of a prefix from eviction until it is unpinned or its time is over.

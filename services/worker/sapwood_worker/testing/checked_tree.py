@@ -59,11 +59,11 @@ class CheckedTree(RadixTree):
                 del self._model_locks[prefix]
         super().unlock(node)
 
-    def evict(self, count: int) -> PageIds:
+    def evict(self, count: int, *, reset: bool = False) -> PageIds:
         """See RadixTree."""
         evictable = len(self._model) - len(self._model_locks)
         assert evictable == self.num_evictable
-        freed = super().evict(count)
+        freed = super().evict(count, reset=reset)
         assert len(freed) == min(count, evictable), "not as many pages as asked for"
         gone = set(freed.tolist())
         out = {prefix for prefix, page in self._model.items() if page in gone}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.cli.errors import EXIT_CODES, REFUSED, CliError
-from sapwood.cli.options import whole_number
+from sapwood_common.flags import whole_number
 
 
 def configure(verbs: Any) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from sapwood.cli import top
 from sapwood.cli.errors import EXIT_CODES, FAILED, REFUSED, UNREACHABLE, CliError
-from sapwood.cli.options import add_option
 from sapwood.cli.top import table, worker_rows
+from sapwood_common.flags import add_option
 
 if TYPE_CHECKING:  # grpc is loaded only by the verbs that use it
     import grpc

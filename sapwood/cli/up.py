@@ -16,8 +16,8 @@ from typing import Any
 
 from sapwood.cli.cluster import Cluster, ClusterOptions, DiedError, Endpoints
 from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, CliError
-from sapwood.cli.options import PORT, add_option, one_of, whole_number
 from sapwood.cli.terminal import Terminal, open_terminal
+from sapwood_common.flags import PORT, add_option, one_of, whole_number
 
 # One package that only the named extra brings.
 _NEEDED = {"starlette": "router", "tokenizers": "tokenizer", "torch": "worker"}

@@ -1,3 +1,4 @@
+import argparse
 from pathlib import Path
 from typing import Literal
 
@@ -5,7 +6,15 @@ import pytest
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from sapwood_common.config import ServiceConfig, build_parser, load_config, parse_config
+from sapwood_common.config import (
+    ServiceConfig,
+    add_settings,
+    build_parser,
+    command_line,
+    given_settings,
+    load_config,
+    parse_config,
+)
 from sapwood_common.errors import ConfigError
 
 
@@ -20,7 +29,8 @@ class ExampleConfig(ServiceConfig):
 
 
 def load(*argv: str) -> ExampleConfig:
-    return load_config(ExampleConfig, build_parser(ExampleConfig, "example", "text").parse_args(argv))
+    arguments = build_parser(ExampleConfig, "example", "text").parse_args(argv)
+    return load_config(ExampleConfig, given_settings(ExampleConfig, arguments), arguments.config)
 
 
 def test_a_flag_wins_over_a_variable_and_that_over_the_file_and_that_over_the_default(
@@ -73,6 +83,30 @@ def test_an_unknown_setting_in_the_file_is_an_error(tmp_path: Path) -> None:
     file.write_text("modell: m\n")
     with pytest.raises(ConfigError, match="unknown setting 'modell'"):
         load("--config", str(file))
+
+
+def test_with_a_prefix_the_same_flags_are_another_programs_and_errors_name_them_so() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port")
+    add_settings(parser, ExampleConfig, "example-", without={"model"})
+    asked = ["--port", "1", "--example-port", "2", "--no-example-cache", "--example-workers", "a:1", "b:2"]
+    given = given_settings(ExampleConfig, parser.parse_args(asked), "example-")
+    assert given == {"port": "2", "cache": False, "workers": ["a:1", "b:2"]}
+    assert load(*command_line(given | {"model": "-m", "policy": "lpm"})).model_dump(
+        include={*given, "model", "policy"}
+    ) == {
+        "port": 2,
+        "cache": False,
+        "workers": ("a:1", "b:2"),
+        "model": "-m",
+        "policy": "lpm",
+    }
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--example-model", "m"])
+    with pytest.raises(ConfigError, match=r"--example-port / SAPWOOD_EXAMPLE_PORT: .* \(got '-2'\)"):
+        load_config(ExampleConfig, given | {"port": "-2", "model": "m"}, prefix="example-")
+    with pytest.raises(ConfigError, match=r"--example-config: cannot read /nowhere\.yaml"):
+        load_config(ExampleConfig, given, "/nowhere.yaml", prefix="example-")
 
 
 def test_the_command_line_exits_with_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sapwood_common.config import build_parser, load_config
+from sapwood_common.config import build_parser, given_settings, load_config
 from sapwood_common.errors import ConfigError
 from sapwood_router.config import RouterConfig
 
@@ -19,8 +19,9 @@ from sapwood_router.config import RouterConfig
     ],
 )
 def test_they_are_named(flags: tuple[str, ...], named: str) -> None:
+    given = given_settings(RouterConfig, build_parser(RouterConfig, "router", "text").parse_args(flags))
     with pytest.raises(ConfigError) as caught:
-        load_config(RouterConfig, build_parser(RouterConfig, "router", "text").parse_args(flags))
+        load_config(RouterConfig, given)
     assert named in str(caught.value)
 
 

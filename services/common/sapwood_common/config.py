@@ -7,9 +7,10 @@ file named by ``--config``, the default in the class. ``--help`` is written from
 from __future__ import annotations
 
 import argparse
-import sys
+import os
 import types
 import typing
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -19,6 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.flags import Kind, add_flag
 
 ConfigT = TypeVar("ConfigT", bound="ServiceConfig")
 
@@ -62,9 +64,9 @@ class ServiceConfig(BaseSettings):
         return None if self.health_port is None else f"{self.health_host}:{self.health_port}"
 
 
-def flag_of(name: str) -> str:
+def flag_of(name: str, prefix: str = "") -> str:
     """The command-line flag of a field."""
-    return "--" + name.replace("_", "-")
+    return f"--{prefix}{name.replace('_', '-')}"
 
 
 def variable_of(cls: type[ServiceConfig], name: str) -> str:
@@ -72,72 +74,117 @@ def variable_of(cls: type[ServiceConfig], name: str) -> str:
     return f"{cls.model_config.get('env_prefix', '')}{name}".upper()
 
 
-def build_parser(cls: type[ServiceConfig], program: str, description: str) -> argparse.ArgumentParser:
-    """An argument parser with one flag a field; each help line ends with the variable and the default."""
-    parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these settings (field: value).")
+def add_settings(
+    parser: argparse._ActionsContainer,
+    cls: type[ServiceConfig],
+    prefix: str = "",
+    without: Collection[str] = (),
+) -> None:
+    """Adds ``--config`` and one flag a field; each help line ends with the variable and the default.
+
+    Args:
+        parser: Gets the flags; :func:`given_settings` reads what is given.
+        cls: The fields.
+        prefix: Stands before each flag's name: ``worker-`` makes ``--worker-max-running``.
+        without: Fields that get no flag.
+    """
+    config = "YAML file with any of these settings (field: value)."
+    parser.add_argument(f"--{prefix}config", dest=f"{prefix}config", metavar="FILE", help=config)
     for name, field in cls.model_fields.items():
-        text = f"{field.description} [{variable_of(cls, name)}; default: {_shown_default(field)}]".replace("%", "%%")
-        choices = _choices(field.annotation)
-        if field.annotation is bool:
-            parser.add_argument(flag_of(name), dest=name, action=argparse.BooleanOptionalAction, help=text)
-        elif get_origin(field.annotation) is tuple:
-            parser.add_argument(flag_of(name), dest=name, nargs="*", metavar=_metavar(name), help=text)
-        else:
-            metavar = "{" + ",".join(choices) + "}" if choices else _metavar(name)
-            parser.add_argument(flag_of(name), dest=name, metavar=metavar, help=text)
-    return parser
+        if name in without:
+            continue
+        choices, kind = _choices(field.annotation), _kind(field.annotation)
+        add_flag(
+            parser,
+            flag_of(name, prefix),
+            str(field.description),
+            variable=variable_of(cls, name),
+            shown_default=_shown_default(field),
+            kind=kind,
+            metavar="{" + ",".join(choices) + "}" if choices and kind == "value" else None,
+            dest=f"{prefix}{name}",
+        )
 
 
-def load_config(cls: type[ConfigT], arguments: argparse.Namespace) -> ConfigT:
+def given_settings(cls: type[ServiceConfig], arguments: argparse.Namespace, prefix: str = "") -> dict[str, Any]:
+    """The fields whose flags were given, as argparse has them: text, a list of texts or a boolean."""
+    values = vars(arguments)
+    return {name: value for name in cls.model_fields if (value := values.get(f"{prefix}{name}")) is not None}
+
+
+def load_config(cls: type[ConfigT], given: Mapping[str, Any], file: str | None = None, *, prefix: str = "") -> ConfigT:
     """The configuration that flags, environment, YAML file and defaults make together.
+
+    Args:
+        cls: What is made.
+        given: Values by field, from flags; text is parsed.
+        file: The YAML file.
+        prefix: Of the flags, for messages.
 
     Raises:
         ConfigError: A value is missing or wrong; the message names flag and variable.
     """
-    given = {name: getattr(arguments, name) for name in cls.model_fields if getattr(arguments, name) is not None}
-    from_file = _read_yaml(Path(arguments.config)) if arguments.config else {}
+    from_file = {} if file is None else _read_yaml(Path(file), f"--{prefix}config")
     unknown = sorted(set(from_file) - set(cls.model_fields))
     if unknown:
-        raise ConfigError(f"{arguments.config}: unknown setting {unknown[0]!r}")
-    import os
-
-    set_in_environment = {name for name in cls.model_fields if variable_of(cls, name) in os.environ}
-    values = {name: value for name, value in from_file.items() if name not in set_in_environment} | given
+        raise ConfigError(f"{file}: unknown setting {unknown[0]!r}")
+    in_environment = {name for name in cls.model_fields if variable_of(cls, name) in os.environ}
+    values = {name: value for name, value in from_file.items() if name not in in_environment} | dict(given)
     try:
         return cls(**values)
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(cls, dict(item)) for item in error.errors())) from None
+        raise ConfigError("; ".join(_explain(cls, dict(item), prefix) for item in error.errors())) from None
     except Exception as error:  # pydantic-settings' own error for an undecodable variable
         raise ConfigError(str(error)) from error
+
+
+def command_line(given: Mapping[str, Any]) -> list[str]:
+    """The flags that give a service these settings; the reverse of :func:`given_settings`."""
+    flags: list[str] = []
+    for name, value in given.items():
+        if isinstance(value, bool):
+            flags.append(flag_of(name) if value else flag_of(f"no_{name}"))
+        elif isinstance(value, list):
+            flags += [flag_of(name), *map(str, value)]
+        else:
+            flags.append(f"{flag_of(name)}={value}")
+    return flags
+
+
+def build_parser(cls: type[ServiceConfig], program: str, description: str) -> argparse.ArgumentParser:
+    """The parser of a service's command line."""
+    parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
+    add_settings(parser, cls)
+    return parser
 
 
 def parse_config(cls: type[ConfigT], program: str, description: str, argv: list[str] | None = None) -> ConfigT:
     """Parses the command line; on a wrong value prints one line to standard error and exits 2."""
     parser = build_parser(cls, program, description)
+    arguments = parser.parse_args(argv)
     try:
-        return load_config(cls, parser.parse_args(sys.argv[1:] if argv is None else argv))
+        return load_config(cls, given_settings(cls, arguments), arguments.config)
     except ConfigError as error:
         parser.exit(2, f"{program}: error: {error}\n")
 
 
-def _explain(cls: type[ServiceConfig], item: dict[str, Any]) -> str:
+def _explain(cls: type[ServiceConfig], item: dict[str, Any], prefix: str) -> str:
     name = str(item["loc"][0]) if item["loc"] else "configuration"
     shown = "" if item["type"] == "missing" else f" (got {item['input']!r})"
-    return f"{flag_of(name)} / {variable_of(cls, name)}: {item['msg']}{shown}"
+    return f"{flag_of(name, prefix)} / {variable_of(cls, name)}: {item['msg']}{shown}"
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(path: Path, flag: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config: {path} is not YAML: {error}") from error
+        raise ConfigError(f"{flag}: {path} is not YAML: {error}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"--config: {path} must hold a mapping of settings")
+        raise ConfigError(f"{flag}: {path} must hold a mapping of settings")
     return {str(key).replace("-", "_"): value for key, value in content.items()}
 
 
@@ -158,5 +205,7 @@ def _choices(annotation: Any) -> tuple[str, ...]:
     return tuple(map(str, get_args(annotation))) if get_origin(annotation) is typing.Literal else ()
 
 
-def _metavar(name: str) -> str:
-    return name.rsplit("_", 1)[-1].upper()
+def _kind(annotation: Any) -> Kind:
+    if annotation is bool:
+        return "switch"
+    return "list" if get_origin(annotation) is tuple else "value"

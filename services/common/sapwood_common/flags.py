@@ -1,0 +1,118 @@
+"""Flags of every command line, the services' and the ``sapwood`` command's: one way to name, explain and read them.
+
+Imports the standard library only: the ``sapwood`` command runs where the services' packages are not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+Kind = Literal["value", "switch", "list"]
+"""``--flag VALUE``, ``--flag`` or ``--no-flag``, ``--flag VALUE ...``."""
+
+
+def add_flag(
+    parser: argparse._ActionsContainer,
+    flag: str,
+    text: str,
+    *,
+    variable: str,
+    shown_default: str,
+    kind: Kind = "value",
+    default: Any = None,
+    parse: Callable[[str], Any] = str,
+    metavar: str | None = None,
+    dest: str | None = None,
+) -> None:
+    """Adds a flag, whose help ends with the variable and the default.
+
+    Args:
+        parser: Gets the flag.
+        flag: Such as ``--max-tokens``.
+        text: A sentence; variable and default are added to it.
+        variable: The environment variable of the same meaning.
+        shown_default: The default in words.
+        kind: What follows the flag.
+        default: The value without the flag.
+        parse: Parses a value; raises ``argparse.ArgumentTypeError`` or ValueError.
+        metavar: The value's name in the help; the flag's last word unless given.
+        dest: The name among the parsed arguments; the flag's own unless given.
+    """
+    explained = f"{text} [{variable}; default: {shown_default}]".replace("%", "%%")
+    name = dest or flag.strip("-").replace("-", "_")
+    shown = metavar or flag.rsplit("-", 1)[-1].upper()
+    if kind == "switch":
+        parser.add_argument(flag, dest=name, default=default, action=argparse.BooleanOptionalAction, help=explained)
+    elif kind == "list":
+        parser.add_argument(flag, dest=name, default=default, type=parse, nargs="*", metavar=shown, help=explained)
+    else:
+        parser.add_argument(flag, dest=name, default=default, type=parse, metavar=shown, help=explained)
+
+
+def add_option(
+    parser: argparse._ActionsContainer,
+    flag: str,
+    text: str,
+    *,
+    variable: str,
+    default: Any = None,
+    parse: Callable[[str], Any] = str,
+    metavar: str | None = None,
+    shown_default: str | None = None,
+) -> None:
+    """Adds a flag of the ``sapwood`` command. Its value is the flag's, else the variable's, else ``default``.
+
+    Args:
+        parser: Gets the flag.
+        flag: Such as ``--max-tokens``.
+        text: A sentence; variable and default are added to it.
+        variable: The environment variable.
+        default: Used where neither is given.
+        parse: Parses the value; raises ``argparse.ArgumentTypeError`` or ValueError.
+        metavar: The value's name in the help; the flag's last word unless given.
+        shown_default: What the help says instead of ``default``.
+    """
+    add_flag(
+        parser,
+        flag,
+        text,
+        variable=variable,
+        shown_default=shown_default or ("none" if default is None else str(default)),
+        # argparse parses a text default as if it had been typed, so a wrong variable is reported like a wrong flag.
+        default=os.environ.get(variable, default),
+        parse=parse,
+        metavar=metavar,
+    )
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """A parser of a fixed set of words (``choices=`` would not check what comes from a variable)."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A parser of integers from ``least`` to ``most``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"{value} is not {f'{least} to {most}' if most else f'at least {least}'}")
+        return value
+
+    return parse
+
+
+PORT = whole_number(1, 65535)
+"""A parser of port numbers."""

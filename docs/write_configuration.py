@@ -25,12 +25,19 @@ HEAD = """\
 Written by `make docs` from the parsers that answer `--help`; a test checks that it is fresh.
 
 A setting of a service is, first match wins: its flag, its environment variable, its entry in the YAML file that `--config`
-names (the flag's name with underscores: `drain_timeout: 10`), the default. Settings of `sapwood up` reach the services as
-flags; the services' other settings can be given by their variables:
+names (the flag's name with underscores: `drain_timeout: 10`), the default.
+
+`sapwood up` takes every flag of every service with the service's name before it, and `sapwood up --help` shows them by service.
+What no flag says, and none of the variables SAPWOOD_UP_..., is the service's own variable, file or default. These two are one:
 
 ```bash
-SAPWOOD_WORKER_KV_CACHE_GB=0.5 sapwood up
+sapwood up --worker-max-running 8 --router-policy least_load --tokenizer-tool-parser hermes
+SAPWOOD_WORKER_MAX_RUNNING=8 SAPWOOD_ROUTER_POLICY=least_load SAPWOOD_TOKENIZER_TOOL_PARSER=hermes sapwood up
 ```
+
+Ports of workers are the first one's; each further worker takes the next. `--router-workers` and `--router-tokenizer` name others
+beside those that `sapwood up` starts. With TLS at the router it is ready when its health says so on `--router-health-port`, a
+free one unless given.
 
 `SAPWOOD_HOME` (default `~/.cache/sapwood`) is where models and the history of `sapwood chat` are kept.
 """

@@ -119,7 +119,7 @@ class RunningCluster:
         self._reader.start()
         self.wait_for_line(r"^Ctrl-C stops it")
         shown = "\n".join(self.lines)
-        found = re.search(r"OpenAI API +http://(\S+)/v1\n +gRPC +(\S+)\n +tokenizer +(\S+)\n +workers +(.+)", shown)
+        found = re.search(r"OpenAI API +https?://(\S+)/v1\n +gRPC +(\S+)\n +tokenizer +(\S+)\n +workers +(.+)", shown)
         assert found is not None, shown
         self.http, self.grpc, self.tokenizer = found[1], found[2], found[3]
         self.workers = found[4].split()
@@ -187,6 +187,12 @@ def _run_cluster(flags: tuple[str, ...]) -> Iterator[RunningCluster]:
 
 
 StartCluster = Callable[..., AbstractContextManager[RunningCluster]]
+
+
+@pytest.fixture(scope="session")
+def run_cluster() -> StartCluster:
+    """Starts a cluster on a model that its flags name: ``with run_cluster("--model", "DIR") as cluster``."""
+    return lambda *flags: _run_cluster(flags)
 
 
 @pytest.fixture

@@ -25,18 +25,32 @@ class Child:
         exited: Set once it has ended and everything it wrote has been read.
     """
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, on_line: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        on_line: Callable[[str, str], None],
+        reworded: Callable[[str], str],
+    ) -> None:
         self.name = name
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self.exited = asyncio.Event()
         self._process = process
         self._on_line = on_line
+        self._reworded = reworded
         self._addresses: dict[str, str] = {}
         self._changed = asyncio.Event()
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, name: str, module: str, flags: Sequence[str], on_line: Callable[[str, str], None]) -> Child:
+    async def start(
+        cls,
+        name: str,
+        module: str,
+        flags: Sequence[str],
+        on_line: Callable[[str, str], None],
+        reworded: Callable[[str], str] = str,
+    ) -> Child:
         """Starts ``python -m module flags`` in a process group of its own, tied to this process.
 
         Args:
@@ -44,6 +58,7 @@ class Child:
             module: The service's package.
             flags: Its command line.
             on_line: Called with name and text of each line it writes; must not raise.
+            reworded: Each line is shown and kept as this makes it.
         """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -58,7 +73,7 @@ class Child:
             start_new_session=True,  # the terminal's Ctrl-C is for the parent, which then stops the services in order
             limit=_LONGEST_LINE,
         )
-        return cls(name, process, on_line)
+        return cls(name, process, on_line, reworded)
 
     @property
     def exit_code(self) -> int | None:
@@ -69,10 +84,10 @@ class Child:
         """The address from its log line ``KIND listening on HOST:PORT``; None if it ended without saying so.
 
         Args:
-            kind: ``gRPC`` or ``HTTP``; empty takes the first line of any kind.
+            kind: Such as ``gRPC`` or ``HTTP``; empty where the line names none.
         """
         while True:
-            found = self._addresses.get(kind.lower()) if kind else next(iter(self._addresses.values()), None)
+            found = self._addresses.get(kind.lower())
             if found is not None or self.exited.is_set():
                 return found
             self._changed.clear()
@@ -104,7 +119,8 @@ class Child:
             self.exited.set()
             self._changed.set()
 
-    def _take(self, line: str) -> None:
+    def _take(self, written: str) -> None:
+        line = self._reworded(written)
         self.last_lines.append(line)
         found = _LISTENING.search(line)
         if found is not None:

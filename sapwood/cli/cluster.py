@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sapwood.cli.child import Child
 from sapwood.cli.errors import CliError
 from sapwood.cli.restarts import Restarts
+from sapwood.cli.services import Service, Services
 
 ResultT = TypeVar("ResultT")
 
@@ -30,37 +31,6 @@ class Endpoints:
     workers: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class ClusterOptions:
-    """What a cluster is made of. Port 0 takes a free one.
-
-    Attributes:
-        model: ``demo``, a .gguf file or a Hugging Face directory.
-        workers: How many.
-        threads: Of each worker's computations.
-        policy: The router's.
-        host: The router listens there; the others on 127.0.0.1.
-        port: The router's gRPC port.
-        http_port: The router's HTTP port.
-        tokenizer_port: The tokenizer's.
-        worker_port: The first worker's; the others follow. 0: all free ones.
-        log_level: Of all services.
-        drain_timeout: Seconds that running requests get at the end.
-    """
-
-    model: str
-    workers: int
-    threads: int
-    policy: str
-    host: str
-    port: int
-    http_port: int
-    tokenizer_port: int
-    worker_port: int
-    log_level: str
-    drain_timeout: float
-
-
 class DiedError(CliError):
     """A service ended by itself; the message has its exit code and last lines."""
 
@@ -73,15 +43,15 @@ class Cluster:
     """Life cycle: construct, :meth:`start`, :meth:`watch` for as long as it shall run, :meth:`stop` in any case.
 
     Args:
-        options: What to start.
+        services: What to start.
         on_line: Gets name and text of each line a service logs.
         on_status: Gets a line about what is being waited for, several times a second, while starting or stopping.
     """
 
     def __init__(
-        self, options: ClusterOptions, on_line: Callable[[str, str], None], on_status: Callable[[str], None]
+        self, services: Services, on_line: Callable[[str, str], None], on_status: Callable[[str], None]
     ) -> None:
-        self._options = options
+        self._services = services
         self._on_line = on_line
         self._on_status = on_status
         self._tokenizer: Child | None = None
@@ -126,8 +96,7 @@ class Cluster:
                 raise DiedError(worker)
             self._on_line(worker.name, f"{worker.name} {_end_of(worker)}: it is started anew in {delay:g} s")
             await asyncio.sleep(delay)
-            flags = self._worker_flags(int(address.rpartition(":")[2]))
-            self._workers[index] = await self._child("worker", flags, worker.name)
+            self._workers[index] = await self._worker(index, port=int(address.rpartition(":")[2]))
 
     async def stop(self) -> None:
         """Drains: first the router, so that running requests still have their workers; then workers, then tokenizer."""
@@ -140,7 +109,7 @@ class Cluster:
                 names = ", ".join(child.name for child in running if not child.exited.is_set())
                 self._on_status(f"stopping {names}: {time.monotonic() - start:.0f} s (Ctrl-C again kills)")
                 # A service gives up on its requests after its own drain timeout; one that does not end then hangs.
-                if time.monotonic() - start > self._options.drain_timeout + 10:
+                if time.monotonic() - start > self._services.drain_timeout + 10:
                     self.kill()
                 await asyncio.sleep(_POLL_SECONDS)
         self.kill()
@@ -155,56 +124,70 @@ class Cluster:
         return [child for child in (self._tokenizer, *self._workers, self._router) if child is not None]
 
     async def _start(self) -> Endpoints:
-        options = self._options
-        common = self._common_flags()
-        self._tokenizer = await self._child(
-            "tokenizer", ["--model", options.model, *_ports(options.tokenizer_port), *common]
-        )
-        for index in range(options.workers):
-            port = options.worker_port + index if options.worker_port else 0
-            self._workers.append(await self._child("worker", self._worker_flags(port), f"worker-{index}"))
-        backends = [self._tokenizer, *self._workers]
-        tokenizer, *workers = await asyncio.gather(*(self._address(child) for child in backends))
-        self._router = await self._child(
-            "router",
-            [
-                *("--host", options.host, "--port", str(options.port), "--http-port", str(options.http_port)),
-                *("--tokenizer", tokenizer, "--policy", options.policy, *common, "--workers", *workers),
-            ],
-        )
+        services = self._services
+        self._tokenizer = await self._child(services.tokenizer, "tokenizer", _ports(services.tokenizer))
+        for index in range(services.workers):
+            self._workers.append(await self._worker(index))
+        # They say where they listen once they are ready.
+        addresses = [await self._address(child) for child in (self._tokenizer, *self._workers)]
+        tokenizer, *workers = map(_reachable, addresses)
+        self._router = await self._child(services.router, "router", self._of_router(tokenizer, workers))
         # Only now, with all children started, is gRPC used here: it does not like a fork after it has threads.
-        await asyncio.gather(*(self._healthy(child) for child in backends))
         grpc_address = _reachable(await self._address(self._router, "gRPC"))
         http_address = _reachable(await self._address(self._router, "HTTP"))
-        await self._healthy(self._router, grpc_address)
-        await self._joined(grpc_address, len(workers))
+        has_tls = services.router.config.tls_cert is not None
+        await self._healthy(self._router, await self._address(self._router, "health") if has_tls else grpc_address)
+        operators = await self._operators_address(self._router, grpc_address)
+        if operators is not None:
+            await self._joined(operators, set(workers))
         return Endpoints(grpc_address, http_address, tokenizer, tuple(workers))
 
-    def _common_flags(self) -> list[str]:
-        return ["--log-level", self._options.log_level, "--drain-timeout", f"{self._options.drain_timeout:g}"]
+    async def _worker(self, index: int, port: int | None = None) -> Child:
+        """Starts a worker, on a port that is its own already or the one that is its turn."""
+        worker = self._services.worker
+        ports = _ports(worker, index)
+        if port is not None:
+            ports["port"] = port
+        return await self._child(worker, f"worker-{index}", ports)
 
-    def _worker_flags(self, port: int) -> list[str]:
-        options = self._options
-        return ["--model", options.model, *_ports(port), "--threads", str(options.threads), *self._common_flags()]
+    def _of_router(self, tokenizer: str, workers: list[str]) -> dict[str, Any]:
+        """The router's settings that depend on the others; those that were named are asked, too."""
+        router = self._services.router
+        settings: dict[str, Any] = {
+            "tokenizer": ",".join([tokenizer, *filter(None, [router.given.get("tokenizer")])]),
+            "workers": [*workers, *router.given.get("workers", ())],
+        }
+        if router.config.tls_cert is not None and router.config.health_port is None:
+            settings["health_port"] = 0  # the one port on which this process can ask without certificates
+        return settings
 
-    async def _child(self, service: str, flags: list[str], name: str | None = None) -> Child:
-        name = name or service
+    async def _operators_address(self, router: Child, grpc_address: str) -> str | None:
+        """Where the router lists its workers to whoever asks; None: nowhere."""
+        config = self._services.router.config
+        if config.tls_cert is not None:
+            return None
+        if config.admin_port is not None:
+            return _reachable(await self._address(router, "admin"))
+        return None if config.separates_operators else grpc_address
+
+    async def _child(self, service: Service[Any], name: str, changes: Mapping[str, Any]) -> Child:
         self._states[name] = "starting"
-        return await Child.start(name, f"sapwood_{service}", flags, self._on_line)
+        flags = service.command_line(changes)
+        return await Child.start(name, f"sapwood_{service.name}", flags, self._on_line, service.reworded)
 
     async def _address(self, child: Child, kind: str = "") -> str:
         address = await child.address(kind)
         if address is None:
             raise DiedError(child)
-        self._states[child.name] = "loading"
+        self._states[child.name] = "ready" if child is not self._router else "waiting"
         return address
 
-    async def _healthy(self, child: Child, address: str | None = None) -> None:
+    async def _healthy(self, child: Child, address: str) -> None:
         """Waits until the service reports SERVING; for how long, is the caller's matter."""
         import grpc
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-        async with grpc.aio.insecure_channel(address or await self._address(child)) as channel:
+        async with grpc.aio.insecure_channel(address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while True:
                 try:
@@ -216,15 +199,15 @@ class Cluster:
                 await asyncio.sleep(_POLL_SECONDS)
         self._states[child.name] = "ready"
 
-    async def _joined(self, address: str, workers: int) -> None:
-        """Waits until the router has found every worker healthy."""
+    async def _joined(self, address: str, workers: set[str]) -> None:
+        """Waits until the router has found each of these workers healthy."""
         from sapwood.client import AsyncClient, SapwoodError
 
         async with AsyncClient(address, timeout=5) as client:
             while True:
                 try:
                     known = await client.list_workers()
-                    if sum(worker.healthy for worker in known) == workers:
+                    if workers <= {worker.address for worker in known if worker.healthy}:
                         return
                 except SapwoodError:
                     pass
@@ -251,10 +234,12 @@ class Cluster:
             await asyncio.sleep(_POLL_SECONDS)
 
 
-def _ports(port: int) -> tuple[str, ...]:
-    """The flags for a service's port and that of its metrics; where that is none for ordinary users, a free one."""
-    metrics = port - _METRICS_OFFSET
-    return ("--port", str(port), "--metrics-port", str(metrics if metrics >= 1024 else 0))
+def _ports(service: Service[Any], further: int = 0) -> dict[str, int]:
+    """A service's ports; that of its metrics goes with its own, or is a free one where ordinary users may not have it."""
+    ports = service.ports(further)
+    beside = ports["port"] - _METRICS_OFFSET
+    ports.setdefault("metrics_port", beside if beside >= 1024 else 0)
+    return ports
 
 
 def _end_of(child: Child) -> str:

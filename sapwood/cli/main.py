@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from importlib.metadata import version
@@ -11,8 +12,15 @@ from sapwood.cli import cache, chat, generate, key, model, router, up, worker
 from sapwood.cli.errors import EXIT_CODES, INTERRUPTED, CliError
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; each verb sets ``run`` to its function."""
+def build_parser(verb: str = "") -> argparse.ArgumentParser:
+    """The parser of the whole command line; each verb sets ``run`` to its function.
+
+    Args:
+        verb: The one that is asked for: ``up`` has the services' flags only then.
+
+    Raises:
+        CliError: The verb needs packages that are not installed.
+    """
     parser = argparse.ArgumentParser(
         prog="sapwood",
         description="Runs Sapwood on this machine and talks to it.",
@@ -21,15 +29,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sapwood {version('sapwood')}")
     verbs = parser.add_subparsers(metavar="VERB", required=True, title="verbs")
-    for verb in (up, generate, chat, model, key, router, worker, cache):
-        verb.configure(verbs)
+    up.configure(verbs, with_services=verb == "up")
+    for module in (generate, chat, model, key, router, worker, cache):
+        module.configure(verbs)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns its exit code; see ``sapwood.cli.errors`` for what it means."""
-    arguments = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
     try:
+        arguments = _parse(build_parser(words[0] if words else ""), words)
         exit_code: int = arguments.run(arguments)
     except CliError as failure:
         print(f"sapwood: {failure.message}", file=sys.stderr)
@@ -41,6 +51,26 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return exit_code
+
+
+def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        similar = _similar(
+            unknown[0], [flag for action in verbs.choices[words[0]]._actions for flag in action.option_strings]
+        )
+        hint = f"; did you mean {' or '.join(similar)}?" if similar else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return arguments
+
+
+def _similar(word: str, flags: list[str]) -> list[str]:
+    """The flags that may have been meant: those of this name with a service's before it, else the one that is spelt alike."""
+    name = word.partition("=")[0].replace(".", "-").replace("_", "-")
+    return [flag for flag in flags if flag.endswith(name[1:])] or difflib.get_close_matches(
+        name, flags, n=1, cutoff=0.8
+    )
 
 
 if __name__ == "__main__":

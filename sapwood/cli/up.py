@@ -12,30 +12,41 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sapwood.cli.cluster import Cluster, ClusterOptions, DiedError, Endpoints
 from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, CliError
 from sapwood.cli.terminal import Terminal, open_terminal
 from sapwood_common.flags import PORT, add_option, one_of, whole_number
+
+if TYPE_CHECKING:  # at run time they are imported by this verb alone, and need the services' packages
+    from sapwood.cli.cluster import Endpoints
+    from sapwood.cli.services import Services
 
 # One package that only the named extra brings.
 _NEEDED = {"starlette": "router", "tokenizers": "tokenizer", "torch": "worker"}
 # `timeout`, and a terminal together with `kill`, deliver one wish to stop as two signals.
 _SAME_WISH_SECONDS = 0.5
+_PORT_FLAGS = {("router", "port"): "--port", ("router", "http_port"): "--http-port"}
 _COLOURS = {"router": "magenta", "tokenizer": "yellow"}
 _WORKER_COLOURS = ("cyan", "green", "blue", "bright_cyan", "bright_green", "bright_blue")
 
 
-def configure(verbs: Any) -> None:
-    """Adds the verb to the parser."""
+def configure(verbs: Any, *, with_services: bool) -> None:
+    """Adds the verb to the parser.
+
+    Args:
+        verbs: Gets it.
+        with_services: Whether to add the services' flags. To know them takes half a second, and the services' packages.
+    """
     parser: argparse.ArgumentParser = verbs.add_parser(
         "up",
+        usage="sapwood up [FLAG ...]",
         help="start tokenizer, workers and router here",
         description="Starts tokenizer, workers and router as processes of this machine, prints where they answer and "
         "follows their logs. A worker that ends is started anew, at most five times in ten minutes. Ctrl-C or SIGTERM lets "
         "running requests finish and stops all; a second one stops at once. "
-        "Further settings reach the services through their variables, such as SAPWOOD_WORKER_NUM_PAGES.",
+        "Every flag of a service is taken with its name before it: --worker-max-running 8 is a worker's --max-running 8. "
+        "What no flag says is the service's own variable (SAPWOOD_WORKER_MAX_RUNNING) or default.",
         epilog=EXIT_CODES,
         allow_abbrev=False,
     )
@@ -43,9 +54,9 @@ def configure(verbs: Any) -> None:
     add_option(
         parser,
         "--model",
-        "demo (fetched if missing), a .gguf file or a Hugging Face directory.",
+        "Of tokenizer and workers: demo (fetched if missing), a .gguf file or a Hugging Face directory.",
         variable=up + "MODEL",
-        default="demo",
+        shown_default="demo",
     )
     add_option(parser, "--workers", "How many.", variable=up + "WORKERS", default=2, parse=whole_number(1), metavar="N")
     add_option(
@@ -60,16 +71,16 @@ def configure(verbs: Any) -> None:
     add_option(
         parser,
         "--policy",
-        "How the router chooses a worker; `python -m sapwood_router --help` names them.",
+        "How the router chooses a worker; --router-policy names them.",
         variable=up + "POLICY",
-        default="cache_aware",
+        shown_default="cache_aware",
     )
     add_option(
         parser,
         "--host",
         "Address the router listens on; 0.0.0.0 for all. The other services listen on 127.0.0.1.",
         variable=up + "HOST",
-        default="127.0.0.1",
+        shown_default="127.0.0.1",
     )
     for flag, what, default in (
         ("--port", "The router's gRPC port.", 50051),
@@ -78,11 +89,12 @@ def configure(verbs: Any) -> None:
         ("--worker-port", "The first worker's port; the others follow it.", 50061),
     ):
         variable = up + flag.strip("-").replace("-", "_").upper()
-        add_option(parser, flag, what, variable=variable, default=default, parse=PORT)
+        add_option(parser, flag, what, variable=variable, shown_default=str(default), parse=PORT)
     add_option(
         parser,
         "--ports",
-        "fixed takes the ports named by the flags above; auto takes free ones and prints them.",
+        "fixed takes the ports named by the flags above or their defaults; auto takes free ones and prints them, where no "
+        "flag names one.",
         variable=up + "PORTS",
         default="fixed",
         parse=one_of("fixed", "auto"),
@@ -91,9 +103,9 @@ def configure(verbs: Any) -> None:
     add_option(
         parser,
         "--log-level",
-        "Least severe log line shown.",
+        "Least severe log line shown, of all services.",
         variable=up + "LOG_LEVEL",
-        default="info",
+        shown_default="info",
         parse=one_of("debug", "info", "warning", "error"),
         metavar="{debug,info,warning,error}",
     )
@@ -102,46 +114,64 @@ def configure(verbs: Any) -> None:
         "--drain-timeout",
         "Seconds that running requests get to finish after Ctrl-C.",
         variable=up + "DRAIN_TIMEOUT",
-        default=30.0,
+        shown_default="30.0",
         parse=float,
         metavar="SECONDS",
     )
+    if with_services:
+        _check_extras()
+        from sapwood.cli.services import add_service_flags
+
+        add_service_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb until it is stopped; returns the exit code, raises CliError."""
-    _check_extras()
-    options = _options(arguments)
-    if arguments.ports == "fixed":
-        _check_ports(options)
-    if arguments.model == "demo":
+    services = _services(arguments)
+    _check_ports(services)
+    models = (services.worker.config.model, services.tokenizer.config.model)
+    if "demo" in models:
         from sapwood.cli.model import fetch_demo
 
         fetch_demo()
-    _check_model(options.model)
+    _check_model(services.worker.config.model)
     terminal = open_terminal(sys.stdout)
     try:
-        return asyncio.run(_serve(options, terminal))
+        return asyncio.run(_serve(services, terminal))
     finally:
         terminal.close()
 
 
-def _options(arguments: argparse.Namespace) -> ClusterOptions:
-    fixed = arguments.ports == "fixed"
-    return ClusterOptions(
-        model=arguments.model,
+def _services(arguments: argparse.Namespace) -> Services:
+    """The services that the flags ask for. Raises CliError."""
+    from sapwood.cli.services import read_services
+
+    def port(given: int | None) -> int | None:
+        return 0 if given is None and arguments.ports == "auto" else given
+
+    of_all = {"log_level": arguments.log_level, "drain_timeout": arguments.drain_timeout}
+    services = read_services(
+        arguments,
+        router={
+            **of_all,
+            "policy": arguments.policy,
+            "host": arguments.host,
+            "port": port(arguments.port),
+            "http_port": port(arguments.http_port),
+        },
+        tokenizer={**of_all, "model": arguments.model, "port": port(arguments.tokenizer_port)},
+        worker={
+            **of_all,
+            "model": arguments.model,
+            "port": port(arguments.worker_port),
+            "threads": arguments.threads,
+        },
         workers=arguments.workers,
-        threads=arguments.threads or max(1, _cores() // arguments.workers),
-        policy=arguments.policy,
-        host=arguments.host,
-        port=arguments.port if fixed else 0,
-        http_port=arguments.http_port if fixed else 0,
-        tokenizer_port=arguments.tokenizer_port if fixed else 0,
-        worker_port=arguments.worker_port if fixed else 0,
-        log_level=arguments.log_level,
-        drain_timeout=arguments.drain_timeout,
     )
+    if "threads" not in services.worker.config.model_fields_set:
+        services.worker.given["threads"] = max(1, _cores() // arguments.workers)
+    return services
 
 
 def _cores() -> int:
@@ -155,20 +185,23 @@ def _check_extras() -> None:
         raise CliError(f"`sapwood up` needs the services: pip install 'sapwood[{','.join(missing)}]'")
 
 
-def _check_ports(options: ClusterOptions) -> None:
+def _check_ports(services: Services) -> None:
     """Finds a taken port before anything is started, so that the message can name its flag."""
     wanted = [
-        ("--port", options.host, options.port),
-        ("--http-port", options.host, options.http_port),
-        ("--tokenizer-port", "127.0.0.1", options.tokenizer_port),
+        (
+            _PORT_FLAGS.get((service.name, name), f"--{service.name}-{name.replace('_', '-')}"),
+            service.host_of(name),
+            port,
+        )
+        for service, count in ((services.router, 1), (services.tokenizer, 1), (services.worker, services.workers))
+        for index in range(count)
+        for name, port in service.ports(index).items()
+        if port
     ]
-    wanted += [("--worker-port", "127.0.0.1", options.worker_port + index) for index in range(options.workers)]
     seen: dict[int, str] = {}
     for flag, host, port in wanted:
         if port > 65535:
-            raise CliError(
-                f"{flag}: {options.workers} workers from port {options.worker_port} on exceed 65535", REFUSED
-            )
+            raise CliError(f"{flag}: the ports of {services.workers} workers exceed 65535", REFUSED)
         if port in seen:
             raise CliError(f"{flag} and {seen[port]} both mean port {port}", REFUSED)
         seen[port] = flag
@@ -193,7 +226,9 @@ def _check_model(model: str) -> None:
         raise CliError(str(error), REFUSED) from None
 
 
-async def _serve(options: ClusterOptions, terminal: Terminal) -> int:
+async def _serve(services: Services, terminal: Terminal) -> int:
+    from sapwood.cli.cluster import Cluster, DiedError
+
     start = time.monotonic()
 
     def on_line(name: str, line: str) -> None:
@@ -209,7 +244,7 @@ async def _serve(options: ClusterOptions, terminal: Terminal) -> int:
     deaf: list[str] = []
     stopping = asyncio.Event()
     killing = asyncio.Event()
-    cluster = Cluster(options, on_line, terminal.status)
+    cluster = Cluster(services, on_line, terminal.status)
 
     first_signal = 0.0
 
@@ -226,12 +261,13 @@ async def _serve(options: ClusterOptions, terminal: Terminal) -> int:
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
 
     async def live() -> None:
+        workers, threads = services.workers, services.worker.given.get("threads", services.worker.config.threads)
         terminal.line(
-            f"starting tokenizer, {options.workers} worker{'s' * (options.workers > 1)} with {options.threads} "
-            f"thread{'s' * (options.threads > 1)} each, and router on model {options.model}"
+            f"starting tokenizer, {workers} worker{'s' * (workers > 1)} with {threads or 'all'} "
+            f"thread{'s' * (threads != 1)} each, and router on model {services.worker.config.model}"
         )
         endpoints = await cluster.start()
-        terminal.line(_welcome(options, endpoints, time.monotonic() - start))
+        terminal.line(_welcome(services, endpoints, time.monotonic() - start))
         await cluster.watch()
 
     life = asyncio.create_task(live())
@@ -259,28 +295,34 @@ def _command() -> str:
     return os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here)
 
 
-def _welcome(options: ClusterOptions, endpoints: Endpoints, seconds: float) -> str:
-    http, router = endpoints.http, endpoints.grpc
+def _welcome(services: Services, endpoints: Endpoints, seconds: float) -> str:
+    config = services.router.config
+    secure = config.tls_cert is not None
+    http, router = f"http{'s' * secure}://{endpoints.http}", endpoints.grpc
     sapwood = _command()
     address = "" if router == "127.0.0.1:50051" else f" --address {router}"
-    name = options.model if options.model == "demo" else "MODEL"
-    return f"""
+    model = services.worker.config.model
+    name = services.worker.config.served_model_name or (model if model == "demo" else "MODEL")
+    shown = f"""
 ready to answer in {seconds:.1f} s
 
-  OpenAI API   http://{http}/v1
+  OpenAI API   {http}/v1
   gRPC         {router}
   tokenizer    {endpoints.tokenizer}
   workers      {" ".join(endpoints.workers)}
-
+"""
+    if secure or config.api_keys is not None:  # the commands below would need certificates or a key
+        return f"{shown}\nCtrl-C stops it.\n"
+    return f"""{shown}
 Try, in another terminal:
 
   {sapwood} generate{address} --max-tokens 32 --temperature 0 "The capital of France is"
   {sapwood} chat{address}
-  curl http://{http}/v1/completions -H 'Content-Type: application/json' \\
+  curl {http}/v1/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{name}", "prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}}'
   grpcurl -plaintext -d '{{"text": "The capital of France is", "sampling": {{"max_tokens": 32, "temperature": 0}}}}' \\
     {router} sapwood.v1.Router/Generate
-  python -c 'import openai; c = openai.OpenAI(base_url="http://{http}/v1", api_key="none"); \\
+  python -c 'import openai; c = openai.OpenAI(base_url="{http}/v1", api_key="none"); \\
     print(c.completions.create(model="{name}", prompt="The capital of France is", max_tokens=32).choices[0].text)'
 
 Ctrl-C stops it.

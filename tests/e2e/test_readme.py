@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -12,10 +13,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from sapwood.cli.main import build_parser
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # Run by hand and by CI: they install, test or serve. That their targets exist is checked below.
-LARGE = re.compile(r"^(make \w|SAPWOOD_\w+=\S+ sapwood up)")
+LARGE = re.compile(r"^(make \w|(SAPWOOD_\w+=\S+ )*sapwood up)")
 
 
 # Answers are cut short: a token takes the demo model a tenth of a second and more on one core.
@@ -56,6 +59,13 @@ def test_the_block_runs(cluster: Any, block: Block) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_every_flag_that_is_named_with_sapwood_up_is_one() -> None:
+    commands = [line for block in BLOCKS for line in re.findall(r"^sapwood up (--.*)$", block.code, re.MULTILINE)]
+    assert commands
+    for command in commands:
+        assert build_parser("up").parse_args(["up", *shlex.split(command)])
 
 
 def test_every_make_target_that_is_named_exists() -> None:

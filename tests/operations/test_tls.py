@@ -144,7 +144,7 @@ def test_a_new_authority_for_clients_replaces_the_old_one_on_both_ports(
     address, web = (router.find(rf"{name} listening on ([\d.]+:\d+)") for name in ("gRPC", "HTTP"))
     # It has neither tokenizer nor worker, and says so to whoever is let in.
     no, yes = health_pb2.HealthCheckResponse.NOT_SERVING, health_pb2.HealthCheckResponse.SERVING
-    plain = router.find(r"health on ([\d.]+:\d+)")
+    plain = router.find(r"health listening on ([\d.]+:\d+)")
     assert health(grpc.insecure_channel(plain)) == no
     assert health(grpc.insecure_channel(plain), "liveness") == yes
     successor = Authority(tmp_path / "successor")

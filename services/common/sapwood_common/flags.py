@@ -14,6 +14,11 @@ Kind = Literal["value", "switch", "list"]
 """``--flag VALUE``, ``--flag`` or ``--no-flag``, ``--flag VALUE ...``."""
 
 
+def service_flag(service: str, name: str) -> str:
+    """A service's flag as an answer names it, whoever started the service: ``service_flag("worker", "storage")``."""
+    return f"the {service}'s --{name} (--{service}-{name} of `sapwood up`)"
+
+
 def add_flag(
     parser: argparse._ActionsContainer,
     flag: str,

@@ -90,7 +90,7 @@ class ServiceServer:
         if self._health_server is not None and self._health_address is not None:
             host, _, port = self._health_address.rpartition(":")
             chosen = await self._health_server.start(host, int(port), reuse_port=self._reuse_port)
-            announce(logger, "health on %s:%d", host, chosen)
+            announce(logger, "health listening on %s:%d", host, chosen)
         return await self._http2.start(self._host, self._port, reuse_port=self._reuse_port)
 
     async def set_serving(self, serving: bool) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from sapwood_common.api_keys import AUTHORIZATION_KEY, ApiKeys
 from sapwood_common.errors import InvalidArgumentError, UnauthenticatedError, UnimplementedError
+from sapwood_common.flags import service_flag
 from sapwood_common.http2.turnstile import Rank
 from sapwood_common.tenant import Tenant
 from sapwood_router.caller import PRIORITY_KEY, TENANT_KEY, priority_of
@@ -35,7 +36,8 @@ class Guard:
             SapwoodError: As :meth:`ApiKeys.check`.
         """
         if self._public is not None and method not in self._public:
-            raise UnimplementedError(f"{method} is for operators: it is served on --admin-port only, where one is set")
+            where = service_flag("router", "admin-port")
+            raise UnimplementedError(f"{method} is for operators: it is served on {where} only, where one is set")
         values = [value for key, value in metadata if key == AUTHORIZATION_KEY]
         if len(values) > 1 and self._keys is not None:
             raise UnauthenticatedError("authorization is given more than once")

@@ -12,6 +12,7 @@ import grpc
 
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import ConfigError, InvalidArgumentError, UnimplementedError
+from sapwood_common.flags import service_flag
 from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_tokenizer.chat_template import MOST_CHARACTERS, ChatTemplate
 from sapwood_tokenizer.convert import add_offsets, to_cache_stats, to_encode_options, to_messages, to_variables
@@ -153,7 +154,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             raise InvalidArgumentError("messages is empty", field="messages")
         if self._template is None:
             raise InvalidArgumentError(
-                "the model has no chat template; start the tokenizer with --chat-template FILE", field="messages"
+                f"the model has no chat template; {service_flag('tokenizer', 'chat-template')} names a file with one",
+                field="messages",
             )
         continued = request.continue_final_message
         prompted = request.add_generation_prompt if request.HasField("add_generation_prompt") else not continued

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_common.flags import service_flag
 from sapwood_worker.grammar.matcher import GrammarMatcher
 from sapwood_worker.grammar.pending import PendingGrammars
 from sapwood_worker.grammar.store import GrammarStore
@@ -187,7 +188,8 @@ class EventLoop:
             self._tiering.command(verb, argument, answer)
         else:
             known = verb == "stats" or (verb == "clear" and argument in ("device", "all"))
-            answer("" if known else "this worker's KV cache has no second tier: give it one with --host-cache-ratio")
+            flag = service_flag("worker", "host-cache-ratio")
+            answer("" if known else f"this worker's KV cache has no second tier: {flag} gives it one")
 
     def _admit_built(self) -> None:
         """Lets the requests in whose grammar has been built."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_common.flags import service_flag
 from sapwood_router.context import ChatPrompt, RequestContext, TextPrompt
 from sapwood_router.convert import to_compile_request
 from sapwood_router.field_names import to_client_field
@@ -44,7 +45,7 @@ async def _prepare_chat(context: RequestContext, prompt: ChatPrompt, tokenizer: 
     if prompt.tools and not parsers.tool_parser and not choice.required:
         raise InvalidArgumentError(
             "tools are not supported with this model unless a call is required: the tokenizer service has no parser for its"
-            " calls (see --tool-parser)",
+            f" calls, and none is named by {service_flag('tokenizer', 'tool-parser')}",
             field="tools",
         )
     encoded = await tokenizer.encode_chat(prompt, context.request_id, context.deadline)

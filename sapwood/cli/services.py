@@ -1,0 +1,127 @@
+"""The services of a local cluster as the command line of `sapwood up` describes them.
+
+Every flag of a service is one of `sapwood up`, with the service's name before it: ``--worker-max-running`` is a worker's
+``--max-running``, and both are SAPWOOD_WORKER_MAX_RUNNING. Imports what the services need, so only that verb imports it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic
+
+from sapwood.cli.errors import REFUSED, CliError
+from sapwood_common.config import ConfigT, add_settings, command_line, given_settings, load_config
+from sapwood_common.errors import ConfigError
+from sapwood_router.config import RouterConfig
+from sapwood_tokenizer.config import TokenizerConfig
+from sapwood_worker.config import WorkerConfig
+
+_OF_ALL_WORKERS = "Ports are the first worker's; each further one takes the next."
+
+
+@dataclass(frozen=True)
+class Service(Generic[ConfigT]):
+    """One service's settings.
+
+    Attributes:
+        name: ``router``, ``tokenizer`` or ``worker``.
+        given: What flags and variables of `sapwood up` say, by field, as :func:`given_settings` has it.
+        file: The service's YAML file.
+        config: What they make together with the service's own variables and its defaults.
+    """
+
+    name: str
+    given: dict[str, Any]
+    file: str | None
+    config: ConfigT
+
+    def command_line(self, changes: Mapping[str, Any]) -> list[str]:
+        """The flags of its process; ``changes`` are the fields that have another value there."""
+        file = [] if self.file is None else [f"--config={self.file}"]
+        return [*file, *command_line({**self.given, **changes})]
+
+    def ports(self, further: int = 0) -> dict[str, int]:
+        """The ports it has, by field; those of the process that comes ``further`` after the first."""
+        ports = {name: value for name, value in self.config.model_dump().items() if name.endswith("port")}
+        return {name: port + further if port else 0 for name, port in ports.items() if port is not None}
+
+    def host_of(self, port: str) -> str:
+        """The address on which it listens on the port of that field."""
+        hosts = self.config.model_dump()
+        return str(hosts.get(port.removesuffix("port") + "host") or hosts["host"])
+
+    def reworded(self, line: str) -> str:
+        """A line that the service writes, its flags named as `sapwood up` names them."""
+        names = "|".join(name.replace("_", "-") for name in type(self.config).model_fields)
+        return re.sub(rf"(?<![\w-])--(no-)?({names})(?![\w-])", rf"--\1{self.name}-\2", line)
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a cluster is made of.
+
+    Attributes:
+        router: The one router.
+        tokenizer: The one tokenizer.
+        worker: Each of the workers.
+        workers: How many.
+    """
+
+    router: Service[RouterConfig]
+    tokenizer: Service[TokenizerConfig]
+    worker: Service[WorkerConfig]
+    workers: int
+
+    @property
+    def drain_timeout(self) -> float:
+        """Seconds after which each of them has given up on its requests."""
+        return max(service.config.drain_timeout for service in (self.router, self.tokenizer, self.worker))
+
+
+def add_service_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds every flag of every service, in a group for each; a service's port has a flag of `sapwood up` already."""
+    router = parser.add_argument_group("router", "--router-workers and --router-tokenizer: beside those started here.")
+    add_settings(router, RouterConfig, "router-")
+    add_settings(parser.add_argument_group("tokenizer"), TokenizerConfig, "tokenizer-", without={"port"})
+    add_settings(parser.add_argument_group("workers", _OF_ALL_WORKERS), WorkerConfig, "worker-", without={"port"})
+
+
+def read_services(
+    arguments: argparse.Namespace,
+    router: dict[str, Any],
+    tokenizer: dict[str, Any],
+    worker: dict[str, Any],
+    workers: int,
+) -> Services:
+    """The services as asked for.
+
+    Args:
+        arguments: Has the flags of :func:`add_service_flags`.
+        router: What `sapwood up` says of it in flags of its own, by field, where the service's flag is not given; None: nothing.
+        tokenizer: The same.
+        worker: The same.
+        workers: How many.
+
+    Raises:
+        CliError: A value is wrong.
+    """
+    return Services(
+        _read(arguments, "router", RouterConfig, router),
+        _read(arguments, "tokenizer", TokenizerConfig, tokenizer),
+        _read(arguments, "worker", WorkerConfig, worker),
+        workers,
+    )
+
+
+def _read(arguments: argparse.Namespace, name: str, cls: type[ConfigT], own: dict[str, Any]) -> Service[ConfigT]:
+    prefix = f"{name}-"
+    given = {field: value for field, value in own.items() if value is not None}
+    given |= given_settings(cls, arguments, prefix)
+    file = vars(arguments)[f"{prefix}config"]
+    try:
+        return Service(name, given, file, load_config(cls, given, file, prefix=prefix))
+    except ConfigError as error:
+        raise CliError(str(error), REFUSED) from None

@@ -1,0 +1,181 @@
+"""What `sapwood up` makes of its command line; tests/operations/test_up.py starts what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import pytest
+
+from sapwood.cli import up
+from sapwood.cli.errors import CliError
+from sapwood.cli.main import build_parser, main
+from sapwood.cli.services import Service, Services
+from sapwood_common.config import ServiceConfig, given_settings, load_config
+from sapwood_common.config import build_parser as service_parser
+
+SPECIAL = {
+    "max_body_bytes": ["2048"],
+    "model_policies": ["a=random"],
+    "model_tokenizers": ["a=b:1"],
+    "shadow_policies": ["round_robin"],
+}
+"""Values of fields that not any of their type will do for."""
+OTHERS = {int: "12", float: "0.75", str: "a:1", Path: "/a/file"}
+
+
+def read(*flags: str) -> Services:
+    return up._services(build_parser("up").parse_args(["up", *flags]))
+
+
+def other_value(config: ServiceConfig, name: str) -> list[str]:
+    """Words after a field's flag that make another value than its default."""
+    annotation: Any = type(config).model_fields[name].annotation
+    arms = [arm for arm in get_args(annotation) or [annotation] if arm is not type(None)]
+    if name in SPECIAL:
+        return SPECIAL[name]
+    if get_origin(annotation) is tuple:
+        return ["a:1", "b:2"]
+    if isinstance(arms[-1], str):  # a choice
+        return [next(choice for choice in arms if choice != getattr(config, name))]
+    return [OTHERS[arms[0]]]
+
+
+@pytest.mark.parametrize("name", ["router", "tokenizer", "worker"])
+def test_every_flag_of_every_service_reaches_it(name: str) -> None:
+    """Each is given to `sapwood up`, and what it would start is read by the service's own parser."""
+    services: dict[str, Service[Any]] = vars(read())
+    default: ServiceConfig = services[name].config
+    cls = type(default)
+    flags: list[str] = []
+    for field, info in cls.model_fields.items():
+        flag = f"--{name}-{field.replace('_', '-')}"
+        if info.annotation is bool:
+            flags.append(flag.replace(f"--{name}", f"--no-{name}", 1))
+        else:
+            flags += [flag, *other_value(default, field)]
+    service: Service[Any] = vars(read(*flags))[name]
+    arguments = service_parser(cls, name, "").parse_args(service.command_line({}))
+    reached = load_config(cls, given_settings(cls, arguments))
+    assert reached == service.config
+    assert not {field for field, value in reached.model_dump().items() if value == default.model_dump()[field]}
+
+
+def test_a_services_flag_wins_over_ups_own_and_that_over_the_services_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAPWOOD_ROUTER_POLICY", "random")
+    monkeypatch.setenv("SAPWOOD_WORKER_THREADS", "5")
+    assert read().router.config.policy == "random"
+    assert "policy" not in read().router.given, "its own variable reaches it as it is"
+    assert read("--policy", "least_load").router.given["policy"] == "least_load"
+    monkeypatch.setenv("SAPWOOD_UP_POLICY", "prefix_hash")
+    assert read().router.config.policy == "prefix_hash"
+    assert read("--policy", "least_load", "--router-policy", "round_robin").router.config.policy == "round_robin"
+    assert read().worker.config.threads == 5
+    assert read("--threads", "3").worker.config.threads == 3
+
+
+def test_what_concerns_several_services_is_said_once(tmp_path: Path) -> None:
+    services = read(
+        "--log-level", "error", "--drain-timeout", "9", "--worker-drain-timeout", "11", "--model", str(tmp_path)
+    )
+    for service in (services.router, services.tokenizer, services.worker):
+        assert service.config.log_level == "error"
+    assert services.drain_timeout == 11
+    assert services.tokenizer.config.model == services.worker.config.model == str(tmp_path)
+
+
+def test_each_further_worker_has_the_next_ports() -> None:
+    services = read("--worker-port", "6000", "--worker-kv-events-port", "7000", "--worker-metrics-port", "0")
+    assert services.worker.ports(2) == {"port": 6002, "kv_events_port": 7002, "metrics_port": 0}
+
+
+def test_ports_auto_leaves_those_that_are_named() -> None:
+    services = read("--ports", "auto", "--http-port", "8001")
+    assert (services.router.config.port, services.router.config.http_port) == (0, 8001)
+    assert (services.tokenizer.config.port, services.worker.config.port) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--worker-max-running", "0"], "--worker-max-running / SAPWOOD_WORKER_MAX_RUNNING: "),
+        (["--router-heartbeat-ms", "x"], "--router-heartbeat-ms / SAPWOOD_ROUTER_HEARTBEAT_MS: "),
+        (["--router-worker-silence", "0.1"], "--router-worker-silence / SAPWOOD_ROUTER_WORKER_SILENCE: "),
+        (["--tokenizer-config", "/nowhere.yaml"], "--tokenizer-config: cannot read /nowhere.yaml"),
+    ],
+)
+def test_a_wrong_value_is_refused_before_anything_starts(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--max-running", "--worker-max-running"),
+        ("--worker.max-running", "--worker-max-running"),
+        ("--worker-max_running", "--worker-max-running"),
+        ("--worker-max-runing=3", "--worker-max-running"),
+        ("--served-model-name", "--tokenizer-served-model-name or --worker-served-model-name"),
+    ],
+)
+def test_an_unknown_flag_is_refused_and_what_may_be_meant_is_named(
+    flag: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["up", flag])
+    assert stopped.value.code == 2
+    assert f"unrecognized arguments: {flag}; did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_help_shows_the_flags_by_service(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["up", "--help"])
+    shown = capsys.readouterr().out
+    own, _, services = shown.partition("\nrouter:\n")
+    router, _, rest = services.partition("\ntokenizer:\n")
+    tokenizer, _, workers = rest.partition("\nworkers:\n")
+    assert "--ports" in own
+    for group, name in ((router, "router"), (tokenizer, "tokenizer"), (workers, "worker")):
+        flags = [line.split()[0] for line in group.splitlines() if line.startswith("  --")]
+        assert len(flags) > 20
+        assert all(flag.startswith(f"--{name}-") for flag in flags)
+
+
+def test_what_a_service_says_of_its_flags_is_said_of_ups() -> None:
+    worker = read().worker
+    assert worker.reworded("--storage needs a second tier: --host-cache-gb or --host-cache-ratio") == (
+        "--worker-storage needs a second tier: --worker-host-cache-gb or --worker-host-cache-ratio"
+    )
+    assert worker.reworded("turn off with --no-prefix-cache, not --prefix-caches") == (
+        "turn off with --no-worker-prefix-cache, not --prefix-caches"
+    )
+
+
+def test_the_command_needs_the_services_packages_for_up_alone() -> None:
+    """As after `pip install sapwood` without extras: grpcio and protobuf."""
+    without = ("pydantic", "pydantic_settings", "starlette", "tokenizers", "torch", "yaml", "uvicorn")
+    program = (
+        "import sys, importlib.util as u\n"
+        f"without = {without}\n"
+        "sys.modules.update(dict.fromkeys(without))\n"
+        "find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name in without else find(name, *a)\n"
+        "from sapwood.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(main(['up', '--workers', '1']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "start tokenizer, workers and router here" in done.stdout
+    assert done.stderr == "sapwood: `sapwood up` needs the services: pip install 'sapwood[router,tokenizer,worker]'\n"
+
+
+def test_an_own_flag_is_checked_as_it_is_read() -> None:
+    with pytest.raises(CliError, match=r"--router-policy / SAPWOOD_ROUTER_POLICY: .* 'cache_aware'"):
+        read("--policy", "best")

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -71,6 +72,23 @@ def demo_oracle(demo_model: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.load_gemma3(demo_model)
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str, str], None]:
+    """Installs a package that brings a part, for this process and those it starts: ``plugin(group, name, source, attribute)``."""
+
+    def install(group: str, name: str, source: str, attribute: str) -> None:
+        module = f"part_{name}"
+        (tmp_path / f"{module}.py").write_text(textwrap.dedent(source))
+        metadata = tmp_path / f"{module}-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[{group}]\n{name} = {module}:{attribute}\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
+
+    return install
 
 
 @pytest.fixture

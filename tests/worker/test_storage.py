@@ -213,7 +213,7 @@ def test_every_job_ends_in_the_callers_thread_even_if_the_executor_closes() -> N
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("somewhere", "must begin with"),
+        ("somewhere", "names no kind of store.*file, mooncake, nixl"),
         ("file:relative", "absolute folder"),
         ("file://host/folder", "absolute folder"),
         ("file:///x?size_gb=big", "not a number"),
@@ -234,6 +234,24 @@ def test_every_job_ends_in_the_callers_thread_even_if_the_executor_closes() -> N
 def test_a_wrong_url_is_refused_with_its_reason(url: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         parse_storage(url)
+
+
+def test_a_package_can_bring_a_kind_of_store(plugin) -> None:
+    plugin(
+        "sapwood.storage",
+        "drawer",
+        """
+        def parse_url(url):
+            label = url.take("label")
+            return lambda: f"the drawer {label} of {url.host}"
+        """,
+        "parse_url",
+    )
+    assert parse_storage("drawer://desk?label=left")() == "the drawer left of desk"
+    with pytest.raises(ConfigError, match="colour"):
+        parse_storage("drawer://desk?colour=red")
+    with pytest.raises(ConfigError, match="drawer, file, mooncake, nixl"):
+        parse_storage("shelf://desk")
 
 
 def test_fetching_pays_from_where_it_beats_computing() -> None:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from sapwood_worker.cache.storage.object_folder import ObjectFolder
+from sapwood_worker.cache.storage.url import StorageUrl
+
+
+def parse_url(url: StorageUrl) -> Callable[[], FileStorage]:
+    """What opens ``file:///folder?size_gb=10``.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    url.expect(not url.host, "name an absolute folder: file:///folder")
+    folder, size = url.take_folder("file:///folder")
+    return lambda: FileStorage(folder, size)
 
 
 class FileStorage:

@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood_worker.cache.storage.backend import StorageError
+from sapwood_worker.cache.storage.url import StorageUrl
 
 _CONNECT_SECONDS = 2.0
 _SETUP_SECONDS = 20.0
@@ -45,6 +46,26 @@ class MooncakeOptions:
     devices: str = ""
     host: str = ""
     lend_bytes: int = 0
+
+
+def parse_url(url: StorageUrl) -> Callable[[], MooncakeStorage]:
+    """What opens ``mooncake://master:50051?metadata=http://host:8080/metadata&protocol=tcp&devices=&host=&lend_gb=0``.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    options = MooncakeOptions(
+        master=url.host,
+        metadata=url.take("metadata"),
+        protocol=url.take("protocol", "tcp"),
+        devices=url.take("devices"),
+        host=url.take("host"),
+        lend_bytes=url.take_bytes("lend_gb", "0"),
+    )
+    url.expect(bool(url.host), "name the master: mooncake://host:port")
+    url.expect(bool(options.metadata), "metadata is missing: the URL of the metadata server")
+    url.expect(options.protocol in ("tcp", "rdma"), "protocol must be tcp or rdma")
+    return lambda: MooncakeStorage(options)
 
 
 class MooncakeStorage:

@@ -17,7 +17,7 @@ import itertools
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from sapwood_worker.cache.storage.backend import StorageError
 from sapwood_worker.cache.storage.object_folder import ObjectFolder
+from sapwood_worker.cache.storage.url import StorageUrl
 
 Plugin = Literal["POSIX", "OBJ"]
 Target = tuple[int, int, int, str]
@@ -159,6 +160,26 @@ class NixlAgent:
             self._agent.release_xfer_handle(transfer)
         except Exception as error:
             errors.append(error)
+
+
+def parse_url(url: StorageUrl) -> Callable[[], NixlFileStorage | NixlObjectStorage]:
+    """What opens ``nixl://posix/folder?size_gb=10`` or ``nixl://obj/bucket?endpoint=http://host:9000&region=us-east-1``.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if url.host == "posix":
+        folder, size = url.take_folder("nixl://posix/folder")
+        return lambda: NixlFileStorage(folder, size)
+    url.expect(url.host == "obj", "it must begin with nixl://posix/ or nixl://obj/")
+    bucket, endpoint = url.path.strip("/"), url.take("endpoint")
+    url.expect(bool(bucket) and "/" not in bucket, "name a bucket: nixl://obj/bucket")
+    settings = {"region": url.take("region", "us-east-1")}
+    if endpoint:
+        scheme = endpoint.partition("://")[0]
+        url.expect(scheme in ("http", "https"), "endpoint must be a URL: http://host:port")
+        settings |= {"endpoint_override": endpoint, "scheme": scheme}
+    return lambda: NixlObjectStorage(bucket, settings)
 
 
 class NixlFileStorage:

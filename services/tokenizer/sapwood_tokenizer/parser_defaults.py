@@ -32,7 +32,7 @@ def parser_defaults(tool_parser: str, reasoning_parser: str, template: str | Non
         ConfigError: There is no such parser. The message names the flag.
     """
     return ParserDefaults(
-        _chosen("--tool-parser", tool_parser, tool_registry.NAMES, tool_registry.detect_tool_parser(template or "")),
+        _chosen("--tool-parser", tool_parser, tool_registry.names(), tool_registry.detect_tool_parser(template or "")),
         _chosen(
             "--reasoning-parser",
             reasoning_parser,

@@ -257,7 +257,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             bos_token_id=loaded.bos_token_id,
             eos_token_ids=loaded.eos_token_ids,
             has_chat_template=self._template is not None,
-            tool_parsers=tool_parsers.NAMES,
+            tool_parsers=tool_parsers.names(),
             reasoning_parsers=reasoning_parsers.NAMES,
             tool_parser=self._parsers.tool_parser,
             reasoning_parser=self._parsers.reasoning_parser,

@@ -2,7 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.errors import ConfigError, InvalidArgumentError
+from sapwood_tokenizer.output_parser import ParserOptions
+from sapwood_tokenizer.parser_defaults import parser_defaults
 from sapwood_tokenizer.reasoning_parser.registry import NAMES as REASONING_NAMES
 from sapwood_tokenizer.tool_parser.registry import NAMES, detect_tool_parser
 from sapwood_tokenizer.tool_parser.tools import Tools
@@ -72,3 +74,31 @@ def test_every_parser_is_documented():
     page = (Path(__file__).resolve().parents[3] / "docs" / "parsers.md").read_text(encoding="utf-8")
     missing = [name for name in (*NAMES, *REASONING_NAMES) if f"`{name}`" not in page]
     assert missing == []
+
+
+def test_a_package_can_bring_a_family(plugin, parse_every_way):
+    plugin(
+        "sapwood.tool_parsers",
+        "arrows",
+        """
+        from sapwood_tokenizer.tool_parser.base import CallMarkers, ToolFamily, marked_calls
+        from sapwood_tokenizer.tool_parser.call_object import parse_call_object
+
+        MARKERS = CallMarkers.of(openers=("-->",), closers=("<--",))
+
+        def script(source, out, tools):
+            def attempt(marker):
+                yield from source.whitespace()
+                return (yield from parse_call_object(source, out))
+
+            yield from marked_calls(source, out, MARKERS, attempt)
+
+        FAMILY = ToolFamily("arrows", script, frozenset(MARKERS.all.literals))
+        """,
+        "FAMILY",
+    )
+    assert parser_defaults("arrows", "none", None).tool_parser == "arrows"
+    parsed = parse_every_way(ParserOptions(tool_parser="arrows"), 'Look: --> {"name": "f", "arguments": {"x": 1}} <--')
+    assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("f", '{"x": 1}')]
+    with pytest.raises(ConfigError, match="--tool-parser"):
+        parser_defaults("bows", "none", None)

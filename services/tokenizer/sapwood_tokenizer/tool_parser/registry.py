@@ -1,11 +1,13 @@
-"""The tool-call families by name, and which one a chat template speaks of."""
+"""The tool-call families by name, and which one a chat template speaks of; packages add theirs as entry points of ``GROUP``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 
-from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.errors import ConfigError, InvalidArgumentError
+from sapwood_common.plugins import find_part, part_names
 from sapwood_tokenizer.tool_parser.base import ToolFamily
 from sapwood_tokenizer.tool_parser.deepseek import DEEPSEEK
 from sapwood_tokenizer.tool_parser.deepseek_v32 import DEEPSEEK_V32
@@ -17,6 +19,8 @@ from sapwood_tokenizer.tool_parser.llama3_json import LLAMA3_JSON
 from sapwood_tokenizer.tool_parser.mistral import MISTRAL
 from sapwood_tokenizer.tool_parser.pythonic import PYTHONIC
 from sapwood_tokenizer.tool_parser.qwen3_coder import QWEN3_CODER
+
+GROUP = "sapwood.tool_parsers"
 
 FAMILIES: Mapping[str, ToolFamily] = MappingProxyType(
     {
@@ -52,15 +56,22 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
+def names() -> tuple[str, ...]:
+    """All there are, those of other packages included."""
+    return part_names(GROUP, FAMILIES)
+
+
+@lru_cache(maxsize=64)
 def tool_family(name: str) -> ToolFamily:
     """The family called ``name``.
 
     Raises:
         InvalidArgumentError: There is none. The field is "tool_parser".
     """
-    if name not in FAMILIES:
-        raise InvalidArgumentError(f"no tool parser {name!r}; there are {', '.join(NAMES)}", field="tool_parser")
-    return FAMILIES[name]
+    try:
+        return find_part(GROUP, name, FAMILIES)
+    except ConfigError as error:
+        raise InvalidArgumentError(f"no tool parser: {error}", field="tool_parser") from None
 
 
 def detect_tool_parser(template: str) -> str:

@@ -135,7 +135,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
     with _router(arguments) as router:
         workers = router.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_TIMEOUT).workers
-    _print_table(worker_rows(workers, rates=False))
+    _print_table(worker_rows(workers))
     return 0
 
 

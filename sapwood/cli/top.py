@@ -81,19 +81,37 @@ def render(status: router_pb2.GetStatusResponse) -> list[str]:
     ]
 
 
-def worker_rows(workers: Sequence[router_pb2.WorkerStatus], rates: bool = True) -> list[tuple[str, ...]]:
-    """A table's head and a row for each worker; ``rates``: with tokens a second."""
-    head = ("WORKER", "STATE", "MODEL", "HERE", "RUNNING", "WAITING", "PAGES", "HIT RATE", "BREAKER")
-    rows: list[tuple[str, ...]] = [(*head, "TOKENS/S") if rates else head]
+def worker_rows(workers: Sequence[router_pb2.WorkerStatus]) -> list[tuple[str, ...]]:
+    """A table's head and a row for each worker.
+
+    Where a worker has a second tier, HOST is the share of it that holds something, FROM HOST the share of the prompt tokens since
+    the start that were found there and not on the device, and FROM STORE of these the share that came from a store.
+    """
+    tiers = any(worker.load.host_num_pages for worker in workers)
+    rows: list[tuple[str, ...]] = [
+        (
+            *("WORKER", "STATE", "MODEL", "HERE", "RUNNING", "WAITING", "PAGES"),
+            *(("HOST", "HIT RATE", "FROM HOST", "FROM STORE") if tiers else ("HIT RATE",)),
+            *("BREAKER", "TOKENS/S"),
+        )
+    ]
     for worker in workers:
         load = worker.load
-        pages = f"{(load.used_pages - load.evictable_pages) / load.num_pages:.0%}" if load.num_pages else "-"
-        hits = f"{load.cached_tokens / load.prompt_tokens:.0%}" if load.prompt_tokens else "-"
         state = f"down: {worker.problem}" if not worker.healthy else "draining" if worker.draining else "up"
         counts = (str(worker.in_flight), str(load.running_requests), str(load.waiting_requests))
-        row: tuple[str, ...] = (worker.address, state, worker.model or "-", *counts, pages, hits, worker.breaker)
-        rows.append((*row, f"{worker.tokens_per_second:.0f}") if rates else row)
+        pages = _share(load.used_pages - load.evictable_pages, load.num_pages)
+        hits = [_share(load.cached_tokens, load.prompt_tokens)]
+        if tiers:
+            below = (load.host_hit_tokens, load.storage_hit_tokens)
+            hits = [_share(load.host_used_pages, load.host_num_pages), *hits]
+            hits += [_share(tokens, load.prompt_tokens) for tokens in below]
+        rate = f"{worker.tokens_per_second:.0f}"
+        rows.append((worker.address, state, worker.model or "-", *counts, pages, *hits, worker.breaker, rate))
     return rows
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -1,12 +1,13 @@
 """Workers that are added, drained and removed while the router runs, by operators, a file, a name, or themselves."""
 
 import asyncio
+import re
 
 import grpc
 import pytest
 
 from sapwood.cli.main import main
-from sapwood.v1 import router_pb2
+from sapwood.v1 import router_pb2, worker_pb2
 from sapwood_router.config import RouterConfig
 from sapwood_router.membership import read_addresses
 from sapwood_router.testing.fake_worker import FakeWorker
@@ -183,6 +184,34 @@ async def test_what_would_be_refused_is_explained_as_that_and_what_would_wait_wi
             assert excluded == ["", "has as many requests as it is given" if count == 1 else ""]
         gate.set()
         await asyncio.gather(*running)
+
+
+async def test_a_workers_report_is_shown_whole(make_cluster, wait_until, capsys) -> None:
+    fields = worker_pb2.LoadReport.DESCRIPTOR.fields
+    report = worker_pb2.LoadReport(
+        **{field.name: "store" if field.name == "storage_id" else 100 + field.number for field in fields}
+    )
+    async with make_cluster(1) as cluster:
+        (worker,) = cluster.router.registry.all()
+        cluster.workers[0].report(report)
+        await wait_until(lambda: worker.load.running_requests == 101)
+        listed = await cluster.stub.ListWorkers(router_pb2.ListWorkersRequest())
+        status = await cluster.stub.GetStatus(router_pb2.GetStatusRequest())
+        for (shown,) in (listed.workers, status.workers):
+            assert shown.load == report
+            assert shown.epoch == worker.model.epoch
+        address = f"127.0.0.1:{cluster.router.grpc_port}"
+        assert await asyncio.to_thread(main, ["router", "workers", "list", "--address", address]) == 0
+        names, row = (re.split(r"  +", line) for line in capsys.readouterr().out.splitlines())
+        told = dict(zip(names, row, strict=True))
+        shares = {
+            "PAGES": (report.used_pages - report.evictable_pages) / report.num_pages,
+            "HOST": report.host_used_pages / report.host_num_pages,
+            "HIT RATE": report.cached_tokens / report.prompt_tokens,
+            "FROM HOST": report.host_hit_tokens / report.prompt_tokens,
+            "FROM STORE": report.storage_hit_tokens / report.prompt_tokens,
+        }
+        assert {name: told[name] for name in shares} == {name: f"{share:.0%}" for name, share in shares.items()}
 
 
 async def test_the_command_line_lists_adds_drains_removes_and_explains(cluster, extra, wait_until, capsys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from sapwood.v1 import common_pb2, router_pb2, tokenizer_pb2, worker_pb2
@@ -313,22 +314,19 @@ def load_of(message: worker_pb2.LoadReport) -> Load:
         epoch=message.epoch,
         kv_seq=message.kv_seq,
         kv_digest=message.kv_digest,
+        host_used_pages=message.host_used_pages,
+        host_num_pages=message.host_num_pages,
+        device_hit_tokens=message.device_hit_tokens,
+        host_hit_tokens=message.host_hit_tokens,
+        storage_hit_tokens=message.storage_hit_tokens,
         storage_id=message.storage_id,
+        running_tokens=message.running_tokens,
     )
 
 
 def to_load(load: Load) -> worker_pb2.LoadReport:
     """A load as a message."""
-    return worker_pb2.LoadReport(
-        running_requests=load.running_requests,
-        waiting_requests=load.waiting_requests,
-        queued_tokens=load.queued_tokens,
-        used_pages=load.used_pages,
-        evictable_pages=load.evictable_pages,
-        num_pages=load.num_pages,
-        prompt_tokens=load.prompt_tokens,
-        cached_tokens=load.cached_tokens,
-    )
+    return worker_pb2.LoadReport(**asdict(load))
 
 
 def to_options(options: OutputOptions) -> tokenizer_pb2.DetokenizeOptions:

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 from sapwood.v1 import router_pb2
 from sapwood_router.convert import to_load
-from sapwood_router.router_status import RouterState
+from sapwood_router.router_status import RouterState, WorkerState
 
 
 def to_status(state: RouterState) -> router_pb2.GetStatusResponse:
     """A snapshot as a message."""
-    response = router_pb2.GetStatusResponse(
+    return router_pb2.GetStatusResponse(
         uptime_seconds=state.uptime,
         running_requests=state.running,
         queued_requests=state.queued,
         resumptions=state.resumptions,
         problem=state.problem,
         policy=state.policy,
+        workers=map(to_worker_status, state.workers),
     )
-    for worker in state.workers:
-        response.workers.add(
-            address=worker.address,
-            healthy=worker.state != "down",
-            model=worker.model,
-            in_flight=worker.in_flight,
-            load=to_load(worker.load),
-            problem=worker.problem,
-            draining=worker.state == "draining",
-            breaker=worker.breaker,
-            epoch=worker.load.epoch,
-            tokens_per_second=worker.tokens_per_second,
-        )
-    return response
+
+
+def to_worker_status(worker: WorkerState) -> router_pb2.WorkerStatus:
+    """A worker's part of a snapshot as a message."""
+    return router_pb2.WorkerStatus(
+        address=worker.address,
+        healthy=worker.state != "down",
+        model=worker.model,
+        in_flight=worker.in_flight,
+        load=to_load(worker.load),
+        problem=worker.problem,
+        draining=worker.draining,
+        breaker=worker.breaker,
+        epoch=worker.epoch,
+        tokens_per_second=worker.tokens_per_second,
+    )

@@ -20,4 +20,10 @@ class Load:
     epoch: int = 0
     kv_seq: int = 0
     kv_digest: int = 0
+    host_used_pages: int = 0
+    host_num_pages: int = 0
+    device_hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    storage_hit_tokens: int = 0
     storage_id: str = ""
+    running_tokens: int = 0

@@ -20,8 +20,10 @@ class WorkerState:
     Attributes:
         address, model: Where it is and what it serves; the model is empty while that is not known.
         state: "up", "draining" or "down".
+        draining: Whether it is given nothing new, up or not.
         problem: Why it is down.
         breaker: "closed", "open" or "half_open".
+        epoch: Of its scheduler; 0 while that is not known.
         in_flight: This router's requests on it.
         load: Its last report.
         tokens_per_second: That it generated for this router, over the last ten seconds.
@@ -30,8 +32,10 @@ class WorkerState:
     address: str
     model: str
     state: str
+    draining: bool
     problem: str
     breaker: str
+    epoch: int
     in_flight: int
     load: Load
     tokens_per_second: float
@@ -116,8 +120,10 @@ class StatusBoard:
                     address=worker.address,
                     model=worker.model.model if worker.model is not None else "",
                     state="down" if not worker.available else "up" if worker.takes_new else "draining",
+                    draining=worker.draining or worker.leaving,
                     problem="" if worker.available else worker.problem or "",
                     breaker=worker.breaker.state.value,
+                    epoch=worker.model.epoch if worker.model is not None else 0,
                     in_flight=worker.in_flight,
                     load=worker.load,
                     tokens_per_second=worker.generated.total() / RATE_SECONDS,

@@ -22,12 +22,11 @@ from sapwood_router.convert import (
     embed_request_of,
     grammar_of,
     prompt_of,
-    to_load,
     to_response,
     tool_choice_of,
 )
 from sapwood_router.convert_explain import to_explanation
-from sapwood_router.convert_status import to_status
+from sapwood_router.convert_status import to_status, to_worker_status
 from sapwood_router.explain import explain
 from sapwood_router.fleet import Fleet
 from sapwood_router.guard import tenant_var
@@ -207,20 +206,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.ListWorkersRequest, context: Context
     ) -> router_pb2.ListWorkersResponse:
         """The workers and what the router knows of each."""
-        response = router_pb2.ListWorkersResponse()
-        for worker in self._pipeline.registry.all():
-            response.workers.add(
-                address=worker.address,
-                healthy=worker.available,
-                model=worker.model.model if worker.model is not None else "",
-                in_flight=worker.in_flight,
-                load=to_load(worker.load),
-                problem="" if worker.available else worker.problem,
-                draining=worker.draining or worker.leaving,
-                breaker=worker.breaker.state.value,
-                epoch=worker.model.epoch if worker.model is not None else 0,
-            )
-        return response
+        return router_pb2.ListWorkersResponse(workers=map(to_worker_status, self._status().workers))
 
     async def GetStatus(self, request: router_pb2.GetStatusRequest, context: Context) -> router_pb2.GetStatusResponse:
         """How the router and its workers are now."""

@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace
 
 from sapwood_router.block_index import BlockIndex, Tier
-from sapwood_router.config import RouterConfig
 from sapwood_router.hot_prefixes import HotPrefixes
 from sapwood_router.policies.base import PromptPages
 from sapwood_router.policies.cache_aware import CacheAware
@@ -29,7 +28,7 @@ def views(*requests: int, **fields) -> list[WorkerView]:
 
 @pytest.mark.parametrize("name", ["cache_aware", "round_robin", "random", "least_load", "power_of_two"])
 def test_every_policy_chooses_among_what_it_is_given(name) -> None:
-    policy = make_policy(name, PolicyParts(RouterConfig(), random.Random(1), time.monotonic, BlockIndex(1 << 20)))
+    policy = make_policy(name, PolicyParts(1 << 20, random.Random(1), time.monotonic, BlockIndex(1 << 20)))
     for count in (1, 2, 5):
         available = views(*range(count))
         for _ in range(50):

@@ -1,12 +1,11 @@
 """Which policy decides for which model, and shadows."""
 
-from typing import get_args
-
 import pytest
 
 from sapwood.v1 import router_pb2
-from sapwood_router.config import PolicyName, RouterConfig
+from sapwood_router.config import RouterConfig
 from sapwood_router.policies.base import PromptPages
+from sapwood_router.policies.factory import policy_names
 from sapwood_router.policies.policy_book import PolicyBook
 from sapwood_router.worker import WorkerView
 
@@ -29,6 +28,7 @@ class Recorder:
 
     def __init__(self, name: str, choice: str) -> None:
         self.name, self.choice, self.told = name, choice, []
+        self.remembers = self.reads_events = name == "cache_aware"
 
     def choose(self, workers, prompt):
         from sapwood_router.policies.base import Choice
@@ -104,8 +104,34 @@ async def test_a_models_policy_decides_and_a_shadow_sees_every_selection(make_cl
         assert await counted(cluster) == before
 
 
-@pytest.mark.parametrize("policy", get_args(PolicyName))
+@pytest.mark.parametrize("policy", policy_names())
 async def test_a_router_serves_with_every_policy(make_cluster, policy) -> None:
     async with make_cluster(2, policy=policy) as cluster:
         for text in ("abc", "abc", "another"):
             assert "".join([response.text for response in await cluster.generate(text)]) == text
+
+
+async def test_a_package_can_bring_a_policy(plugin, make_cluster):
+    plugin(
+        "sapwood.policies",
+        "last",
+        """
+        from sapwood_router.policies.base import Choice, Forgetful
+
+        class Last(Forgetful):
+            def choose(self, workers, prompt):
+                return Choice(max(worker.address for worker in workers), "last")
+
+        def make(parts):
+            return Last()
+        """,
+        "make",
+    )
+    async with make_cluster(3, policy="last") as cluster:
+        for _ in range(3):
+            await cluster.http.post("/v1/completions", json={"prompt": "a"})
+        last = max(cluster.workers, key=lambda worker: worker.address)
+        assert [len(worker.calls) for worker in cluster.workers if worker is not last] == [0, 0]
+        assert len(last.calls) == 3
+    with pytest.raises(ValueError, match=r"'first' is none of cache_aware, .*last"):
+        RouterConfig(policy="first")

@@ -78,7 +78,7 @@ class RouterApplication:
         self._worker_dialer = self._dialer.expecting(config.worker_name)
         self._lookup = lookup
         self._blocks = BlockIndex(config.block_index_bytes)
-        parts = PolicyParts(config, random.Random(), time.monotonic, self._blocks)
+        parts = PolicyParts(config.cache_index_bytes, random.Random(), time.monotonic, self._blocks)
         self._policies = PolicyBook(
             config.policy,
             config.policies_of_models,
@@ -270,7 +270,7 @@ class RouterApplication:
             self._worker_dialer,
         )
         tasks = [self._spawn(connection.run(), f"connection to {worker.address}")]
-        if config.kv_events and self._policies.uses("cache_aware"):
+        if config.kv_events and self._policies.reads_events:
             drifts = self._router_metrics.drifts.at(worker=worker.address)
             monitor = KvEventMonitor(worker, self._blocks, self._worker_dialer, drifts.inc).run()
             tasks.append(self._spawn(monitor, f"KV events of {worker.address}"))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from sapwood_common.config import ServiceConfig
+from sapwood_router.policies.factory import policy_names
 
-PolicyName = Literal[
-    "cache_aware", "round_robin", "random", "least_load", "power_of_two", "prefix_hash", "consistent_hash"
-]
+
+def _is_policy(name: str) -> str:
+    if name not in (names := policy_names()):
+        raise ValueError(f"{name!r} is none of {', '.join(names)}")
+    return name
+
+
+PolicyName = Annotated[str, AfterValidator(_is_policy)]
 
 
 class RouterConfig(ServiceConfig):
@@ -78,7 +84,11 @@ class RouterConfig(ServiceConfig):
         "API server (EndpointSlices); PORT is the port's name or number.",
     )
     workers_dns_interval: float = Field(5.0, gt=0, description="Seconds between two of these lookups.")
-    policy: PolicyName = Field("cache_aware", description="How a worker is chosen for a request.")
+    policy: PolicyName = Field(
+        "cache_aware",
+        description="How a worker is chosen for a request: cache_aware, consistent_hash, least_load, power_of_two, prefix_hash, "
+        "random, round_robin, or one that an installed package brings.",
+    )
     model_policies: tuple[str, ...] = Field(
         (),
         description="MODEL=POLICY: how a worker is chosen for requests to that model, where it is to be another way.",
@@ -152,17 +162,17 @@ class RouterConfig(ServiceConfig):
         return self.workers if "workers" in self.model_fields_set or followed == (None, None, None) else ()
 
     @property
-    def policies_of_models(self) -> dict[str, PolicyName]:
+    def policies_of_models(self) -> dict[str, str]:
         """``model_policies`` by model."""
-        return {model: cast(PolicyName, name) for model, _, name in (i.rpartition("=") for i in self.model_policies)}
+        return {model: name for model, _, name in (item.rpartition("=") for item in self.model_policies)}
 
     @field_validator("model_policies")
     @classmethod
     def _are_policies(cls, given: tuple[str, ...]) -> tuple[str, ...]:
         for item in given:
             model, _, name = item.rpartition("=")
-            if not model or name not in get_args(PolicyName):
-                raise ValueError(f"{item!r} is not MODEL=POLICY with one of {', '.join(get_args(PolicyName))}")
+            if not model or name not in policy_names():
+                raise ValueError(f"{item!r} is not MODEL=POLICY with one of {', '.join(policy_names())}")
         return given
 
     @field_validator("worker_silence")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import get_args
 
 from prometheus_client import Counter, Histogram
 
@@ -13,7 +12,7 @@ from sapwood_common.rpc_telemetry import CODES
 from sapwood_router.admission_control import AdmissionControl
 from sapwood_router.block_index import BlockIndex
 from sapwood_router.circuit_breaker import BreakerState
-from sapwood_router.config import PolicyName
+from sapwood_router.policies.factory import policy_names
 from sapwood_router.registry import Registry
 from sapwood_router.silence_limit import SilenceLimit
 from sapwood_router.worker import Worker
@@ -98,7 +97,7 @@ class RouterMetrics:
         self.shadow_choices = metrics.counter(
             "sapwood_router_shadow_choices_total",
             "Choices of shadow policies: the same worker as was chosen, or another.",
-            policy=OneOf(*get_args(PolicyName)),
+            policy=OneOf(*policy_names()),
             verdict=OneOf("agree", "differ"),
         )
         self.retries = metrics.counter(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from sapwood_router.circuit_breaker import Permit
-from sapwood_router.policies.base import Choice, Policy, PromptPages
+from sapwood_router.policies.base import Choice, PromptPages
+from sapwood_router.policies.shadowed import Shadowed
 from sapwood_router.worker import Lease, Worker
 
 
-def acquire(worker: Worker, choice: Choice, prompt: PromptPages, policy: Policy) -> tuple[Lease, Permit]:
+def acquire(worker: Worker, choice: Choice, prompt: PromptPages, policy: Shadowed) -> tuple[Lease, Permit]:
     """Counts the request on the worker and tells the policy of the placement. The caller releases the lease, and ends
     the permit of the worker's breaker.
     """

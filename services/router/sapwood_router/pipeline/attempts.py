@@ -22,8 +22,9 @@ from sapwood_router.pipeline.dispatch import dispatch
 from sapwood_router.pipeline.execute import Execution
 from sapwood_router.pipeline.reserve import reserve
 from sapwood_router.pipeline.select import select
-from sapwood_router.policies.base import Choice, Policy, PromptPages
+from sapwood_router.policies.base import Choice, PromptPages
 from sapwood_router.policies.policy_book import PolicyBook
+from sapwood_router.policies.shadowed import Shadowed
 from sapwood_router.registry import Registry
 from sapwood_router.resume import Failover
 from sapwood_router.worker import Worker
@@ -216,7 +217,7 @@ class Attempts:
                 with contextlib.suppress(TimeoutError):  # a breaker's time passes without a change
                     await asyncio.wait_for(changed.wait(), min(left, 0.25))
 
-    def _policy(self) -> Policy:
+    def _policy(self) -> Shadowed:
         """The model's; it is known once the request was admitted."""
         assert self._context.model is not None
         return self._shared.policies.of(self._context.model)

@@ -6,13 +6,14 @@ from collections.abc import Collection
 
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_router.context import RequestContext
-from sapwood_router.policies.base import Choice, Policy, PromptPages
+from sapwood_router.policies.base import Choice, PromptPages
+from sapwood_router.policies.shadowed import Shadowed
 from sapwood_router.registry import RETRY_AFTER, Registry
 from sapwood_router.worker import Worker, preferred
 
 
 def select(
-    context: RequestContext, prompt: PromptPages, registry: Registry, policy: Policy, tried: Collection[str]
+    context: RequestContext, prompt: PromptPages, registry: Registry, policy: Shadowed, tried: Collection[str]
 ) -> tuple[Worker, Choice]:
     """The worker for a request, and why; never one of ``tried``.
 

@@ -55,7 +55,16 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Policy(Protocol):
-    """Chooses workers. Runs on the event loop: every method is quick and does no I/O."""
+    """Chooses workers. Runs on the event loop: every method is quick and does no I/O.
+
+    Attributes:
+        remembers: Whether it remembers what workers hold. One that does serves all models, and hears of resets and drains; of
+            the others, which take turns or draw, each model has its own.
+        reads_events: Whether it asks the index that workers' KV events fill: without it nobody follows them.
+    """
+
+    remembers: bool
+    reads_events: bool
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
         """One of ``workers``, which are not empty and all available.
@@ -89,6 +98,9 @@ class Policy(Protocol):
 
 class Forgetful:
     """The part of a policy that remembers nothing of what it placed."""
+
+    remembers = False
+    reads_events = False
 
     def placed(self, address: str, page_size: int, prompt: PromptPages) -> None:
         """Nothing to remember."""

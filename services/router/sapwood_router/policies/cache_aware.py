@@ -63,6 +63,9 @@ class CacheAware:
         hot: What is handed on when a worker drains; this policy is its only writer.
     """
 
+    remembers = True
+    reads_events = True
+
     def __init__(self, index: PrefixIndex, blocks: BlockIndex, hot: HotPrefixes) -> None:
         self._index = index
         self._blocks = blocks

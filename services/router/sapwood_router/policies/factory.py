@@ -1,4 +1,4 @@
-"""The policies by name."""
+"""The policies by name; packages add theirs as entry points of ``GROUP``: what takes ``PolicyParts`` and makes a policy."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sapwood_common.plugins import find_part, part_names
 from sapwood_router.block_index import BlockIndex
-from sapwood_router.config import PolicyName, RouterConfig
 from sapwood_router.hot_prefixes import HotPrefixes
 from sapwood_router.policies.base import Policy
 from sapwood_router.policies.cache_aware import CacheAware
@@ -19,27 +19,29 @@ from sapwood_router.policies.random import Random
 from sapwood_router.policies.round_robin import RoundRobin
 from sapwood_router.prefix_index import PrefixIndex
 
+GROUP = "sapwood.policies"
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyParts:
     """What policies are made of.
 
     Attributes:
-        config: The router's.
+        index_bytes: What an index of the policy's own may hold.
         rng: For those that draw.
         clock: Seconds, monotonic.
         blocks: The exact index of what workers hold.
     """
 
-    config: RouterConfig
+    index_bytes: int
     rng: random.Random
     clock: Callable[[], float]
     blocks: BlockIndex
 
 
-_MAKERS: dict[PolicyName, Callable[[PolicyParts], Policy]] = {
+_MAKERS: dict[str, Callable[[PolicyParts], Policy]] = {
     "cache_aware": lambda parts: CacheAware(
-        PrefixIndex(parts.config.cache_index_bytes, parts.clock), parts.blocks, HotPrefixes(parts.clock)
+        PrefixIndex(parts.index_bytes, parts.clock), parts.blocks, HotPrefixes(parts.clock)
     ),
     "round_robin": lambda parts: RoundRobin(),
     "random": lambda parts: Random(parts.rng),
@@ -50,6 +52,15 @@ _MAKERS: dict[PolicyName, Callable[[PolicyParts], Policy]] = {
 }
 
 
-def make_policy(name: PolicyName, parts: PolicyParts) -> Policy:
-    """A policy by its name."""
-    return _MAKERS[name](parts)
+def policy_names() -> tuple[str, ...]:
+    """All there are, those of other packages included."""
+    return part_names(GROUP, _MAKERS)
+
+
+def make_policy(name: str, parts: PolicyParts) -> Policy:
+    """A policy by its name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    return find_part(GROUP, name, _MAKERS)(parts)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from sapwood_router.config import PolicyName
 from sapwood_router.policies.base import Policy
 from sapwood_router.policies.shadowed import Shadowed
 
 
 class PolicyBook:
-    """The policies of all models. Policies that remember what workers hold are made once: a worker serves one model. The others,
-    which take turns or draw, are made for each model.
+    """The policies of all models. Those that remember what workers hold are made once, since a worker serves one model.
 
     Args:
         default: The policy of models that are not named.
@@ -19,14 +17,17 @@ class PolicyBook:
         shadows: Asked beside each of them.
         make: Makes a policy.
         on_shadow: See :class:`~sapwood_router.policies.shadowed.Shadowed`.
+
+    Attributes:
+        reads_events: Whether any of them asks the index that workers' KV events fill.
     """
 
     def __init__(
         self,
-        default: PolicyName,
-        of_models: Mapping[str, PolicyName],
-        shadows: Sequence[PolicyName],
-        make: Callable[[PolicyName], Policy],
+        default: str,
+        of_models: Mapping[str, str],
+        shadows: Sequence[str],
+        make: Callable[[str], Policy],
         on_shadow: Callable[[str, bool], None],
     ) -> None:
         self._default = default
@@ -34,16 +35,14 @@ class PolicyBook:
         self._shadows = tuple(dict.fromkeys(shadows))
         self._make = make
         self._on_shadow = on_shadow
-        self._cache_aware = make("cache_aware") if self.uses("cache_aware") else None
+        made = {name: make(name) for name in {default, *of_models.values(), *self._shadows}}
+        self._remembering = {name: policy for name, policy in made.items() if policy.remembers}
+        self.reads_events = any(policy.reads_events for policy in made.values())
         self._books: dict[str, Shadowed] = {}
 
-    def name_of(self, model: str) -> PolicyName:
+    def name_of(self, model: str) -> str:
         """The name of the policy that decides for a model."""
         return self._of_models.get(model, self._default)
-
-    def uses(self, name: PolicyName) -> bool:
-        """Whether a policy decides for some model or watches."""
-        return name in (self._default, *self._of_models.values(), *self._shadows)
 
     def of(self, model: str) -> Shadowed:
         """The policy of a model that workers serve; always the same."""
@@ -56,16 +55,13 @@ class PolicyBook:
 
     def reset(self, address: str, num_pages: int) -> None:
         """The worker (re)started, or is gone: it holds nothing and has room for ``num_pages`` pages."""
-        if self._cache_aware is not None:
-            self._cache_aware.reset(address, num_pages)
+        for policy in self._remembering.values():
+            policy.reset(address, num_pages)
 
     def drained(self, address: str, heirs: Sequence[str]) -> None:
         """The worker gets nothing new; ``heirs`` serve the same model."""
-        if self._cache_aware is not None:
-            self._cache_aware.drained(address, heirs)
+        for policy in self._remembering.values():
+            policy.drained(address, heirs)
 
-    def _get(self, name: PolicyName) -> Policy:
-        if name == "cache_aware":
-            assert self._cache_aware is not None
-            return self._cache_aware
-        return self._make(name)
+    def _get(self, name: str) -> Policy:
+        return self._remembering.get(name) or self._make(name)

@@ -46,13 +46,3 @@ class Shadowed:
     def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
         """See :class:`~sapwood_router.policies.base.Policy`."""
         return self.live.explain(workers, prompt)
-
-    def reset(self, address: str, num_pages: int) -> None:
-        """See :class:`~sapwood_router.policies.base.Policy`."""
-        for policy in (self.live, *self._shadows.values()):
-            policy.reset(address, num_pages)
-
-    def drained(self, address: str, heirs: Sequence[str]) -> None:
-        """See :class:`~sapwood_router.policies.base.Policy`."""
-        for policy in (self.live, *self._shadows.values()):
-            policy.drained(address, heirs)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sapwood_common import errors
+from sapwood_common.sampling import SamplingParams
 from sapwood_router.admission import Admission, AdmissionSettings, Ticket
 from sapwood_router.circuit_breaker import BreakerSettings, CircuitBreaker, Permit
-from sapwood_router.context import FieldNames, RequestContext, Sampling, TokenPrompt
+from sapwood_router.context import FieldNames, RequestContext, TokenPrompt
 from sapwood_router.outcome import Outcome, WorkerLeftError, WorkerLostError, outcome_of
 from sapwood_router.output import OutputOptions
 from sapwood_router.pipeline.acquire import acquire
@@ -157,7 +158,7 @@ class Faults(RuleBasedStateMachine):
             request_id="r",
             worker_request_id="r.1",
             prompt=TokenPrompt([1, 2, 3]),
-            sampling=Sampling(),
+            sampling=SamplingParams(),
             output=OutputOptions(),
             fields=FieldNames(prompt="tokens"),
             deadline=self.clock.now + 50,

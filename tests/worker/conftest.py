@@ -78,6 +78,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3-one-kv-head": ("Gemma3TextConfig", {"num_key_value_heads": 1, "sliding_window": 8}),
 }
+_ANOTHER = ("GemmaConfig", {})
+"""A family that is not here."""
 
 
 @dataclass
@@ -192,14 +194,14 @@ def _is_gemma(model: Any) -> bool:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
-    """Builds a tiny random model by its name in ``TINY``, saved the way transformers saves it."""
+    """Builds a tiny random model by its name in ``TINY``, or "another", saved the way transformers saves it."""
     import transformers
 
     made: dict[str, Tiny] = {}
 
     def make(name: str) -> Tiny:
         if name not in made:
-            config_class, changes = TINY[name]
+            config_class, changes = _ANOTHER if name == "another" else TINY[name]
             config = getattr(transformers, config_class)(**{**_COMMON, **changes})
             config._attn_implementation = "eager"
             model = transformers.AutoModelForCausalLM.from_config(config).eval().float()

@@ -7,6 +7,8 @@ import random
 import pytest
 import torch
 
+from sapwood_common.errors import ConfigError
+
 # Differences are relative to the largest logit; float32 with other orders of summation.
 TOLERANCE = 2e-5
 NAMES = [
@@ -120,3 +122,43 @@ def test_bfloat16_logits_are_near_float32(tiny_model, make_runner, make_driver):
     assert ours.dtype == torch.float32
     # 8 bits of mantissa through 7 layers.
     assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean()
+
+
+def test_a_package_can_bring_a_family(plugin, tiny_model, make_runner, make_driver):
+    tiny = tiny_model("another")
+    with pytest.raises(ConfigError, match="GemmaForCausalLM is not supported"):
+        make_runner(tiny.path)
+    plugin(
+        "sapwood.model_families",
+        "gemma1",
+        """
+        import math
+        from dataclasses import replace
+
+        from sapwood_worker.models.family import ModelFamily
+        from sapwood_worker.models.llama import LlamaDecoderLayer
+
+        def adapt(config, found):
+            return replace(
+                config,
+                activation="gelu_tanh",
+                embedding_scale=math.sqrt(config.hidden_size),
+                norm_offset=1.0,
+            )
+
+        FAMILY = ModelFamily(
+            name="gemma1",
+            architectures=("GemmaForCausalLM",),
+            layer=LlamaDecoderLayer,
+            defaults={"tie_word_embeddings": True, "rope_theta": 10_000.0},
+            adapt=adapt,
+            in_gguf=False,
+        )
+        """,
+        "FAMILY",
+    )
+    driver = make_driver(make_runner(tiny.path))
+    tokens = tokens_of(83)
+    driver.add(5, tokens)
+    assert_same_logits(driver.runner.logits(driver.output({5: 83})), tiny.logits(tokens))
+    assert driver.runner.info.architecture == "gemma1"

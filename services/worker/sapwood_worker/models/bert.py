@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.models.hf_config import read_json
+from sapwood_worker.models.hf_values import read_json
 
 ARCHITECTURES = ("BertModel", "BertForMaskedLM", "BertForSequenceClassification")
 

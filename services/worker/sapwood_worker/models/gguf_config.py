@@ -1,28 +1,21 @@
-"""Reads a model's configuration from GGUF metadata.
-
-Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, with each architecture's conventions as llama.cpp has them.
-"""
+"""Reads a model's configuration from GGUF metadata."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 from sapwood_common.errors import ConfigError
 from sapwood_common.gguf_file import GgufFile
-from sapwood_worker.layers.rotary import RopeConfig
 from sapwood_worker.models.config import ModelConfig
+from sapwood_worker.models.family import ModelFamily
+from sapwood_worker.models.gguf_values import GgufValues
+from sapwood_worker.models.registry import families
 
-ARCHITECTURES = ("gemma3", "llama", "qwen2", "qwen3")
 # Ends of a turn, which chat models emit instead of the end of the text.
 _TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
 _CONTROL, _USER_DEFINED = 3, 4
-# The files do not state these of Gemma 3.
-_GEMMA_LOCAL_THETA, _GEMMA_PATTERN, _GEMMA_27B_LAYERS = 10_000.0, 6, 62
 
 
-def read_gguf_config(file: GgufFile, rope_divisors: tuple[float, ...] | None = None) -> ModelConfig:
-    """The configuration of a GGUF model.
+def read_gguf_config(file: GgufFile, rope_divisors: tuple[float, ...] | None = None) -> tuple[ModelFamily, ModelConfig]:
+    """The family and the configuration of a GGUF model.
 
     Args:
         file: The open file.
@@ -31,12 +24,14 @@ def read_gguf_config(file: GgufFile, rope_divisors: tuple[float, ...] | None = N
     Raises:
         ConfigError: The architecture or something in it is not supported, or a key is missing; names the file.
     """
-    architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"{file.path}: architecture {architecture} is not supported (supported: {known})")
+    name = file.metadata.get("general.architecture")
+    known = {family.name: family for family in families() if family.in_gguf}
+    family = known.get(str(name))
+    if family is None:
+        raise ConfigError(f"{file.path}: architecture {name} is not supported (supported: {', '.join(known)})")
     try:
-        return _build(architecture, file, rope_divisors)
+        values = GgufValues(file, family.name, rope_divisors)
+        return family, family.adapt_gguf(_usual(values), values)
     except KeyError as error:
         raise ConfigError(f"{file.path}: {error.args[0]!r} is missing") from error
     except ValueError as error:
@@ -54,35 +49,18 @@ def read_gguf_eos(file: GgufFile) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _build(architecture: str, file: GgufFile, rope_divisors: tuple[float, ...] | None) -> ModelConfig:
-    metadata = file.metadata
-
-    def get(key: str, default: Any = None) -> Any:
-        if default is None:
-            return metadata[f"{architecture}.{key}"]
-        return metadata.get(f"{architecture}.{key}", default)
-
+def _usual(values: GgufValues) -> ModelConfig:
+    """As a Llama would have it."""
+    get, tensors = values.get, values.file.tensors
     hidden, heads, layers = get("embedding_length"), get("attention.head_count"), get("block_count")
     head_dim = get("attention.key_length", hidden // heads)
     if get("attention.value_length", head_dim) != head_dim:
         raise ValueError("keys and values of different size are not supported")
     if get("rope.dimension_count", head_dim) != head_dim:
         raise ValueError("rotary embedding of part of a head is not supported")
-    gemma = architecture == "gemma3"
-    rope = _rope(get, 1_000_000.0 if gemma else 10_000.0, rope_divisors)
-    windows: tuple[int | None, ...] = (None,) * layers
-    local_rope = None
-    scale = head_dim**-0.5
-    if gemma:
-        window, pattern = get("attention.sliding_window"), get("attention.sliding_window_pattern", _GEMMA_PATTERN)
-        windows = tuple(None if (i + 1) % pattern == 0 else window for i in range(layers))
-        local_rope = RopeConfig(float(get("rope.freq_base_swa", _GEMMA_LOCAL_THETA)))
-        if layers == _GEMMA_27B_LAYERS:
-            scale = (hidden // heads) ** -0.5
-    final_softcap = metadata.get(f"{architecture}.final_logit_softcapping")
     return ModelConfig(
-        architecture=architecture,
-        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        architecture=values.architecture,
+        vocab_size=tensors["token_embd.weight"].shape[0],
         hidden_size=hidden,
         intermediate_size=get("feed_forward_length"),
         num_layers=layers,
@@ -91,25 +69,12 @@ def _build(architecture: str, file: GgufFile, rope_divisors: tuple[float, ...] |
         head_dim=head_dim,
         rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
         max_position=get("context_length"),
-        rope=rope,
-        local_rope=local_rope,
-        windows=windows,
-        activation="gelu_tanh" if gemma else "silu",
-        tie_word_embeddings="output.weight" not in file.tensors,
-        attention_scale=scale,
-        final_softcap=final_softcap,
-        qk_norm=architecture in ("gemma3", "qwen3"),
-        qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
-        embedding_scale=math.sqrt(hidden) if gemma else 1.0,
-        norm_offset=1.0 if gemma else 0.0,
+        rope=values.rope(10_000.0),
+        local_rope=None,
+        windows=(None,) * layers,
+        activation="silu",
+        tie_word_embeddings="output.weight" not in tensors,
+        attention_scale=head_dim**-0.5,
+        final_softcap=values.file.metadata.get(f"{values.architecture}.final_logit_softcapping"),
+        qkv_bias="blk.0.attn_q.bias" in tensors,
     )
-
-
-def _rope(get: Any, theta: float, divisors: tuple[float, ...] | None) -> RopeConfig:
-    theta = float(get("rope.freq_base", theta))
-    kind = get("rope.scaling.type", "none")
-    if kind == "linear":
-        return RopeConfig(theta, "linear", factor=float(get("rope.scaling.factor")), divisors=divisors)
-    if kind == "none":
-        return RopeConfig(theta, divisors=divisors)
-    raise ValueError(f"rotary embedding scaling {kind!r} is not supported (linear is)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
 import gguf
 import numpy as np
@@ -33,12 +34,6 @@ _BLOCK = {
     "ffn_down": "mlp.down_proj",
     "attn_norm": "input_layernorm",
 }
-_LLAMA_NORMS = {"ffn_norm": "post_attention_layernorm"}
-_GEMMA_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)")
 # Elements dequantised at a time: small enough that temporary arrays stay in the processor's cache.
 _CHUNK = 1 << 18
@@ -51,12 +46,14 @@ class GgufSource:
     Args:
         file: The open file; it must stay open.
         config: Read from the same file.
+        norms: Names of a layer's norms in the file, beside ``attn_norm``, and in Hugging Face's.
+        interleaved: Whether the rows of queries and keys are in interleaved rotary order.
     """
 
-    def __init__(self, file: GgufFile, config: ModelConfig) -> None:
+    def __init__(self, file: GgufFile, config: ModelConfig, norms: Mapping[str, str], *, interleaved: bool) -> None:
         self._file = file
         self._config = config
-        norms = _GEMMA_NORMS if config.architecture == "gemma3" else _LLAMA_NORMS
+        self._interleaved = interleaved
         self._found = {
             _canonical(name, norms): tensor for name, tensor in file.tensors.items() if name != ROPE_DIVISORS
         }
@@ -85,7 +82,7 @@ class GgufSource:
         target.copy_(values)
 
     def _interleaved_heads(self, name: str) -> int | None:
-        if self._config.architecture != "llama":
+        if not self._interleaved:
             return None
         if ".q_proj." in name:
             return self._config.num_heads
@@ -135,12 +132,12 @@ def _q8_0(blocks: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]) -> None:
     result *= blocks[:, :2].copy().view(np.float16).astype(np.float32)
 
 
-def _canonical(stored: str, norms: dict[str, str]) -> str:
+def _canonical(stored: str, norms: Mapping[str, str]) -> str:
     match = _NAME.fullmatch(stored)
     if match is None:
         return stored
     block, part, kind = match.groups()
     if block is None:
         return f"{_TOP[part]}.{kind}" if part in _TOP else stored
-    ours = (_BLOCK | norms).get(part)
+    ours = {**_BLOCK, **norms}.get(part)
     return f"model.layers.{block}.{ours}.{kind}" if ours is not None else stored

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and what differs from it only in its configuration: Mistral, Qwen2 (biases), Qwen3 (head norms)."""
+"""Llama 2 and 3. Others have its layers, too, and differ in their configuration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from sapwood_worker.attention.backend import AttentionPlan
 from sapwood_worker.models.config import ModelConfig
 from sapwood_worker.models.decoder import Angles, DecoderLayer
+from sapwood_worker.models.family import ModelFamily
 
 
 class LlamaDecoderLayer(DecoderLayer):
@@ -35,3 +36,12 @@ class LlamaDecoderLayer(DecoderLayer):
         self.attention.add_to(hidden, self.before_attention, angles, plan)
         self.mlp.add_to(hidden, self.before_mlp)
         return hidden
+
+
+LLAMA = ModelFamily(
+    name="llama",
+    architectures=("LlamaForCausalLM",),
+    layer=LlamaDecoderLayer,
+    defaults={"tie_word_embeddings": False, "rope_theta": 10_000.0},
+    gguf_interleaves=True,
+)

@@ -16,7 +16,6 @@ from sapwood_worker.models.decoder import DecoderModel
 from sapwood_worker.models.gguf_config import read_gguf_config, read_gguf_eos
 from sapwood_worker.models.gguf_source import ROPE_DIVISORS, GgufSource, read_tensor
 from sapwood_worker.models.hf_config import read_hf_config, read_hf_eos
-from sapwood_worker.models.registry import build_model
 from sapwood_worker.models.safetensors_source import SafetensorsSource
 from sapwood_worker.models.weights import fill_dummy_weights, load_weights
 
@@ -65,8 +64,9 @@ def load_model(
         ConfigError: It cannot be read or is not supported; names the file and what.
     """
     if path.is_dir():
-        config = _limited(read_hf_config(path), context_length)
-        model = build_model(config, dtype, device)
+        family, config = read_hf_config(path)
+        config = _limited(config, context_length)
+        model = DecoderModel(config, family.layer, dtype, device)
         if load_format == "dummy":
             fill_dummy_weights(model.weights(), seed)
         else:
@@ -77,12 +77,18 @@ def load_model(
         file = _open_gguf(path)
         divisors = file.tensors.get(ROPE_DIVISORS)
         values = tuple(read_tensor(file, divisors).tolist()) if divisors is not None else None
-        config = _limited(read_gguf_config(file, values), context_length)
-        model = build_model(config, dtype, device)
+        family, config = read_gguf_config(file, values)
+        config = _limited(config, context_length)
+        model = DecoderModel(config, family.layer, dtype, device)
         if load_format == "dummy":
             fill_dummy_weights(model.weights(), seed)
         else:
-            load_weights(model.weights(), GgufSource(file, config), 0.0, threads)
+            load_weights(
+                model.weights(),
+                GgufSource(file, config, family.gguf_norms, interleaved=family.gguf_interleaves),
+                0.0,
+                threads,
+            )
         eos = read_gguf_eos(file)
         file.close()
     with torch.inference_mode():

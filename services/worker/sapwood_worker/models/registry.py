@@ -1,23 +1,23 @@
-"""Which class of layer each architecture is made of."""
+"""The families of models; packages add theirs as entry points of ``GROUP``, each a ``ModelFamily``."""
 
 from __future__ import annotations
 
-import torch
+from sapwood_common.plugins import find_part, part_names
+from sapwood_worker.models.family import ModelFamily
+from sapwood_worker.models.gemma3 import GEMMA3
+from sapwood_worker.models.llama import LLAMA
+from sapwood_worker.models.mistral import MISTRAL
+from sapwood_worker.models.qwen import QWEN2, QWEN3
 
-from sapwood_worker.models.config import ModelConfig
-from sapwood_worker.models.decoder import DecoderLayer, DecoderModel
-from sapwood_worker.models.gemma3 import Gemma3DecoderLayer
-from sapwood_worker.models.llama import LlamaDecoderLayer
+GROUP = "sapwood.model_families"
 
-LAYERS: dict[str, type[DecoderLayer]] = {
-    "gemma3": Gemma3DecoderLayer,
-    "llama": LlamaDecoderLayer,
-    "mistral": LlamaDecoderLayer,
-    "qwen2": LlamaDecoderLayer,
-    "qwen3": LlamaDecoderLayer,
-}
+_FAMILIES = {family.name: family for family in (GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3)}
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderModel:
-    """A model of ``config`` with unset weights."""
-    return DecoderModel(config, LAYERS[config.architecture], dtype, device)
+def families() -> tuple[ModelFamily, ...]:
+    """All there are, those of other packages included.
+
+    Raises:
+        ConfigError: One of those cannot be imported.
+    """
+    return tuple(find_part(GROUP, name, _FAMILIES) for name in part_names(GROUP, _FAMILIES))

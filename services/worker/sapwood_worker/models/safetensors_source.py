@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.models.hf_config import read_json
+from sapwood_worker.models.hf_values import read_json
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Multimodal checkpoints keep the language model under one of these; the rest of theirs is not loaded.

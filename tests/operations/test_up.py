@@ -101,11 +101,8 @@ def test_a_setting_that_a_service_refuses_is_named_as_it_was_given(run_cluster: 
         "1",
         "--worker-load-format",
         "dummy",
-        "--worker-storage",
-        "file:///x",
+        *("--worker-device", "cpu", "--worker-memory-fraction", "0.5"),
     )
     with pytest.raises(pytest.fail.Exception) as caught, run_cluster(*flags):
         pass
-    assert "--worker-storage needs a second tier: --worker-host-cache-gb or --worker-host-cache-ratio" in str(
-        caught.value
-    )
+    assert "--worker-memory-fraction / SAPWOOD_WORKER_MEMORY_FRACTION: has no effect on a CPU" in str(caught.value)

@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import ConfigError
 from sapwood_tokenizer.gguf_vocab import build_tokenizer
-from sapwood_tokenizer.loader import LoadedTokenizer, load_tokenizer, resolve_tokenizer, tokenizer_name
+from sapwood_tokenizer.loader import LoadedTokenizer, load_tokenizer, resolve_tokenizer, table_of, tokenizer_name
 from sapwood_tokenizer.split_patterns import PATTERNS
 
 SOURCE = Path(argparse.__file__).read_text()
@@ -241,6 +242,48 @@ def word_pieces(tmp_path: Path) -> Path:
     (tmp_path / "encoder").mkdir()
     tokenizer.save(str(tmp_path / "encoder" / "tokenizer.json"))
     return tmp_path / "encoder"
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """A tokenizer whose tokens are words, and nothing says what is between them."""
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "self": 1, "a": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    (tmp_path / "words").mkdir()
+    tokenizer.save(str(tmp_path / "words" / "tokenizer.json"))
+    return tmp_path / "words"
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "architecture", "decoder"),
+    [
+        ("words", None, "none"),
+        ("words", "LlamaForCausalLM", "none"),
+        ("word_pieces", "Gemma3ForConditionalGeneration", "WordPiece"),
+    ],
+)
+def test_a_vocabulary_that_no_answer_can_be_decoded_with_is_refused_at_the_start(
+    request: pytest.FixtureRequest, vocabulary: str, architecture: str | None, decoder: str
+) -> None:
+    folder: Path = request.getfixturevalue(vocabulary)
+    if architecture is not None:
+        (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    command = [sys.executable, "-m", "sapwood_tokenizer", "--port", "0", "--metrics-port", "0", "--model", str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert f"tokenizer.json: its decoder ({decoder}) is not supported: answers are decoded token by token" in line
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "architecture"), [("words", "BertModel"), ("word_pieces", "BertForMaskedLM"), ("word_pieces", None)]
+)
+def test_an_encoders_vocabulary_need_not_decode(
+    request: pytest.FixtureRequest, vocabulary: str, architecture: str | None
+) -> None:
+    folder: Path = request.getfixturevalue(vocabulary)
+    (folder / "config.json").write_text(json.dumps({} if architecture is None else {"architectures": [architecture]}))
+    assert table_of(load_tokenizer(folder)) is None
 
 
 async def test_an_encoders_vocabulary_encodes_but_streams_of_it_are_refused(

@@ -26,10 +26,12 @@ from sapwood_common.errors import ConfigError, InvalidArgumentError
 from sapwood_common.model_files import sapwood_home
 from sapwood_common.sampling import SamplingParams
 from sapwood_common.status import from_rpc_error
+from sapwood_worker.config import WorkerConfig
 from sapwood_worker.convert import to_inputs
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.models.sentence_config import SentenceConfig, read_sentence_config
 from sapwood_worker.runner.encoder_runner import EncoderRunner
+from sapwood_worker.runner.factory import make_runner as make_runner_of
 from sapwood_worker.runner.model_runner import RunnerOptions
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.output import RequestOutput
@@ -117,6 +119,26 @@ def tiny_bert(tmp_path_factory) -> tuple[Path, Any]:
     path = tmp_path_factory.mktemp("bert")
     model.save_pretrained(path)
     return path, model
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *(
+            "BertForSequenceClassification",
+            "BertForTokenClassification",
+            "BertForQuestionAnswering",
+            "BertForPreTraining",
+        ),
+        *("LlamaForSequenceClassification", "Qwen3ForTokenClassification", "RobertaModel", "SomethingForAnother"),
+    ],
+)
+def test_a_head_that_is_not_served_is_refused_by_name(tiny_bert, tmp_path: Path, architecture: str) -> None:
+    shutil.copytree(tiny_bert[0], tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture]}))
+    with pytest.raises(ConfigError, match=rf"config\.json: architecture {architecture} "):
+        make_runner_of(WorkerConfig(model=str(tmp_path / "model"), device="cpu"))
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

@@ -10,9 +10,9 @@ import argparse
 import os
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import Field, ValidationError
@@ -21,12 +21,24 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.flags import Kind, add_flag
+from sapwood_common.needs import Needs, idle_settings
 
 ConfigT = TypeVar("ConfigT", bound="ServiceConfig")
 
 
 class ServiceConfig(BaseSettings):
-    """What every service can be told. Frozen: nothing changes it after construction."""
+    """What every service can be told. Frozen: nothing changes it after construction.
+
+    Attributes:
+        needs: What settings need to have an effect.
+    """
+
+    needs: ClassVar[tuple[Needs, ...]] = (
+        Needs(("trace_ratio",), lambda config: config.trace_endpoint is not None, "without {trace_endpoint}"),
+        Needs(("tls_cert", "tls_client_ca"), lambda config: config.tls_key is not None, "without {tls_key}"),
+        Needs(("tls_key",), lambda config: config.tls_cert is not None, "without {tls_cert}"),
+        Needs(("health_host",), lambda config: config.health_port is not None, "without {health_port}"),
+    )
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -122,7 +134,7 @@ def load_config(cls: type[ConfigT], given: Mapping[str, Any], file: str | None =
         prefix: Of the flags, for messages.
 
     Raises:
-        ConfigError: A value is missing or wrong; the message names flag and variable.
+        ConfigError: A value is missing or wrong, or has no effect; the message names flag and variable.
     """
     from_file = {} if file is None else _read_yaml(Path(file), f"--{prefix}config")
     unknown = sorted(set(from_file) - set(cls.model_fields))
@@ -131,11 +143,34 @@ def load_config(cls: type[ConfigT], given: Mapping[str, Any], file: str | None =
     in_environment = {name for name in cls.model_fields if variable_of(cls, name) in os.environ}
     values = {name: value for name, value in from_file.items() if name not in in_environment} | dict(given)
     try:
-        return cls(**values)
+        config = cls(**values)
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(cls, dict(item), prefix) for item in error.errors())) from None
     except Exception as error:  # pydantic-settings' own error for an undecodable variable
         raise ConfigError(str(error)) from error
+    refuse_idle(config, cls.needs, prefix=prefix)
+    return config
+
+
+def refuse_idle(config: ServiceConfig, needs: Iterable[Needs], *, prefix: str = "") -> None:
+    """Refuses settings that would change nothing.
+
+    Args:
+        config: Of these.
+        needs: What settings need.
+        prefix: Of the flags, for messages.
+
+    Raises:
+        ConfigError: There are such; the message names flag and variable of each.
+    """
+    cls, values = type(config), dict(config)
+    flags = {name: flag_of(name, prefix) for name in values}
+    problems = []
+    for name, what in idle_settings(config, needs):
+        shown = flag_of(name, f"no-{prefix}") if values[name] is False else flags[name]
+        problems.append(f"{shown} / {variable_of(cls, name)}: has no effect {what.format_map(flags)}")
+    if problems:
+        raise ConfigError("; ".join(problems))
 
 
 def command_line(given: Mapping[str, Any]) -> list[str]:

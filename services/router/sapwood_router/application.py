@@ -73,8 +73,6 @@ class RouterApplication:
         self._tracing = start_tracing("sapwood-router", config.trace_endpoint, config.trace_ratio)
         router_metrics = self._router_metrics = RouterMetrics(self._metrics)
         self._dialer = Dialer(config.peer_ca, config.peer_cert, config.peer_key)
-        if config.worker_name is not None and config.peer_ca is None:
-            raise ConfigError("--worker-name needs --peer-ca")
         self._worker_dialer = self._dialer.expecting(config.worker_name)
         self._lookup = lookup
         self._blocks = BlockIndex(config.block_index_bytes)

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from sapwood_common.config import ServiceConfig
+from sapwood_common.needs import Needs
 from sapwood_router.policies.factory import policy_names
 
 
@@ -21,8 +22,34 @@ def _is_policy(name: str) -> str:
 PolicyName = Annotated[str, AfterValidator(_is_policy)]
 
 
+_FORGETFUL = frozenset(("round_robin", "random", "least_load", "power_of_two", "prefix_hash", "consistent_hash"))
+"""Policies that go by load, chance or the request alone. Of those that packages bring it is not known here."""
+
+
 class RouterConfig(ServiceConfig):
     """Configuration of ``python -m sapwood_router``."""
+
+    needs = (
+        *ServiceConfig.needs,
+        Needs(("admin_host",), lambda config: config.admin_port is not None, "without {admin_port}"),
+        Needs(("peer_cert", "peer_key", "worker_name"), lambda config: config.peer_ca is not None, "without {peer_ca}"),
+        Needs(("peer_cert",), lambda config: config.peer_key is not None, "without {peer_key}"),
+        Needs(("peer_key",), lambda config: config.peer_cert is not None, "without {peer_cert}"),
+        Needs(("workers_dns_interval",), lambda config: config.workers_dns is not None, "without {workers_dns}"),
+        Needs(
+            ("cache_index_bytes", "kv_events", "block_index_bytes"),
+            lambda config: not _FORGETFUL.issuperset(config.policies),
+            "where no {policy} goes by what workers hold, as cache_aware does",
+        ),
+        Needs(("block_index_bytes",), lambda config: config.kv_events, "without {kv_events}"),
+        Needs(
+            ("shadow_policies",),
+            lambda config: config.model_policies or set(config.shadow_policies) != {config.policy},
+            "where it is the {policy} that decides",
+        ),
+        Needs(("queue_wait",), lambda config: config.queue_size > 0, "where {queue_size} is 0"),
+        Needs(("retry_budget",), lambda config: config.retry_attempts > 1, "where {retry_attempts} is 1"),
+    )
 
     model_config = SettingsConfigDict(env_prefix="SAPWOOD_ROUTER_", extra="forbid", frozen=True)
 
@@ -160,6 +187,11 @@ class RouterConfig(ServiceConfig):
         """The addresses in ``workers``; one on this machine where nothing else names any."""
         followed = (self.workers_file, self.workers_dns, self.kubernetes_service)
         return self.workers if "workers" in self.model_fields_set or followed == (None, None, None) else ()
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """All that decide for some model or are asked beside."""
+        return (self.policy, *self.policies_of_models.values(), *self.shadow_policies)
 
     @property
     def policies_of_models(self) -> dict[str, str]:

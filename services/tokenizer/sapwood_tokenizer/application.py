@@ -24,10 +24,11 @@ from sapwood_common.tracing_start import start_tracing
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.encoder import Encoder, EncoderOptions
 from sapwood_tokenizer.grammar import Grammars, build_grammars
-from sapwood_tokenizer.loader import LoadedTokenizer, load_tokenizer, resolve_tokenizer, tokenizer_name
+from sapwood_tokenizer.loader import LoadedTokenizer, load_tokenizer, resolve_tokenizer, table_of, tokenizer_name
 from sapwood_tokenizer.parser_defaults import ParserDefaults, parser_defaults
 from sapwood_tokenizer.process_group import ProcessGroup, reserve_port
 from sapwood_tokenizer.service import DETOKENIZE, SERVICE, Limits, TokenizerService
+from sapwood_tokenizer.token_bytes import TokenBytes
 from sapwood_tokenizer.tokenizer_metrics import add_metrics
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Model:
 
     name: str
     loaded: LoadedTokenizer
+    table: TokenBytes | None
     parsers: ParserDefaults
     grammars: Grammars
 
@@ -81,8 +83,9 @@ def load_model(config: TokenizerConfig) -> Model:
     name = config.served_model_name or tokenizer_name(config.model)
     path = resolve_tokenizer(config.model)
     loaded = load_tokenizer(path, config.chat_template)
+    table = table_of(loaded)
     parsers = parser_defaults(config.tool_parser, config.reasoning_parser, loaded.chat_template)
-    return Model(name, loaded, parsers, build_grammars(path, loaded, config))
+    return Model(name, loaded, table, parsers, build_grammars(path, loaded, config))
 
 
 def run(config: TokenizerConfig) -> int:
@@ -167,7 +170,15 @@ async def serve(
     limits = Limits(config.max_text_bytes, config.max_open_streams, config.template_timeout)
     encoder = build_encoder(model.loaded, config)
     service = TokenizerService(
-        model.loaded, model.name, model.parsers, encoder, limits, server.draining, model.grammars, telemetry
+        model.loaded,
+        model.table,
+        model.name,
+        model.parsers,
+        encoder,
+        limits,
+        server.draining,
+        model.grammars,
+        telemetry,
     )
     tokenizer_pb2_grpc.add_TokenizerServicer_to_server(service, server.grpc)
     add_metrics(

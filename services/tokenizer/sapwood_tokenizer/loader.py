@@ -6,18 +6,22 @@ From a Hugging Face directory or a vocabulary file (``vocabulary_files``), or fr
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.gguf_file import GgufError, GgufFile
 from sapwood_common.model_files import model_name, resolve_model
 from sapwood_tokenizer.gguf_vocab import build_tokenizer
+from sapwood_tokenizer.token_bytes import TokenBytes
 from sapwood_tokenizer.vocabulary_files import load_vocabulary
+
+logger = logging.getLogger(__name__)
 
 _TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>")
 """Tokens that end an assistant's turn, whatever the model calls its end of text."""
@@ -44,6 +48,7 @@ class LoadedTokenizer:
         chat_template: Jinja source, if there is one.
         template_origin: The file it is from.
         special_tokens: Names that chat templates use (``bos_token``, ``eos_token``, ...), with their text.
+        only_encodes: Whether nothing is ever decoded with it: its model makes embeddings.
     """
 
     tokenizer: Tokenizer
@@ -55,6 +60,7 @@ class LoadedTokenizer:
     chat_template: str | None
     template_origin: str
     special_tokens: dict[str, str]
+    only_encodes: bool = False
 
 
 def resolve_tokenizer(model: str) -> Path:
@@ -155,7 +161,29 @@ def _from_files(path: Path, template: _Template | None) -> LoadedTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     rows = model.get("vocab_size")
-    return _loaded(vocabulary.file, tokenizer, bos, eos, template, texts, rows if isinstance(rows, int) else 0)
+    loaded = _loaded(vocabulary.file, tokenizer, bos, eos, template, texts, rows if isinstance(rows, int) else 0)
+    return replace(loaded, only_encodes=_only_encodes(tokenizer, model.get("architectures")))
+
+
+def table_of(loaded: LoadedTokenizer) -> TokenBytes | None:
+    """What answers are decoded with; None where it cannot be made and no answers are to be.
+
+    Raises:
+        ConfigError: It cannot be made, but has to be; the message names the file and says why.
+    """
+    try:
+        return TokenBytes(loaded.tokenizer, loaded.origin)
+    except ConfigError as error:
+        if not loaded.only_encodes:
+            raise
+        logger.info("%s; Detokenize is refused", error)
+        return None
+
+
+def _only_encodes(tokenizer: Tokenizer, architectures: Any) -> bool:
+    if isinstance(architectures, list) and architectures:
+        return not any(end in str(architectures[0]) for end in ("ForCausalLM", "ForConditionalGeneration"))
+    return isinstance(tokenizer.model, models.WordPiece)  # what encoders have, and nothing else
 
 
 def _loaded(

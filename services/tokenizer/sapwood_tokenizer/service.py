@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import grpc
 
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from sapwood_common.errors import ConfigError, InvalidArgumentError, UnimplementedError
+from sapwood_common.errors import InvalidArgumentError, UnimplementedError
 from sapwood_common.flags import service_flag
 from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_tokenizer.chat_template import MOST_CHARACTERS, ChatTemplate
@@ -32,8 +31,6 @@ from sapwood_tokenizer.template_sandbox import Budget
 from sapwood_tokenizer.token_bytes import TokenBytes
 from sapwood_tokenizer.tool_parser import registry as tool_parsers
 from sapwood_tokenizer.tool_parser.tools import load_tools
-
-logger = logging.getLogger(__name__)
 
 SERVICE = "sapwood.v1.Tokenizer"
 DETOKENIZE = f"/{SERVICE}/Detokenize"
@@ -65,6 +62,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
 
     Args:
         loaded: The tokenizer.
+        table: What answers are decoded with; None: there are none.
         model: The name clients use.
         parsers: The parsers that fit the model.
         encoder: Encodes texts.
@@ -77,6 +75,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     def __init__(
         self,
         loaded: LoadedTokenizer,
+        table: TokenBytes | None,
         model: str,
         parsers: ParserDefaults,
         encoder: Encoder,
@@ -94,7 +93,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self._limits = limits
         self._encoder = encoder
         self._render_threads = RenderThreads()
-        self._table = _table_of(loaded)
+        self._table = table
         self._template = (
             ChatTemplate(loaded.chat_template, loaded.special_tokens, loaded.template_origin)
             if loaded.chat_template is not None
@@ -282,12 +281,3 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             found = self._loaded.special_ids.difference(index for index in ids if index is not None)
             self._skipped[needed] = found
         return found
-
-
-def _table_of(loaded: LoadedTokenizer) -> TokenBytes | None:
-    try:
-        return TokenBytes(loaded.tokenizer, loaded.origin)
-    except ConfigError as error:
-        # Encoders' tokenizers, such as WordPiece: nothing is ever decoded with them.
-        logger.warning("%s; Detokenize is refused", error)
-        return None

@@ -3,7 +3,8 @@
 The decoders of language models' tokenizers are of two kinds, and in both a text is nothing but the bytes of its tokens one after
 another: byte-level BPE (GPT-2: each byte written as a printable character) and SentencePiece with byte fallback (U+2581 for
 a space, ``<0xE2>`` for a byte). So a stream is decoded by a look-up a token and an incremental UTF-8 decoder, O(1) a token,
-with no window to decode again and again. A tokenizer with another kind of decoder is refused when it is loaded.
+with no window to decode again and again. A tokenizer with another kind of decoder (word-level, WordPiece) is refused when the
+service starts, unless its model makes embeddings only.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class TokenBytes:
         kinds = [step["type"] for step in steps]
         self._byte_level = kinds == ["ByteLevel"]
         if not self._byte_level and not (steps and all(map(_is_understood, steps))):
-            raise ConfigError(f"{origin}: its decoder ({'+'.join(kinds) or 'none'}) is not supported")
+            raise ConfigError(
+                f"{origin}: its decoder ({'+'.join(kinds) or 'none'}) is not supported: answers are decoded token by token, "
+                "which takes byte-level BPE or SentencePiece"
+            )
         self.strips_leading_space = any(
             (step["type"] == "Strip" and step["start"] == 1)
             or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")

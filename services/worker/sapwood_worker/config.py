@@ -8,10 +8,61 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from sapwood_common.config import ServiceConfig
+from sapwood_common.needs import Needs
+
+_STORE_OPTIONS = (
+    "storage_prefetch",
+    "storage_timeout",
+    "storage_timeout_per_1k",
+    "storage_share",
+    "storage_min_tokens",
+)
+"""They wait for a store that is attached while the worker runs, too."""
 
 
 class WorkerConfig(ServiceConfig):
     """Configuration of a worker; see each field."""
+
+    needs = (
+        *ServiceConfig.needs,
+        Needs(
+            ("host_cache_gb", "host_cache_ratio", "host_write_policy", "storage", *_STORE_OPTIONS, "eviction"),
+            lambda config: config.prefix_cache,
+            "without {prefix_cache}",
+        ),
+        Needs(
+            ("host_write_policy", "storage", *_STORE_OPTIONS),
+            lambda config: config.host_cache_gb or config.host_cache_ratio,
+            "without a second tier: {host_cache_gb} or {host_cache_ratio}",
+        ),
+        Needs(("host_cache_ratio",), lambda config: not config.host_cache_gb, "with {host_cache_gb}"),
+        Needs(
+            ("storage_timeout", "storage_timeout_per_1k"),
+            lambda config: config.storage_prefetch == "timeout",
+            "unless {storage_prefetch} is timeout",
+        ),
+        Needs(
+            ("policy",),
+            lambda config: config.prefix_cache or config.policy not in ("lpm", "dfs-weight"),
+            "without {prefix_cache}: it goes by what is cached",
+        ),
+        Needs(("kv_events_port",), lambda config: config.prefix_cache, "without {prefix_cache}"),
+        Needs(
+            ("kv_events_replay_port", "kv_events_topic"),
+            lambda config: config.kv_events_port is not None,
+            "without {kv_events_port}",
+        ),
+        Needs(
+            ("kv_events_keep",),
+            lambda config: config.kv_events_replay_port is not None,
+            "without {kv_events_replay_port}",
+        ),
+        Needs(("kv_cache_gb", "memory_fraction"), lambda config: config.num_pages is None, "with {num_pages}"),
+        Needs(("memory_fraction",), lambda config: config.kv_cache_gb is None, "with {kv_cache_gb}"),
+        Needs(
+            ("jump_forward", "grammar_timeout"), lambda config: config.structured_output, "without {structured_output}"
+        ),
+    )
 
     model_config = SettingsConfigDict(env_prefix="SAPWOOD_WORKER_", extra="forbid", frozen=True)
 

@@ -33,7 +33,7 @@ from sapwood_worker.operations import Operations, Profiler
 from sapwood_worker.progress import PROGRESS_FILE, Pulse, StepProgress
 from sapwood_worker.scheduler.config import SchedulerConfig
 from sapwood_worker.scheduler.scheduler import Scheduler
-from sapwood_worker.tiering import TieredRunner, build_tiering, check_storage
+from sapwood_worker.tiering import TieredRunner, build_tiering
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,6 @@ def main() -> int:
     setup_logging("scheduler", config.log_level, config.log_format)
     mailbox = ZmqMailbox(arguments.folder, arguments.parent)
     try:
-        check_storage(config)
         factory: RunnerFactory = _load(arguments.runner)
         runner = factory(config)
         tiering = build_tiering(config, runner)

@@ -156,16 +156,6 @@ def device_report(load: Load) -> list[TierReport]:
     return [TierReport(tier="device", pages=load.used_pages, capacity=load.num_pages, hit_tokens=load.cached_tokens)]
 
 
-def check_storage(config: WorkerConfig) -> None:
-    """Before anything is loaded.
-
-    Raises:
-        ConfigError: There is to be a store, but no memory that its pages could be fetched into.
-    """
-    if config.storage and not (config.host_cache_gb or config.host_cache_ratio):
-        raise ConfigError("--storage needs a second tier: --host-cache-gb or --host-cache-ratio")
-
-
 def build_tiering(config: WorkerConfig, runner: TieredRunner) -> Tiering | None:
     """The tiers below the device's pages; None: there are none.
 

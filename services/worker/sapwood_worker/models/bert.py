@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from sapwood_common.errors import ConfigError
 from sapwood_worker.models.hf_values import read_json
 
-ARCHITECTURES = ("BertModel", "BertForMaskedLM", "BertForSequenceClassification")
+ARCHITECTURES = ("BertModel", "BertForMaskedLM")
+"""Of the second the head is left out, which is for training. A head that makes the answer is none to be left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,17 @@ class BertConfig:
 
 
 def is_bert(path: Path) -> bool:
-    """Whether a Hugging Face directory holds such a model."""
-    if not (path / "config.json").is_file():
-        return False
-    return any(name in ARCHITECTURES for name in read_json(path / "config.json").get("architectures") or ())
+    """Whether a Hugging Face directory holds such a model.
+
+    Raises:
+        ConfigError: It holds one with a head that is not served.
+    """
+    file = path / "config.json"
+    names = (read_json(file).get("architectures") or [""]) if file.is_file() else [""]
+    if str(names[0]).startswith("Bert") and names[0] not in ARCHITECTURES:
+        served = ", ".join(ARCHITECTURES)
+        raise ConfigError(f"{file}: architecture {names[0]} has a head that is not supported (supported: {served})")
+    return names[0] in ARCHITECTURES
 
 
 def read_bert_config(path: Path) -> BertConfig:

@@ -1,0 +1,40 @@
+"""Settings that would change nothing: a configuration says what its settings need to have an effect, and who gives one without
+is told so at the start, not by what does not happen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What some settings need to have an effect.
+
+    Attributes:
+        settings: Their names.
+        met: Whether a configuration has what they need.
+        what: What that is, with the names of settings in braces: "with {storage}".
+    """
+
+    settings: tuple[str, ...]
+    met: Callable[[Any], bool]
+    what: str
+
+
+def idle_settings(config: BaseModel, needs: Iterable[Needs]) -> list[tuple[str, str]]:
+    """The settings that are not left at their default and have no effect, each with what it needs, in the order of ``needs``.
+
+    A value that is the default is no sign that somebody expects something of it: files for many deployments spell defaults out.
+    """
+    values, fields = dict(config), type(config).model_fields
+    found: dict[str, str] = {}
+    for each in needs:
+        given = [name for name in each.settings if values[name] != fields[name].get_default(call_default_factory=True)]
+        if given and not each.met(config):
+            for name in given:
+                found.setdefault(name, each.what)
+    return list(found.items())

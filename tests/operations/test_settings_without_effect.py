@@ -1,0 +1,157 @@
+"""A setting that would change nothing beside the others is refused at the start, by its name. The table is of all there are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sapwood_common.config import ServiceConfig, load_config, parse_config
+from sapwood_common.errors import ConfigError
+from sapwood_router.config import RouterConfig
+from sapwood_tokenizer.config import TokenizerConfig
+from sapwood_worker.config import WorkerConfig
+from sapwood_worker.runner.factory import OF_ENCODERS, ON_CPU, make_runner
+
+ROUTER, TOKENIZER, WORKER = RouterConfig, TokenizerConfig, WorkerConfig
+TIER = "--host-cache-gb 1"
+
+REFUSED = [
+    # What is given; what is refused of it; with what added it has an effect.
+    (ROUTER, "--trace-ratio 0.1", "--trace-ratio", "--trace-endpoint a:1"),
+    (TOKENIZER, "--trace-ratio 0.1", "--trace-ratio", "--trace-endpoint a:1"),
+    (WORKER, "--trace-ratio 0.1", "--trace-ratio", "--trace-endpoint a:1"),
+    (WORKER, "--tls-cert c", "--tls-cert", "--tls-key k"),
+    (WORKER, "--tls-key k", "--tls-key", "--tls-cert c"),
+    (WORKER, "--tls-client-ca a", "--tls-client-ca", "--tls-cert c --tls-key k"),
+    (WORKER, "--health-host 0.0.0.0", "--health-host", "--health-port 0"),
+    (ROUTER, "--admin-host 0.0.0.0", "--admin-host", "--admin-port 0"),
+    (ROUTER, "--peer-cert c --peer-key k", "--peer-cert --peer-key", "--peer-ca a"),
+    (ROUTER, "--peer-ca a --peer-cert c", "--peer-cert", "--peer-key k"),
+    (ROUTER, "--peer-ca a --peer-key k", "--peer-key", "--peer-cert c"),
+    (ROUTER, "--worker-name w", "--worker-name", "--peer-ca a"),
+    (ROUTER, "--workers-dns-interval 1", "--workers-dns-interval", "--workers-dns a:1"),
+    (ROUTER, "--policy random --cache-index-bytes 9", "--cache-index-bytes", "--shadow-policies cache_aware"),
+    (ROUTER, "--policy random --no-kv-events", "--no-kv-events", "--model-policies m=cache_aware"),
+    (ROUTER, "--policy random --block-index-bytes 9", "--block-index-bytes", "--model-policies m=cache_aware"),
+    (ROUTER, "--no-kv-events --block-index-bytes 9", "--block-index-bytes", None),
+    (ROUTER, "--shadow-policies cache_aware", "--shadow-policies", "--model-policies m=random"),
+    (ROUTER, "--queue-size 0 --queue-wait 9", "--queue-wait", None),
+    (ROUTER, "--retry-attempts 1 --retry-budget 0.5", "--retry-budget", None),
+    (WORKER, "--no-prefix-cache --host-cache-gb 1", "--host-cache-gb", None),
+    (WORKER, "--no-prefix-cache --host-cache-ratio 1", "--host-cache-ratio", None),
+    (WORKER, f"--no-prefix-cache {TIER} --storage file:///x", "--host-cache-gb --storage", None),
+    (WORKER, "--no-prefix-cache --eviction lfu", "--eviction", None),
+    (WORKER, "--no-prefix-cache --policy lpm", "--policy", None),
+    (WORKER, "--no-prefix-cache --policy dfs-weight", "--policy", None),
+    (WORKER, "--no-prefix-cache --kv-events-port 0", "--kv-events-port", None),
+    (WORKER, f"{TIER} --host-cache-ratio 1", "--host-cache-ratio", None),
+    (WORKER, "--host-write-policy write_back", "--host-write-policy", TIER),
+    (WORKER, "--storage file:///x", "--storage", "--host-cache-ratio 2"),
+    (WORKER, "--storage-prefetch best_effort", "--storage-prefetch", TIER),
+    (WORKER, "--storage-share 0.9", "--storage-share", TIER),
+    (WORKER, "--storage-min-tokens 9", "--storage-min-tokens", TIER),
+    (WORKER, "--storage-timeout 9", "--storage-timeout", TIER),
+    (WORKER, "--storage-timeout-per-1k 9", "--storage-timeout-per-1k", TIER),
+    (
+        WORKER,
+        f"{TIER} --storage-prefetch best_effort --storage-timeout 9 --storage-timeout-per-1k 9",
+        "--storage-timeout --storage-timeout-per-1k",
+        None,
+    ),
+    (WORKER, "--kv-events-replay-port 0", "--kv-events-replay-port", "--kv-events-port 0"),
+    (WORKER, "--kv-events-topic t", "--kv-events-topic", "--kv-events-port 0"),
+    (WORKER, "--kv-events-port 0 --kv-events-keep 9", "--kv-events-keep", "--kv-events-replay-port 0"),
+    (WORKER, "--num-pages 99 --kv-cache-gb 1", "--kv-cache-gb", None),
+    (WORKER, "--num-pages 99 --memory-fraction 0.5", "--memory-fraction", None),
+    (WORKER, "--kv-cache-gb 1 --memory-fraction 0.5", "--memory-fraction", None),
+    (WORKER, "--no-structured-output --no-jump-forward", "--no-jump-forward", None),
+    (WORKER, "--no-structured-output --grammar-timeout 1", "--grammar-timeout", None),
+]
+OF_BERT = [
+    *("--quantization fp8", "--kv-cache-dtype fp8_e4m3", "--kv-cache-gb 1", "--num-pages 99", "--page-size 8"),
+    *("--memory-fraction 0.5", "--no-overlap", "--no-prefix-cache", "--eviction fifo", "--kv-events-port 0"),
+    *("--kv-events-port 0 --kv-events-replay-port 0 --kv-events-topic t --kv-events-keep 9",),
+    *(TIER, "--host-cache-ratio 1 --host-write-policy write_back --storage file:///x --storage-prefetch best_effort"),
+    *(f"{TIER} --storage-share 0.9 --storage-timeout 9 --storage-timeout-per-1k 9 --storage-min-tokens 9",),
+    *("--conservativeness 0.5", "--no-structured-output", "--no-jump-forward --grammar-timeout 1", "--policy lof"),
+]
+
+
+def parse(cls: type[ServiceConfig], flags: str, capsys: pytest.CaptureFixture[str]) -> ServiceConfig | str:
+    """The configuration, or what is said before the exit."""
+    try:
+        return parse_config(cls, "service", "", flags.split())
+    except SystemExit as ended:
+        assert ended.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+
+@pytest.mark.parametrize(("cls", "flags", "refused", "added"), REFUSED)
+def test_what_changes_nothing_is_refused_by_name(
+    cls: type[ServiceConfig], flags: str, refused: str, added: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = parse(cls, flags, capsys)
+    assert isinstance(said, str), said
+    assert [part.split()[0] for part in said.removeprefix("service: error: ").split("; ")] == refused.split()
+    assert all("has no effect w" in part for part in said.split("; ") if "unless" not in part)
+    if added is not None:
+        config = parse(cls, f"{flags} {added}", capsys)
+        assert isinstance(config, cls), config
+
+
+def write_bert(folder: Path, architecture: str) -> Path:
+    sizes = {
+        "vocab_size": 9,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": [architecture], "max_position_embeddings": 64, **sizes})
+    )
+    return folder
+
+
+@pytest.mark.parametrize("flags", OF_BERT)
+def test_what_changes_nothing_for_an_encoder_is_refused_when_the_model_is_known(tmp_path: Path, flags: str) -> None:
+    model = write_bert(tmp_path, "BertModel")
+    plain = ["--model", str(model), "--device", "cpu", "--load-format", "dummy"]
+    assert not make_runner(parse_config(WorkerConfig, "worker", "", plain)).info.generates
+    config = parse_config(WorkerConfig, "worker", "", [*plain, *flags.split()])
+    with pytest.raises(ConfigError) as caught:
+        make_runner(config)
+    told = {part.split()[0] for part in str(caught.value).split("; ")}
+    assert told == {flag for flag in flags.split() if flag.startswith("--")}
+    assert "has no effect with a model that makes embeddings only" in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["--memory-fraction 0.5", "--no-overlap"])
+def test_what_is_for_gpus_is_refused_on_a_cpu(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    flags = ["--model", str(tmp_path), "--device", "cpu", *flag.split()]
+    with pytest.raises(ConfigError, match=f"^{flag.split(maxsplit=1)[0]} .*has no effect on a CPU$"):
+        make_runner(parse_config(WorkerConfig, "worker", "", flags))
+
+
+def test_the_tables_are_whole_and_name_what_there_is() -> None:
+    for cls in (ROUTER, TOKENIZER, WORKER):
+        settings = {name for needs in cls.needs for name in needs.settings}
+        assert settings <= cls.model_fields.keys()
+        flags = [flag for _, _, refused, _ in REFUSED for flag in refused.split()]
+        told = {flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags}
+        assert settings <= told, f"no row for {settings - told}"
+    settings = {name for needs in (*ON_CPU, *OF_ENCODERS) for name in needs.settings}
+    assert settings <= WORKER.model_fields.keys()
+    told = {flag.removeprefix("--").removeprefix("no-") for flags in OF_BERT for flag in flags.split() if "--" in flag}
+    assert {name.replace("_", "-") for name in settings} == told
+
+
+@pytest.mark.parametrize("cls", [ROUTER, TOKENIZER, WORKER])
+def test_a_default_that_is_spelled_out_is_no_setting(cls: type[ServiceConfig]) -> None:
+    defaults: dict[str, Any] = dict(cls())
+    assert dict(load_config(cls, defaults)) == defaults

@@ -25,8 +25,8 @@ HEAD = """\
 Written by `make docs` from the parsers that answer `--help`; a test checks that it is fresh.
 
 A setting of a service is, first match wins: its flag, its environment variable, its entry in the YAML file that `--config`
-names (the flag's name with underscores: `drain_timeout: 10`), the default. One that would change nothing beside the others, such as
-`--storage` without a second tier, is refused at the start, by its name.
+names (the flag's name with underscores: `drain_timeout: 10`), the default. One that would change nothing beside the others, such
+as `--storage` without a second tier, is refused at the start, by its name.
 
 `sapwood up` takes every flag of every service with the service's name before it, and `sapwood up --help` shows them by service.
 What no flag says, and none of the variables SAPWOOD_UP_..., is the service's own variable, file or default. These two are one:

@@ -11,7 +11,7 @@ from sapwood_router.block_index import BlockIndex, Tier
 from sapwood_router.hot_prefixes import HotPrefixes
 from sapwood_router.policies.base import PromptPages
 from sapwood_router.policies.cache_aware import CacheAware
-from sapwood_router.policies.factory import PolicyParts, make_policy
+from sapwood_router.policies.factory import PolicyParts, make_policy, policy_names
 from sapwood_router.policies.least_load import LeastLoad
 from sapwood_router.policies.power_of_two import PowerOfTwo
 from sapwood_router.policies.random import Random
@@ -109,6 +109,46 @@ def test_cache_aware_sees_a_placement_at_once_and_the_answer_when_it_is_over() -
     policy.finished("w1", 16, PROMPT, list(range(100, 161)))
     turn = PromptPages(range(200))
     assert policy.choose(views(0, 0), turn).cached_tokens == 160
+
+
+def test_cache_aware_credits_no_worker_with_a_prompt_that_it_failed() -> None:
+    policy = cache_aware()
+    other = PromptPages([*range(48), *[7] * 60])  # begins as PROMPT does
+    policy.placed("w1", 16, other)
+    policy.finished("w1", 16, other, [1, 2])
+    for _ in range(2):
+        policy.placed("w1", 16, PROMPT)
+        policy.failed("w1", 16, PROMPT)
+        assert policy.choose(views(0, 0), PROMPT).cached_tokens == 48, "what it held before"
+    policy.placed("w0", 16, PROMPT)
+    policy.failed("w0", 16, PROMPT)
+    choice = policy.choose(views(0, 5), PROMPT)
+    assert (choice.address, choice.cached_tokens) == ("w1", 48)
+    assert policy.choose(views(0, 0), other).cached_tokens == 96, "another's prompt is left alone"
+
+
+def test_cache_aware_keeps_what_another_request_placed_there_meanwhile() -> None:
+    policy = cache_aware()
+    longer = PromptPages(range(160))
+    policy.placed("w1", 16, PROMPT)
+    policy.placed("w1", 16, longer)
+    policy.failed("w1", 16, PROMPT)
+    assert policy.choose(views(0, 0), longer).cached_tokens == 160
+    policy.failed("w1", 16, longer)
+    assert policy.choose(views(0, 0), longer).cached_tokens == 96
+    policy.failed("w1", 16, longer)
+    assert policy.choose(views(0, 0), longer).cached_tokens == 96, "it had failed once"
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_every_policy_hears_of_failures(name: str) -> None:
+    policy = make_policy(name, PolicyParts(1 << 20, random.Random(1), time.monotonic, BlockIndex(1 << 20)))
+    policy.failed("w0", 16, PROMPT)  # nothing was placed
+    policy.placed("w0", 16, PROMPT)
+    policy.failed("w0", 16, PROMPT)
+    policy.reset("w0", 10)
+    policy.failed("w0", 16, PROMPT)
+    assert policy.choose(views(0, 0), PROMPT).cached_tokens == 0
 
 
 def test_cache_aware_on_a_miss_takes_the_least_loaded() -> None:

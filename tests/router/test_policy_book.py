@@ -3,6 +3,7 @@
 import pytest
 
 from sapwood.v1 import router_pb2
+from sapwood_common.errors import UnavailableError
 from sapwood_router.config import RouterConfig
 from sapwood_router.policies.base import PromptPages
 from sapwood_router.policies.factory import policy_names
@@ -41,6 +42,9 @@ class Recorder:
     def finished(self, address, page_size, prompt, new_tokens):
         self.told.append(("finished", address))
 
+    def failed(self, address, page_size, prompt):
+        self.told.append(("failed", address))
+
     def explain(self, workers, prompt):
         return {}
 
@@ -73,9 +77,10 @@ def test_each_model_has_its_policy_and_what_remembers_is_one_for_all() -> None:
     assert sum(policy.name == "cache_aware" for policy in made) == 1
     book.of("o").placed("w1", 16, PromptPages([]))
     book.of("m").finished("w0", 16, PromptPages([]), [])
+    book.of("n").failed("w2", 16, PromptPages([]))
     book.reset("w0", 5)
     (remembers,) = [policy for policy in made if policy.name == "cache_aware"]
-    assert remembers.told == [("placed", "w1"), ("finished", "w0"), ("reset", "w0")]
+    assert remembers.told == [("placed", "w1"), ("finished", "w0"), ("failed", "w2"), ("reset", "w0")]
 
 
 def test_what_is_no_policy_is_refused() -> None:
@@ -109,6 +114,21 @@ async def test_a_router_serves_with_every_policy(make_cluster, policy) -> None:
     async with make_cluster(2, policy=policy) as cluster:
         for text in ("abc", "abc", "another"):
             assert "".join([response.text for response in await cluster.generate(text)]) == text
+
+
+@pytest.mark.parametrize("fail_after", [0, 3])
+async def test_a_worker_is_not_believed_to_hold_a_prompt_that_it_refused_or_failed_at(make_cluster, fail_after) -> None:
+    async with make_cluster(2, kv_events=False) as cluster:
+        text = "a prompt that is long enough for several pages " * 4
+        asked = router_pb2.ExplainRouteRequest(request=router_pb2.RouterGenerateRequest(text=text))
+        chosen = (await cluster.stub.ExplainRoute(asked)).chosen
+        first, second = sorted(cluster.workers, key=lambda worker: worker.address != chosen)
+        first.script.error, first.script.fail_after = UnavailableError("not now"), fail_after
+        await cluster.generate(text)
+        assert (len(first.calls), len(second.calls)) == (1, 1)
+        held = {item.address: item.cached_tokens for item in (await cluster.stub.ExplainRoute(asked)).candidates}
+        assert held[first.address] == 0
+        assert held[second.address] > 100
 
 
 async def test_a_package_can_bring_a_policy(plugin, make_cluster):

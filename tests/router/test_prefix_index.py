@@ -43,9 +43,10 @@ class Model:
             count += 1
         return count
 
-    def insert(self, worker: str, tokens: tuple[int, ...]) -> None:
+    def insert(self, worker: str, tokens: tuple[int, ...]) -> tuple[set[tuple[int, ...]], int]:
         self.tick += 1
         held = self.held.setdefault(worker, [])
+        known = {prefix for prefix, _ in held}
         for pages in range(len(tokens) // PAGE, 0, -1):
             prefix = tokens[: pages * PAGE]
             held[:] = [item for item in held if item[0] != prefix]
@@ -54,6 +55,12 @@ class Model:
             held.pop(0)
         while sum(map(len, self.held.values())) > self.budget:
             min((entries for entries in self.held.values() if entries), key=lambda entries: entries[0][1]).pop(0)
+        whole = {tokens[: pages * PAGE] for pages in range(1, len(tokens) // PAGE + 1)}
+        return whole - known, self.tick
+
+    def take_back(self, worker: str, new: set[tuple[int, ...]], tick: int) -> None:
+        held = self.held.get(worker, [])
+        held[:] = [(prefix, used) for prefix, used in held if prefix not in new or used != tick]
 
 
 prompts = st.lists(st.integers(0, 2), max_size=9).map(tuple)
@@ -63,6 +70,7 @@ steps = st.lists(
         st.tuples(st.just("insert"), workers, prompts),
         st.tuples(st.just("insert"), workers, prompts),
         st.tuples(st.just("reset"), workers, st.integers(0, 12)),
+        st.tuples(st.just("take back"), workers, st.integers(0, 9)),
     ),
     max_size=30,
 )
@@ -72,10 +80,16 @@ steps = st.lists(
 @given(steps, st.integers(0, 20), st.lists(prompts, min_size=1, max_size=5))
 def test_it_answers_as_brute_force_does_and_keeps_its_budget(steps, budget, asked) -> None:
     index, model = PrefixIndex(budget * ENTRY_BYTES, clock()), Model(budget)
+    done = []
     for action, worker, argument in steps:
         if action == "insert":
-            index.insert(worker, hash_pages(argument, PAGE))
-            model.insert(worker, argument)
+            hashes = hash_pages(argument, PAGE)
+            done.append((worker, hashes, index.insert(worker, hashes), model.insert(worker, argument)))
+        elif action == "take back":
+            if argument < len(done):
+                worker, hashes, insertion, (new, tick) = done[argument]
+                index.take_back(worker, hashes, insertion)
+                model.take_back(worker, new, tick)
         else:
             index.reset(worker, argument)
             model.reset(worker, argument)

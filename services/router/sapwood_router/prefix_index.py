@@ -17,10 +17,19 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 ENTRY_BYTES = 200
 """What an entry costs CPython at most: a 16-byte key (64 as allocated), its node and its slots in an OrderedDict. Measured
 at 164 on average; more just after the table grew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Insertion:
+    """What an insertion did: ``new`` of the pages, the last ones, were not there before; ``at`` is when, on the index's clock."""
+
+    new: int
+    at: float
 
 
 class PrefixIndex:
@@ -73,14 +82,15 @@ class PrefixIndex:
                 high = middle - 1
         return low
 
-    def insert(self, worker: str, hashes: Sequence[bytes]) -> None:
-        """A worker holds these pages from now on, and used them last."""
+    def insert(self, worker: str, hashes: Sequence[bytes]) -> Insertion:
+        """A worker holds these pages from now on, and used them last; returns what :meth:`take_back` needs."""
         held = self._held.setdefault(worker, OrderedDict())
         before = len(held)
         now = self._clock()
         for page in reversed(hashes):
             held[page] = now
             held.move_to_end(page)
+        new = len(held) - before
         capacity = self._capacity.get(worker)
         if capacity is not None:
             for _ in range(len(held) - capacity):
@@ -88,6 +98,19 @@ class PrefixIndex:
         self._entries += len(held) - before
         while self._entries > self._most_entries:
             self._evict_oldest()
+        return Insertion(new, now)
+
+    def take_back(self, worker: str, hashes: Sequence[bytes], insertion: Insertion) -> None:
+        """Forgets those pages that an insertion added and that nothing has used since."""
+        held = self._held.get(worker)
+        if held is None:
+            return
+        for page in reversed(hashes[len(hashes) - insertion.new :]):
+            used = held.get(page, insertion.at)
+            if used != insertion.at:
+                break  # and so was what is before it
+            if held.pop(page, None) is not None:  # or it had to make room
+                self._entries -= 1
 
     def _evict_oldest(self) -> None:
         oldest = min((held for held in self._held.values() if held), key=lambda held: next(iter(held.values())))

@@ -149,6 +149,9 @@ class Attempts:
     def _tried(self, error: SapwoodError | None) -> None:
         if self._executing is not None:
             self._executing.end()
+        worker = self._worker
+        if error is not None and worker is not None and worker.model is not None:
+            self._policy().failed(worker.address, worker.model.page_size, self._prompt)
         if error is not None and not self._closed:
             self._do(lambda: self._go_on(to_client_field(error, self._context.fields)))
 

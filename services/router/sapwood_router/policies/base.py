@@ -81,6 +81,12 @@ class Policy(Protocol):
         """The worker now holds the prompt and ``new_tokens`` after it. Mutates only what the policy remembers."""
         ...
 
+    def failed(self, address: str, page_size: int, prompt: PromptPages) -> None:
+        """The worker refused the prompt that was placed there, failed at it or was lost: nobody knows that it holds any of it.
+        Mutates only what the policy remembers. (Of a request that its client gave up a policy hears neither.)
+        """
+        ...
+
     def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
         """For each worker's address, the prompt's tokens it holds and what it would cost; empty if the policy asks for
         neither. Mutates nothing.
@@ -107,6 +113,9 @@ class Forgetful:
 
     def finished(self, address: str, page_size: int, prompt: PromptPages, new_tokens: Sequence[int]) -> None:
         """Nothing to remember."""
+
+    def failed(self, address: str, page_size: int, prompt: PromptPages) -> None:
+        """Nothing to take back."""
 
     def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
         """It has no measure of cost."""

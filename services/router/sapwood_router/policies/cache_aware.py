@@ -24,11 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from sapwood_router.block_index import BlockIndex
 from sapwood_router.hot_prefixes import HotPrefixes
 from sapwood_router.policies.base import Choice, LoadKey, PromptPages, load_key
-from sapwood_router.prefix_index import PrefixIndex
+from sapwood_router.prefix_index import Insertion, PrefixIndex
 from sapwood_router.worker import WorkerView
 
 RECOMPUTE_WEIGHT = 3
@@ -70,6 +71,8 @@ class CacheAware:
         self._index = index
         self._blocks = blocks
         self._hot = hot
+        self._placed: WeakKeyDictionary[PromptPages, Insertion] = WeakKeyDictionary()
+        """What the latest placement of each prompt that somebody still asks about added to the index."""
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
         """See :class:`~sapwood_router.policies.base.Policy`. Reasons: cache_hit, cache_spill, cache_miss; cache_handed:
@@ -134,13 +137,19 @@ class CacheAware:
     def placed(self, address: str, page_size: int, prompt: PromptPages) -> None:
         """The worker will hold the prompt: a sibling sent right after follows it."""
         hashes = prompt.hashes(page_size)
-        self._index.insert(address, hashes)
+        self._placed[prompt] = self._index.insert(address, hashes)
         self._hot.asked(address, hashes)
 
     def finished(self, address: str, page_size: int, prompt: PromptPages, new_tokens: Sequence[int]) -> None:
         """The worker holds the answer too: the conversation's next turn starts with it."""
         # The last token was sampled, but its KV was never computed.
         self._index.insert(address, prompt.extended(new_tokens[:-1], page_size))
+
+    def failed(self, address: str, page_size: int, prompt: PromptPages) -> None:
+        """What the placement alone made believe is believed no more; what the worker held before, or others placed since, is."""
+        insertion = self._placed.pop(prompt, None)
+        if insertion is not None:
+            self._index.take_back(address, prompt.hashes(page_size), insertion)
 
     def reset(self, address: str, num_pages: int) -> None:
         """See :class:`~sapwood_router.policies.base.Policy`."""

@@ -43,6 +43,11 @@ class Shadowed:
         for policy in (self.live, *self._shadows.values()):
             policy.finished(address, page_size, prompt, new_tokens)
 
+    def failed(self, address: str, page_size: int, prompt: PromptPages) -> None:
+        """See :class:`~sapwood_router.policies.base.Policy`."""
+        for policy in (self.live, *self._shadows.values()):
+            policy.failed(address, page_size, prompt)
+
     def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
         """See :class:`~sapwood_router.policies.base.Policy`."""
         return self.live.explain(workers, prompt)

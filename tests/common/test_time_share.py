@@ -18,9 +18,9 @@ class Clock:
 
 
 class Worker:
-    """Has so many steps to do, each of which takes a third of a slice, and writes its name down for each."""
+    """Has so many steps to do, each of which takes 0.4 of a slice, and writes its name down for each."""
 
-    def __init__(self, name: str, steps: int, clock: Clock, done: list[str], step: float = SLICE / 3) -> None:
+    def __init__(self, name: str, steps: int, clock: Clock, done: list[str], step: float = 0.4 * SLICE) -> None:
         self.name, self.steps, self.clock, self.done, self.step = name, steps, clock, done, step
 
     def go_on(self, until: float) -> bool:

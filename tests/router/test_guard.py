@@ -9,6 +9,7 @@ import pytest
 
 from sapwood.v1 import router_pb2
 from sapwood_common.api_keys import ApiKeys, hash_key, make_key
+from sapwood_common.errors import UnauthenticatedError, UnimplementedError
 from sapwood_router.guard import Guard
 
 KEY = make_key()
@@ -29,7 +30,7 @@ def keys(tmp_path) -> ApiKeys:
 
 
 def test_without_keys_a_callers_word_counts() -> None:
-    rank = Guard(None).rank
+    rank = Guard(None).rank_request
     assert rank(of()) == (0, None)
     assert rank(of(tenant="a", priority="7")) == (7, b"a")
     assert rank(of(tenant="a", priority="much")) == (0, b"a")
@@ -37,7 +38,7 @@ def test_without_keys_a_callers_word_counts() -> None:
 
 
 def test_with_keys_the_keys_owner_and_at_most_its_priority_count(keys) -> None:
-    rank = Guard(keys).rank
+    rank = Guard(keys).rank_request
     mine = f"Bearer {KEY}"
     assert rank(of(authorization=mine, tenant="bob")) == (0, "alice")
     assert rank(of(authorization=mine, priority="100")) == (5, "alice")
@@ -47,6 +48,29 @@ def test_with_keys_the_keys_owner_and_at_most_its_priority_count(keys) -> None:
     strangers = {rank(of(authorization=f"Bearer {number}", priority="100")) for number in range(3)}
     assert len(strangers) == 1
     assert strangers.pop() not in ((0, None), (0, "alice"))
+
+
+def test_of_a_call_that_was_let_in_its_tenant_is_known(keys) -> None:
+    guard = Guard(keys)
+    headers = of(authorization=f"Bearer {KEY}", priority="100")
+    tenant = guard.let_in("/sapwood.v1.Router/Generate", headers)
+    assert tenant is not None
+    assert guard.rank(headers, tenant) == (5, "alice") == guard.rank_request(headers)
+    assert guard.rank(of(priority="100"), None) == (0, None)  # of one that needs no key
+
+
+@pytest.mark.parametrize(
+    "given", [(), ("Bearer wrong",), ("Basic eA==",), (f"Bearer {KEY}", f"Bearer {KEY}"), ("", f"Bearer {KEY}")]
+)
+def test_without_one_known_key_nobody_is_let_in(keys, given) -> None:
+    with pytest.raises(UnauthenticatedError):
+        Guard(keys).let_in("/sapwood.v1.Router/Generate", [(b"authorization", each.encode()) for each in given])
+
+
+def test_operators_methods_are_for_nobody_on_the_public_port(keys) -> None:
+    guard = Guard(keys, frozenset({"/sapwood.v1.Router/Generate"}))
+    with pytest.raises(UnimplementedError, match="admin-port"):
+        guard.let_in("/sapwood.v1.Router/RemoveWorker", of(authorization=f"Bearer {KEY}"))
 
 
 async def test_of_calls_that_come_at_once_the_most_important_begins_first(cluster) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NoReturn
 
@@ -13,13 +13,10 @@ from google.protobuf.message import DecodeError
 
 from sapwood_common import errors, status, telemetry
 from sapwood_common.rpc_telemetry import RpcTelemetry, RunningCall
+from sapwood_common.service_gate import FOR_EVERYBODY
 from sapwood_common.wire import find_invalid_utf8
 
 logger = logging.getLogger(__name__)
-
-Guard = Callable[[str, Iterable[tuple[str, str | bytes]]], None]
-
-_EXEMPT = ("/grpc.health.v1.", "/grpc.reflection.")
 
 
 class _Malformed:
@@ -41,14 +38,10 @@ class ServiceInterceptor:
 
     Args:
         telemetry: Measures the calls.
-        guard: Asked before each call with its method and metadata; raises a SapwoodError to refuse it.
         uncounted: Full method names (``/sapwood.v1.Worker/WatchLoad``) that do not hold up draining.
     """
 
-    def __init__(
-        self, telemetry: RpcTelemetry, uncounted: frozenset[str] = frozenset(), guard: Guard | None = None
-    ) -> None:
-        self._guard = guard
+    def __init__(self, telemetry: RpcTelemetry, uncounted: frozenset[str] = frozenset()) -> None:
         self._telemetry = telemetry
         self._uncounted = uncounted
         self._running = 0
@@ -62,7 +55,7 @@ class ServiceInterceptor:
 
     def wrap(self, method: str, handler: Any) -> Any:
         """The handler (``grpc.RpcMethodHandler``) to use for a method."""
-        if method.startswith(_EXEMPT):
+        if method.startswith(FOR_EVERYBODY):
             return handler
         deserializer = _safe(handler.request_deserializer)
         if handler.unary_unary is not None:
@@ -87,7 +80,7 @@ class ServiceInterceptor:
             running = self._begin(method, context)
             ended: BaseException | None = None
             try:
-                self._check(method, request, context)
+                self._check(request)
                 return await behavior(request, context)
             except BaseException as error:
                 ended = error
@@ -107,7 +100,7 @@ class ServiceInterceptor:
             running = self._begin(method, context)
             ended: BaseException | None = None
             try:
-                self._check(method, request, context)
+                self._check(request)
                 answering = behavior(request, context)
                 if isinstance(answering, Awaitable):  # it writes by itself
                     await answering
@@ -136,9 +129,7 @@ class ServiceInterceptor:
                 telemetry.request_id_var.set(value)
         return self._telemetry.begin(method, metadata)
 
-    def _check(self, method: str, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        if self._guard is not None:
-            self._guard(method, context.invocation_metadata() or ())
+    def _check(self, request: Any) -> None:
         if self._draining:
             raise errors.UnavailableError("this service is shutting down", retry_after=1.0)
         if isinstance(request, _Malformed):

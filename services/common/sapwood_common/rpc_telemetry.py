@@ -57,6 +57,10 @@ class RpcTelemetry:
         self._running.at(method=method).inc()
         return RunningCall(self, method, span)
 
+    def refused(self, method: str, error: SapwoodError) -> None:
+        """A call was refused before it began."""
+        self._calls.at(method=method, code=row_of(error).grpc.name).inc()
+
     def ended(self, method: str, code: str, seconds: float) -> None:
         """A call ended; for :class:`RunningCall`."""
         self._running.at(method=method).dec()

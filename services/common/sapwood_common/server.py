@@ -11,13 +11,13 @@ from grpc_health.v1 import health_pb2_grpc
 
 from sapwood_common.channel import MAX_MESSAGE_BYTES
 from sapwood_common.health import HealthServicer
-from sapwood_common.http2.header_reader import Headers
+from sapwood_common.http2.gate import Gate
 from sapwood_common.http2.server import Http2Server, as_grpc_server
-from sapwood_common.http2.turnstile import Rank
-from sapwood_common.interceptor import Guard, ServiceInterceptor
+from sapwood_common.interceptor import ServiceInterceptor
 from sapwood_common.metrics import MetricSet
 from sapwood_common.reflection import add_reflection
 from sapwood_common.rpc_telemetry import RpcTelemetry
+from sapwood_common.service_gate import ServiceGate
 from sapwood_common.telemetry import announce
 from sapwood_common.tls import ServerTls
 from sapwood_common.tracing import NoTracing
@@ -41,8 +41,8 @@ class ServiceServer:
         uncounted: Full method names of long-lived calls that must not hold up :meth:`drain`.
         telemetry: Measures the calls; unless given, they are measured for nobody.
         tls: Certificate and key; None is plain text.
-        guard: Asked before each call but health and reflection; raises a SapwoodError to refuse it.
-        rank: Which of the calls that come at once begin first, by their headers; None: each in its order.
+        gate: Says who is let in, but for health and reflection, and which of the calls that come at once begin first; None:
+            everybody, each connection in turn.
         max_request_bytes: The largest message it takes.
         reuse_port: Whether other processes listen on the same port; each takes some of the connections.
         health_address: ``host:port`` on which the health service alone is served, in plain text; None: nowhere.
@@ -57,19 +57,20 @@ class ServiceServer:
         uncounted: frozenset[str] = frozenset(),
         telemetry: RpcTelemetry | None = None,
         tls: ServerTls | None = None,
-        guard: Guard | None = None,
-        rank: Callable[[Headers], Rank] | None = None,
+        gate: Gate | None = None,
         max_request_bytes: int = MAX_MESSAGE_BYTES,
         reuse_port: bool = False,
         health_address: str | None = None,
     ) -> None:
         self._names = tuple(service_names)
-        self._interceptor = ServiceInterceptor(telemetry or RpcTelemetry(MetricSet(), NoTracing()), uncounted, guard)
+        telemetry = telemetry or RpcTelemetry(MetricSet(), NoTracing())
+        self._interceptor = ServiceInterceptor(telemetry, uncounted)
         self._health = HealthServicer()
         self.draining = asyncio.Event()
         """Set when draining begins: long-lived calls end on it."""
         self._host, self._port, self._reuse_port = host, port, reuse_port
-        self._http2 = Http2Server(self._interceptor.wrap, max_request_bytes, tls, rank)
+        watched = None if gate is None else ServiceGate(gate, telemetry)
+        self._http2 = Http2Server(self._interceptor.wrap, max_request_bytes, tls, watched)
         self.grpc = as_grpc_server(self._http2)
         """Where generated code adds servicers."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

@@ -14,9 +14,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
-SLICE = 0.0005
+SLICE = 0.001
 """Seconds. Of a turn of the loop, for all who have too much to do; and of a turn for what one connection has just read."""
-_MOST_FRESH = 4 * SLICE
+_MOST_FRESH = 2 * SLICE
 """Seconds that connections may spend on what they have just read, beyond half of all time, before each has to wait its turn."""
 
 
@@ -94,7 +94,7 @@ class TimeShare:
         if not self._due:
             return
         loop = asyncio.get_running_loop()
-        if now - began > 4 * SLICE:  # what cannot be interrupted has taken the others' time: it is theirs now
+        if now - began > 2 * SLICE:  # what cannot be interrupted has taken the others' time: it is theirs now
             loop.call_later(now - began, self._turn)
         else:
             loop.call_soon(self._turn)

@@ -133,8 +133,7 @@ class RouterApplication:
             [SERVICE_NAME],
             telemetry=calls,
             tls=tls,
-            guard=guard.check_call,
-            rank=guard.rank,
+            gate=guard,
             max_request_bytes=config.max_body_bytes,
             health_address=config.health_address,
         )
@@ -156,7 +155,9 @@ class RouterApplication:
             guard=guard,
             status=self.status if config.shows_status else None,
         )
-        self._http = HttpServer(self._front.app, config.http_host or config.host, config.http_port, guard.rank, tls)
+        self._http = HttpServer(
+            self._front.app, config.http_host or config.host, config.http_port, guard.rank_request, tls
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self.grpc_port = 0
         self.http_port = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from sapwood_common.api_keys import AUTHORIZATION_KEY, ApiKeys
 from sapwood_common.errors import InvalidArgumentError, UnauthenticatedError, UnimplementedError
@@ -12,8 +12,11 @@ from sapwood_common.http2.turnstile import Rank
 from sapwood_common.tenant import Tenant
 from sapwood_router.caller import PRIORITY_KEY, TENANT_KEY, priority_of
 
+_AUTHORIZATION = AUTHORIZATION_KEY.encode()
+Headers = Sequence[tuple[bytes, bytes]]
+
 tenant_var: contextvars.ContextVar[Tenant | None] = contextvars.ContextVar("tenant", default=None)
-"""The tenant whose API key the current task's request came with; None where no keys are asked for."""
+"""The tenant whose API key the current task's HTTP request came with; None where no keys are asked for."""
 
 
 class Guard:
@@ -28,8 +31,13 @@ class Guard:
         self._keys = keys
         self._public = public
 
-    def check_call(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-        """Checks a gRPC call in its task.
+    @property
+    def asks_for_keys(self) -> bool:
+        """See Gate."""
+        return self._keys is not None
+
+    def let_in(self, method: str, headers: Headers) -> Tenant | None:
+        """See Gate.
 
         Raises:
             UnimplementedError: The method is for operators.
@@ -38,35 +46,43 @@ class Guard:
         if self._public is not None and method not in self._public:
             where = service_flag("router", "admin-port")
             raise UnimplementedError(f"{method} is for operators: it is served on {where} only, where one is set")
-        values = [value for key, value in metadata if key == AUTHORIZATION_KEY]
-        if len(values) > 1 and self._keys is not None:
-            raise UnauthenticatedError("authorization is given more than once")
-        self._check(values[0] if values else "")
+        if self._keys is None:
+            return None
+        given = [value for name, value in headers if name == _AUTHORIZATION]
+        if len(given) > 1:
+            raise UnauthenticatedError(f"{AUTHORIZATION_KEY} is given more than once")
+        return self._keys.check(given[0].decode("latin-1") if given else "")
 
     def check_headers(self, headers: Mapping[bytes, bytes]) -> None:
         """Checks an HTTP request in its task. Raises SapwoodError as :meth:`ApiKeys.check`."""
         self._check(headers.get(AUTHORIZATION_KEY.encode(), b""))
 
-    def rank(self, headers: Iterable[tuple[bytes, bytes]]) -> Rank:
-        """When a call begins that comes with many others: by its priority, and its tenant's in turn with others'. Takes nothing.
-
-        Those without a key, such as probes, have a turn of their own, and so have those with one that is not known.
-        """
+    def rank(self, headers: Headers, tenant: Tenant | None) -> Rank:
+        """See Gate: by its priority, and its tenant's in turn with others'."""
         fields = dict(headers)
-        authorization = fields.get(AUTHORIZATION_KEY.encode())
         try:
             priority = priority_of(fields.get(PRIORITY_KEY.encode(), b"").decode("latin-1"))
         except InvalidArgumentError:
             priority = 0  # it will be told so
         if self._keys is None:
-            return priority, fields.get(TENANT_KEY.encode(), authorization)
-        if authorization is None:
+            return priority, fields.get(TENANT_KEY.encode(), fields.get(_AUTHORIZATION))
+        if tenant is None:
             return min(priority, 0), None
+        return min(priority, tenant.settings.priority), tenant.name
+
+    def rank_request(self, headers: Headers) -> Rank:
+        """The same of an HTTP request that was not let in yet. Takes nothing.
+
+        Those without a key, such as probes, have a turn of their own, and so have those with one that is not known.
+        """
+        authorization = dict(headers).get(_AUTHORIZATION)
+        if self._keys is None or authorization is None:
+            return self.rank(headers, None)
         try:
             tenant = self._keys.find(authorization.decode("latin-1"))
         except UnauthenticatedError:
-            return min(priority, 0), UnauthenticatedError
-        return min(priority, tenant.settings.priority), tenant.name
+            return self.rank(headers, None)[0], UnauthenticatedError
+        return self.rank(headers, tenant)
 
     def _check(self, authorization: str | bytes) -> None:
         if self._keys is None:

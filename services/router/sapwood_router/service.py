@@ -14,7 +14,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.http2.call import ServerCall
 from sapwood_common.sampling_message import from_message
 from sapwood_common.telemetry import REQUEST_ID_KEY, new_request_id, request_id_var
-from sapwood_router.caller import caller_of
+from sapwood_router.caller import Caller, caller_of
 from sapwood_router.context import Delta, RequestContext
 from sapwood_router.continuations import continuations
 from sapwood_router.convert import (
@@ -29,7 +29,6 @@ from sapwood_router.convert_explain import to_explanation
 from sapwood_router.convert_status import to_status, to_worker_status
 from sapwood_router.explain import explain
 from sapwood_router.fleet import Fleet
-from sapwood_router.guard import tenant_var
 from sapwood_router.output import OutputOptions
 from sapwood_router.output_stream import Relay
 from sapwood_router.pipeline.delivery import READER_SLACK, Delivery
@@ -122,7 +121,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
         request_id_var.set(request_id)
         context.set_initial_metadata(((REQUEST_ID_KEY, request_id),))
-        contexts = self._contexts(request, request_id, metadata, context.time_remaining())
+        contexts = self._contexts(request, request_id, _caller(context, metadata), context.time_remaining())
         runs = [self._pipeline.open(item) for item in contexts]
         # A client that leaves ends the call, whatever its handler is waiting for.
         context.add_done_callback(lambda _: close_all(runs))
@@ -142,11 +141,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
             runs.clear()  # the call and its callback refer to each other: let them keep nothing else until they are collected
 
     def _contexts(
-        self, request: router_pb2.RouterGenerateRequest, request_id: str, metadata: dict[str, str], left: float | None
+        self, request: router_pb2.RouterGenerateRequest, request_id: str, caller: Caller, left: float | None
     ) -> list[RequestContext]:
         prompt, fields = prompt_of(request)
         sampling, count = from_message(request.sampling)
-        caller = caller_of(metadata.get, tenant_var.get())
         deadline = asyncio.get_running_loop().time() + (
             self._request_timeout if left is None else min(left, self._request_timeout)
         )
@@ -184,7 +182,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             self._request_timeout if left is None else min(left, self._request_timeout)
         )
         found = await self._pipeline.embedder.embed(
-            embed_request_of(request, request_id, deadline, caller_of(metadata.get, tenant_var.get()))
+            embed_request_of(request, request_id, deadline, _caller(context, metadata))
         )
         return router_pb2.RouterEmbedResponse(
             embeddings=[worker_pb2.Embedding(values=vector) for vector in found.vectors],
@@ -244,13 +242,19 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.ExplainRouteResponse:
         """Where a request would go now, and why."""
         pipeline = self._pipeline
-        asked = self._contexts(request.request, new_request_id(), dict(_metadata(context)), context.time_remaining())[0]
+        caller = _caller(context, dict(_metadata(context)))
+        asked = self._contexts(request.request, new_request_id(), caller, context.time_remaining())[0]
         await prepare(asked, pipeline.tokenizers.of(asked.model).client)
         return to_explanation(explain(asked, pipeline.registry, pipeline.policies))
 
 
 def _give_up(call: ServerCall) -> None:
     call.give_up(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
+
+
+def _caller(context: Context, metadata: dict[str, str]) -> Caller:
+    assert isinstance(context, ServerCall), "as all servers here have them"
+    return caller_of(metadata.get, context.tenant)
 
 
 def _metadata(context: Context) -> Iterator[tuple[str, str]]:

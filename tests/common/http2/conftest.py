@@ -16,7 +16,9 @@ import uvloop
 
 from sapwood_common.http2 import frames
 from sapwood_common.http2.call import ServerCall
-from sapwood_common.http2.connection import ServerConnection
+from sapwood_common.http2.connection import MOST_STREAMS, ServerConnection
+from sapwood_common.http2.frames import ConnectionFailedError
+from sapwood_common.http2.gate import Gate
 from sapwood_common.http2.header_reader import Headers
 from sapwood_common.http2.lifetime import Timeouts
 from sapwood_common.http2.request_head import RequestHead
@@ -143,23 +145,38 @@ class Wire:
 
     Attributes:
         calls: What began, by stream.
+        failed: Why it was closed.
     """
 
     def __init__(
-        self, most_bytes: int = 1 << 20, *, echo: bool = False, greet: bool = True, share: TimeShare | None = None
+        self,
+        most_bytes: int = 1 << 20,
+        *,
+        echo: bool = False,
+        greet: bool = True,
+        share: TimeShare | None = None,
+        most_streams: int = MOST_STREAMS,
     ) -> None:
         self.transport = FakeTransport()
         self.calls: dict[int, Recorder] = {}
         self.echo = echo
-        self.connection = ServerConnection(
-            self._open, lambda _: None, lambda _: None, most_bytes, share or unhurried(), Timeouts()
-        )
+        self.failed: list[ConnectionFailedError] = []
+        self.connection = ServerConnection(self, most_bytes, most_streams, share or unhurried(), Timeouts())
         self.connection.connection_made(self.transport)
         if greet:
             self.send(frames.PREFACE + frames.settings(()))
             self.answers()
 
-    def _open(self, connection: ServerConnection, stream: ServerStream, head: RequestHead) -> None:
+    def connection_made(self, connection: ServerConnection) -> None:
+        pass
+
+    def connection_lost(self, connection: ServerConnection) -> None:
+        pass
+
+    def connection_failed(self, connection: ServerConnection, error: ConnectionFailedError) -> None:
+        self.failed.append(error)
+
+    def open_call(self, connection: ServerConnection, stream: ServerStream, head: RequestHead) -> None:
         self.calls[stream.number] = recorder = Recorder(stream, head.headers, self.echo)
         stream.follow(recorder)
 
@@ -371,9 +388,12 @@ Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
 @asynccontextmanager
 async def _serving(
-    most_bytes: int = 1 << 20, tls: ServerTls | None = None, timeouts: Timeouts | None = None
+    most_bytes: int = 1 << 20,
+    tls: ServerTls | None = None,
+    timeouts: Timeouts | None = None,
+    gate: Gate | None = None,
 ) -> AsyncIterator[Running]:
-    server, service = Http2Server(lambda _, handler: handler, most_bytes, tls, timeouts=timeouts), Service()
+    server, service = Http2Server(lambda _, handler: handler, most_bytes, tls, gate, timeouts), Service()
     server.add_registered_method_handlers(SERVICE, service.handlers())
     running = Running(server, service, await server.start("127.0.0.1", 0))
     yield running
@@ -426,7 +446,7 @@ def _server_of(item: Any) -> object:
         item = item._stream
     if isinstance(item, ServerStream):
         item = item._connection
-    return getattr(item._on_made, "__self__", None)
+    return getattr(item, "owner", None)
 
 
 def _is_servers(task: asyncio.Task[Any]) -> bool:

@@ -23,6 +23,7 @@ from sapwood_common.http2.metadata import (
 )
 from sapwood_common.http2.request_head import RequestHead
 from sapwood_common.http2.stream import ServerStream
+from sapwood_common.tenant import Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +41,24 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         parse: Makes requests of bytes.
         serialize: Makes bytes of responses.
         most_bytes: The largest request.
+        tenant: Whose key it came with.
     """
 
     def __init__(
-        self, stream: ServerStream, head: RequestHead, peer: str, parse: Parse, serialize: Serialize, most_bytes: int
+        self,
+        stream: ServerStream,
+        head: RequestHead,
+        peer: str,
+        parse: Parse,
+        serialize: Serialize,
+        most_bytes: int,
+        tenant: Tenant | None = None,
     ) -> None:
         fields = head.fields
         self.headers = head.headers
         """That began it; not to be changed."""
+        self.tenant = tenant
+        """Whose key it came with; None where none was asked for."""
         self._stream = stream
         self._metadata: Metadata | None = None
         self._peer = peer

@@ -6,7 +6,7 @@ the socket's own cost, and one that comes and is read about 4: frames are packed
 and ``hpack`` reads the headers, once for blocks that come again and again (:class:`HeaderReader`). Header fields that are sent
 enter no table, so that they cost no look-up and no memory.
 
-Each frame costs time linear in its length. Held for a client are at most ``_MOST_STREAMS`` streams, ``WINDOW`` bytes and one
+Each frame costs time linear in its length. Held for a client are at most ``MOST_STREAMS`` streams, ``WINDOW`` bytes and one
 message a stream, and ``_MOST_UNREAD`` bytes of answers to its frames.
 """
 
@@ -21,68 +21,71 @@ from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 from hpack import HPACKError
 
-from sapwood_common.http2 import frames
+from sapwood_common.http2 import frame_rates, frames
+from sapwood_common.http2.closed_transport import ClosedTransport
+from sapwood_common.http2.connection_owner import ConnectionOwner
 from sapwood_common.http2.flow_control import FlowControl
+from sapwood_common.http2.frame_rates import FrameRates
 from sapwood_common.http2.frame_reader import FrameReader
 from sapwood_common.http2.frames import ConnectionFailedError
-from sapwood_common.http2.header_reader import MOST_HEADER_BYTES, HeaderReader
+from sapwood_common.http2.greeting import CONNECTION_WINDOW, Greeting, WrongProtocolError, server_greeting
+from sapwood_common.http2.header_reader import HeaderReader
 from sapwood_common.http2.lifetime import Due, Lifetime, Timeouts
 from sapwood_common.http2.request_head import RequestHead, find_trailer_problem
-from sapwood_common.http2.stream import WINDOW, ServerStream
+from sapwood_common.http2.stream import CRUMB, ServerStream
 from sapwood_common.http2.stream_ids import StreamIds
 from sapwood_common.time_share import TimeShare
 
 logger = logging.getLogger(__name__)
 
-_CONNECTION_WINDOW = 16 * 1024 * 1024
-_MOST_STREAMS = 16384
+MOST_STREAMS = 4096
 """Calls at a time. Each holds some 2 KB before its first message, for a few bytes that the client sends."""
+MOST_UNKNOWN_STREAMS = 64
+"""The same of a client that has shown no valid key yet, where keys are asked for."""
+_BYTES_A_FRAME = 2
+"""Of DATA that were sent, for which a client may say that it takes more, and ask whether we are there."""
+_MOST_AT_ONCE = 64
+"""Streams that are told in one turn of the event loop that their client is gone."""
 _PING, _LAST_PING = b"sapwood.", b"goodbye."
 """What pings say: whether the client is there, and whether it has heard that it is to go."""
 _CLOSE_SECONDS = 1.0
-_MOST_UNREAD = 4 * 1024 * 1024
+_MOST_UNREAD = 1024 * 1024
 """Bytes that wait for a client that goes on sending. Messages stop long before; answers to its pings and the like do not."""
-
-
-Opener = Callable[["ServerConnection", ServerStream, RequestHead], None]
-"""Answers the call that a stream's header fields begin: names its receiver, and must not raise."""
 
 
 class ServerConnection(asyncio.Protocol):
     """One client's connection.
 
     Args:
-        opener: Answers calls.
-        on_made: Called when it has begun, which after a failed TLS handshake it never does.
-        on_lost: Called when it is over.
+        owner: Is told what happens.
         most_bytes: The largest message taken.
+        most_streams: Calls at a time.
         share: Shares the event loop's time among connections.
         timeouts: How long what may last.
     """
 
     def __init__(
         self,
-        opener: Opener,
-        on_made: Callable[[ServerConnection], None],
-        on_lost: Callable[[ServerConnection], None],
+        owner: ConnectionOwner[ServerConnection],
         most_bytes: int,
+        most_streams: int,
         share: TimeShare,
         timeouts: Timeouts,
     ) -> None:
+        self.owner = owner
         self.peer = ""
         """The client's address as grpcio writes it."""
-        self._opener = opener
-        self._on_made = on_made
-        self._on_lost = on_lost
         self._most_bytes = most_bytes
+        self._most_streams = most_streams
         self._share = share
         self._transport: asyncio.Transport | None = None
-        self._greeting = b""
-        """What has come of the client's preface, until it is whole."""
-        self._greeted = False
+        self._greeting = Greeting()
         self._reader = FrameReader()
         self._behind = False
         """Whether it has read more than it had time for."""
+        self._rates = FrameRates()
+        self._answers = 0
+        """Header blocks that were sent."""
         self._headers = HeaderReader(RequestHead)
         self._has_table = True
         """Whether the client still expects header fields to enter its table."""
@@ -116,6 +119,7 @@ class ServerConnection(asyncio.Protocol):
         if self._has_table:
             self._has_table = False
             block = frames.NO_TABLE + block
+        self._answers += 1
         self.send(frames.header_frames(stream, block, self._flow.frame_size, end=end))
 
     def forget(self, stream: ServerStream) -> None:
@@ -133,7 +137,7 @@ class ServerConnection(asyncio.Protocol):
             return
         due = self._life.check(
             now,
-            greeted=self._greeted,
+            greeted=self._greeting.over,
             busy=bool(self._streams),
             last_stream=self._ids.last,
             closing=self._transport.is_closing(),
@@ -153,7 +157,7 @@ class ServerConnection(asyncio.Protocol):
         if self._closing or self._transport is None:
             return
         self._closing = True
-        if self._greeted:
+        if self._greeting.over:
             self._goaway(ErrorCodes.NO_ERROR, self._ids.last)
         if not self._streams:
             self._transport.close()
@@ -161,13 +165,12 @@ class ServerConnection(asyncio.Protocol):
     def close(self) -> None:
         """Closes, after what was written; calls that run find their client gone."""
         self._closing = True
-        for stream in tuple(self._streams.values()):
-            stream.take_gone()
-        if self._transport is not None:
+        self._end_streams()
+        if self._transport is not None and self._aborter is None:
             self._transport.close()
             # A client that reads nothing would keep the connection for ever.
-            if self._aborter is None:
-                self._aborter = asyncio.get_running_loop().call_later(_CLOSE_SECONDS, self._transport.abort)
+            self._aborter = asyncio.get_running_loop().call_later(_CLOSE_SECONDS, self._transport.abort)
+            self._transport = ClosedTransport()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol: greets."""
@@ -180,27 +183,18 @@ class ServerConnection(asyncio.Protocol):
             logger.info("%s does not offer h2 in its TLS handshake (ALPN)", self.peer)
             self._transport.close()
             return
-        self.send(
-            frames.settings(
-                (
-                    (SettingCodes.MAX_CONCURRENT_STREAMS, _MOST_STREAMS),
-                    (SettingCodes.INITIAL_WINDOW_SIZE, WINDOW),
-                    (SettingCodes.MAX_HEADER_LIST_SIZE, MOST_HEADER_BYTES),
-                )
-            )
-            + frames.window_update(0, _CONNECTION_WINDOW - frames.USUAL_WINDOW)
-        )
-        self._on_made(self)
+        self.send(server_greeting(self._most_streams))
+        self.owner.connection_made(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._closing = True
+        self._transport = ClosedTransport()
         self._share.drop(self)
         if self._aborter is not None:
             self._aborter.cancel()
-        for stream in tuple(self._streams.values()):
-            stream.take_gone()
-        self._on_lost(self)
+        self._end_streams()
+        self.owner.connection_lost(self)
 
     def eof_received(self) -> bool:
         """See asyncio.Protocol: the connection closes, whether or not the client still reads."""
@@ -230,75 +224,69 @@ class ServerConnection(asyncio.Protocol):
         """See Worker."""
         assert self._transport is not None
         if self._transport.is_closing():
-            return False
+            return self._closing and self._end_some()
         if self._behind:
             self._life.heard = True
             self._take(b"", lambda: self._share.clock() >= until)
             if self._transport.is_closing():
-                return False
+                return bool(self._streams)
             if not self._behind:
                 self._transport.resume_reading()
         return (self.writable and self._flow.write_on()) or self._behind
 
     def _take(self, data: bytes, is_over: Callable[[], bool]) -> None:
         """Takes frames as long as there is time, and keeps the rest."""
+        assert self._transport is not None
         try:
-            if not self._greeted:
-                data = self._take_greeting(data)
+            if not self._greeting.over:
+                if self._transport.is_closing():  # it was refused
+                    return
+                data = self._greeting.take(data)
             self._behind = self._reader.feed(data, self, is_over)
-        except ConnectionFailedError as error:
-            logger.info("%s: %s", self.peer, error)
-            self._goaway(error.code, self._ids.last)
-            self.close()
+        except WrongProtocolError as error:
+            self.send(error.answer)
+            self._transport.close()
             return
-        if self._consumed > _CONNECTION_WINDOW // 2:
+        except ConnectionFailedError as error:
+            self._goaway(error.code, self._ids.last, str(error))
+            self.close()
+            self.owner.connection_failed(self, error)
+            return
+        if self._consumed > CONNECTION_WINDOW // 2:
             self.send(frames.window_update(0, self._consumed))
             self._consumed = 0
-        assert self._transport is not None
         if self._flow.paused and self._transport.get_write_buffer_size() > _MOST_UNREAD:
             logger.info("%s reads no answers: its connection is given up", self.peer)
             self._transport.abort()
 
-    def _take_greeting(self, data: bytes) -> bytes:
-        """Waits for the preface and the head of the first frame; returns what there is of frames by then."""
-        assert self._transport is not None
-        if self._transport.is_closing():  # it was refused
-            return b""
-        greeting = self._greeting = self._greeting + data
-        if not greeting.startswith(frames.PREFACE[: len(greeting)]):
-            self._refuse_protocol(greeting)
-            return b""
-        start = len(frames.PREFACE)
-        if len(greeting) < start + frames.HEADER:
-            return b""
-        self._greeting = b""
-        self._greeted = True
-        if greeting[start + 3] != frames.SETTINGS or greeting[start + 4] & frames.ACK:
-            raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "the first frame is not SETTINGS")
-        return greeting[start:]
+    def _end_streams(self) -> None:
+        """Tells all streams that their client is gone, many of them in later turns."""
+        if self._end_some():
+            self._share.add(self)
 
-    def _refuse_protocol(self, inbound: bytes) -> None:
-        """Tells whoever speaks HTTP/1.1 what this port is."""
-        assert self._transport is not None
-        if b"HTTP/1." in inbound:
-            text = b"this port speaks gRPC over HTTP/2\n"
-            self.send(
-                b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b" % (len(text), text)
-            )
-        self._transport.close()
+    def _end_some(self) -> bool:
+        for _ in range(_MOST_AT_ONCE):
+            if not self._streams:
+                return False
+            self._streams.popitem()[1].take_gone()
+        return bool(self._streams)
 
     def take_data(self, stream: int, payload: bytes, wire_bytes: int, ends: bool) -> None:
         """See FrameReceiver."""
         self._consumed += wire_bytes
         found = self._streams.get(stream)
         if found is not None:
-            found.take_data(payload, wire_bytes)
+            worth = found.take_data(payload, wire_bytes)
             if ends:
                 found.take_end()
+            elif not worth:
+                self._rates.take(frame_rates.CRUMB, self._ids.last)
         elif self._ids.is_idle(stream):
             raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, f"data on stream {stream}, which is not open")
         else:
             self._fail_stream(stream, ErrorCodes.STREAM_CLOSED, "data on a stream that is over")
+            if len(payload) < CRUMB:
+                self._rates.take(frame_rates.CRUMB, self._ids.last)
 
     def take_block(self, stream: int, block: bytes, ends: bool) -> None:
         """See FrameReceiver."""
@@ -316,7 +304,7 @@ class ServerConnection(asyncio.Protocol):
             self._take_late_block(stream)
             return
         self._ids.open(stream)
-        if self._closing or len(self._streams) >= _MOST_STREAMS:
+        if self._closing or len(self._streams) >= self._most_streams:
             self._refuse(stream, ErrorCodes.REFUSED_STREAM, ends)
         elif head is None:
             self._refuse(stream, ErrorCodes.ENHANCE_YOUR_CALM, ends)
@@ -327,7 +315,7 @@ class ServerConnection(asyncio.Protocol):
             found = self._streams[stream] = ServerStream(self, self._flow, stream, self._most_bytes)
             if head.content_length is not None:
                 found.expect(head.content_length)
-            self._opener(self, found, head)
+            self.owner.open_call(self, found, head)
             if ends and not found.closed:
                 found.take_end()
 
@@ -355,6 +343,7 @@ class ServerConnection(asyncio.Protocol):
         self.send(frames.reset(stream, code))
         if not ended:
             self._ids.cut_off(stream)
+        self.count_fault()
 
     def _fail_stream(self, stream: int, code: ErrorCodes, message: str) -> None:
         """A frame breaks the protocol of one stream: that ends, or the connection if there has never been one."""
@@ -370,21 +359,35 @@ class ServerConnection(asyncio.Protocol):
         """See FrameReceiver."""
         if kind == frames.WINDOW_UPDATE:
             frames.check_size(payload, 4, not stream or not self._ids.is_idle(stream))
+            self._rates.take(frame_rates.WINDOW_UPDATE, self._ids.last + self._flow.sent // _BYTES_A_FRAME)
             self._flow.take_window(stream, payload)
-        elif kind == frames.PING:
+        elif kind == frames.PING and not flags & frames.ACK:
             frames.check_size(payload, 8, stream == 0)
-            if not flags & frames.ACK:
-                self.send(frames.frame(frames.PING, frames.ACK, 0, payload))
-            elif payload == _LAST_PING and self._life.retired:
-                self.close_gently()
-        elif kind == frames.RST_STREAM:
-            frames.check_size(payload, 4, not self._ids.is_idle(stream))
-            if stream in self._streams:
-                self._streams[stream].take_gone()
-        elif kind == frames.SETTINGS:
+            self._rates.take(frame_rates.PING, self._ids.last + self._flow.sent // _BYTES_A_FRAME)
+            self.send(frames.frame(frames.PING, frames.ACK, 0, payload))
+        elif kind == frames.RST_STREAM and stream in self._streams:
+            frames.check_size(payload, 4, True)
+            self._streams[stream].take_gone()
+            self._rates.take(frame_rates.RESET, self._answers)
+        elif kind == frames.SETTINGS and not flags & frames.ACK:
+            self._rates.take(frame_rates.SETTINGS)
             if self._flow.take_settings(stream, flags, payload):
                 self.send(frames.frame(frames.SETTINGS, frames.ACK, 0))
                 self._flow.unblock()
+        else:
+            self._rates.take(frame_rates.OTHER, self._ids.last)
+            self._take_useless(kind, stream, flags, payload)
+
+    def _take_useless(self, kind: int, stream: int, flags: int, payload: bytes) -> None:
+        """A frame that is at most checked."""
+        if kind == frames.PING:
+            frames.check_size(payload, 8, stream == 0)
+            if payload == _LAST_PING and self._life.retired:
+                self.close_gently()
+        elif kind == frames.RST_STREAM:
+            frames.check_size(payload, 4, not self._ids.is_idle(stream))
+        elif kind == frames.SETTINGS:
+            self._flow.take_settings(stream, flags, payload)
         elif kind == frames.PRIORITY:
             self._take_priority(stream, payload)
         elif kind == frames.GOAWAY:  # it asks for nothing: the client opens no more streams
@@ -402,5 +405,20 @@ class ServerConnection(asyncio.Protocol):
         elif frames.depends_on(payload) == stream:
             self._fail_stream(stream, ErrorCodes.PROTOCOL_ERROR, "a stream that depends on itself")
 
-    def _goaway(self, code: ErrorCodes, last: int) -> None:
-        self.send(frames.frame(frames.GOAWAY, 0, 0, last.to_bytes(4, "big") + code.to_bytes(4, "big")))
+    def know(self) -> None:
+        """The client has shown a valid key: it may have as many calls at a time as any."""
+        if self._most_streams < MOST_STREAMS:
+            self._most_streams = MOST_STREAMS
+            self.send(frames.settings(((SettingCodes.MAX_CONCURRENT_STREAMS, MOST_STREAMS),)))
+
+    def count_refused(self) -> None:
+        """A call was refused on its headers. Raises ConnectionFailedError if too many are."""
+        self._rates.take(frame_rates.REFUSED)
+
+    def count_fault(self) -> None:
+        """See StreamConnection."""
+        self._rates.take(frame_rates.FAULT)
+
+    def _goaway(self, code: ErrorCodes, last: int, text: str = "") -> None:
+        payload = last.to_bytes(4, "big") + code.to_bytes(4, "big") + text.encode()
+        self.send(frames.frame(frames.GOAWAY, 0, 0, payload))

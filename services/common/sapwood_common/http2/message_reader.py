@@ -13,16 +13,17 @@ class MessageReader:
         most_bytes: The largest message taken.
 
     Attributes:
+        most_bytes: The largest message taken.
         pending: What has come of a message that lacks its end. Not to be changed.
         refused: The size of a message that was too large; nothing that follows is taken.
     """
 
-    __slots__ = ("_most_bytes", "pending", "refused")
+    __slots__ = ("most_bytes", "pending", "refused")
 
     def __init__(self, most_bytes: int) -> None:
         self.pending = bytearray()
         self.refused: int | None = None
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
 
     def feed(self, data: bytes) -> list[tuple[bytes, bool]]:
         """The messages that ``data`` completes, each with whether it is compressed."""
@@ -34,12 +35,12 @@ class MessageReader:
             inbound = self.pending
             inbound += data
             length = len(inbound)
-        elif PREFIX <= length <= self._most_bytes and int.from_bytes(data[1:PREFIX], "big") == length - PREFIX:
+        elif PREFIX <= length <= self.most_bytes and int.from_bytes(data[1:PREFIX], "big") == length - PREFIX:
             return [(data[PREFIX:], data[0] != 0)]  # what comes most often: one message, and that is all
         found: list[tuple[bytes, bool]] = []
         while length - at >= PREFIX:
             size = int.from_bytes(inbound[at + 1 : at + PREFIX], "big")
-            if size > self._most_bytes:
+            if size > self.most_bytes:
                 self.refused = size
                 self.pending = bytearray()
                 return found

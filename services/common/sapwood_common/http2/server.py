@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import grpc
+from h2.errors import ErrorCodes
 
-from sapwood_common.http2 import encoding, frames
+from sapwood_common.errors import ResourceExhaustedError, SapwoodError
 from sapwood_common.http2.call import ServerCall
-from sapwood_common.http2.connection import ServerConnection
-from sapwood_common.http2.header_reader import Headers
+from sapwood_common.http2.connection import MOST_STREAMS, MOST_UNKNOWN_STREAMS, ServerConnection
+from sapwood_common.http2.frames import ConnectionFailedError
+from sapwood_common.http2.gate import Gate
 from sapwood_common.http2.lifetime import Timeouts
+from sapwood_common.http2.refusal import find_problem, refusal
 from sapwood_common.http2.request_head import RequestHead
 from sapwood_common.http2.running_call import Handler, RunningCall
 from sapwood_common.http2.stream import ServerStream
-from sapwood_common.http2.turnstile import Place, Rank, Turnstile
+from sapwood_common.http2.turnstile import Place, Turnstile
 from sapwood_common.listen import BACKLOG, listen
+from sapwood_common.tenant import Tenant
 from sapwood_common.time_share import TimeShare
 from sapwood_common.tls import ServerContext, ServerTls
 
@@ -31,7 +36,8 @@ _CHECKED_AT_ONCE = 64
 
 Wrap = Callable[[str, Handler], Handler]
 _STOP_SECONDS = 5.0
-_UNKNOWN: Handler = grpc.unary_unary_rpc_method_handler(cast(Any, None))
+_MOST_UNKNOWN_BYTES = 64 * 1024
+"""The largest request of a call that needs no key where others do: it is for the server's health, or what it serves."""
 
 
 class Http2Server:
@@ -44,7 +50,7 @@ class Http2Server:
         wrap: Called once a method with its full name; returns the handler that is used.
         most_bytes: The largest request.
         tls: Certificate and key; None is plain text.
-        rank: Which of the calls that come at once begin first, by their headers; None: each in its order.
+        gate: Says who is let in, and which of the calls that come at once begin first; None: everybody, each connection in turn.
         timeouts: How long clients may take, and be silent or idle.
     """
 
@@ -53,11 +59,12 @@ class Http2Server:
         wrap: Wrap,
         most_bytes: int,
         tls: ServerTls | None = None,
-        rank: Callable[[Headers], Rank] | None = None,
+        gate: Gate | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
         self._wrap = wrap
-        self._rank = rank
+        self._gate = gate
+        self._asks_for_keys = gate is not None and gate.asks_for_keys
         self._most_bytes = most_bytes
         self._timeouts = timeouts or Timeouts()
         self._tls = None if tls is None else ServerContext(tls, alpn=("h2",))
@@ -67,6 +74,9 @@ class Http2Server:
         self._running: set[RunningCall] = set()
         self._turnstile = Turnstile()
         self._share = TimeShare()
+        self._failed: Counter[ErrorCodes] = Counter()
+        """Connections that were closed because their clients broke a rule, since they were last told of in the log."""
+        self._last_failed = ""
         self._stopping = False
         self._checker: asyncio.Task[None] | None = None
         self._alone: asyncio.Future[None] | None = None
@@ -133,14 +143,17 @@ class Http2Server:
             logger.error("%d handlers do not end though they were cancelled", over.count(False))
 
     def _connect(self) -> ServerConnection:
-        return ServerConnection(self._open, self._made, self._lost, self._most_bytes, self._share, self._timeouts)
+        most_streams = MOST_UNKNOWN_STREAMS if self._asks_for_keys else MOST_STREAMS
+        return ServerConnection(self, self._most_bytes, most_streams, self._share, self._timeouts)
 
-    def _made(self, connection: ServerConnection) -> None:
+    def connection_made(self, connection: ServerConnection) -> None:
+        """See ConnectionOwner."""
         self._connections.add(connection)
         if self._stopping:  # it was on its way when the others were told
             connection.close_gently()
 
-    def _lost(self, connection: ServerConnection) -> None:
+    def connection_lost(self, connection: ServerConnection) -> None:
+        """See ConnectionOwner."""
         self._connections.discard(connection)
         if not self._connections and self._alone is not None and not self._alone.done():
             self._alone.set_result(None)
@@ -151,6 +164,7 @@ class Http2Server:
         while True:
             due = loop.time() + interval
             await asyncio.sleep(interval)
+            self._report_failed(interval)
             if loop.time() - due > interval / 2:
                 continue  # this loop was held up: what clients said may wait to be read
             for number, connection in enumerate(tuple(self._connections), 1):
@@ -158,38 +172,64 @@ class Http2Server:
                 if number % _CHECKED_AT_ONCE == 0:
                     await asyncio.sleep(0)
 
-    def _open(self, connection: ServerConnection, stream: ServerStream, head: RequestHead) -> None:
+    def _report_failed(self, seconds: float) -> None:
+        """One line, however many there were: who floods shall not flood the log, too."""
+        if self._failed:
+            counts = ", ".join(f"{code.name} {count}" for code, count in self._failed.most_common())
+            logger.info("connections that were closed in %g s: %s; the last: %s", seconds, counts, self._last_failed)
+            self._failed.clear()
+
+    def connection_failed(self, connection: ServerConnection, error: ConnectionFailedError) -> None:
+        """See ConnectionOwner."""
+        self._failed[error.code] += 1
+        self._last_failed = f"{connection.peer}: {error}"
+        logger.debug(self._last_failed)
+
+    def open_call(self, connection: ServerConnection, stream: ServerStream, head: RequestHead) -> None:
+        """See ConnectionOwner."""
         fields = head.fields
-        handler: Handler = self._handlers.get(fields.get(b":path", b""), _UNKNOWN)
+        path = fields.get(b":path", b"")
+        handler = self._handlers.get(path)
+        problem = find_problem(handler, fields)
+        tenant: Tenant | None = None
+        if problem is None and self._gate is not None:
+            try:
+                tenant = self._gate.let_in(path.decode("latin-1"), head.headers)
+            except SapwoodError as error:
+                stream.finish(refusal(error))
+                if not isinstance(error, ResourceExhaustedError):  # a known caller's, who is told when to come again
+                    connection.count_refused()
+                return
+        if problem is not None or handler is None:
+            stream.finish(problem or b"")
+            connection.count_refused()
+            return
+        most_bytes = self._most_bytes
+        if tenant is not None:
+            connection.know()
+        elif self._asks_for_keys:
+            most_bytes = _MOST_UNKNOWN_BYTES
+            stream.take_at_most(most_bytes)
         call = ServerCall(
             stream,
             head,
             connection.peer,
             handler.request_deserializer or bytes,
             handler.response_serializer or bytes,
-            self._most_bytes,
+            most_bytes,
+            tenant,
         )
         stream.follow(call)
-        if fields[b":method"] != b"POST":
-            stream.finish(frames.literal(b":status", b"405") + frames.literal(b"allow", b"POST"))
-        elif not fields.get(b"content-type", b"").startswith(b"application/grpc"):
-            stream.finish(frames.literal(b":status", b"415"))
-        elif handler is _UNKNOWN:
-            method = fields.get(b":path", b"")[:200].decode("latin-1")
-            call.end(grpc.StatusCode.UNIMPLEMENTED, f"there is no method {method}")
-        elif not encoding.is_known(fields.get(b"grpc-encoding", b"identity")):
-            call.set_trailing_metadata((("grpc-accept-encoding", encoding.ENCODINGS.decode()),))
-            call.end(grpc.StatusCode.UNIMPLEMENTED, "grpc-encoding is none that is understood")
-        else:
-            running = RunningCall(call, handler, self._running, self._enter)
-            call.follow(None if handler.request_streaming else running.start, running.cancel)
-            if handler.request_streaming:
-                running.start()
+        running = RunningCall(call, handler, self._running, self._enter)
+        call.follow(None if handler.request_streaming else running.start, running.cancel)
+        if handler.request_streaming:
+            running.start()
 
     def _enter(self, begin: Callable[[], None], call: ServerCall) -> Place | None:
-        if self._rank is None or not self._turnstile.busy:
+        if not self._turnstile.busy:
             return self._turnstile.enter(begin)
-        return self._turnstile.enter(begin, *self._rank(call.headers))
+        priority, caller = (0, None) if self._gate is None else self._gate.rank(call.headers, call.tenant)
+        return self._turnstile.enter(begin, priority, call.peer() if caller is None else caller)
 
 
 def as_grpc_server(server: Http2Server) -> grpc.aio.Server:

@@ -14,6 +14,9 @@ from sapwood_common.http2.message_reader import PREFIX, MessageReader
 WINDOW = 1024 * 1024
 """Bytes of messages not taken yet that a client may send, beside the message that is on its way."""
 
+CRUMB = 64
+"""Bytes of DATA below which a frame that completes no message costs more than it brings."""
+
 
 class StreamReceiver(Protocol):
     """What happens on a stream. Called from the connection's callbacks: must not wait, and not raise."""
@@ -53,6 +56,10 @@ class StreamConnection(Protocol):
 
     def forget(self, stream: ServerStream) -> None:
         """The stream is over."""
+        ...
+
+    def count_fault(self) -> None:
+        """The client broke the protocol of a stream. Raises ConnectionFailedError if it does so too often."""
         ...
 
 
@@ -107,6 +114,10 @@ class ServerStream:
         self._end: bytes | None = None
         """The trailers' block, once the last message was written."""
         self._waiters: list[asyncio.Future[None]] = []
+
+    def take_at_most(self, most_bytes: int) -> None:
+        """Makes the largest message smaller."""
+        self._messages.most_bytes = most_bytes
 
     def follow(self, receiver: StreamReceiver) -> None:
         """Names who is told what happens, before anything does."""
@@ -208,33 +219,39 @@ class ServerStream:
         self._held -= message_bytes + PREFIX
         self._grant()
 
-    def take_data(self, payload: bytes, wire_bytes: int) -> None:
-        """For the connection: the payload of a DATA frame, and how much of the windows it took."""
+    def take_data(self, payload: bytes, wire_bytes: int) -> bool:
+        """For the connection: the payload of a DATA frame, and how much of the windows it took.
+
+        Returns:
+            Whether the frame was worth its while: it completed a message, or brought more than a few bytes.
+        """
         if not self.remote_open:
             self.break_off(ErrorCodes.STREAM_CLOSED)
-            return
+            return True
         self._owed += wire_bytes
         if self._owed > WINDOW:
             self.break_off(ErrorCodes.FLOW_CONTROL_ERROR)
-            return
+            return True
         if self._undelivered is not None:
             self._undelivered -= len(payload)
             if self._undelivered < 0:
                 self.break_off(ErrorCodes.PROTOCOL_ERROR)
-                return
+                return True
         messages, receiver = self._messages, self._receiver
         assert receiver is not None
         if messages.refused is not None:
-            return
-        for message, compressed in messages.feed(payload):
+            return len(payload) >= CRUMB
+        found = messages.feed(payload)
+        for message, compressed in found:
             self._held += len(message) + PREFIX
             receiver.received(message, compressed)
             if self.closed:
-                return
+                return True
         if messages.refused is not None:
             receiver.too_large(messages.refused)
-            return
+            return True
         self._grant()
+        return bool(found) or len(payload) >= CRUMB
 
     def take_end(self) -> None:
         """For the connection: the client sends nothing more."""
@@ -252,8 +269,10 @@ class ServerStream:
     def break_off(self, code: ErrorCodes) -> None:
         """For the connection: the client broke the protocol. It and the receiver are told."""
         if not self.closed:
-            self._connection.send(frames.reset(self.number, code))
+            connection = self._connection
+            connection.send(frames.reset(self.number, code))
             self._lose()
+            connection.count_fault()
 
     def take_gone(self) -> None:
         """For the connection: the client has reset it, or left."""

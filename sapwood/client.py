@@ -191,6 +191,8 @@ class Client:
         model: str | None = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> Embeddings:
         """The vectors of a text, or of several texts and token sequences.
 
@@ -199,12 +201,14 @@ class Client:
             model: The model's name; the only one there is if left out.
             pooling: How a sequence becomes one vector; the model's own way if left out.
             normalize: Whether each vector has length 1; as the model has it if left out.
+            dimensions: Cuts each vector to so many numbers, where the model's files say that they may be cut.
+            truncate_prompt_tokens: Cuts longer inputs to so many tokens; -1: to what the context holds.
 
         Raises:
             SapwoodError: The call failed.
             ValueError, TypeError: An input is none.
         """
-        request = build_embed_request(inputs, model, pooling, normalize)
+        request = build_embed_request(inputs, model, pooling, normalize, dimensions, truncate_prompt_tokens)
         try:
             return to_embeddings(self._stub.Embed(request, timeout=self._timeout, metadata=with_trace(self._metadata)))
         except grpc.RpcError as error:
@@ -331,9 +335,11 @@ class AsyncClient:
         model: str | None = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> Embeddings:
         """See :meth:`Client.embed`."""
-        request = build_embed_request(inputs, model, pooling, normalize)
+        request = build_embed_request(inputs, model, pooling, normalize, dimensions, truncate_prompt_tokens)
         try:
             return to_embeddings(
                 await self._stub.Embed(request, timeout=self._timeout, metadata=with_trace(self._metadata))

@@ -27,6 +27,8 @@ def build_embed_request(
     model: str | None,
     pooling: Pooling | None,
     normalize: bool | None,
+    dimensions: int | None,
+    truncate_prompt_tokens: int | None,
 ) -> router_pb2.RouterEmbedRequest:
     """The request message.
 
@@ -41,6 +43,8 @@ def build_embed_request(
         input=[_input(item) for item in ([inputs] if isinstance(inputs, str) else inputs)],
         pooling=None if pooling is None else _POOLING[pooling],
         normalize=normalize,
+        dimensions=dimensions,
+        truncate_prompt_tokens=truncate_prompt_tokens,
     )
 
 

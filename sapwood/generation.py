@@ -48,6 +48,10 @@ class Options(TypedDict, total=False):
         parallel_tool_calls: Whether there may be several calls; True if left out.
         template_variables: Further variables for the model's chat template, such as {"enable_thinking": False}. With messages
             only.
+        add_generation_prompt: Whether the prompt ends with the opening of the assistant's turn. With messages only.
+        continue_final_message: The answer goes on with the last message. With messages only.
+        truncate_prompt_tokens: Of a longer prompt so many tokens are left, the last; -1: as many as leave room for the answer.
+        truncate_right: The first ones are left instead.
         json_schema: The text is JSON that matches this schema (a mapping, or JSON text).
         regex: The text matches this expression.
         ebnf: The text matches these rules; ``root`` is the first.
@@ -80,6 +84,10 @@ class Options(TypedDict, total=False):
     tool_choice_function: str
     parallel_tool_calls: bool
     template_variables: Mapping[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    truncate_prompt_tokens: int
+    truncate_right: bool
     json_schema: Mapping[str, Any] | str
     regex: str
     ebnf: str

@@ -49,6 +49,10 @@ def build_request(
         tool_choice_function=options.get("tool_choice_function", ""),
         parallel_tool_calls=options.get("parallel_tool_calls"),
         grammar=_grammar(options),
+        add_generation_prompt=options.get("add_generation_prompt"),
+        continue_final_message=options.get("continue_final_message", False),
+        truncate_prompt_tokens=options.get("truncate_prompt_tokens"),
+        truncate_right=options.get("truncate_right", False),
         template_variables="" if variables is None else json.dumps(dict(variables), ensure_ascii=False),
     )
     if text is not None:

@@ -50,8 +50,13 @@ def test_each_kind_of_prompt_and_each_option_reaches_the_router(router: Any) -> 
             stop="\n",
             skip_special_tokens=False,
             request_id="mine",
+            truncate_prompt_tokens=9,
+            truncate_right=True,
         ).text()
-        client.generate(messages=[{"role": "user", "content": "Hi"}], stop=["a", "b"]).text()
+        turns = [{"role": "user", "content": "Hi"}]
+        client.generate(
+            messages=turns, stop=["a", "b"], continue_final_message=True, add_generation_prompt=False
+        ).text()
         client.generate("text").text()
     tokens, chat, text = router.requests
     assert list(tokens.tokens.ids) == [2, 818]
@@ -67,6 +72,11 @@ def test_each_kind_of_prompt_and_each_option_reaches_the_router(router: Any) -> 
     assert sampling.HasField("temperature") and sampling.HasField("seed")
     assert (chat.messages.messages[0].role, chat.messages.messages[0].content) == ("user", "Hi")
     assert list(chat.stop) == ["a", "b"]
+    assert (chat.continue_final_message, chat.add_generation_prompt, chat.HasField("add_generation_prompt")) == (
+        True, False, True,
+    )  # fmt: skip
+    assert (tokens.truncate_prompt_tokens, tokens.truncate_right) == (9, True)
+    assert not text.HasField("truncate_prompt_tokens")
     assert text.text == "text"
     assert not text.sampling.HasField("temperature")
     assert not text.HasField("model")
@@ -259,7 +269,9 @@ async def test_an_answer_has_its_calls_whole_and_is_the_next_requests_turn(route
 
 async def test_texts_and_tokens_are_embedded(router: Any) -> None:
     with Client(router.address) as client:
-        found = client.embed(["a", [5, 6]], model="demo", pooling="cls", normalize=False)
+        found = client.embed(
+            ["a", [5, 6]], model="demo", pooling="cls", normalize=False, dimensions=2, truncate_prompt_tokens=-1
+        )
         assert client.embed("a").vectors == ((0.0, 0.5),)
         with pytest.raises(ValueError, match="pooling"):
             client.embed("a", pooling="max")  # type: ignore[arg-type]
@@ -272,4 +284,5 @@ async def test_texts_and_tokens_are_embedded(router: Any) -> None:
     assert caught.value.field == "input[0]"
     first = router.requests[0]
     assert (first.input[0].text, list(first.input[1].tokens.ids), first.model) == ("a", [5, 6], "demo")
+    assert (first.dimensions, first.truncate_prompt_tokens) == (2, -1)
     assert (first.pooling, first.normalize, first.HasField("normalize")) == (worker_pb2.POOLING_CLS, False, True)

@@ -11,6 +11,8 @@ from sapwood_common.grammar.artefact import ArtefactError, GrammarArtefact
 from sapwood_common.grammar.compile import GrammarBuilder
 from sapwood_common.grammar.json_schema import GrammarError
 from sapwood_common.grammar.source import GrammarOptions, GrammarSource
+from sapwood_router.openai.response_format import answer_grammar
+from sapwood_router.openai.types import ChatRequest
 
 LIST = {"type": "array", "items": {"$ref": "#"}, "minItems": 1}
 ENDLESS = [
@@ -122,6 +124,16 @@ factor ::= [0-9]{1,3} | "(" root ")"
 @pytest.mark.parametrize(("text", "expected"), [("1+2*(3-4)", True), ("(1", False), ("1++2", False), ("1234", False)])
 def test_rules_admit_what_they_derive(store, compile_grammar, text, expected):
     assert admits(store, compile_grammar("ebnf", GRAMMAR), text) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("yes", True), ('n"o\\n', True), ("日\n", True), ("ye", False), ("", False)]
+)
+def test_a_choice_admits_one_of_its_texts(store, compile_grammar, text, expected):
+    given = ChatRequest(messages=[], guided_choice=["yes", 'n"o\\n', "日\n"])
+    grammar, _ = answer_grammar(given)
+    assert grammar is not None
+    assert admits(store, compile_grammar(grammar.kind, grammar.text), text) is expected
 
 
 CALLS: dict[str, Any] = {

@@ -106,8 +106,3 @@ async def test_a_wrong_field_is_refused_by_name(cluster, expect_error) -> None:
         ),
     ]:
         assert (await expect_error(cluster.stub.Generate(request).read(), INVALID))[1] == field
-    cluster.tokenizer.tool_parser = ""
-    await cluster.tokenizer.kill()
-    await cluster.tokenizer.start()
-    assert [r async for r in cluster.stub.Generate(chat(tools=""))]
-    assert (await expect_error(cluster.stub.Generate(chat()).read(), INVALID))[1] == "tools"

@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from sapwood_router.openai.other_parameters import CHAT_NEUTRAL, COMPLETION_NEUTRAL, IGNORED
+from sapwood_router.openai.other_parameters import CHAT_NEUTRAL, COMPLETION_NEUTRAL, EMBEDDING_NEUTRAL, IGNORED
 from sapwood_router.testing.fake_tokenizer import encode
 
 
@@ -189,7 +189,7 @@ WRONG = [
     (COMPLETIONS, {"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids"),
     (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options"),
     (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "stream"),
-    (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 0}, "best_of"),
     (COMPLETIONS, {"prompt": "a", "n": 0}, "n"),
     (COMPLETIONS, {"prompt": "a", "n": 129}, "n"),
     (COMPLETIONS, {"prompt": ["a"] * 600, "n": 2}, "prompt"),
@@ -277,6 +277,7 @@ def test_the_documentation_names_what_is_not_served() -> None:
     assert set(ignored) == IGNORED
     assert {*both, *rows["the same: completions"]} == {*COMPLETION_NEUTRAL}
     assert {*both, *rows["the same: chat"]} == {*CHAT_NEUTRAL}
+    assert {*rows["the same: embeddings"]} == {*EMBEDDING_NEUTRAL}
 
 
 async def test_usage_so_far_is_told_in_every_chunk_where_asked(cluster) -> None:

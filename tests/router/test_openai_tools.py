@@ -2,7 +2,6 @@
 
 import json
 
-import openai
 import pytest
 
 from sapwood.v1 import common_pb2
@@ -245,14 +244,20 @@ async def test_what_asks_for_nothing_is_taken(cluster) -> None:
         assert (await cluster.http.post(CHAT, json={"messages": HI, **neutral})).status_code == 200
 
 
-async def test_tools_are_refused_where_the_model_has_no_parser_for_calls(cluster) -> None:
+async def test_what_no_parser_finds_is_text(cluster) -> None:
     cluster.tokenizer.tool_parser = ""
-    with pytest.raises(openai.BadRequestError) as caught:
-        await cluster.openai.chat.completions.create(model="fake", messages=HI, tools=TOOLS)
-    assert caught.value.param == "tools"
-    answer_with(cluster, "plain")
-    answer = await cluster.openai.chat.completions.create(model="fake", messages=HI, tools=TOOLS, tool_choice="none")
-    assert answer.choices[0].message.content == "plain"
+    text = "<call weather>{}</call>"
+    answer_with(cluster, text)
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    for tools in (TOOLS, strict):
+        answer = await cluster.openai.chat.completions.create(model="fake", messages=HI, tools=tools)
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (text, "stop")
+        assert cluster.tokenizer.chats[-1].tools  # the template may show them all the same
+    assert not cluster.tokenizer.grammars
+    await cluster.openai.chat.completions.create(
+        model="fake", messages=HI, tools=TOOLS, response_format={"type": "json_object"}
+    )
+    assert not cluster.tokenizer.grammars[-1].HasField("tool_calls")
 
 
 async def test_a_tokenizer_that_comes_back_with_other_parsers_is_asked_again(cluster, wait_until) -> None:

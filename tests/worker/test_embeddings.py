@@ -27,7 +27,7 @@ from sapwood_common.model_files import sapwood_home
 from sapwood_common.sampling import SamplingParams
 from sapwood_common.status import from_rpc_error
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.convert import to_inputs
+from sapwood_worker.convert import to_dimensions, to_inputs
 from sapwood_worker.model_info import ModelInfo
 from sapwood_worker.models.sentence_config import SentenceConfig, read_sentence_config
 from sapwood_worker.runner.encoder_runner import EncoderRunner
@@ -174,12 +174,22 @@ def minilm(tmp_path_factory) -> Path:
     return path
 
 
+def let_be_shortened(model: Path, folder: Path, dimensions: int) -> None:
+    """Makes ``folder`` the same model, whose files say that its vectors may be cut."""
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "config.json").unlink()
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "matryoshka_dimensions": [dimensions]}))
+
+
 @pytest.mark.model
-async def test_a_worker_serves_minilm_and_its_vectors_are_sentence_transformers(minilm: Path) -> None:
+async def test_a_worker_serves_minilm_and_its_vectors_are_sentence_transformers(minilm: Path, tmp_path: Path) -> None:
     import transformers
     from sentence_transformers import SentenceTransformer
 
-    worker = await asyncio.to_thread(start_worker, minilm)
+    let_be_shortened(minilm, tmp_path, 64)
+    worker = await asyncio.to_thread(start_worker, tmp_path)
     texts = ["A man is eating food.", "The new movie is awesome.", "x", "word " * 254, "word " * 255, "one two " * 400]
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
     # The tokenizer's own file asks for padding and cuts at 128.
@@ -203,6 +213,18 @@ async def test_a_worker_serves_minilm_and_its_vectors_are_sentence_transformers(
             message.normalize = False
             lengths = [np.linalg.norm(each.values) for each in (await stub.Embed(message)).embeddings]
             assert min(lengths) > 1.5
+            message.normalize = True
+            message.dimensions, message.max_tokens = 64, 100
+            answer = await stub.Embed(message)
+            assert answer.prompt_tokens == sum(min(100, len(ids)) for ids in inputs)
+            oracle.max_seq_length = 100
+            shorter = oracle.encode(texts, truncate_dim=64, normalize_embeddings=True)
+            for each, vector in zip(answer.embeddings, shorter, strict=True):
+                np.testing.assert_allclose(np.array(each.values), vector, atol=2e-5)
+            message.dimensions = 65
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Embed(message)
+            assert from_rpc_error(caught.value).field == "dimensions"
             for wrong in ([], [[]], [[30522]]):
                 bad = worker_pb2.WorkerEmbedRequest(inputs=[common_pb2.TokenIds(ids=ids) for ids in wrong])
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -243,6 +265,32 @@ def test_what_sentence_transformers_files_say_is_read(tmp_path: Path) -> None:
         write_modules(tmp_path, modules, pooling, None)
         with pytest.raises(ConfigError, match="not supported"):
             read_sentence_config(tmp_path, "mean", 512)
+
+
+def test_which_models_may_be_asked_for_fewer_numbers(tmp_path: Path) -> None:
+    assert read_sentence_config(tmp_path, "mean", 512).shortened is None
+    for config, shortened in (
+        ({"is_matryoshka": True}, ()),
+        ({"is_matryoshka": False}, None),
+        ({"is_matryoshka": True, "matryoshka_dimensions": [8, 16]}, (8, 16)),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert read_sentence_config(tmp_path, "mean", 512).shortened == shortened
+    (tmp_path / "config.json").write_text('{"matryoshka_dimensions": ["8"]}')
+    with pytest.raises(ConfigError, match="matryoshka_dimensions"):
+        read_sentence_config(tmp_path, "mean", 512)
+    info = ModelInfo(
+        architecture="fake", dtype="none", context_length=9, vocab_size=50, eos_token_ids=(), page_size=4, num_pages=9,
+        embedding_size=32, shortened=(8, 16),
+    )  # fmt: skip
+    asked = {dimensions: worker_pb2.WorkerEmbedRequest(dimensions=dimensions) for dimensions in (0, 8, 9, 32, 33)}
+    assert [to_dimensions(asked[each], info) for each in (0, 8, 32)] == [None, 8, None]
+    anything = msgspec.structs.replace(info, shortened=())
+    assert to_dimensions(asked[9], anything) == 9
+    for wrong, model in ((9, info), (33, anything), (8, msgspec.structs.replace(info, shortened=None))):
+        with pytest.raises(InvalidArgumentError) as caught:
+            to_dimensions(asked[wrong], model)
+        assert caught.value.field == "dimensions"
 
 
 def test_inputs_are_cut_before_their_last_special_tokens() -> None:

@@ -14,7 +14,7 @@ PRIORITY_KEY = "x-priority"
 SESSION_KEY = "x-session-id"
 
 _LONGEST = 128
-_MOST = 100
+MOST_PRIORITY = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,11 @@ def priority_of(value: str | None) -> int:
     try:
         number = int(value)
     except ValueError:
-        number = _MOST + 1
-    if not -_MOST <= number <= _MOST:
+        number = MOST_PRIORITY + 1
+    if not -MOST_PRIORITY <= number <= MOST_PRIORITY:
         raise InvalidArgumentError(
-            f"{PRIORITY_KEY} must be a whole number in -{_MOST}..{_MOST}, got {value[:20]!r}", field=PRIORITY_KEY
+            f"{PRIORITY_KEY} must be a whole number in -{MOST_PRIORITY}..{MOST_PRIORITY}, got {value[:20]!r}",
+            field=PRIORITY_KEY,
         )
     return number
 

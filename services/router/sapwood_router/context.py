@@ -49,11 +49,15 @@ class ChatPrompt(msgspec.Struct, frozen=True):
         turns: What was said.
         tools: The tools on offer, a JSON array in the form of OpenAI's API; "" for none.
         template_variables: Further variables for the chat template, a JSON object; "" for none.
+        add_generation_prompt: Whether to end with the opening of the assistant's turn; None: unless a message is continued.
+        continue_final_message: Whether the answer goes on with the last turn.
     """
 
     turns: tuple[Turn, ...]
     tools: str = ""
     template_variables: str = ""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
 
 
 class TokenPrompt(msgspec.Struct, frozen=True):
@@ -63,6 +67,13 @@ class TokenPrompt(msgspec.Struct, frozen=True):
 
 
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
+
+
+class Truncation(msgspec.Struct, frozen=True):
+    """Of a longer prompt ``tokens`` are left, the last ones or the first; -1: as many as leave room for the answer."""
+
+    tokens: int
+    keep_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +143,7 @@ class RequestContext(msgspec.Struct):
     Attributes:
         request_id: The client's id, or one made for it: for logs, metadata and answers.
         prompt, model, sampling: What the client asked for; the seed is the client's or one drawn for it.
+        truncation: How a long prompt is cut; None: it is not.
         output: How tokens become output: what the client asked for, then what the model needs (prepare).
         whole: The answer is told in one piece, at its end.
         detokenize: Whether there is to be text; else the answer is token ids alone.
@@ -162,6 +174,7 @@ class RequestContext(msgspec.Struct):
     fields: FieldNames
     deadline: float
     model: str | None = None
+    truncation: Truncation | None = None
     whole: bool = False
     detokenize: bool = True
     grammar: AnswerGrammar | None = None

@@ -22,6 +22,7 @@ from sapwood_router.context import (
     TextPrompt,
     TokenPrompt,
     ToolCall,
+    Truncation,
     Turn,
     Usage,
 )
@@ -52,18 +53,33 @@ def prompt_of(request: router_pb2.RouterGenerateRequest) -> tuple[Prompt, FieldN
     tools = "" if request.tool_choice == router_pb2.TOOL_CHOICE_NONE else request.tools
     if request.tools and request.WhichOneof("prompt") != "messages":
         raise InvalidArgumentError("tools go with messages only", field="tools")
-    if request.template_variables and request.WhichOneof("prompt") != "messages":
-        raise InvalidArgumentError("template_variables go with messages only", field="template_variables")
+    if request.WhichOneof("prompt") != "messages":
+        for name, given in (
+            ("template_variables", request.template_variables),
+            ("add_generation_prompt", request.HasField("add_generation_prompt")),
+            ("continue_final_message", request.continue_final_message),
+        ):
+            if given:
+                raise InvalidArgumentError(f"{name} goes with messages only", field=name)
     match request.WhichOneof("prompt"):
         case "text":
             return TextPrompt(request.text), FieldNames(prompt="text")
         case "messages":
             turns = tuple(map(_turn_of, request.messages.messages))
-            return ChatPrompt(turns, tools, request.template_variables), FieldNames(prompt="messages.messages")
+            prompted = request.add_generation_prompt if request.HasField("add_generation_prompt") else None
+            prompt = ChatPrompt(turns, tools, request.template_variables, prompted, request.continue_final_message)
+            return prompt, FieldNames(prompt="messages.messages")
         case "tokens":
             return TokenPrompt(list(request.tokens.ids)), FieldNames(prompt="tokens.ids")
         case _:
             raise InvalidArgumentError("no prompt: set text, messages or tokens", field="prompt")
+
+
+def truncation_of(request: router_pb2.RouterGenerateRequest) -> Truncation | None:
+    """How its prompt is cut."""
+    if not request.HasField("truncate_prompt_tokens"):
+        return None
+    return Truncation(request.truncate_prompt_tokens, request.truncate_right)
 
 
 def tool_choice_of(request: router_pb2.RouterGenerateRequest) -> ToolChoice:
@@ -129,7 +145,7 @@ def to_compile_request(context: RequestContext) -> tokenizer_pb2.CompileGrammarR
         request.reasoning_open = output.reasoning_open
     if context.grammar is not None:
         request.grammar.CopyFrom(to_grammar(context.grammar))
-    if isinstance(prompt, ChatPrompt) and prompt.tools:
+    if isinstance(prompt, ChatPrompt) and prompt.tools and (choice.required or output.tool_parser):
         request.tool_calls.tools = prompt.tools
         request.tool_calls.name = choice.name
         request.tool_calls.required = choice.required
@@ -188,8 +204,10 @@ _POOLING = {
 _POOLING_NAMES = {value: name for name, value in _POOLING.items()}
 
 
-def to_embed_request(request: EmbedRequest, sequences: Iterable[list[int]]) -> worker_pb2.WorkerEmbedRequest:
-    """The worker's request for embeddings of token sequences."""
+def to_embed_request(
+    request: EmbedRequest, sequences: Iterable[list[int]], max_tokens: int
+) -> worker_pb2.WorkerEmbedRequest:
+    """The worker's request for embeddings of token sequences, cut to so many tokens, or 0."""
     caller = request.caller
     return worker_pb2.WorkerEmbedRequest(
         request_id=request.request_id,
@@ -199,6 +217,8 @@ def to_embed_request(request: EmbedRequest, sequences: Iterable[list[int]]) -> w
         priority=caller.priority,
         tenant=caller.tenant,
         cache_salt=caller.cache_salt,
+        dimensions=request.dimensions or 0,
+        max_tokens=max_tokens,
     )
 
 
@@ -227,7 +247,8 @@ def embed_request_of(
         model=message.model if message.HasField("model") else None,
         pooling=_POOLING_NAMES[message.pooling],
         normalize=message.normalize if message.HasField("normalize") else None,
-        dimensions=None,
+        dimensions=message.dimensions if message.HasField("dimensions") else None,
+        max_tokens=message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None,
         deadline=deadline,
         caller=caller,
     )
@@ -254,6 +275,7 @@ def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
         eos_token_ids=frozenset(message.eos_token_ids),
         embedding_size=message.embedding_size,
         embedded_tokens=message.embedded_tokens,
+        shortened=frozenset(message.embedding_dimensions) if message.shortens_embeddings else None,
     )
 
 

@@ -20,6 +20,7 @@ class EmbedRequest:
         pooling: "mean", "last", "cls"; None for the model's own.
         normalize: Whether each vector is to have length 1; None for the worker's default.
         dimensions: How many numbers the client expects; None does not care.
+        max_tokens: Longer inputs are cut to so many; -1: to what the context holds; None: as the model's files say.
         deadline: On the event loop's clock.
         caller: Who asks.
     """
@@ -31,6 +32,7 @@ class EmbedRequest:
     pooling: str | None
     normalize: bool | None
     dimensions: int | None
+    max_tokens: int | None
     deadline: float
     caller: Caller = NOBODY
 

@@ -35,8 +35,9 @@ from sapwood_router.policies.policy_book import PolicyBook
 from sapwood_router.registry import RETRY_AFTER, Registry
 from sapwood_router.resume import Failover
 from sapwood_router.retry import RetryPolicy
+from sapwood_router.served_model import ServedModel
 from sapwood_router.tokenizers import Tokenizers
-from sapwood_router.validation import MAX_EMBEDDED, check_token_ids
+from sapwood_router.validation import MAX_EMBEDDED, check_token_ids, check_truncation
 from sapwood_router.worker import Worker, preferred
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,8 @@ class Embedder:
             raise InvalidArgumentError("there is nothing to embed", field="input")
         if len(request.inputs) > MAX_EMBEDDED:
             raise InvalidArgumentError(f"at most {MAX_EMBEDDED} inputs, got {len(request.inputs)}", field="input")
+        if request.max_tokens is not None:
+            check_truncation(request.max_tokens)
         model = self._registry.resolve(request.model)
         workers = self._workers(model)
         cost = sum(len(item) // CHARACTERS_A_TOKEN if isinstance(item, str) else len(item) for item in request.inputs)
@@ -130,16 +133,14 @@ class Embedder:
             sequences = await self._encode(request)
             served = workers[0].model
             assert served is not None
+            most = served.context_length if request.max_tokens == -1 else request.max_tokens or 0
             for name, sequence in zip(request.names, sequences, strict=True):
-                if len(sequence) > served.context_length and not served.embedded_tokens:
+                if len(sequence) > served.context_length and not (served.embedded_tokens or most):
                     raise InvalidArgumentError(
                         f"it has {len(sequence)} tokens, the model takes {served.context_length}", field=name
                     )
-            if request.dimensions not in (None, served.embedding_size):
-                raise InvalidArgumentError(
-                    f"the model's embeddings have {served.embedding_size} dimensions", field="dimensions"
-                )
-            answer = await self._ask(model, request, sequences, place)
+            _check_dimensions(request.dimensions, served)
+            answer = await self._ask(model, request, sequences, most, place)
         finally:
             place.leave()
         return Embeddings(model, [item.values for item in answer.embeddings], answer.prompt_tokens)
@@ -169,9 +170,9 @@ class Embedder:
         return sequences
 
     async def _ask(
-        self, model: str, request: EmbedRequest, sequences: list[list[int]], place: Place
+        self, model: str, request: EmbedRequest, sequences: list[list[int]], max_tokens: int, place: Place
     ) -> worker_pb2.WorkerEmbedResponse:
-        message = to_embed_request(request, sequences)
+        message = to_embed_request(request, sequences, max_tokens)
         tokens = sum(map(len, sequences))
         if request.caller.account is not None:
             request.caller.account.take_prompt(sequences, tokens)
@@ -256,3 +257,17 @@ class Embedder:
         finally:
             permit.end(Outcome.NEUTRAL)
             lease.release()
+
+
+def _check_dimensions(wanted: int | None, served: ServedModel) -> None:
+    """Refuses a number of dimensions that the model's vectors are not cut to."""
+    if wanted is None or wanted == served.embedding_size:
+        return
+    if served.shortened is None:
+        problem = f"the model's embeddings have {served.embedding_size} dimensions, and its files do not say that fewer will do"
+    elif not 0 < wanted < served.embedding_size or (served.shortened and wanted not in served.shortened):
+        allowed = ", ".join(map(str, sorted(served.shortened))) or f"1..{served.embedding_size}"
+        problem = f"dimensions must be {allowed}, got {wanted}"
+    else:
+        return
+    raise InvalidArgumentError(problem, field="dimensions")

@@ -24,6 +24,7 @@ from sapwood_router.convert import (
     prompt_of,
     to_response,
     tool_choice_of,
+    truncation_of,
 )
 from sapwood_router.convert_explain import to_explanation
 from sapwood_router.convert_status import to_status, to_worker_status
@@ -164,6 +165,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 deadline=deadline,
                 detokenize=request.detokenize if request.HasField("detokenize") else True,
                 model=request.model if request.HasField("model") else None,
+                truncation=truncation_of(request),
                 caller=caller,
                 grammar=grammar_of(request),
                 tool_choice=tool_choice_of(request),
@@ -244,7 +246,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         pipeline = self._pipeline
         caller = _caller(context, dict(_metadata(context)))
         asked = self._contexts(request.request, new_request_id(), caller, context.time_remaining())[0]
-        await prepare(asked, pipeline.tokenizers.of(asked.model).client)
+        await prepare(asked, pipeline.tokenizers.of(asked.model).client, pipeline.registry)
         return to_explanation(explain(asked, pipeline.registry, pipeline.policies))
 
 

@@ -87,7 +87,11 @@ class TokenizerClient:
             SapwoodError: As :meth:`encode_text`.
         """
         request = tokenizer_pb2.ApplyChatTemplateRequest(
-            messages=to_turns(prompt.turns), tools=prompt.tools, template_variables=prompt.template_variables
+            messages=to_turns(prompt.turns),
+            tools=prompt.tools,
+            template_variables=prompt.template_variables,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final_message=prompt.continue_final_message,
         )
         answer = await self._patiently(
             lambda replica: replica.apply_chat_template(request, request_id, deadline), deadline

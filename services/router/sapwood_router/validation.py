@@ -53,6 +53,16 @@ def check_stop(stop: tuple[str, ...], field: str = "stop") -> None:
         raise InvalidArgumentError("a stop string is empty", field=field)
 
 
+def check_truncation(tokens: int, field: str = "truncate_prompt_tokens") -> None:
+    """Refuses a prompt that nothing, or more than anything, would be left of.
+
+    Raises:
+        InvalidArgumentError: As said.
+    """
+    if tokens != -1 and not 1 <= tokens < 2**31:
+        raise InvalidArgumentError(f"{field} must be at least 1, or -1, got {tokens}", field=field)
+
+
 def check_tokens_only(prompt: Prompt, stop: tuple[str, ...]) -> None:
     """Refuses what needs the text of an answer that is to be token ids alone.
 

@@ -78,7 +78,8 @@ def to_inputs(request: worker_pb2.WorkerEmbedRequest, info: ModelInfo) -> list[l
         raise InvalidArgumentError("this model makes no embeddings")
     if not 1 <= len(request.inputs) <= MOST_INPUTS:
         raise InvalidArgumentError(f"{len(request.inputs)} inputs; there must be 1 to {MOST_INPUTS}", field="inputs")
-    inputs = [_cut(list(each.ids), info.embedded_tokens, info.special_ids) for each in request.inputs]
+    limits = [limit for limit in (info.embedded_tokens, request.max_tokens) if limit]
+    inputs = [_cut(list(each.ids), min(limits, default=0), info.special_ids) for each in request.inputs]
     for index, ids in enumerate(inputs):
         if not 1 <= len(ids) <= info.context_length:
             problem = f"has {len(ids)} tokens; there must be 1 to {info.context_length}"
@@ -104,6 +105,25 @@ def _cut(token_ids: list[int], max_tokens: int, special_ids: tuple[int, ...]) ->
     while end < max_tokens and token_ids[-1 - end] in special_ids:
         end += 1
     return token_ids[: max_tokens - end] + token_ids[len(token_ids) - end :]
+
+
+def to_dimensions(request: worker_pb2.WorkerEmbedRequest, info: ModelInfo) -> int | None:
+    """How many numbers of each vector are wanted; None: all.
+
+    Raises:
+        InvalidArgumentError: The model's vectors are not cut so.
+    """
+    wanted = request.dimensions
+    if wanted in (0, info.embedding_size):
+        return None
+    if info.shortened is None:
+        raise InvalidArgumentError(
+            f"this model's embeddings have {info.embedding_size} numbers and are not cut", field="dimensions"
+        )
+    if wanted > info.embedding_size or (info.shortened and wanted not in info.shortened):
+        allowed = ", ".join(map(str, info.shortened)) or f"at most {info.embedding_size}"
+        raise InvalidArgumentError(f"dimensions is {wanted}; it must be {allowed}", field="dimensions")
+    return int(wanted)
 
 
 def to_pooling(pooling: worker_pb2.Pooling, info: ModelInfo) -> Pooling:

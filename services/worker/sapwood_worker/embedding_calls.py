@@ -38,7 +38,14 @@ class EmbeddingCalls:
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
 
     async def embed(
-        self, request_id: str, inputs: Sequence[Sequence[int]], pooling: Pooling, terms: Terms, *, normalize: bool
+        self,
+        request_id: str,
+        inputs: Sequence[Sequence[int]],
+        pooling: Pooling,
+        terms: Terms,
+        *,
+        normalize: bool,
+        dimensions: int | None = None,
     ) -> npt.NDArray[np.float32]:
         """The embeddings of some inputs.
 
@@ -48,9 +55,10 @@ class EmbeddingCalls:
             pooling: How hidden states become one vector.
             terms: Their place among others.
             normalize: Whether each vector is to have length 1.
+            dimensions: How many of its numbers each is cut to first; None: all.
 
         Returns:
-            float32 [inputs, hidden_size].
+            float32 [inputs, dimensions or hidden_size].
 
         Raises:
             SapwoodError: An input was refused or failed, or the scheduler is gone; the others are aborted.
@@ -73,7 +81,7 @@ class EmbeddingCalls:
                 if not future.done():
                     future.cancel()
                     self._send(Abort(serial))
-        vectors = np.frombuffer(b"".join(raw), np.float32).reshape(len(inputs), -1)
+        vectors = np.frombuffer(b"".join(raw), np.float32).reshape(len(inputs), -1)[:, :dimensions]
         if normalize:
             vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         return vectors

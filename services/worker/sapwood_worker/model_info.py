@@ -23,6 +23,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         pooling: How embeddings are pooled unless a request says otherwise.
         normalizes: Whether embeddings have length 1 unless a request says otherwise.
         embedded_tokens: Inputs to embed are cut to so many tokens; 0: longer ones than the context are refused.
+        shortened: To which numbers of them embeddings may be cut; empty: any; None: they are not.
         special_ids: Special tokens; those at an input's end stay when it is cut.
         generates: Whether it generates tokens. One that does not sees its prompts whole and caches nothing.
     """
@@ -40,5 +41,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     pooling: str = "last"
     normalizes: bool = True
     embedded_tokens: int = 0
+    shortened: tuple[int, ...] | None = None
     special_ids: tuple[int, ...] = ()
     generates: bool = True

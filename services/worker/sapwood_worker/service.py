@@ -16,6 +16,7 @@ from sapwood_worker.cache.report import TierReport
 from sapwood_worker.convert import (
     check_prompt,
     from_pooling,
+    to_dimensions,
     to_inputs,
     to_kv_events,
     to_load_report,
@@ -163,6 +164,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             pooling=from_pooling(info),
             embeds_only=not info.generates,
             embedded_tokens=info.embedded_tokens,
+            shortens_embeddings=info.shortened is not None,
+            embedding_dimensions=info.shortened or (),
             max_running=max_running,
         )
 
@@ -323,6 +326,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             inputs,
             pooling,
             to_terms(request, context.time_remaining()),
+            dimensions=to_dimensions(request, info),
             normalize=request.normalize if request.HasField("normalize") else info.normalizes,
         )
         return worker_pb2.WorkerEmbedResponse(

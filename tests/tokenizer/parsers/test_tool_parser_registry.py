@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ from sapwood_common.errors import ConfigError, InvalidArgumentError
 from sapwood_tokenizer.output_parser import ParserOptions
 from sapwood_tokenizer.parser_defaults import parser_defaults
 from sapwood_tokenizer.reasoning_parser.registry import NAMES as REASONING_NAMES
-from sapwood_tokenizer.tool_parser.registry import NAMES, detect_tool_parser
+from sapwood_tokenizer.tool_parser.registry import NAMES, SIGNS, detect_tool_parser
 from sapwood_tokenizer.tool_parser.tools import Tools
 
 
@@ -102,3 +103,19 @@ def test_a_package_can_bring_a_family(plugin, parse_every_way):
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("f", '{"x": 1}')]
     with pytest.raises(ConfigError, match="--tool-parser"):
         parser_defaults("bows", "none", None)
+
+
+@pytest.mark.parametrize(
+    ("family", "parser"),
+    [("llama3", "llama3_json"), ("qwen3", "hermes"), ("mistral", "mistral"), ("deepseek", "deepseek"), ("gemma3", "")],
+)
+def test_the_templates_of_families_are_told_apart(family: str, parser: str) -> None:
+    template = (Path(__file__).parents[1] / "templates" / f"{family}.jinja").read_text()
+    assert detect_tool_parser(template) == parser
+
+
+def test_the_documentation_says_what_tells_them() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "parsers.md").read_text()
+    table = text[text.index("| a template with |") :].partition("\n\n")[0].splitlines()[2:]
+    rows = [re.findall(r"`([^`]+)`", row.replace("\\|", "|")) for row in table]
+    assert [(name, tuple(signs)) for *signs, name in rows] == [*SIGNS]

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from sapwood_common.errors import DeadlineExceededError
 from sapwood_router.context import ChatPrompt, Delta, RequestContext, TextPrompt
 from sapwood_router.logprobs import TokenLogprobs
-from sapwood_router.openai.logprobs import chat_object, chat_tokens
+from sapwood_router.openai.logprobs import PromptLogprobs, TokenName, chat_object, chat_tokens, prompt_object
 from sapwood_router.output import Output, OutputOptions
 from sapwood_router.token_table import TokenTable
 from sapwood_router.tokenizers import Tokenizer
@@ -26,11 +26,18 @@ class LogprobsWriter(Protocol):
 
 
 class ChatWriter:
-    """Chats': each piece stands for itself."""
+    """Chats': each piece stands for itself.
+
+    Args:
+        name: How tokens are shown.
+    """
+
+    def __init__(self, name: TokenName) -> None:
+        self._name = name
 
     def add(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], table: TokenTable) -> object:
         """See LogprobsWriter."""
-        return chat_object(chat_tokens(ids, [found for found in logprobs if found is not None], table))
+        return chat_object(chat_tokens(ids, [found for found in logprobs if found is not None], table, self._name))
 
 
 class Annotator:
@@ -84,12 +91,27 @@ class Annotator:
             logprobs = [None, *context.prompt_logprobs, *logprobs]
         if self._writers is None or not ids:
             return None
+        return self._writers[index].add(ids, logprobs, await self._table(context, ids, logprobs))
+
+    async def prompt_logprobs(self, index: int) -> PromptLogprobs:
+        """Those of a choice's prompt, which were asked for, once the choice has begun.
+
+        Raises:
+            SapwoodError: As :meth:`annotate`.
+        """
+        context = self._contexts[index]
+        table = await self._table(context, context.token_ids, context.prompt_logprobs)
+        return prompt_object(context.token_ids, context.prompt_logprobs, table)
+
+    async def _table(
+        self, context: RequestContext, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> TokenTable:
+        """What these tokens stand for."""
         needed = set(ids)
         for found in logprobs:
             if found is not None:
                 needed.update(found.top_ids)
-        table = await self._tokenizer.client.token_bytes(needed, context.request_id, context.deadline)
-        return self._writers[index].add(ids, logprobs, table)
+        return await self._tokenizer.client.token_bytes(needed, context.request_id, context.deadline)
 
     def _tokens(self, delta: Delta) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Those that stand for text."""

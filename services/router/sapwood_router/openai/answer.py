@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -21,12 +21,14 @@ _WORKER_HEADER, _RESUMPTIONS_HEADER = b"x-sapwood-worker", b"x-sapwood-resumptio
 
 
 class Answer(msgspec.Struct):
-    """A complete generation."""
+    """A complete generation; ``mean_logprob`` is that of its tokens, if their probabilities were asked for."""
 
+    index: int
     output: Output
     token_ids: list[int]
     finish: Finish
     logprobs: Any = None
+    mean_logprob: float = 0.0
 
 
 def finish_reason(finish: Finish, called: bool) -> str:
@@ -82,7 +84,7 @@ async def send_whole(
     contexts: Sequence[RequestContext],
     runs: Sequence[Run],
     annotator: Annotator,
-    make_body: Callable[[list[Answer]], msgspec.Struct],
+    make_body: Callable[[list[Answer]], Awaitable[msgspec.Struct]],
 ) -> None:
     """Waits for all answers and sends them as one body; headers say what gRPC's trailing metadata does.
 
@@ -93,12 +95,14 @@ async def send_whole(
     await Delivery(client).carry(runs)
     answers = []
     for index, whole in enumerate(client.wholes()):
+        likelihoods = whole.logprobs
         logprobs = await annotator.annotate(index, whole)
         assert whole.finish is not None, "each run ends with a finish or an error"
-        answers.append(Answer(whole.output, whole.token_ids, whole.finish, logprobs))
+        mean = sum(found.logprob for found in likelihoods) / max(1, len(likelihoods))
+        answers.append(Answer(index, whole.output, whole.token_ids, whole.finish, logprobs, mean))
     resumptions = sum(context.resumptions for context in contexts)
     headers = ((_WORKER_HEADER, contexts[0].worker.encode()), (_RESUMPTIONS_HEADER, b"%d" % resumptions))
-    await exchange.send_body(200, msgspec.json.encode(make_body(answers)), headers)
+    await exchange.send_body(200, msgspec.json.encode(await make_body(answers)), headers)
 
 
 class _EventClient:

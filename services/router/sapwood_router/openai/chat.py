@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,9 +17,18 @@ from sapwood_router.openai.answer import Answer, finish_reason, send_stream, sen
 from sapwood_router.openai.body import convert, decode_object
 from sapwood_router.openai.exchange import Exchange
 from sapwood_router.openai.other_parameters import CHAT_NEUTRAL, IGNORED
-from sapwood_router.openai.parameters import SAMPLING, StreamWish, output_of, sampling_of, stream_wish
+from sapwood_router.openai.parameters import (
+    SAMPLING,
+    StreamWish,
+    check_whole,
+    output_of,
+    sampling_of,
+    stream_wish,
+    token_name,
+    truncation_of,
+)
 from sapwood_router.openai.response_format import answer_grammar
-from sapwood_router.openai.sse import ChatChunks
+from sapwood_router.openai.sse import ChatChunks, ChatTokenChunks
 from sapwood_router.openai.tools import tool_choice_of, tools_of
 from sapwood_router.openai.types import (
     AnswerMessage,
@@ -47,22 +57,35 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     wish = stream_wish(request)
     stream = wish is not StreamWish.WHOLE
     deadline = deadline if stream else exchange.sooner(deadline)
+    exchange.accept_body_id(request)
     contexts = _contexts(request, given, exchange.request_id, deadline)
-    caller = exchange.caller(given)
+    caller = exchange.caller(request, given)
     for context in contexts:
         context.caller = caller
     runs = [pipeline.open(context) for context in contexts]
     exchange.on_disconnect(lambda: close_all(runs))
     answer_id, created = f"chatcmpl-{exchange.request_id}", int(time.time())
-    annotator = Annotator(contexts, pipeline.tokenizers.of(request.model), ChatWriter if request.logprobs else None)
+    writer = partial(ChatWriter, token_name(request)) if request.logprobs else None
+    annotator = Annotator(contexts, pipeline.tokenizers.of(request.model), writer)
+    shows_ids = request.return_token_ids is True
+    tells_prompt = contexts[0].sampling.prompt_logprobs is not None
+    if tells_prompt:
+        check_whole("prompt_logprobs", wish)
 
-    def make_body(answers: list[Answer]) -> ChatResponse:
-        choices = [_choice(index, answer) for index, answer in enumerate(answers)]
-        usage = usage_object([answer.finish.usage for answer in answers], len(runs))
-        return ChatResponse(id=answer_id, created=created, model=contexts[0].model or "", choices=choices, usage=usage)
+    async def make_body(answers: list[Answer]) -> ChatResponse:
+        return ChatResponse(
+            id=answer_id,
+            created=created,
+            model=contexts[0].model or "",
+            choices=[_choice(answer, shows_ids) for answer in answers],
+            usage=usage_object([answer.finish.usage for answer in answers], len(runs)),
+            prompt_token_ids=contexts[0].token_ids if shows_ids else msgspec.UNSET,
+            prompt_logprobs=await annotator.prompt_logprobs(0) if tells_prompt else msgspec.UNSET,
+        )
 
     def make_chunks() -> ChatChunks:
-        return ChatChunks(answer_id, created, contexts[0].model or "", wish)
+        fixed = (answer_id, created, contexts[0].model or "", wish)
+        return ChatTokenChunks(*fixed, contexts[0].token_ids) if shows_ids else ChatChunks(*fixed)
 
     try:
         if stream:
@@ -73,7 +96,7 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
         close_all(runs)
 
 
-def _choice(index: int, answer: Answer) -> ChatChoice:
+def _choice(answer: Answer, shows_ids: bool) -> ChatChoice:
     output = answer.output
     message = AnswerMessage(output.text)
     if output.reasoning:
@@ -83,7 +106,9 @@ def _choice(index: int, answer: Answer) -> ChatChoice:
         message.tool_calls = [
             ToolCallObject(call.id, CalledFunction(call.name, call.arguments)) for call in output.tool_calls
         ]
-    return ChatChoice(index, message, finish_reason(answer.finish, bool(output.tool_calls)), answer.logprobs)
+    reason = finish_reason(answer.finish, bool(output.tool_calls))
+    ids = answer.token_ids if shows_ids else msgspec.UNSET
+    return ChatChoice(answer.index, message, reason, answer.logprobs, ids)
 
 
 def _contexts(request: ChatRequest, given: dict[str, Any], request_id: str, deadline: float) -> list[RequestContext]:
@@ -103,9 +128,14 @@ def _contexts(request: ChatRequest, given: dict[str, Any], request_id: str, dead
         template_variables="chat_template_kwargs",
     )
     count = 1 if request.n is None else request.n
-    variables = msgspec.json.encode(request.chat_template_kwargs).decode() if request.chat_template_kwargs else ""
     turns = tuple(_turn(message, f"messages[{i}]") for i, message in enumerate(request.messages))
-    prompt = ChatPrompt(turns, tools_of(request, given.get("tools")), variables)
+    prompt = ChatPrompt(
+        turns,
+        tools_of(request, given.get("tools")),
+        _template_variables(request),
+        request.add_generation_prompt,
+        request.continue_final_message is True,
+    )
     sampling = sampling_of(given, fields, max_tokens=max_tokens, logprobs=_logprobs(request))
     return [
         RequestContext(
@@ -117,6 +147,7 @@ def _contexts(request: ChatRequest, given: dict[str, Any], request_id: str, dead
             fields=fields,
             deadline=deadline,
             model=request.model,
+            truncation=truncation_of(request),
             whole=not request.stream,
             grammar=grammar,
             tool_choice=tool_choice_of(request),
@@ -124,6 +155,21 @@ def _contexts(request: ChatRequest, given: dict[str, Any], request_id: str, dead
         )
         for own in continuations(sampling, count, fields)
     ]
+
+
+def _template_variables(request: ChatRequest) -> str:
+    """``chat_template_kwargs``, before them what OpenAI's parameters mean to templates.
+
+    Templates of models that reason know ``reasoning_effort``, or one of the others, which turn reasoning on and off.
+    """
+    variables: dict[str, Any] = {}
+    if request.reasoning_effort is not None:
+        thinks = request.reasoning_effort != "none"
+        variables = {"reasoning_effort": request.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+    if request.verbosity is not None:
+        variables["verbosity"] = request.verbosity
+    variables |= request.chat_template_kwargs or {}
+    return msgspec.json.encode(variables).decode() if variables else ""
 
 
 def _logprobs(request: ChatRequest) -> int | None:

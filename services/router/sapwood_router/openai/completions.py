@@ -17,7 +17,16 @@ from sapwood_router.openai.body import convert, decode_object
 from sapwood_router.openai.exchange import Exchange
 from sapwood_router.openai.logprobs import CompletionWriter
 from sapwood_router.openai.other_parameters import COMPLETION_NEUTRAL, IGNORED
-from sapwood_router.openai.parameters import SAMPLING, StreamWish, output_of, sampling_of, stream_wish
+from sapwood_router.openai.parameters import (
+    SAMPLING,
+    StreamWish,
+    check_whole,
+    output_of,
+    sampling_of,
+    stream_wish,
+    token_name,
+    truncation_of,
+)
 from sapwood_router.openai.response_format import answer_grammar
 from sapwood_router.openai.sse import CompletionChunks, TokenChunks
 from sapwood_router.openai.types import (
@@ -27,6 +36,7 @@ from sapwood_router.openai.types import (
 )
 from sapwood_router.pipeline.pipeline import Pipeline, close_all
 from sapwood_router.request_ids import unique_id
+from sapwood_router.validation import MAX_N, check_n
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024
@@ -44,30 +54,41 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     stream = wish is not StreamWish.WHOLE
     echo, prompt_only = request.echo is True, request.echo is True and request.max_tokens == 0
     deadline = deadline if stream else exchange.sooner(deadline)
+    exchange.accept_body_id(request)
     contexts, count = _contexts(request, given, exchange.request_id, deadline)
-    caller = exchange.caller(given)
+    best = 1 if request.n is None else request.n
+    if best < count:
+        check_whole("best_of", wish)
+    tells_prompt = given.get("prompt_logprobs") is not None
+    if tells_prompt:
+        check_whole("prompt_logprobs", wish)
+    caller = exchange.caller(request, given)
     for context in contexts:
         context.caller = caller
     runs = [pipeline.open(context) for context in contexts]
     exchange.on_disconnect(lambda: close_all(runs))
     answer_id, created = f"cmpl-{exchange.request_id}", int(time.time())
     shows_special = request.skip_special_tokens is False
-    writer = None if request.logprobs is None else partial(CompletionWriter, shows_special)
-    annotator = Annotator(contexts, pipeline.tokenizers.of(request.model), writer, echo=echo, prompt_only=prompt_only)
+    writer = None if request.logprobs is None else partial(CompletionWriter, shows_special, token_name(request))
+    tokenizer = pipeline.tokenizers.of(request.model)
+    annotator = Annotator(contexts, tokenizer, writer, echo=echo, prompt_only=prompt_only)
 
     shows_prompt = request.return_token_ids is True
     shows_tokens = shows_prompt or request.detokenize is False
 
-    def make_body(answers: list[Answer]) -> CompletionResponse:
-        choices = [
-            CompletionChoice(
-                *(index, answer.output.text, answer.finish.reason.value, answer.logprobs),
-                token_ids=answer.token_ids if shows_tokens else msgspec.UNSET,
-                prompt_token_ids=contexts[index].token_ids if shows_prompt else msgspec.UNSET,
-            )
-            for index, answer in enumerate(answers)
-        ]
+    async def make_choice(index: int, answer: Answer) -> CompletionChoice:
+        return CompletionChoice(
+            *(index, answer.output.text, answer.finish.reason.value, answer.logprobs),
+            token_ids=answer.token_ids if shows_tokens else msgspec.UNSET,
+            prompt_token_ids=contexts[answer.index].token_ids if shows_prompt else msgspec.UNSET,
+            prompt_logprobs=await annotator.prompt_logprobs(answer.index) if tells_prompt else msgspec.UNSET,
+        )
+
+    async def make_body(answers: list[Answer]) -> CompletionResponse:
         usage = usage_object([answer.finish.usage for answer in answers], count)
+        if best < count:
+            answers = _likeliest(answers, count, best)
+        choices = [await make_choice(index, answer) for index, answer in enumerate(answers)]
         return CompletionResponse(
             id=answer_id, created=created, model=contexts[0].model or "", choices=choices, usage=usage
         )
@@ -99,12 +120,22 @@ def _contexts(
     grammar, grammar_field = answer_grammar(request)
     output = output_of(request)
     fields = _fields("prompt", grammar_field)
-    prompt_logprobs = request.logprobs if request.echo else None
-    sampling = sampling_of(given, fields, max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
+    own = {"max_tokens": max_tokens}
+    if request.echo and request.logprobs is not None:
+        own["prompt_logprobs"] = request.logprobs
+    count = 1 if request.n is None else request.n
+    check_n(count, fields)
+    if request.best_of is not None:
+        if not count <= request.best_of <= MAX_N:
+            raise InvalidArgumentError(
+                f"best_of must be in n..{MAX_N}, here {count}..{MAX_N}, got {request.best_of}", field="best_of"
+            )
+        if count < request.best_of and request.logprobs is None:
+            own["logprobs"] = 0  # to tell which are the best
+        count = request.best_of
+    sampling = sampling_of(given, fields, **own)
     named = _prompts(request.prompt)
-    settings = continuations(sampling, 1 if request.n is None else request.n, fields)
-    if request.best_of not in (None, len(settings)):
-        raise InvalidArgumentError("best_of is only supported where it equals n", field="best_of")
+    settings = continuations(sampling, count, fields)
     if len(named) * len(settings) > MAX_CHOICES:
         raise InvalidArgumentError(
             f"at most {MAX_CHOICES} choices a request", field="prompt" if len(named) > 1 else "n"
@@ -119,6 +150,7 @@ def _contexts(
             fields=_fields(name, grammar_field),
             deadline=deadline,
             model=request.model,
+            truncation=truncation_of(request),
             whole=not request.stream,
             detokenize=request.detokenize is not False,
             grammar=grammar,
@@ -127,6 +159,14 @@ def _contexts(
         for own in settings
     ]
     return contexts, len(settings)
+
+
+def _likeliest(answers: list[Answer], count: int, best: int) -> list[Answer]:
+    """Of each prompt's ``count`` answers the ``best`` ones: those whose tokens are likeliest on average."""
+    kept: list[Answer] = []
+    for start in range(0, len(answers), count):
+        kept += sorted(answers[start : start + count], key=lambda answer: -answer.mean_logprob)[:best]
+    return kept
 
 
 @lru_cache(maxsize=64)

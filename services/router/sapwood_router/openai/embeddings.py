@@ -13,15 +13,15 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.embed_request import EmbedRequest
 from sapwood_router.openai.body import convert, decode_object
 from sapwood_router.openai.exchange import Exchange
-from sapwood_router.openai.other_parameters import IGNORED
+from sapwood_router.openai.other_parameters import EMBEDDING_NEUTRAL, IGNORED
+from sapwood_router.openai.types import AnyRequest
 from sapwood_router.pipeline.pipeline import Pipeline
 
 
-class EmbeddingRequest(msgspec.Struct, kw_only=True):
+class EmbeddingRequest(AnyRequest, kw_only=True):
     """``POST /v1/embeddings``; ``pooling`` and ``normalize`` are extensions."""
 
     input: Any = None  # a string, strings, token ids or lists of token ids
-    model: str | None = None
     encoding_format: str | None = None
     dimensions: int | None = None
     pooling: str | None = None
@@ -59,11 +59,14 @@ async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
-    request = convert(given, EmbeddingRequest, {}, IGNORED)
+    request = convert(given, EmbeddingRequest, EMBEDDING_NEUTRAL, IGNORED)
+    exchange.accept_body_id(request)
     if request.encoding_format not in (None, "float", "base64"):
         raise InvalidArgumentError('encoding_format must be "float" or "base64"', field="encoding_format")
     if request.pooling not in (None, "mean", "last", "cls"):
         raise InvalidArgumentError('pooling must be "mean", "last" or "cls"', field="pooling")
+    if request.truncation_side == "left":
+        raise InvalidArgumentError("inputs to embed are cut at their end", field="truncation_side")
     inputs, names = _inputs(request.input)
     wanted = EmbedRequest(
         request_id=exchange.request_id,
@@ -73,8 +76,9 @@ async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
         pooling=request.pooling,
         normalize=request.normalize,
         dimensions=request.dimensions,
+        max_tokens=request.truncate_prompt_tokens,
         deadline=exchange.sooner(deadline),
-        caller=exchange.caller(given),
+        caller=exchange.caller(request, given),
     )
     exchange.on_disconnect(lambda: None)
     found = await pipeline.embedder.embed(wanted)

@@ -11,12 +11,14 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from sapwood_common.errors import InvalidArgumentError, RequestCancelledError, SapwoodError
-from sapwood_common.telemetry import REQUEST_ID_KEY, new_request_id
-from sapwood_router.caller import Caller, caller_of
+from sapwood_common.telemetry import REQUEST_ID_KEY, new_request_id, request_id_var
+from sapwood_common.tenant import mint_salt
+from sapwood_router.caller import MOST_PRIORITY, PRIORITY_KEY, Caller, caller_of
 from sapwood_router.guard import tenant_var
 from sapwood_router.openai.connection import Headers, connection_of
 from sapwood_router.openai.errors import error_body, http_status, retry_headers
 from sapwood_router.openai.timeouts import asked_timeout, client_timeout
+from sapwood_router.openai.types import AnyRequest
 from sapwood_router.pipeline.delivery import READER_SLACK
 from sapwood_router.request_ids import accept_request_id
 
@@ -64,6 +66,19 @@ class Exchange:
         if given:
             self.request_id = accept_request_id(given, REQUEST_ID_KEY)
 
+    def accept_body_id(self, request: AnyRequest) -> None:
+        """Takes over the id that the body names, unless a header did.
+
+        Raises:
+            InvalidArgumentError: It is unfit for headers and logs.
+        """
+        if self._header(REQUEST_ID_KEY):
+            return
+        for field, given in (("request_id", request.request_id), ("rid", request.rid)):
+            if given:
+                self.request_id = accept_request_id(given, field)
+                request_id_var.set(self.request_id)
+
     def take_body(self, limit: int) -> bytes | None:
         """The request's body, if all of it is here and it is no larger than ``limit`` bytes; else ``receive`` it."""
         return self._connection.take_body(self._scope, limit)
@@ -81,13 +96,25 @@ class Exchange:
         """The same for an answer in one piece: OpenAI's clients say when they leave without it. Only after the body was read."""
         return min(deadline, asyncio.get_running_loop().time() + client_timeout(self.headers))
 
-    def caller(self, given: Mapping[str, Any]) -> Caller:
-        """Who asks, as the headers say, and for the session, where no header names it, these fields of the body.
+    def caller(self, request: AnyRequest, given: Mapping[str, Any]) -> Caller:
+        """Who asks, as the headers say, and where they say nothing, the body.
+
+        Args:
+            request: The body; its ``cache_salt`` keeps what is cached for it apart within the tenant.
+            given: The same as it came.
 
         Raises:
             InvalidArgumentError: A header or a field makes no sense.
         """
-        caller = caller_of(self._header, tenant_var.get())
+        # vLLM's priorities count the other way: the lowest goes first.
+        priority = None if request.priority is None else str(min(max(-request.priority, -MOST_PRIORITY), MOST_PRIORITY))
+
+        def said(key: str) -> str | None:
+            return self._header(key) or (priority if key == PRIORITY_KEY else "")
+
+        caller = caller_of(said, tenant_var.get())
+        if request.cache_salt:
+            caller = replace(caller, cache_salt=mint_salt(request.cache_salt, caller.cache_salt))
         if not caller.session:
             for field in _SESSION_FIELDS:
                 if session := given.get(field):

@@ -80,8 +80,6 @@ CHAT_NEUTRAL: Neutral = {
     "web_search_options": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "reasoning_effort": (),
-    "verbosity": (),
     # vLLM
     "echo": (False,),
     "add_special_tokens": (False,),
@@ -97,6 +95,13 @@ CHAT_NEUTRAL: Neutral = {
     "tool_prompt": ("",),
 }
 """Of chat."""
+
+EMBEDDING_NEUTRAL: Neutral = {
+    "add_special_tokens": (True,),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+}
+"""Of embeddings."""
 
 STREAM_NEUTRAL: Neutral = {"include_obfuscation": (False,)}
 """Of ``stream_options``."""

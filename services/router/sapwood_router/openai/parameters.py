@@ -8,14 +8,15 @@ from typing import Any
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.sampling import FIELDS, SamplingParams, read_sampling
-from sapwood_router.context import FieldNames
+from sapwood_router.context import FieldNames, Truncation
 from sapwood_router.field_names import to_client_field
 from sapwood_router.openai.body import convert
+from sapwood_router.openai.logprobs import TokenName, number_of, text_of
 from sapwood_router.openai.other_parameters import STREAM_NEUTRAL
 from sapwood_router.openai.types import GenerationRequest, StreamOptions
 from sapwood_router.output import OutputOptions
 
-SAMPLING = FIELDS - {"prompt_logprobs"}
+SAMPLING = FIELDS
 """Parameters that are sampling settings, by the same names; those that OpenAI lacks are named as in vLLM and SGLang."""
 
 
@@ -43,6 +44,13 @@ def sampling_of(given: Mapping[str, Any], fields: FieldNames, **own: int | None)
         return read_sampling(values)
     except InvalidArgumentError as error:
         raise to_client_field(error, fields) from error
+
+
+def truncation_of(request: GenerationRequest) -> Truncation | None:
+    """How a long prompt is cut."""
+    if request.truncate_prompt_tokens is None:
+        return None
+    return Truncation(request.truncate_prompt_tokens, keep_first=request.truncation_side == "right")
 
 
 def output_of(request: GenerationRequest) -> OutputOptions:
@@ -78,3 +86,18 @@ def stream_wish(request: GenerationRequest) -> StreamWish:
     if not options.include_usage:
         return StreamWish.STREAM
     return StreamWish.WITH_USAGE_SO_FAR if options.continuous_usage_stats else StreamWish.WITH_USAGE
+
+
+def check_whole(name: str, wish: StreamWish) -> None:
+    """Refuses a parameter that goes with an answer in one piece only.
+
+    Raises:
+        InvalidArgumentError: The answer is streamed.
+    """
+    if wish is not StreamWish.WHOLE:
+        raise InvalidArgumentError(f"{name} is not served with stream", field=name)
+
+
+def token_name(request: GenerationRequest) -> TokenName:
+    """How the client wants tokens shown beside their probabilities."""
+    return number_of if request.return_tokens_as_token_ids else text_of

@@ -190,3 +190,33 @@ class ChatChunks(CompletionChunks):
                 self._tail,
             )
         )
+
+
+class ChatTokenChunks(ChatChunks):
+    """The events of a streamed chat completion with its tokens.
+
+    Args:
+        answer_id, created, model, wish: As for CompletionChunks.
+        prompt: The prompt's tokens, for the first chunk.
+    """
+
+    def __init__(self, answer_id: str, created: int, model: str, wish: StreamWish, prompt: Sequence[int]) -> None:
+        super().__init__(answer_id, created, model, wish)
+        self._prompt: Sequence[int] | None = prompt
+
+    def opening(self, index: int) -> bytes:
+        """The first chunk says who speaks, the very first has the prompt."""
+        events = super().opening(index)
+        if self._prompt is not None:
+            events = events.replace(b',"choices":[', b',"prompt_token_ids":%b,"choices":[' % _encode(self._prompt), 1)
+            self._prompt = None
+        return events
+
+    def output(self, index: int, delta: Delta, logprobs: bytes = NULL) -> bytes:
+        """The first of what is new has the tokens; there may be tokens alone."""
+        events = super().output(index, delta, logprobs)
+        if not delta.token_ids:
+            return events
+        # No text can look like the name of a field.
+        tokens = b',"token_ids":%b,"finish_reason":' % _encode(delta.token_ids)
+        return (events or self._delta(index, b"{}", NULL)).replace(b',"finish_reason":', tokens, 1)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sapwood_router.openai.logprobs import CompletionLogprobs
+from sapwood_router.openai.logprobs import CompletionLogprobs, PromptLogprobs
 
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -18,19 +18,37 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """What completions and chat have in common, but for sampling settings that only pass through: ``parameters.py`` has those."""
+class AnyRequest(msgspec.Struct, kw_only=True):
+    """What all requests have in common; all but the first are extensions, named as in vLLM (``rid``: as in SGLang)."""
 
     model: str | None = None
+    request_id: str | None = None
+    rid: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+
+class GenerationRequest(AnyRequest, kw_only=True):
+    """What completions and chat have in common, but for sampling settings that only pass through: ``parameters.py`` has those."""
+
     max_tokens: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     skip_special_tokens: bool | None = None
-    response_format: Any = None  # told apart in response_format.py
+    response_format: Any = None  # told apart in response_format.py, as are these extensions
     regex: str | None = None
     ebnf: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    return_token_ids: bool | None = None  # an extension, named as in vLLM; so is the next
+    return_tokens_as_token_ids: bool | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -40,8 +58,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
-    return_token_ids: bool | None = None  # an extension, named as in vLLM; so is the next, there a sampling parameter
-    detokenize: bool | None = None
+    detokenize: bool | None = None  # an extension, named as vLLM's sampling parameter
 
 
 class ContentPart(msgspec.Struct):
@@ -106,7 +123,12 @@ class ChatRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # an extension, named as in vLLM and SGLang
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    # Extensions, named as in vLLM and SGLang.
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -125,7 +147,7 @@ class UsageObject(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """A choice of a completion; the last two, if asked for, are named as in vLLM."""
+    """A choice of a completion; the last three, if asked for, are named as in vLLM."""
 
     index: int
     text: str
@@ -133,6 +155,7 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
@@ -163,10 +186,11 @@ class ChatChoice(msgspec.Struct):
     message: AnswerMessage
     finish_reason: str
     logprobs: dict[str, Any] | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
-    """The answer of ``/v1/chat/completions``."""
+    """The answer of ``/v1/chat/completions``; the last two, if asked for, are named as in vLLM."""
 
     id: str
     object: str = "chat.completion"
@@ -174,3 +198,5 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: UsageObject
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET

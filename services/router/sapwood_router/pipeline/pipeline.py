@@ -189,7 +189,7 @@ class Run:
         place = self._place = reserve(context, pipeline.registry, pipeline.admission)
         with self._watch.stage("prepare"):
             tokenizer = pipeline.tokenizers.of(context.model)
-            await prepare(context, tokenizer.client)
+            await prepare(context, tokenizer.client, pipeline.registry)
         if self._closed:
             raise RequestCancelledError("the client left")
         stream: OutputStream

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from sapwood_common.errors import InvalidArgumentError, SapwoodError
-from sapwood_common.flags import service_flag
-from sapwood_router.context import ChatPrompt, RequestContext, TextPrompt
+from sapwood_common.errors import SapwoodError
+from sapwood_router.context import ChatPrompt, RequestContext, TextPrompt, Truncation
 from sapwood_router.convert import to_compile_request
 from sapwood_router.field_names import to_client_field
+from sapwood_router.registry import Registry
 from sapwood_router.structure import has_strict_tool
 from sapwood_router.tokenizer_client import TokenizerClient
-from sapwood_router.validation import check_prompt, check_stop, check_tokens_only
+from sapwood_router.validation import check_prompt, check_stop, check_tokens_only, check_truncation
 
 
-async def prepare(context: RequestContext, tokenizer: TokenizerClient) -> None:
+async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry: Registry) -> None:
     """Checks the request and fills ``token_ids``, ``compiled_grammar`` and, for a conversation, the parsers in ``output``.
 
+    Args:
+        context: The request.
+        tokenizer: The model's.
+        registry: Knows the model's context.
+
     Raises:
-        InvalidArgumentError: A field is malformed or out of range, or tools are given that the model cannot call.
+        InvalidArgumentError: A field is malformed or out of range.
         SapwoodError: As the tokenizer service answers.
     """
     check_prompt(context.prompt, context.fields)
     check_stop(context.output.stop)
+    if context.truncation is not None:
+        check_truncation(context.truncation.tokens)
     if not context.detokenize:
         check_tokens_only(context.prompt, context.output.stop)
     prompt = context.prompt
@@ -33,21 +40,28 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient) -> None:
             await _prepare_chat(context, prompt, tokenizer)
         else:
             context.token_ids = prompt.token_ids
+        if context.truncation is not None:
+            context.token_ids = _truncated(context, context.truncation, registry)
         if context.grammar is not None and not isinstance(prompt, ChatPrompt):
             await _compile(context, tokenizer)
     except SapwoodError as error:
         raise to_client_field(error, context.fields) from error
 
 
+def _truncated(context: RequestContext, truncation: Truncation, registry: Registry) -> list[int]:
+    """What is left of the prompt."""
+    token_ids, most = context.token_ids, truncation.tokens
+    if most < 0:
+        length, wanted = registry.context_length(registry.resolve(context.model)), context.sampling.max_tokens
+        most = max(1, length - (wanted if wanted < length else 1))
+    if len(token_ids) <= most:
+        return token_ids
+    return token_ids[:most] if truncation.keep_first else token_ids[-most:]
+
+
 async def _prepare_chat(context: RequestContext, prompt: ChatPrompt, tokenizer: TokenizerClient) -> None:
     parsers = await tokenizer.parsers(context.request_id, context.deadline)
     choice = context.tool_choice
-    if prompt.tools and not parsers.tool_parser and not choice.required:
-        raise InvalidArgumentError(
-            "tools are not supported with this model unless a call is required: the tokenizer service has no parser for its"
-            f" calls, and none is named by {service_flag('tokenizer', 'tool-parser')}",
-            field="tools",
-        )
     encoded = await tokenizer.encode_chat(prompt, context.request_id, context.deadline)
     context.token_ids = encoded.token_ids
     context.output = replace(
@@ -59,7 +73,9 @@ async def _prepare_chat(context: RequestContext, prompt: ChatPrompt, tokenizer: 
         # Clients may use a request id twice, even in one conversation, in which each call's id must be its own.
         call_id_seed=context.worker_request_id,
     )
-    constrained = bool(prompt.tools) and (choice.required or has_strict_tool(prompt.tools))
+    # Where no parser finds calls that are the model's own choice, they are text like any other.
+    strict = bool(parsers.tool_parser) and has_strict_tool(prompt.tools)
+    constrained = bool(prompt.tools) and (choice.required or strict)
     if constrained or context.grammar is not None:
         await _compile(context, tokenizer)
 

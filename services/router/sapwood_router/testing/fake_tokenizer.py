@@ -116,6 +116,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         variables = _from_json(request.template_variables or "{}")
         if not isinstance(variables, dict) or "messages" in variables:
             raise InvalidArgumentError("the variables are wrong", field="template_variables")
+        if request.continue_final_message and request.add_generation_prompt:
+            raise InvalidArgumentError("not both", field="continue_final_message")
         for index, message in enumerate(request.messages):
             if message.role == "system" and index > 0:
                 raise InvalidArgumentError("system comes first", field=f"messages[{index}].role")

@@ -173,6 +173,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.embed_calls: list[worker_pb2.WorkerEmbedRequest] = []
         self.embedding_size = 3
         self.embedded_tokens = 0
+        self.shortened: list[int] = []
         self.epoch = next(_epochs)
         self.load = worker_pb2.LoadReport(num_pages=10_000)
         self._model = model
@@ -350,6 +351,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             epoch=self.epoch,
             embedding_size=self.embedding_size,
             embedded_tokens=self.embedded_tokens,
+            shortens_embeddings=bool(self.shortened),
+            embedding_dimensions=self.shortened,
         )
 
     async def WatchLoad(  # noqa: N802
@@ -379,7 +382,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             raise self.script.error
         vectors = [(len(item.ids), item.ids[0], item.ids[-1]) for item in request.inputs]
         return worker_pb2.WorkerEmbedResponse(
-            embeddings=[worker_pb2.Embedding(values=vector) for vector in vectors],
+            embeddings=[worker_pb2.Embedding(values=vector[: request.dimensions or None]) for vector in vectors],
             prompt_tokens=sum(vector[0] for vector in vectors),
         )
 

@@ -41,8 +41,7 @@ FAMILIES: Mapping[str, ToolFamily] = MappingProxyType(
 )
 NAMES = tuple(sorted(FAMILIES))
 
-# A family and the strings that only its templates hold, most telling first.
-_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (GPT_OSS.name, ("<|channel|>", "<|start|>")),
     (KIMI_K2.name, ("<|tool_calls_section_begin|>",)),
     (DEEPSEEK_V32.name, ("｜DSML｜",)),
@@ -54,6 +53,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (PYTHONIC.name, ("<|python_start|>",)),
     (LLAMA3_JSON.name, ("<|start_header_id|>", '"parameters"')),
 )
+"""A family and the strings that only its templates hold, most telling first; docs/parsers.md lists them."""
 
 
 def names() -> tuple[str, ...]:
@@ -78,4 +78,4 @@ def detect_tool_parser(template: str) -> str:
     """The name of the family whose chat template this is; "" if it is none of them, or knows no tools."""
     if "tools" not in template:
         return ""
-    return next((name for name, signs in _SIGNS if all(sign in template for sign in signs)), "")
+    return next((name for name, signs in SIGNS if all(sign in template for sign in signs)), "")

@@ -33,12 +33,14 @@ class SentenceConfig:
         normalizes: Whether vectors have length 1.
         max_tokens: Longer inputs are cut to so many tokens; 0: none is cut.
         special_ids: Special tokens; those at an input's end stay when it is cut.
+        shortened: To how many numbers vectors may be cut, for which the model was trained; empty: any; None: they are not.
     """
 
     pooling: str
     normalizes: bool = True
     max_tokens: int = 0
     special_ids: tuple[int, ...] = ()
+    shortened: tuple[int, ...] | None = None
 
 
 def read_sentence_config(path: Path, pooling: str, most: int) -> SentenceConfig:
@@ -53,8 +55,9 @@ def read_sentence_config(path: Path, pooling: str, most: int) -> SentenceConfig:
         ConfigError: They ask for what is not supported, or cannot be read.
     """
     modules = _read(path / "modules.json")
+    shortened = _shortened(path / "config.json")
     if modules is None:
-        return SentenceConfig(pooling)
+        return SentenceConfig(pooling, shortened=shortened)
     normalizes = False
     for module in modules:
         kind = str(module["type"]).rpartition(".")[2]
@@ -71,7 +74,18 @@ def read_sentence_config(path: Path, pooling: str, most: int) -> SentenceConfig:
         limit = (_read(path / "tokenizer_config.json") or {}).get("model_max_length", most)
     added = (_read(path / "tokenizer.json") or {}).get("added_tokens", ())
     special = tuple(token["id"] for token in added if token.get("special"))
-    return SentenceConfig(pooling, normalizes, int(min(limit, most)), special)
+    return SentenceConfig(pooling, normalizes, int(min(limit, most)), special, shortened)
+
+
+def _shortened(file: Path) -> tuple[int, ...] | None:
+    """As vLLM reads it: ``matryoshka_dimensions``, or ``is_matryoshka`` for any number."""
+    values = _read(file) or {}
+    dimensions = values.get("matryoshka_dimensions")
+    if dimensions is None:
+        return () if values.get("is_matryoshka") is True else None
+    if not isinstance(dimensions, list) or not all(isinstance(each, int) and each > 0 for each in dimensions):
+        raise ConfigError(f"{file}: matryoshka_dimensions must be a list of numbers over 0, got {dimensions!r}")
+    return tuple(dimensions)
 
 
 def _pooling(file: Path) -> str:

@@ -52,6 +52,7 @@ class EncoderRunner:
             pooling=sentences.pooling,
             normalizes=sentences.normalizes,
             embedded_tokens=sentences.max_tokens,
+            shortened=sentences.shortened,
             special_ids=sentences.special_ids,
             generates=False,
         )

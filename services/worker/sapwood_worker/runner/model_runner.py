@@ -166,6 +166,7 @@ class ModelRunner:
             pooling=sentences.pooling,
             normalizes=sentences.normalizes,
             embedded_tokens=sentences.max_tokens,
+            shortened=sentences.shortened,
             special_ids=sentences.special_ids,
         )
 

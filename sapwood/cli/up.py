@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # at run time they are imported by this verb alone, and need 
     from sapwood.cli.services import Services
 
 # One package that only the named extra brings.
-_NEEDED = {"starlette": "router", "tokenizers": "tokenizer", "torch": "worker"}
+_NEEDED = {"httptools": "router", "tokenizers": "tokenizer", "torch": "worker"}
 # `timeout`, and a terminal together with `kill`, deliver one wish to stop as two signals.
 _SAME_WISH_SECONDS = 0.5
 _PORT_FLAGS = {("router", "port"): "--port", ("router", "http_port"): "--http-port"}

@@ -158,7 +158,7 @@ def test_what_a_service_says_of_its_flags_is_said_of_ups() -> None:
 
 def test_the_command_needs_the_services_packages_for_up_alone() -> None:
     """As after `pip install sapwood` without extras: grpcio and protobuf."""
-    without = ("pydantic", "pydantic_settings", "starlette", "tokenizers", "torch", "yaml", "uvicorn")
+    without = ("pydantic", "pydantic_settings", "httptools", "tokenizers", "torch", "yaml")
     program = (
         "import sys, importlib.util as u\n"
         f"without = {without}\n"

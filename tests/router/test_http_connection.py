@@ -1,13 +1,9 @@
-"""What the HTTP port does beyond ASGI: several requests at once, connections that close, late bodies, clients that leave."""
+"""The HTTP port over a cluster: several requests at once, connections that close, late bodies, clients that leave."""
 
 import asyncio
-import contextlib
 import json
 
 import pytest
-
-from sapwood_router.openai.connection import HttpConnection
-from sapwood_router.openai.write_batch import WriteBatch
 
 BODY = {"model": "fake", "prompt": "abcdef", "max_tokens": 4}
 
@@ -109,49 +105,6 @@ async def test_a_client_that_leaves_before_its_answer_ends_the_request(cluster, 
     assert {call.outcome for call in cluster.calls()} == {"cancelled"}
 
 
-async def test_an_idle_connection_is_kept_for_longer_than_load_balancers_keep_theirs(cluster) -> None:
-    await cluster.http.get("/health")
-    [connection] = cluster.router._http._server.server_state.connections
-    assert connection.timeout_keep_alive_task.when() - asyncio.get_running_loop().time() > 600
-
-
-class Recorder(asyncio.Transport):
-    """Keeps what is written; ``order`` is shared."""
-
-    def __init__(self, name: str, order: list[tuple[str, bytes]]) -> None:
-        super().__init__()
-        self.name, self.order, self.closing = name, order, False
-
-    def write(self, data: bytes) -> None:
-        self.order.append((self.name, data))
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-
-async def test_what_one_turn_of_the_loop_writes_goes_out_in_order_before_tasks_go_on() -> None:
-    order: list[tuple[str, bytes]] = []
-    batch, first, second, gone = WriteBatch(), *(Recorder(name, order) for name in ("first", "second", "gone"))
-    woken = asyncio.get_running_loop().create_future()
-
-    async def end() -> None:
-        await woken
-        first.write(b"end")
-
-    ending = asyncio.ensure_future(end())
-    await asyncio.sleep(0)
-    for transport, data in ((first, b"1"), (second, b"2"), (gone, b"3"), (first, b"4")):
-        batch.add(transport, data)
-    woken.set_result(None)
-    assert order == []
-    gone.closing = True
-    await ending
-    assert order == [("first", b"1"), ("second", b"2"), ("first", b"4"), ("first", b"end")]
-    batch.add(second, b"5")
-    await asyncio.sleep(0)
-    assert order[-1] == ("second", b"5")
-
-
 @pytest.mark.parametrize("part", ["line", "header", "headers", "trailer"])
 async def test_heads_and_trailers_without_an_end_are_not_kept(cluster, part) -> None:
     reader, writer = await connect(cluster)
@@ -159,17 +112,13 @@ async def test_heads_and_trailers_without_an_end_are_not_kept(cluster, part) -> 
     more = {"header": b"x-a: ", "trailer": b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx-a: "}
     writer.write(line + more.get(part, b""))
     piece = b"x-a: b\r\n" * 2048 if part == "headers" else b"a" * 16384
-    sent = 0
+    answering = asyncio.ensure_future(reader.readuntil(b"\r\n\r\n"))
     async with asyncio.timeout(60):
-        with contextlib.suppress(ConnectionError):
-            while not reader.at_eof() and sent < 1000:
-                writer.write(piece)
-                await writer.drain()
-                await asyncio.sleep(0.001)
-                sent += 1
-        assert sent < 1000
-        with contextlib.suppress(ConnectionError):
-            assert (await reader.read()).startswith(b"" if part == "trailer" else b"HTTP/1.1 431 ")
+        while not answering.done():
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.001)
+    assert (await answering).startswith(b"HTTP/1.1 400 " if part == "trailer" else b"HTTP/1.1 431 ")
     writer.close()
     await cluster.idle()
 
@@ -183,28 +132,4 @@ async def test_a_long_head_and_a_large_body_in_small_pieces_are_taken(cluster) -
                 writer.write(sent[start : start + 1000])
                 await writer.drain()
             assert b" 200 " in (await answer(reader))[0]
-    writer.close()
-
-
-@pytest.mark.parametrize("before", [b"", request()])
-async def test_a_head_that_does_not_come_to_its_end_is_given_up(cluster, monkeypatch, before) -> None:
-    monkeypatch.setattr(HttpConnection, "head_seconds", 0.2)
-    reader, writer = await connect(cluster)
-    async with asyncio.timeout(60):
-        if before:
-            writer.write(before)
-            assert b" 200 " in (await answer(reader))[0]
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
-        assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
-    writer.close()
-
-
-async def test_a_connection_without_a_request_is_an_idle_one(cluster, wait_until) -> None:
-    _reader, writer = await connect(cluster)
-    connections = cluster.router._http._server.server_state.connections
-    await wait_until(lambda: len(connections) == 1)
-    [connection] = connections
-    assert connection.timeout_keep_alive_task.when() - asyncio.get_running_loop().time() > 500
-    connection.timeout_keep_alive_handler()
-    await wait_until(lambda: not connections)
     writer.close()

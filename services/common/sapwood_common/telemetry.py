@@ -104,5 +104,5 @@ def setup_logging(service: str, level: str = "info", log_format: LogFormat = "te
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("asyncio", "grpc", "urllib3", "httpx", "uvicorn.access"):
+    for noisy in ("asyncio", "grpc", "urllib3", "httpx"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))

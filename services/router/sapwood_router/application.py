@@ -31,12 +31,12 @@ from sapwood_router.detokenize_pool import DetokenizePool
 from sapwood_router.endpoint_slices import follow_endpoint_slices, in_cluster_api, parse_service
 from sapwood_router.fleet import CONFIGURED, Fleet
 from sapwood_router.guard import Guard
+from sapwood_router.http1.server import HttpServer
 from sapwood_router.kv_event_monitor import KvEventMonitor
 from sapwood_router.membership import follow_file, follow_leases
 from sapwood_router.name_lookup import Lookup, addresses_behind, follow_name
 from sapwood_router.observer import RequestObserver
 from sapwood_router.openai.app import OpenAIFront
-from sapwood_router.openai.http_server import HttpServer
 from sapwood_router.pipeline.pipeline import Pipeline
 from sapwood_router.policies.factory import PolicyParts, make_policy
 from sapwood_router.policies.policy_book import PolicyBook
@@ -156,7 +156,13 @@ class RouterApplication:
             status=self.status if config.shows_status else None,
         )
         self._http = HttpServer(
-            self._front.app, config.http_host or config.host, config.http_port, guard.rank_request, tls
+            self._front.serve,
+            config.http_host or config.host,
+            config.http_port,
+            guard.rank_request,
+            tls,
+            body_memory=config.body_memory,
+            most_connections=config.max_http_connections,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.grpc_port = 0

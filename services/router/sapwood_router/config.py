@@ -181,6 +181,22 @@ class RouterConfig(ServiceConfig):
     max_body_bytes: int = Field(
         16 * 1024 * 1024, ge=1024, description="Largest HTTP request body and gRPC request, in bytes."
     )
+    body_memory_bytes: int | None = Field(
+        None,
+        ge=1024,
+        description="Memory for HTTP request bodies of which a part is still to come, in bytes: beyond it the largest of them is "
+        "refused; none: four times max_body_bytes.",
+    )
+    max_http_connections: int = Field(
+        16384,
+        ge=1,
+        description="HTTP connections at a time; one more closes that which has been idle the longest, or is closed if none is.",
+    )
+
+    @property
+    def body_memory(self) -> int:
+        """``body_memory_bytes``, or what goes for it; at least the largest body fits."""
+        return max(self.max_body_bytes, self.body_memory_bytes or 4 * self.max_body_bytes)
 
     @property
     def named_workers(self) -> tuple[str, ...]:

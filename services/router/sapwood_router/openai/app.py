@@ -9,13 +9,6 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sapwood_common.errors import (
     DeadlineExceededError,
@@ -25,22 +18,20 @@ from sapwood_common.errors import (
     UnavailableError,
 )
 from sapwood_common.telemetry import (
-    REQUEST_ID_KEY,
     TRACEPARENT_KEY,
-    is_valid_request_id,
     is_valid_traceparent,
-    new_request_id,
     request_id_var,
     traceparent_var,
 )
 from sapwood_common.tracing import Tracing, child_span
 from sapwood_router.guard import Guard
-from sapwood_router.openai.body import read_body
+from sapwood_router.http1.errors import HttpError
+from sapwood_router.http1.request import Request
 from sapwood_router.openai.chat import chat
 from sapwood_router.openai.completions import complete
 from sapwood_router.openai.embeddings import embed
-from sapwood_router.openai.errors import error_object
 from sapwood_router.openai.exchange import Exchange
+from sapwood_router.openai.metrics_page import MetricsPage
 from sapwood_router.openai.models import get_model, list_models
 from sapwood_router.openai.status_page import HEADERS, render
 from sapwood_router.pipeline.pipeline import Pipeline
@@ -48,6 +39,8 @@ from sapwood_router.router_status import RouterState
 
 logger = logging.getLogger(__name__)
 
+_MODEL = "/v1/models/"
+"""Followed by a model's name, which may have slashes."""
 _TRACEPARENT_HEADER = TRACEPARENT_KEY.encode()
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -55,16 +48,16 @@ Generate = Callable[[Exchange, bytes, Pipeline, float], Awaitable[None]]
 
 
 class Endpoint:
-    """An ASGI application around a handler: errors, request ids, the client's leaving, the count of what runs."""
+    """What is around a handler: errors, request ids, the client's leaving, the count of what runs."""
 
     def __init__(self, front: OpenAIFront, handler: Handler, guard: Guard | None) -> None:
         self._front = front
         self._guard = guard
         self._handler = handler
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        exchange = Exchange(scope, receive, send)
+    async def __call__(self, request: Request) -> None:
+        """Answers a request."""
+        exchange = Exchange(request)
         self._front.begin()
         try:
             exchange.accept_request_id()
@@ -81,7 +74,7 @@ class Endpoint:
             if not exchange.client_left:
                 logger.warning("cut off: the router stops")
         except Exception:
-            logger.exception("%s failed", scope["path"])
+            logger.exception("%s failed", exchange.path)
             await exchange.send_error(InternalError("internal error; the router's log has the details"))
         finally:
             exchange.close()
@@ -127,30 +120,27 @@ class OpenAIFront:
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._direct: dict[tuple[str, str], ASGIApp] = {
-            ("POST", path): Endpoint(self, self._generates(generate), guard)
-            for path, generate in (
-                ("/v1/completions", complete),
-                ("/v1/chat/completions", chat),
-                ("/v1/embeddings", embed),
-            )
+        self._endpoints = {
+            ("POST", "/v1/completions"): self._guarded(self._generates(complete)),
+            ("POST", "/v1/chat/completions"): self._guarded(self._generates(chat)),
+            ("POST", "/v1/embeddings"): self._guarded(self._generates(embed)),
+            ("GET", "/v1/models"): self._guarded(self._list_models),
+            ("GET", _MODEL): self._guarded(self._get_model),
+            ("GET", "/health"): Endpoint(self, self._health, None),
         }
-        self._routed = Starlette(
-            routes=[
-                *(Route(path, endpoint, methods=[method]) for (method, path), endpoint in self._direct.items()),
-                self._route("/v1/models", self._list_models, "GET"),
-                self._route("/v1/models/{id:path}", self._get_model, "GET"),
-                self._route("/health", self._health, "GET"),
-                *([] if status is None else [Route("/status", _show_status(status), methods=["GET"])]),
-                *([] if registry is None else [Route("/metrics", _show(registry), methods=["GET"])]),
-            ],
-            exception_handlers={HTTPException: _refuse},
-        )
+        if status is not None:
+            self._endpoints["GET", "/status"] = Endpoint(self, _show_status(status), None)
+        if registry is not None:
+            self._endpoints["GET", "/metrics"] = Endpoint(self, _show(MetricsPage(registry)), None)
+        self._unknown = Endpoint(self, self._refuse, None)
 
-    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application. What generates goes past the router: its coroutines would be resumed for each token."""
-        endpoint = self._direct.get((scope.get("method", ""), scope.get("path", "")))
-        await (endpoint or self._routed)(scope, receive, send)
+    async def serve(self, request: Request) -> None:
+        """Answers a request."""
+        method, path = request.head.method, request.head.path
+        if path.startswith(_MODEL) and path != _MODEL:
+            path = _MODEL
+        endpoint = self._endpoints.get(("GET" if method == "HEAD" else method, path), self._unknown)
+        await endpoint(request)
 
     def begin(self) -> None:
         """A request came."""
@@ -167,9 +157,8 @@ class OpenAIFront:
         """Returns once no request is being answered."""
         await self._idle.wait()
 
-    def _route(self, path: str, handler: Handler, method: str) -> Route:
-        guard = self._guard if path.startswith("/v1/") else None
-        return Route(path, Endpoint(self, handler, guard), methods=[method])
+    def _guarded(self, handler: Handler) -> Endpoint:
+        return Endpoint(self, handler, self._guard)
 
     def _generates(self, generate: Generate) -> Handler:
         async def handle(exchange: Exchange) -> None:
@@ -180,7 +169,7 @@ class OpenAIFront:
             if body is None:
                 try:
                     async with asyncio.timeout_at(deadline):
-                        body = await read_body(exchange.receive, exchange.headers, self._max_body_bytes)
+                        body = await exchange.receive_body(self._max_body_bytes)
                 except TimeoutError as error:
                     raise DeadlineExceededError("the body took too long to come") from error
             given = exchange.headers.get(_TRACEPARENT_HEADER, b"").decode("latin-1")
@@ -198,7 +187,9 @@ class OpenAIFront:
         await exchange.send_body(200, list_models(self._pipeline.registry, self._created))
 
     async def _get_model(self, exchange: Exchange) -> None:
-        await exchange.send_body(200, get_model(self._pipeline.registry, self._created, exchange.path_params["id"]))
+        await exchange.send_body(
+            200, get_model(self._pipeline.registry, self._created, exchange.path.removeprefix(_MODEL))
+        )
 
     async def _health(self, exchange: Exchange) -> None:
         problem = self._problem()
@@ -208,34 +199,26 @@ class OpenAIFront:
             body = msgspec.json.encode({"status": "unavailable", "reason": problem})
             await exchange.send_body(503, body, [(b"retry-after", b"1")])
 
+    async def _refuse(self, exchange: Exchange) -> None:
+        """Unknown paths and wrong methods."""
+        path = _MODEL if exchange.path.startswith(_MODEL) else exchange.path
+        methods = [method for method, known in self._endpoints if known == path]
+        if not methods:
+            raise HttpError(404, f"there is no {exchange.path}")
+        error = HttpError(405, f"{exchange.path} does not take {exchange.method}")
+        await exchange.send_error(error, [(b"allow", ", ".join(methods).encode())])
 
-def _show_status(status: Callable[[], RouterState]) -> Callable[[Request], Awaitable[Response]]:
-    async def show(request: Request) -> Response:  # on the event loop, where the state changes
-        return Response(render(status()), headers=HEADERS, media_type="text/html")
+
+def _show_status(status: Callable[[], RouterState]) -> Handler:
+    async def show(exchange: Exchange) -> None:
+        await exchange.send_page(200, HEADERS, render(status()))
 
     return show
 
 
-def _show(registry: CollectorRegistry) -> Callable[[Request], Response]:
-    def show(request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"content-type": content_type})
+def _show(page: MetricsPage) -> Handler:
+    async def show(exchange: Exchange) -> None:
+        body, content_type = await page.render(exchange.headers.get(b"accept", b"").decode("latin-1"))
+        await exchange.send_page(200, [(b"content-type", content_type.encode())], body)
 
     return show
-
-
-async def _refuse(request: Request, error: Exception) -> Response:
-    """Unknown paths and wrong methods, which Starlette finds, in OpenAI's shape."""
-    assert isinstance(error, HTTPException)
-    given = request.headers.get(REQUEST_ID_KEY, "")
-    headers = dict(error.headers or {})
-    headers[REQUEST_ID_KEY] = given if is_valid_request_id(given) else new_request_id()
-    match error.status_code:
-        case 404:
-            message = f"there is no {request.url.path}"
-        case 405:
-            message = f"{request.url.path} does not take {request.method}"
-        case _:
-            message = error.detail
-    body = msgspec.json.encode(error_object(error.status_code, message))
-    return Response(body, error.status_code, headers, media_type="application/json")

@@ -1,4 +1,4 @@
-"""Request bodies: read within a limit, parsed, and checked, with an error that names the parameter at fault."""
+"""Request bodies: parsed, and checked, with an error that names the parameter at fault."""
 
 from __future__ import annotations
 
@@ -8,41 +8,14 @@ from collections.abc import Collection
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.types import Receive
 
-from sapwood_common.errors import InvalidArgumentError, RequestCancelledError
-from sapwood_router.openai.errors import BodyTooLargeError
+from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.openai.other_parameters import Neutral
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 _AT = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>[^`]*)`$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
-
-
-async def read_body(receive: Receive, headers: dict[bytes, bytes], limit: int) -> bytes:
-    """The whole body.
-
-    Raises:
-        BodyTooLargeError: It has more than ``limit`` bytes.
-        RequestCancelledError: The client left.
-    """
-    announced = headers.get(b"content-length", b"0")
-    if announced.isdigit() and int(announced) > limit:
-        raise BodyTooLargeError(f"the body has {int(announced)} bytes, the limit is {limit}")
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise RequestCancelledError("the client left")
-        part: bytes = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise BodyTooLargeError(f"the body is over the limit of {limit} bytes")
-        parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
 
 
 def decode_object(body: bytes) -> dict[str, Any]:

@@ -9,27 +9,27 @@ import msgspec
 
 from sapwood_common import errors
 from sapwood_common.status import row_of
+from sapwood_router.http1.errors import HttpError
 
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
     409: "invalid_request_error",
+    408: "timeout_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
 
 
-class BodyTooLargeError(errors.InvalidArgumentError):
-    """The request body is over the limit: 413, which gRPC has no word for."""
-
-
 def http_status(error: errors.SapwoodError) -> int:
     """The HTTP status of an error."""
-    return 413 if isinstance(error, BodyTooLargeError) else row_of(error).http
+    return error.status if isinstance(error, HttpError) else row_of(error).http
 
 
 def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

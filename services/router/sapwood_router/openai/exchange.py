@@ -1,21 +1,21 @@
-"""One HTTP request and its response, down at ASGI: a body or events out, the client's leaving in."""
+"""One HTTP request of OpenAI's API and its response: a body or events out, the client's leaving in."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
-
-from starlette.types import Receive, Scope, Send
 
 from sapwood_common.errors import InvalidArgumentError, RequestCancelledError, SapwoodError
 from sapwood_common.telemetry import REQUEST_ID_KEY, new_request_id, request_id_var
 from sapwood_common.tenant import mint_salt
 from sapwood_router.caller import MOST_PRIORITY, PRIORITY_KEY, Caller, caller_of
 from sapwood_router.guard import tenant_var
-from sapwood_router.openai.connection import Headers, connection_of
+from sapwood_router.http1.head import Headers
+from sapwood_router.http1.request import Request
 from sapwood_router.openai.errors import error_body, http_status, retry_headers
 from sapwood_router.openai.timeouts import asked_timeout, client_timeout
 from sapwood_router.openai.types import AnyRequest
@@ -37,24 +37,23 @@ class Exchange:
     """A request being answered.
 
     Args:
-        scope: ASGI scope.
-        receive: ASGI receive.
-        send: ASGI send; it waits while the client is slow to read.
+        request: As it came.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.path: str = scope["path"]
-        self.path_params: dict[str, str] = scope.get("path_params", {})
-        self.receive = receive
+    def __init__(self, request: Request) -> None:
+        self.headers: dict[bytes, bytes] = request.head.fields
+        self.method = request.head.method
+        self.path = request.head.path
         self.request_id = new_request_id()
         self.client_left = False
-        self.started = False
-        self._send = send
-        self._scope = scope
-        self._connection = connection_of(scope)
+        self._request = request
         self._watcher: Callable[[], None] | None = None
         self._deadline = math.inf
+
+    @property
+    def started(self) -> bool:
+        """Whether the response has begun."""
+        return self._request.started
 
     def accept_request_id(self) -> None:
         """Takes the client's id over.
@@ -80,8 +79,16 @@ class Exchange:
                 request_id_var.set(self.request_id)
 
     def take_body(self, limit: int) -> bytes | None:
-        """The request's body, if all of it is here and it is no larger than ``limit`` bytes; else ``receive`` it."""
-        return self._connection.take_body(self._scope, limit)
+        """The request's body, if all of it is here and it is no larger than ``limit`` bytes; else it is to be received."""
+        return self._request.take_body(limit)
+
+    async def receive_body(self, limit: int) -> bytes:
+        """The request's body, which may have ``limit`` bytes.
+
+        Raises:
+            SapwoodError: It does not come as it should.
+        """
+        return await self._request.receive_body(limit)
 
     def deadline(self, most: float) -> float:
         """When the answer has to be there, on the event loop's clock: as the client asks, at the latest in ``most`` seconds.
@@ -137,32 +144,42 @@ class Exchange:
             task.cancel()
 
         self._watcher = left
-        self._connection.watch(left)
+        self._request.watch(left)
 
     def close(self) -> None:
         """Stops watching the client."""
         if self._watcher is not None:
-            self._connection.unwatch(self._watcher)
+            self._request.unwatch(self._watcher)
             self._watcher = None
 
-    async def send_body(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    async def send_body(self, status: int, body: bytes, headers: Headers = ()) -> None:
         """A complete JSON response."""
-        await self._send_first(status, [_JSON, *headers], body, chunked=False, last=True)
+        await self.send_page(status, [_JSON, *headers], body)
 
-    async def send_error(self, error: SapwoodError) -> None:
+    async def send_page(self, status: int, headers: Headers, body: bytes) -> None:
+        """A complete response of any kind."""
+        await self._send_first(status, headers, body, chunked=False, last=True)
+
+    async def send_error(self, error: SapwoodError, headers: Headers = ()) -> None:
         """An error response; within a stream of events an error event, after which the stream ends."""
-        if self.started:
+        if not self.started:
+            await self.send_body(http_status(error), error_body(error), [*retry_headers(error), *headers])
+            return
+        with contextlib.suppress(RequestCancelledError):  # nobody is there to be told
             await self.send_events(b"data: " + error_body(error) + b"\n\n", last=True)
-        else:
-            await self.send_body(http_status(error), error_body(error), retry_headers(error))
 
     async def send_events(self, events: bytes, *, last: bool = False) -> None:
-        """Encoded events; the first call starts the response."""
+        """Encoded events; the first call starts the response.
+
+        Raises:
+            RequestCancelledError: As :meth:`drained`.
+        """
         if not self.started:
             await self._send_first(200, _EVENTS, events, chunked=True, last=last)
-        elif not (last and self._connection.end_chunks(self._scope, events)):
-            self._connection.flush()
-            await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+            return
+        if not self._request.writable():
+            await self.drained()
+        await self._request.send(events, last=last)
 
     async def drained(self) -> None:
         """Returns once :meth:`writable`.
@@ -172,25 +189,24 @@ class Exchange:
         """
         try:
             async with asyncio.timeout_at(self._deadline + READER_SLACK):
-                await self._connection.drained()
+                await self._request.drained()
         except TimeoutError:
             self.client_left = True
-            self._connection.abort()
+            self._request.abort()
             raise RequestCancelledError("the client does not read its answer") from None
 
     def writable(self) -> bool:
         """Whether :meth:`write_events` may be called."""
-        return self._connection.writable()
+        return self._request.writable()
 
     def write_events(self, events: bytes) -> None:
         """Sends encoded events, in this turn of the loop. Only while no :meth:`send_events` is awaited, and after one was."""
-        self._connection.write_chunk(events)
+        self._request.write_chunk(events)
 
     def number_writer(self, before: bytes, after: bytes) -> Callable[[int], bool]:
         """Makes what sends ``before``, a number and ``after`` as :meth:`write_events` does, unless it may not be called."""
-        return self._connection.number_writer(before, after)
+        return self._request.number_writer(before, after)
 
     async def _send_first(self, status: int, headers: Headers, body: bytes, *, chunked: bool, last: bool) -> None:
-        self.started = True
         headers = (*headers, (_REQUEST_ID_HEADER, self.request_id.encode("ascii")))
-        await self._connection.send_first(self._scope, self._send, status, headers, body, chunked=chunked, last=last)
+        await self._request.respond(status, headers, body, chunked=chunked, last=last)

@@ -23,7 +23,7 @@ class WriteBatch:
         self._pending.append((transport, data))
 
     def flush(self) -> None:
-        """Writes it now."""
+        """Writes what was added now: before something is written past it, or a transport closed."""
         pending, self._pending = self._pending, []
         for transport, data in pending:
             if not transport.is_closing():

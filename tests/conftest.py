@@ -111,7 +111,6 @@ def taken_port() -> Iterator[int]:
 PATIENT = {
     "SAPWOOD_ROUTER_WORKER_SILENCE": "30",
     "SAPWOOD_ROUTER_RESUME_GRACE": "60",
-    "SAPWOOD_ROUTER_TOKENIZER_GRACE": "60",
     "SAPWOOD_ROUTER_QUEUE_WAIT": "300",
 }
 """A router's settings where processes get little of a core: none of them is gone because it is silent for some seconds."""

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from sapwood.cli.child import Child
@@ -55,7 +56,7 @@ class Cluster:
         self._on_line = on_line
         self._on_status = on_status
         self._tokenizer: Child | None = None
-        self._workers: list[Child] = []
+        self._workers: dict[int, Child] = {}
         self._router: Child | None = None
         self._states: dict[str, str] = {}
 
@@ -73,34 +74,33 @@ class Cluster:
             self._on_status("")
 
     async def watch(self) -> None:
-        """Starts workers that end anew, on their ports.
+        """Starts the tokenizer and workers that end anew, on their ports.
 
         Raises:
-            DiedError: Another service ended, or a worker did so again and again.
+            DiedError: The router ended, or another service did so again and again.
         """
-        await self._or_death(
-            self._keep_all(), [child for child in (self._tokenizer, self._router) if child is not None]
-        )
+        await self._or_death(self._keep_all(), [child for child in (self._router,) if child is not None])
 
     async def _keep_all(self) -> None:
-        await asyncio.gather(*(self._keep(index) for index in range(len(self._workers))))
+        assert self._tokenizer is not None
+        workers = (self._keep(child, partial(self._start_worker, index)) for index, child in self._workers.items())
+        await asyncio.gather(self._keep(self._tokenizer, self._start_tokenizer), *workers)
 
-    async def _keep(self, index: int) -> None:
-        restarts = Restarts(time.monotonic)
+    async def _keep(self, child: Child, start: Callable[[int], Awaitable[Child]]) -> None:
+        restarts, address = Restarts(time.monotonic), await self._address(child)
         while True:
-            worker = self._workers[index]
-            await worker.exited.wait()
-            worker.kill()  # what it may have left behind
-            delay, address = restarts.next_delay(), await worker.address()
-            if delay is None or address is None:
-                raise DiedError(worker)
-            self._on_line(worker.name, f"{worker.name} {_end_of(worker)}: it is started anew in {delay:g} s")
+            await child.exited.wait()
+            child.kill()  # what it may have left behind
+            delay = restarts.next_delay()
+            if delay is None:
+                raise DiedError(child)
+            self._on_line(child.name, f"{child.name} {_end_of(child)}: it is started anew in {delay:g} s")
             await asyncio.sleep(delay)
-            self._workers[index] = await self._worker(index, port=int(address.rpartition(":")[2]))
+            child = await start(int(address.rpartition(":")[2]))
 
     async def stop(self) -> None:
         """Drains: first the router, so that running requests still have their workers; then workers, then tokenizer."""
-        for group in ([self._router], self._workers, [self._tokenizer]):
+        for group in ([self._router], [*self._workers.values()], [self._tokenizer]):
             running = [child for child in group if child is not None and not child.exited.is_set()]
             for child in running:
                 child.signal(signal.SIGTERM)
@@ -121,15 +121,15 @@ class Cluster:
             child.kill()
 
     def _children(self) -> list[Child]:
-        return [child for child in (self._tokenizer, *self._workers, self._router) if child is not None]
+        return [child for child in (self._tokenizer, *self._workers.values(), self._router) if child is not None]
 
     async def _start(self) -> Endpoints:
         services = self._services
-        self._tokenizer = await self._child(services.tokenizer, "tokenizer", _ports(services.tokenizer))
+        backends = [await self._start_tokenizer()]
         for index in range(services.workers):
-            self._workers.append(await self._worker(index))
+            backends.append(await self._start_worker(index))  # noqa: PERF401 - one that fails to start ends those before
         # They say where they listen once they are ready.
-        addresses = [await self._address(child) for child in (self._tokenizer, *self._workers)]
+        addresses = [await self._address(child) for child in backends]
         tokenizer, *workers = map(_reachable, addresses)
         self._router = await self._child(services.router, "router", self._of_router(tokenizer, workers))
         # Only now, with all children started, is gRPC used here: it does not like a fork after it has threads.
@@ -142,13 +142,17 @@ class Cluster:
             await self._joined(operators, set(workers))
         return Endpoints(grpc_address, http_address, tokenizer, tuple(workers))
 
-    async def _worker(self, index: int, port: int | None = None) -> Child:
-        """Starts a worker, on a port that is its own already or the one that is its turn."""
+    async def _start_tokenizer(self, port: int | None = None) -> Child:
+        """Starts the tokenizer, on a port that is its own already or the one that it is to have."""
+        tokenizer = self._services.tokenizer
+        self._tokenizer = await self._child(tokenizer, "tokenizer", _ports(tokenizer, 0, port))
+        return self._tokenizer
+
+    async def _start_worker(self, index: int, port: int | None = None) -> Child:
+        """Starts a worker, likewise."""
         worker = self._services.worker
-        ports = _ports(worker, index)
-        if port is not None:
-            ports["port"] = port
-        return await self._child(worker, f"worker-{index}", ports)
+        self._workers[index] = await self._child(worker, f"worker-{index}", _ports(worker, index, port))
+        return self._workers[index]
 
     def _of_router(self, tokenizer: str, workers: list[str]) -> dict[str, Any]:
         """The router's settings that depend on the others; those that were named are asked, too."""
@@ -234,12 +238,15 @@ class Cluster:
             await asyncio.sleep(_POLL_SECONDS)
 
 
-def _ports(service: Service[Any], further: int = 0) -> dict[str, int]:
-    """A service's ports; that of its metrics goes with its own, or is a free one where ordinary users may not have it."""
+def _ports(service: Service[Any], further: int = 0, port: int | None = None) -> dict[str, int]:
+    """A service's ports, with ``port`` in place of its own if it has one already.
+
+    That of its metrics goes with its own, or is a free one where ordinary users may not have it.
+    """
     ports = service.ports(further)
     beside = ports["port"] - _METRICS_OFFSET
     ports.setdefault("metrics_port", beside if beside >= 1024 else 0)
-    return ports
+    return ports if port is None else ports | {"port": port}
 
 
 def _end_of(child: Child) -> str:

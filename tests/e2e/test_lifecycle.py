@@ -123,8 +123,17 @@ def test_a_second_ctrl_c_does_not_wait(start_cluster: Any) -> None:
         assert cluster.finish() == 130
 
 
-def test_a_dead_worker_is_started_anew_and_another_dead_service_ends_the_cluster(start_cluster: Any) -> None:
+def test_dead_tokenizers_and_workers_are_started_anew_and_a_dead_router_ends_the_cluster(start_cluster: Any) -> None:
     with start_cluster("--workers", "1") as cluster, Client(cluster.grpc) as client:
+        asked = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        whole = client.generate("The capital of France is", **asked).text()
+        running = client.generate("The capital of France is", **asked)
+        text = next(running).text
+        os.kill(cluster.service_pid("sapwood_tokenizer"), signal.SIGKILL)
+        cluster.wait_for_line("tokenizer was killed by SIGKILL: it is started anew")
+        assert client.generate("The capital of France is", **asked).text() == whole  # it waits, too
+        assert text + "".join(delta.text for delta in running) == whole
+
         router, first = cluster.service_pid("sapwood_router"), cluster.service_pid("sapwood_worker")
         os.kill(first, signal.SIGKILL)
         cluster.wait_for_line("worker-0 was killed by SIGKILL: it is started anew")

@@ -1,5 +1,6 @@
-"""Workers on the demo model killed, stopped and cut off under streaming load: no request fails, and every greedy answer is the
-undisturbed one, token for token; completions, chat, tool calls and answers after a schema.
+"""Workers on the demo model killed, stopped (whole, or the scheduler process alone) and cut off, and the only tokenizer killed,
+under streaming load: no request fails, and every greedy answer is the undisturbed one, token for token; completions, chat, tool
+calls and answers after a schema.
 
 ``make test-losses`` does each 20 times to one of four workers; tests/router/test_worker_losses.py does so without a model.
 """
@@ -119,7 +120,8 @@ class Cluster:
     def __init__(self, model: Path, namespaces: Sequence[Any]) -> None:
         self.services: list[Service] = []
         try:
-            self.tokenizer = self.add("sapwood_tokenizer", "--port", "0", "--metrics-port", "0", "--model", str(model))
+            tokenizer = ("--port", str(port_of_its_own()), "--metrics-port", "0", "--model", str(model))
+            self.tokenizer = self.add("sapwood_tokenizer", *tokenizer)
             worker = (
                 "sapwood_worker",
                 "--model",
@@ -148,16 +150,7 @@ class Cluster:
             addresses = [worker.address for worker in self.workers]
             flags = ("--port", "0", "--http-port", "0", "--tokenizer", self.tokenizer.address, "--resume-grace", "60")
             # Of the many seconds' silences some may be the machine's: those cost resumptions, too.
-            flags += (
-                "--worker-silence",
-                "2",
-                "--most-resumptions",
-                "20",
-                "--tokenizer-grace",
-                "60",
-                "--queue-wait",
-                "300",
-            )
+            flags += ("--most-resumptions", "20", "--queue-wait", "300")
             self.router = self.add("sapwood_router", *flags, "--workers", *addresses)
             self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.router.ports[1]}", trust_env=False, timeout=200)
             self.wait_for_workers(WORKERS)
@@ -178,8 +171,11 @@ class Cluster:
         return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
 
     def wait_for_workers(self, count: int) -> None:
+        self.wait_for("sapwood_router_worker_available{", count)
+
+    def wait_for(self, name: str, value: float) -> None:
         deadline = time.monotonic() + 120
-        while self.metric("sapwood_router_worker_available{") != count:
+        while self.metric(name) != value:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -286,13 +282,14 @@ class Load:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300 + 60 * ROUNDS)
-@pytest.mark.parametrize("how", ["stop", "part", "kill"])
+@pytest.mark.parametrize("how", ["stop", "freeze", "part", "kill"])
 def test_losing_a_worker_under_load_changes_no_answer(cluster: Cluster, how: str) -> None:
     if how == "part" and cluster.workers[0].namespace is None:
         pytest.skip("no network namespaces here")
     rng, rounds = random.Random(3), ROUNDS
     before = cluster.metric("sapwood_router_resumptions_total")
     losses = 0
+    noticed, moved = [0.0], [0.0]
     with Load(cluster) as load:
         # A worker may have said all before the router reads it.
         while losses < rounds or cluster.metric("sapwood_router_resumptions_total") - before < rounds / 2:
@@ -305,6 +302,15 @@ def test_losing_a_worker_under_load_changes_no_answer(cluster: Cluster, how: str
                 cluster.wait_for_workers(WORKERS - 1)
                 load.progress(1)
                 worker.send(signal.SIGCONT)
+            elif how == "freeze":
+                begun = time.monotonic()
+                os.kill(worker.pids()[1], signal.SIGSTOP)
+                cluster.wait_for_workers(WORKERS - 1)
+                noticed.append(time.monotonic() - begun)
+                cluster.wait_for(f'sapwood_router_worker_in_flight_requests{{worker="{worker.address}"', 0)
+                moved.append(time.monotonic() - begun)
+                load.progress(1)
+                os.kill(worker.pids()[1], signal.SIGCONT)
             elif how == "part":
                 worker.namespace.part()
                 cluster.wait_for_workers(WORKERS - 1)
@@ -317,5 +323,28 @@ def test_losing_a_worker_under_load_changes_no_answer(cluster: Cluster, how: str
             cluster.wait_for_workers(WORKERS)
     resumed = cluster.metric("sapwood_router_resumptions_total") - before
     print(f"{how}: {losses} losses of 1 of {WORKERS}, {resumed:g} streams resumed, {load.done} answers, none wrong")
+    if how == "freeze":
+        print(f"not chosen after {max(noticed):.1f} s, its streams elsewhere after {max(moved):.1f} s at most")
     assert resumed >= rounds / 2
     assert cluster.metric("sapwood_router_worker_in_flight_requests{") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300 + 60 * ROUNDS)
+def test_killing_the_only_tokenizer_under_load_changes_no_answer(cluster: Cluster) -> None:
+    running = 0.0
+    away = [0.0]
+    with Load(cluster) as load:
+        for _ in range(ROUNDS):
+            load.progress(2)
+            running += cluster.metric("sapwood_router_running_requests")
+            begun = time.monotonic()
+            cluster.tokenizer.end()
+            cluster.tokenizer.start()
+            away.append(time.monotonic() - begun)
+        load.progress(2)
+    print(
+        f"{ROUNDS} kills of the only tokenizer, away for {max(away):.1f} s at most: {running:g} streams waited, "
+        f"{load.done} answers, none wrong"
+    )
+    assert running >= ROUNDS

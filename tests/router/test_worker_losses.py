@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 
 from sapwood.v1 import router_pb2, router_pb2_grpc
@@ -330,6 +332,40 @@ async def test_a_frozen_idle_worker_keeps_no_new_request_waiting() -> None:
         workers[0].send_to_scheduler(signal.SIGCONT)
         await available(router, 2)
         assert all(worker.in_flight == 0 for worker in router.registry.all())
+
+
+async def test_a_killed_routers_stream_just_breaks_and_with_its_seed_another_router_gives_the_same_answer() -> None:
+    async with cluster(2) as (router, workers, _):
+        doomed = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "sapwood_router", "--port", "0", "--http-port", "0", "--metrics-port", "0"),
+            *("--tokenizer", router._config.tokenizer, "--workers", *(worker.address for worker in workers)),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        line = ""
+        while not (found := re.search(r"HTTP listening on \S+:(\d+)", line)):
+            line = (await asyncio.wait_for(doomed.stderr.readline(), 60)).decode()
+        rest = asyncio.ensure_future(doomed.stderr.read())
+        body = {"prompt": [5, 6, 7], "max_tokens": LENGTH, "seed": 7, "stream": True, "detokenize": False}
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+            while (await http.get(f"http://127.0.0.1:{found[1]}/health")).status_code != 200:
+                await asyncio.sleep(0.02)
+            events: list[str] = []
+            with pytest.raises(httpx.TransportError):
+                async with http.stream("POST", f"http://127.0.0.1:{found[1]}/v1/completions", json=body) as answer:
+                    async for event in answer.aiter_lines():
+                        events += filter(None, [event])
+                        if len(events) == 3:
+                            doomed.kill()
+            await asyncio.gather(doomed.wait(), rest)
+            assert "[DONE]" not in events[-1] and "error" not in events[-1]
+            received = [token for event in events for token in json.loads(event[6:])["choices"][0]["token_ids"]]
+            again = await http.post(
+                f"http://127.0.0.1:{router.http_port}/v1/completions", json={**body, "stream": False}
+            )
+        answer = again.json()["choices"][0]["token_ids"]
+        assert len(answer) == LENGTH
+        assert 0 < len(received) < LENGTH
+        assert answer[: len(received)] == received
 
 
 async def test_a_deadline_holds_while_the_only_worker_hangs() -> None:

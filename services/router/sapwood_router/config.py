@@ -171,7 +171,10 @@ class RouterConfig(ServiceConfig):
         600.0, gt=0, description="Seconds that a request may take; a client's own deadline counts if it is earlier."
     )
     tokenizer_grace: float = Field(
-        5.0, ge=0, description="Seconds that requests wait for a tokenizer that is gone before they fail UNAVAILABLE."
+        60.0,
+        ge=0,
+        description="Seconds that requests, within their deadlines, wait for a tokenizer that is gone before they fail "
+        "UNAVAILABLE: at least as long as one takes to start.",
     )
     status_page: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -177,6 +178,12 @@ async def moved(router: RouterApplication, worker: WorkerProcess) -> None:
 
 def known_as(router: RouterApplication, worker: WorkerProcess) -> Worker:
     return next(known for known in router.registry.all() if known.address == worker.address)
+
+
+def losses_of(router: RouterApplication, worker: WorkerProcess) -> float:
+    return (
+        router._metrics.registry.get_sample_value("sapwood_router_worker_losses_total", {"worker": worker.address}) or 0
+    )
 
 
 async def progress(load: Load, requests: int) -> None:
@@ -383,3 +390,57 @@ async def test_a_deadline_holds_while_the_only_worker_hangs() -> None:
             async for _ in call:
                 pass
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_worker_that_gets_its_cpu_in_pieces_is_not_lost_but_one_that_gets_none_is() -> None:
+    async with cluster(1, worker_silence=1) as (router, workers, stub):
+        (worker,) = workers
+
+        async def stop_for(seconds: float) -> float:
+            begun = time.monotonic()
+            worker.send(signal.SIGSTOP)
+            await asyncio.sleep(seconds)
+            worker.send(signal.SIGCONT)
+            return time.monotonic() - begun
+
+        load = Load(stub, streams=2, seed=1)
+        for _ in range(10):  # where the machine itself stands still, a stop takes longer than was meant
+            for _ in range(4):
+                await stop_for(0.4)
+                await asyncio.sleep(0.3)
+            before, limit = losses_of(router, worker), router._silence_limit.seconds(known_as(router, worker).loop_lag)
+            if await stop_for(1.3) < limit - 0.3:
+                break
+            await available(router, 1)
+        assert limit > 1.6
+        assert losses_of(router, worker) == before
+        await progress(load, 2)
+        await load.stop()
+        worker.send(signal.SIGSTOP)
+        await available(router, 0)
+        worker.send(signal.SIGCONT)
+        await available(router, 1)
+        assert losses_of(router, worker) == before + 1
+
+
+@pytest.mark.slow
+async def test_a_machine_with_too_much_to_do_loses_no_worker() -> None:
+    async with cluster(2, worker_silence=1) as (router, workers, stub):
+        hogs = [
+            await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
+            for _ in range(8 * (os.cpu_count() or 1))
+        ]
+        try:
+            load = Load(stub, streams=8, seed=1)
+            await progress(load, 60)
+            await load.stop()
+            assert load.resumed == 0
+            assert not any(losses_of(router, worker) for worker in workers)
+            workers[0].send(signal.SIGSTOP)
+            await available(router, 1)
+            workers[0].send(signal.SIGCONT)
+            await available(router, 2)
+        finally:
+            for hog in hogs:
+                hog.kill()
+                await hog.wait()

@@ -105,15 +105,15 @@ class Supervisor:
             worst = max(vitals.frozen, vitals.step)
             vitals.stuck = worst > self._timeout
             if vitals.stuck and not was_stuck:
-                logger.error("a step has taken %.1f s: the worker is stuck", worst)
+                logger.error("nothing done for %.1f s: the worker is stuck", worst)
             elif was_stuck and not vitals.stuck:
-                logger.warning("the step that was stuck has ended")
+                logger.warning("the worker is no longer stuck")
             elif vitals.well != was_well:
                 logger.warning("the scheduler process %s", "lives" if vitals.well else "gives no sign of life")
             if vitals.well != was_well:
                 on_change()
             if worst > self._restart:
-                logger.error("a step has taken %.1f s: its process is ended", worst)
+                logger.error("nothing done for %.1f s: its process is ended", worst)
                 process.kill()
                 return
             await asyncio.sleep(interval)

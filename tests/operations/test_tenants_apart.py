@@ -1,9 +1,9 @@
 """Two tenants see nothing of each other: in no kind of request, in no tier of the KV cache.
 
 Alice asks; then others ask the same thing in every way there is, each with a key of their own, while what Alice left lies in
-one tier of a real worker's cache. What the worker counts (tokens found in each tier, tokens computed, steps) is what it counts
-for a text that nobody ever sent, so the time that it takes says nothing either (it is printed: ``pytest -rP``). That there was
-something to be seen Alice shows by asking again.
+one tier of a real worker's cache. What the worker counts (tokens found in each tier, tokens computed, steps), and the tokenizer
+(texts found), is what they count for a text that nobody ever sent, so the time that it takes says nothing either (it is printed:
+``pytest -rP``). That there was something to be seen Alice shows by asking again.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ TIERS = {
 
 
 class Work(NamedTuple):
-    """What a request cost the worker, and what it was spared."""
+    """What a request cost the worker, and what it and the tokenizer were spared."""
 
     tokens: int
     steps: int
     device: int
     host: int
     storage: int
+    texts: int
 
 
 class Service:
@@ -122,7 +123,7 @@ class Service:
         return 0
 
     def work(self, what: str, ask: Callable[[], int]) -> tuple[int, Work]:
-        """What a request answers, and what it costs the worker, which does nothing else."""
+        """What a request answers, and what it costs worker and tokenizer, which do nothing else."""
         before = self._counts()
         started = time.perf_counter()
         cached = ask()
@@ -130,14 +131,16 @@ class Service:
         return cached, Work(*(after - was for after, was in zip(self._counts(), before, strict=True)))
 
     def _counts(self) -> list[int]:
-        text = self._cluster.metrics("worker")
+        shown = {service: self._cluster.metrics(service) for service in ("worker", "tokenizer")}
 
-        def total(name: str, labels: str = "") -> int:
+        def total(name: str, labels: str = "", service: str = "worker") -> int:
+            text = shown[service]
             return round(sum(map(float, re.findall(rf"^{name}{{[^}}]*{labels}[^}}]*}} (\S+)$", text, re.MULTILINE))))
 
         hits = [total("sapwood_worker_cache_hit_tokens_total", f'tier="{tier}"') for tier in TIERS]
         steps = total("sapwood_worker_step_seconds_count", 'kind="prefill"')  # there are also those that only copy
-        return [total("sapwood_worker_step_tokens_total"), steps, *hits]
+        texts = total("sapwood_tokenizer_cache_hits_total", service="tokenizer")
+        return [total("sapwood_worker_step_tokens_total"), steps, *hits, texts]
 
     def written(self) -> list[int]:
         """Bytes that were copied to the two lower tiers so far."""
@@ -215,8 +218,9 @@ def test_what_one_tenant_asked_is_as_new_for_another_as_what_nobody_asked(
         cached, work = service.work(f"what another asked, in {tier}", lambda: kind(service, name, text))  # noqa: B023
         assert (cached, work) == (0, unseen[name]), name
         assert work.tokens >= LENGTH
-        assert work[2:] == (0, 0, 0)
+        assert work[2:] == (0, 0, 0, 0)
     cached, work = service.work(f"what alice asked herself, in {tier}", lambda: service.grpc_text("alice", text))
     assert cached == CACHED, "there was nothing to be seen"
     assert work.tokens == unseen["grpc_text"].tokens - CACHED
     assert work._asdict()[tier] == CACHED
+    assert work.texts == 1

@@ -18,8 +18,9 @@ HOSTILE = "|".join(str(number * 7919) for number in range(100_000))
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
-def ask(**fields: object) -> tokenizer_pb2.CompileGrammarRequest:
-    return tokenizer_pb2.CompileGrammarRequest(grammar=common_pb2.Grammar(**fields))  # type: ignore[arg-type]
+def ask(cache_salt: str = "", **fields: object) -> tokenizer_pb2.CompileGrammarRequest:
+    grammar = common_pb2.Grammar(**fields)  # type: ignore[arg-type]
+    return tokenizer_pb2.CompileGrammarRequest(grammar=grammar, cache_salt=cache_salt)
 
 
 async def refusal(call) -> tuple[grpc.StatusCode, str | None, str]:
@@ -51,6 +52,22 @@ async def test_each_kind_is_compiled_once_and_equal_ones_have_one_key(start_serv
         assert [artefact.key for artefact in artefacts] == [answer.key for answer in first]
         assert len({artefact.fingerprint for artefact in artefacts}) == 1
         assert '<|im_start|> "x"' in artefacts[-1].lark
+
+
+async def test_what_one_salt_compiled_is_not_found_under_another(start_service: Callable) -> None:
+    async with open_channel(start_service().address) as channel:
+        stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+        keys = set()
+        for salt in ("", "alice", "bob"):
+            answers = [await stub.CompileGrammar(ask(regex="[a-z]+", cache_salt=salt)) for _ in range(2)]
+            assert [answer.cached for answer in answers] == [False, True]
+            keys |= {answer.key for answer in answers}
+        assert len(keys) == 3, "workers keep what they make of a grammar by its key"
+        for call in (
+            stub.CompileGrammar(ask(regex="a", cache_salt="s" * 257)),
+            stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=["a"], cache_salt="s" * 257)),
+        ):
+            assert (await refusal(call))[:2] == (grpc.StatusCode.INVALID_ARGUMENT, "cache_salt")
 
 
 async def test_what_is_wrong_is_named(start_service: Callable) -> None:

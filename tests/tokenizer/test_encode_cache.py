@@ -1,5 +1,6 @@
 """The caches of encoded text, and that cutting texts changes no token."""
 
+import asyncio
 import json
 import random
 from array import array
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from sapwood_tokenizer.batch_encoder import BatchEncoder, Encoded
+from sapwood_tokenizer.batch_encoder import BatchEncoder, Encoded, PartKey
 from sapwood_tokenizer.encode_cache import EncodeCache
 from sapwood_tokenizer.encoder import EncodeOptions, Encoder, EncoderOptions
 from sapwood_tokenizer.loader import LoadedTokenizer
@@ -91,7 +92,7 @@ def test_a_growing_conversation_is_encoded_turn_by_turn_and_right(
     tokenizers: dict[str, Tokenizer], corpus: list[str], name: str
 ) -> None:
     tokenizer = tokenizers[name]
-    parts: EncodeCache[tuple[bool, str]] = EncodeCache(1 << 20)
+    parts: EncodeCache[PartKey] = EncodeCache(1 << 20)
     batches = BatchEncoder(tokenizer, parts)
     chance = random.Random(name)
     text, before = "", 0
@@ -168,6 +169,32 @@ async def test_a_text_that_was_encoded_before_is_not_encoded_again(byte_level: T
     assert [list(one.ids) for one in again] == [byte_level.encode(text).ids for text in [*corpus, "new"]]
     assert [list(one.ids) for one in first] == [list(one.ids) for one in again[:-1]]
     assert (encoder.exact_cache.hits, encoder.exact_cache.misses) == (len(corpus), len(corpus) + 1)
+
+
+async def test_what_came_with_one_salt_is_not_found_under_another(demo: LoadedTokenizer) -> None:
+    encoder = Encoder(demo.tokenizer, options())
+    turn = "<start_of_turn>user\n" + "a turn of some length " * 20 + "<end_of_turn>\n"
+    longer = turn + "<start_of_turn>model\n" + "an answer " * 20 + "<end_of_turn>\n"
+    expected = demo.tokenizer.encode(longer).ids
+
+    async def found(salt: str, *texts: str) -> tuple[int, int]:
+        before = encoder.exact_cache.hits, encoder.prefix_cache.hits
+        for encoded, sent in zip(await encoder.encode(texts, EncodeOptions(salt=salt)), texts, strict=True):
+            assert list(encoded.ids) == demo.tokenizer.encode(sent).ids
+        return encoder.exact_cache.hits - before[0], encoder.prefix_cache.hits - before[1]
+
+    assert await found("alice", turn, "other") == (0, 0)
+    assert await found("alice", turn, "other") == (2, 0)
+    assert await found("alice", longer) == (0, 1), "its first turn is known"
+    for salt in ("bob", ""):
+        assert await found(salt, longer, turn, "other") == (0, 0)
+        assert await found(salt, turn, longer) == (2, 0)
+    # Those that come at once are one batch of the library's.
+    salts = [f"tenant {number % 4}" for number in range(8)]
+    answers = await asyncio.gather(*(encoder.encode([longer], EncodeOptions(salt=salt)) for salt in salts))
+    assert all(list(encoded.ids) == expected for (encoded,) in answers)
+    assert await found("tenant 3", longer) == (1, 0)
+    assert await found("tenant 4", longer) == (0, 0)
 
 
 async def test_special_tokens_are_read_or_taken_for_text_as_asked(demo: LoadedTokenizer, byte_level: Tokenizer) -> None:

@@ -140,7 +140,9 @@ def to_grammar(grammar: AnswerGrammar) -> common_pb2.Grammar:
 def to_compile_request(context: RequestContext) -> tokenizer_pb2.CompileGrammarRequest:
     """What the tokenizer service is asked to compile for a request whose prompt and parsers are known."""
     prompt, choice, output = context.prompt, context.tool_choice, context.output
-    request = tokenizer_pb2.CompileGrammarRequest(reasoning_parser=output.reasoning_parser)
+    request = tokenizer_pb2.CompileGrammarRequest(
+        reasoning_parser=output.reasoning_parser, cache_salt=context.caller.cache_salt
+    )
     if output.reasoning_open is not None:
         request.reasoning_open = output.reasoning_open
     if context.grammar is not None:

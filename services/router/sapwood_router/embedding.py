@@ -157,7 +157,8 @@ class Embedder:
     async def _encode(self, request: EmbedRequest) -> list[list[int]]:
         texts = [item for item in request.inputs if isinstance(item, str)]
         client = self._tokenizers.of(request.model).client
-        encoded = iter(await client.encode_texts(texts, request.request_id, request.deadline) if texts else ())
+        salt = request.caller.cache_salt
+        encoded = iter(await client.encode_texts(texts, request.request_id, request.deadline, salt) if texts else ())
         sequences = []
         for name, item in zip(request.names, request.inputs, strict=True):
             if isinstance(item, str):

@@ -61,26 +61,36 @@ class TokenizerClient:
             return None
         return "; ".join(f"{replica.address}: {replica.problem}" for replica in replicas) or "has no address yet"
 
-    async def encode_text(self, text: str, request_id: str, deadline: float) -> list[int]:
+    async def encode_text(self, text: str, request_id: str, deadline: float, cache_salt: str = "") -> list[int]:
         """The tokens of a text, special tokens added.
+
+        Args:
+            text: The text.
+            request_id: For the service's log.
+            deadline: On the event loop's clock.
+            cache_salt: Whose it is: the service shares what it keeps only under the same one.
 
         Raises:
             SapwoodError: The service's own error; UnavailableError if it is gone; DeadlineExceededError.
         """
-        (encoded,) = await self.encode_texts([text], request_id, deadline)
+        (encoded,) = await self.encode_texts([text], request_id, deadline, cache_salt)
         return encoded
 
-    async def encode_texts(self, texts: Sequence[str], request_id: str, deadline: float) -> list[list[int]]:
-        """The tokens of several texts, special tokens added.
+    async def encode_texts(
+        self, texts: Sequence[str], request_id: str, deadline: float, cache_salt: str = ""
+    ) -> list[list[int]]:
+        """The tokens of several texts; arguments as of :meth:`encode_text`.
 
         Raises:
             SapwoodError: As :meth:`encode_text`.
         """
-        request = tokenizer_pb2.TokenizeRequest(texts=texts)
+        request = tokenizer_pb2.TokenizeRequest(texts=texts, cache_salt=cache_salt)
         answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
         return [list(sequence.ids) for sequence in answer.sequences]
 
-    async def encode_chat(self, prompt: ChatPrompt, request_id: str, deadline: float) -> EncodedChat:
+    async def encode_chat(
+        self, prompt: ChatPrompt, request_id: str, deadline: float, cache_salt: str = ""
+    ) -> EncodedChat:
         """The tokens of a conversation, rendered with the model's template and opened for the assistant's turn.
 
         Raises:
@@ -92,6 +102,7 @@ class TokenizerClient:
             template_variables=prompt.template_variables,
             add_generation_prompt=prompt.add_generation_prompt,
             continue_final_message=prompt.continue_final_message,
+            cache_salt=cache_salt,
         )
         answer = await self._patiently(
             lambda replica: replica.apply_chat_template(request, request_id, deadline), deadline

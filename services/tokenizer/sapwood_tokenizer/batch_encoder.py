@@ -17,8 +17,8 @@ from sapwood_common.errors import ConfigError
 from sapwood_tokenizer.encode_cache import EncodeCache
 from sapwood_tokenizer.safe_boundary import SafeBoundaries
 
-PartKey = tuple[bool, str]
-"""Whether the part is the first of its text, and the part."""
+PartKey = tuple[str, bool, str]
+"""A salt, whether the part is the first of its text, and the part."""
 
 _PROBES = 1000
 
@@ -66,12 +66,18 @@ class BatchEncoder:
         return Encoded(self._before + encoded.ids + self._after, offsets)
 
     def encode(
-        self, texts: Sequence[str], *, parse_special_tokens: bool = True, offsets: bool = False
+        self,
+        texts: Sequence[str],
+        salts: Sequence[str] = (),
+        *,
+        parse_special_tokens: bool = True,
+        offsets: bool = False,
     ) -> list[Encoded]:
         """The tokens of each text, without special tokens around it.
 
         Args:
             texts: Any number of texts.
+            salts: One for each: what is known of a text is what came with the same one. Empty: they have none.
             parse_special_tokens: Whether the text of a special token is that token; else it is text like any other.
             offsets: Whether they are wanted; then the text is encoded whole and nothing is looked up or kept.
         """
@@ -80,29 +86,29 @@ class BatchEncoder:
             encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
             return [Encoded(array("I", encoding.ids), encoding.offsets) for encoding in encodings]
         if parse_special_tokens and self._parts.enabled and self._boundaries.lead is not None:
-            return self._encode_parts(texts, self._boundaries.lead)
+            return self._encode_parts(texts, salts or [""] * len(texts), self._boundaries.lead)
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [Encoded(array("I", encoding.ids)) for encoding in encodings]
 
-    def _encode_parts(self, texts: Sequence[str], lead: str) -> list[Encoded]:
+    def _encode_parts(self, texts: Sequence[str], salts: Sequence[str], lead: str) -> list[Encoded]:
         results: list[list[array[int] | None]] = []
         missing: list[tuple[list[array[int] | None], int, PartKey, bool]] = []  # result, place, key, whether it is kept
-        for text in texts:
+        for text, salt in zip(texts, salts, strict=True):
             cut = self._boundaries.cut(text)
             last = len(cut) - 1
             result: list[array[int] | None] = []
             for place, part in enumerate(cut):
                 # The last part, which no boundary ends, will not come again but in the same text, which L0 knows.
-                key = (place == 0, part)
+                key = (salt, place == 0, part)
                 ids = self._parts.get(key) if place < last else None
                 if ids is None and part:
                     missing.append((result, place, key, place < last))
                 result.append(ids)
             results.append(result)
-        inputs = [part if first else lead + part for _, _, (first, part), _ in missing]
+        inputs = [part if first else lead + part for _, _, (_, first, part), _ in missing]
         encodings = self._tokenizer.encode_batch_fast(inputs, add_special_tokens=False) if inputs else []
         for (result, place, key, kept), encoding in zip(missing, encodings, strict=True):
-            first, part = key
+            _, first, part = key
             ids = array("I", encoding.ids if first else encoding.ids[1:])
             result[place] = ids
             if kept:

@@ -20,6 +20,7 @@ from sapwood_tokenizer.tool_parser.tools import Tools
 
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 1024
+MOST_SALT = 256
 
 
 class CallArguments(dict[str, Any]):
@@ -105,13 +106,25 @@ def to_variables(text: str) -> dict[str, Any]:
 
 
 def to_encode_options(request: tokenizer_pb2.TokenizeRequest) -> EncodeOptions:
-    """What is wanted of a request."""
+    """What is wanted of a request.
+
+    Raises:
+        InvalidArgumentError: Its salt is too long.
+    """
     return EncodeOptions(
         add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else True,
         parse_special_tokens=request.parse_special_tokens if request.HasField("parse_special_tokens") else True,
         offsets=request.return_offsets,
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+        salt=checked_salt(request.cache_salt),
     )
+
+
+def checked_salt(salt: str) -> str:
+    """The salt. Raises InvalidArgumentError where it is too long."""
+    if len(salt) > MOST_SALT:
+        raise InvalidArgumentError(f"cache_salt has more than {MOST_SALT} characters", field="cache_salt")
+    return salt
 
 
 def to_calls_wanted(message: tokenizer_pb2.ToolCallGrammar) -> CallsWanted:

@@ -4,7 +4,8 @@ Two levels: L0 knows whole texts (``Encoder`` asks it before anything else). L1 
 (``safe_boundary``), so of a conversation that has grown by a turn only the new turn is encoded. A part's ids do not depend on
 what is before it, so parts are kept by their own text: every prefix of a text that was encoded before is found, a text shared
 by many conversations is kept once, and a part behind one that has changed is found, too. Keys are the texts themselves,
-compared in full: no hash is trusted, so no client can make another get wrong ids.
+compared in full: no hash is trusted, so no client can make another get wrong ids. A salt goes with each: what one tenant sent is
+not known to another, who could tell it by the time.
 
 Algorithm: least recently used goes first. O(length of the key) to hash it, O(1) otherwise. Bound: the budget, counting keys,
 ids and the table.

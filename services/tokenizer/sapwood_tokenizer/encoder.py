@@ -24,7 +24,7 @@ from functools import partial
 from tokenizers import Tokenizer
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_tokenizer.batch_encoder import BatchEncoder, Encoded
+from sapwood_tokenizer.batch_encoder import BatchEncoder, Encoded, PartKey
 from sapwood_tokenizer.encode_cache import CacheStats, EncodeCache
 
 logger = logging.getLogger(__name__)
@@ -67,12 +67,14 @@ class EncodeOptions:
         parse_special_tokens: Read the text of a special token as that token; else it is text like any other.
         offsets: Tell where in the text each token is. Then no cache is asked.
         max_tokens: The most tokens a text may have, if fewer than the service's own limit.
+        salt: What is kept of a text is found only under the same one.
     """
 
     add_special_tokens: bool = True
     parse_special_tokens: bool = True
     offsets: bool = False
     max_tokens: int | None = None
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ _Result = Encoded | _Failed
 @dataclass(frozen=True, slots=True)
 class _Job:
     texts: Sequence[str]
+    salt: str
     cost: int
     kind: tuple[bool, bool]
     """Whether special tokens are parsed, and whether offsets are wanted: one batch is of one kind."""
@@ -106,8 +109,8 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer, options: EncoderOptions) -> None:
         self._options = options
-        self._exact: EncodeCache[tuple[bool, str]] = EncodeCache(options.exact_cache_bytes)
-        self._parts: EncodeCache[tuple[bool, str]] = EncodeCache(options.prefix_cache_bytes)
+        self._exact: EncodeCache[tuple[str, bool, str]] = EncodeCache(options.exact_cache_bytes)
+        self._parts: EncodeCache[PartKey] = EncodeCache(options.prefix_cache_bytes)
         self._batches = BatchEncoder(tokenizer, self._parts)
         self._free_threads = options.threads
         self._waiting: deque[_Job] = deque()
@@ -150,8 +153,8 @@ class Encoder:
                     f"a text of {size} bytes is longer than the limit of {self._options.max_text_bytes}",
                     field=_name(field, index),
                 )
-        kind = (options.parse_special_tokens, options.offsets)
-        results = await (self._run(texts, kind) if options.offsets else self._look_up_or_run(texts, kind))
+        kind, salt = (options.parse_special_tokens, options.offsets), options.salt
+        results = await (self._run(texts, salt, kind) if options.offsets else self._look_up_or_run(texts, salt, kind))
         for index, result in enumerate(results):
             if isinstance(result, _Failed):
                 raise InvalidArgumentError(
@@ -175,30 +178,31 @@ class Encoder:
         self._short_threads.shutdown(wait=False, cancel_futures=True)
         self._long_threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _look_up_or_run(self, texts: Sequence[str], kind: tuple[bool, bool]) -> list[_Result]:
+    async def _look_up_or_run(self, texts: Sequence[str], salt: str, kind: tuple[bool, bool]) -> list[_Result]:
         if not self._exact.enabled:
-            return await self._run(texts, kind)
+            return await self._run(texts, salt, kind)
         parse, _ = kind
         results: list[_Result | None] = []
         for text in texts:
-            ids = self._exact.get((parse, text)) if len(text) <= _LONGEST_LOOKED_UP else None
+            ids = self._exact.get((salt, parse, text)) if len(text) <= _LONGEST_LOOKED_UP else None
             results.append(None if ids is None else Encoded(ids))
         missing = [index for index, result in enumerate(results) if result is None]
-        encoded = await self._run([texts[index] for index in missing], kind)
+        encoded = await self._run([texts[index] for index in missing], salt, kind)
         for index, result in zip(missing, encoded, strict=True):
             results[index] = result
             if isinstance(result, Encoded) and len(texts[index]) <= _LONGEST_LOOKED_UP:
-                self._exact.put((parse, texts[index]), texts[index], result.ids)
+                self._exact.put((salt, parse, texts[index]), texts[index], result.ids)
         return [result for result in results if result is not None]
 
-    async def _run(self, texts: Sequence[str], kind: tuple[bool, bool]) -> list[_Result]:
+    async def _run(self, texts: Sequence[str], salt: str, kind: tuple[bool, bool]) -> list[_Result]:
         loop = asyncio.get_running_loop()
         results: list[_Result] = []
         for part, cost in _parts(texts):
             if cost > _SHORT_COST:
-                results += await loop.run_in_executor(self._long_threads, self._encode, part, kind)
+                salts = [salt] * len(part)
+                results += await loop.run_in_executor(self._long_threads, self._encode, part, salts, kind)
             else:
-                job = _Job(part, cost, kind, loop.create_future())
+                job = _Job(part, salt, cost, kind, loop.create_future())
                 self._waiting.append(job)
                 self._start_batches()
                 results += await job.done
@@ -208,8 +212,9 @@ class Encoder:
         while self._free_threads and (batch := self._next_batch()):
             self._free_threads -= 1
             texts = [text for job in batch for text in job.texts]
+            salts = [job.salt for job in batch for _ in job.texts]
             running = asyncio.get_running_loop().run_in_executor(
-                self._short_threads, self._encode, texts, batch[0].kind
+                self._short_threads, self._encode, texts, salts, batch[0].kind
             )
             running.add_done_callback(partial(self._end_batch, batch))
 
@@ -245,13 +250,14 @@ class Encoder:
                     job.done.set_result(running.result()[at : at + len(job.texts)])
             at += len(job.texts)
 
-    def _encode(self, texts: Sequence[str], kind: tuple[bool, bool]) -> list[_Result]:
+    def _encode(self, texts: Sequence[str], salts: Sequence[str], kind: tuple[bool, bool]) -> list[_Result]:
         parse_special_tokens, offsets = kind
         try:
-            return [*self._batches.encode(texts, parse_special_tokens=parse_special_tokens, offsets=offsets)]
+            return [*self._batches.encode(texts, salts, parse_special_tokens=parse_special_tokens, offsets=offsets)]
         except BaseException as error:  # a panic in the library is no Exception
             if len(texts) > 1:  # which of them is it?
-                return [result for text in texts for result in self._encode([text], kind)]
+                single = zip(texts, salts, strict=True)
+                return [result for text, salt in single for result in self._encode([text], [salt], kind)]
             logger.error("the tokenizer library failed on a text", exc_info=error)
             return [_Failed(str(error))]
 

@@ -8,6 +8,7 @@ keep their latency.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from sapwood.v1 import common_pb2, tokenizer_pb2
@@ -17,7 +18,7 @@ from sapwood_common.grammar.convert import to_grammar
 from sapwood_common.grammar.source import GrammarSource
 from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary, vocabulary_of_json
 from sapwood_tokenizer.config import TokenizerConfig
-from sapwood_tokenizer.convert import to_calls_wanted
+from sapwood_tokenizer.convert import checked_salt, to_calls_wanted
 from sapwood_tokenizer.loader import LoadedTokenizer
 from sapwood_tokenizer.output_grammar.source import ModelFormat, output_source
 
@@ -60,11 +61,13 @@ class Grammars:
         answer = _answer(request.grammar) if calls is None or request.HasField("grammar") else None
         reasoning_open = request.reasoning_open if request.HasField("reasoning_open") else None
         source, parser = output_source(answer, calls, request.reasoning_parser, reasoning_open, self._model)
+        made = source is not answer
+        source = replace(source, salt=checked_salt(request.cache_salt))
         cached = self._compiler.find(source) is not None
         try:
             compiled = await self._compiler.compile(source, time_remaining)
         except SapwoodError as error:
-            if error.field is not None and source is not answer:  # it names what was made here
+            if error.field is not None and made:  # it names what was made here
                 error.field = "tool_calls.tools" if answer is None else f"grammar.{answer.kind}"
             raise
         return tokenizer_pb2.CompileGrammarResponse(

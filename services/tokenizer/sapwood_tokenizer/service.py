@@ -14,7 +14,14 @@ from sapwood_common.errors import InvalidArgumentError, UnimplementedError
 from sapwood_common.flags import service_flag
 from sapwood_common.rpc_telemetry import RpcTelemetry
 from sapwood_tokenizer.chat_template import MOST_CHARACTERS, ChatTemplate
-from sapwood_tokenizer.convert import add_offsets, to_cache_stats, to_encode_options, to_messages, to_variables
+from sapwood_tokenizer.convert import (
+    add_offsets,
+    checked_salt,
+    to_cache_stats,
+    to_encode_options,
+    to_messages,
+    to_variables,
+)
 from sapwood_tokenizer.detokenize_call import DetokenizeCall
 from sapwood_tokenizer.detokenizer import Detokenizer
 from sapwood_tokenizer.encode_call import EncodeCall
@@ -151,6 +158,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     ) -> tokenizer_pb2.ApplyChatTemplateResponse:
         if not request.messages:
             raise InvalidArgumentError("messages is empty", field="messages")
+        salt = checked_salt(request.cache_salt)
         if self._template is None:
             raise InvalidArgumentError(
                 f"the model has no chat template; {service_flag('tokenizer', 'chat-template')} names a file with one",
@@ -187,7 +195,9 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             raise
         # The template writes the special tokens itself.
         options = EncodeOptions(
-            add_special_tokens=False, max_tokens=request.max_tokens if request.HasField("max_tokens") else None
+            add_special_tokens=False,
+            max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+            salt=salt,
         )
         (encoded,) = await self._encoder.encode([text], options, field="messages")
         response = tokenizer_pb2.ApplyChatTemplateResponse(text=text)

@@ -34,11 +34,13 @@ class GrammarSource:
         kind: What ``text`` is.
         text: The schema (JSON), the expression, the rules, or the structural tag (JSON).
         options: How to read it.
+        salt: Requests share its compiled form, and all that is made of it, only under the same one.
     """
 
     kind: GrammarKind
     text: str
     options: GrammarOptions = GrammarOptions()
+    salt: str = ""
 
     def key(self, fingerprint: bytes) -> bytes:
         """16 bytes that name the compiled form: a cryptographic hash, because sources come from strangers.
@@ -49,7 +51,7 @@ class GrammarSource:
         digest = hashlib.blake2b(digest_size=16)
         options = [FORMAT_VERSION, self.kind, self.options.any_whitespace, self.options.lenient]
         head = json.dumps(options).encode()
-        for part in (fingerprint, head, self.text.encode()):
+        for part in (fingerprint, head, self.text.encode(), self.salt.encode()):
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)
         return digest.digest()

@@ -35,7 +35,9 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
     prompt = context.prompt
     try:
         if isinstance(prompt, TextPrompt):
-            context.token_ids = await tokenizer.encode_text(prompt.text, context.request_id, context.deadline)
+            context.token_ids = await tokenizer.encode_text(
+                prompt.text, context.request_id, context.deadline, context.caller.cache_salt
+            )
         elif isinstance(prompt, ChatPrompt):
             await _prepare_chat(context, prompt, tokenizer)
         else:
@@ -62,7 +64,7 @@ def _truncated(context: RequestContext, truncation: Truncation, registry: Regist
 async def _prepare_chat(context: RequestContext, prompt: ChatPrompt, tokenizer: TokenizerClient) -> None:
     parsers = await tokenizer.parsers(context.request_id, context.deadline)
     choice = context.tool_choice
-    encoded = await tokenizer.encode_chat(prompt, context.request_id, context.deadline)
+    encoded = await tokenizer.encode_chat(prompt, context.request_id, context.deadline, context.caller.cache_salt)
     context.token_ids = encoded.token_ids
     context.output = replace(
         context.output,

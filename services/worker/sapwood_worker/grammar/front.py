@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sapwood.v1 import worker_pb2
 from sapwood_common.errors import InvalidArgumentError, UnimplementedError
 from sapwood_common.grammar.artefact import ArtefactError, GrammarArtefact
@@ -50,7 +52,7 @@ class RequestGrammars:
             raise UnimplementedError("this worker serves no structured output", field="grammar")
         grammar = to_grammar(request.grammar)
         if not isinstance(grammar, bytes):
-            return await self._compiler.compile(grammar, time_remaining)
+            return await self._compiler.compile(replace(grammar, salt=request.cache_salt), time_remaining)
         try:
             artefact = GrammarArtefact.from_bytes(grammar)
         except ArtefactError as error:

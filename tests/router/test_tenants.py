@@ -83,6 +83,9 @@ async def test_without_keys_the_tenants_that_a_gateway_names_are_kept_apart(clus
     nobody = (await cluster.generate(PROMPT))[-1]
     assert [item.usage.cached_tokens for item in (*first, nobody)] == [0, 0, 0]
     assert again.usage.cached_tokens > 0
+    body = {"prompt": PROMPT, "max_tokens": 1, "cache_salt": "b"}
+    salted = [(await cluster.http.post("/v1/completions", json=body)).json()["usage"] for _ in range(2)]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] > 0 for usage in salted] == [False, True]
 
 
 def test_router_and_worker_hash_a_tenants_pages_alike() -> None:

@@ -26,7 +26,7 @@ import transformers
 from report import Figure, Goal, draw, print_figures, print_table
 from transformers_peer import load_gemma3
 
-from sapwood.cli.cluster import Cluster, ClusterOptions, Endpoints
+from sapwood.cli.local.cluster import Cluster, ClusterOptions, Endpoints
 from sapwood.cli.model import fetch_demo
 from sapwood.client import AsyncClient
 from sapwood.v1 import worker_pb2, worker_pb2_grpc

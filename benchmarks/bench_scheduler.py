@@ -17,15 +17,15 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from sapwood_common.sampling import SamplingParams
-from sapwood_worker.cache.page_allocator import PageAllocator
-from sapwood_worker.cache.page_table import PageTable
-from sapwood_worker.cache.prefix_cache import PrefixCache
-from sapwood_worker.scheduler.config import SchedulerConfig
-from sapwood_worker.scheduler.output import ModelOutput, SchedulerOutput
-from sapwood_worker.scheduler.policy import PolicyName
-from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.cache.page_allocator import PageAllocator
+from sapwood_worker.core.cache.page_table import PageTable
+from sapwood_worker.core.cache.prefix_cache import PrefixCache
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.core.scheduler.waiting.policy import PolicyName
+from sapwood_worker.records.step import ModelOutput, SchedulerOutput
 
 PAGE = 16
 

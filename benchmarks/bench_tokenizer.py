@@ -33,10 +33,10 @@ from report import Figure, Goal, draw, print_figures, print_table
 
 from sapwood.cli.model import fetch_demo
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from sapwood_tokenizer.batch_encoder import BatchEncoder
-from sapwood_tokenizer.encode_cache import EncodeCache
-from sapwood_tokenizer.loader import load_tokenizer, resolve_tokenizer
-from sapwood_tokenizer.safe_boundary import boundary_tokens
+from sapwood_tokenizer.encode.batch_encoder import BatchEncoder
+from sapwood_tokenizer.encode.encode_cache import EncodeCache
+from sapwood_tokenizer.encode.safe_boundary import boundary_tokens
+from sapwood_tokenizer.vocab.loader import load_tokenizer, resolve_tokenizer
 
 PEER = f"tokenizers {tokenizers.__version__} in process"
 SIZES = (100, 1_000, 10_000)

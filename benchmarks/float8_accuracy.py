@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from sapwood_common.model_files import resolve_model
-from sapwood_common.sampling import SamplingParams
-from sapwood_tokenizer.loader import load_tokenizer, resolve_tokenizer
-from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
-from sapwood_worker.scheduler.output import ScheduledRequest, SchedulerOutput
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.models.model_files import resolve_model
+from sapwood_tokenizer.vocab.loader import load_tokenizer, resolve_tokenizer
+from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "as it is": {},

@@ -13,7 +13,7 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.initialization import no_init_weights
 
-from sapwood_common.gguf_file import GgufFile, GgufTensor
+from sapwood_common.models.gguf_file import GgufFile, GgufTensor
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",

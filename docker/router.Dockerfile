@@ -49,7 +49,7 @@ EXPOSE 50051 8000 9150
 STOPSIGNAL SIGTERM
 # Healthy once it can answer: it has reached the tokenizer and a worker.
 HEALTHCHECK --interval=5s --timeout=15s --start-period=60s --retries=3 \
-    CMD ["sh", "-c", "exec python -m sapwood_common.probe 127.0.0.1:${SAPWOOD_ROUTER_HEALTH_PORT:-50051}"]
+    CMD ["sh", "-c", "exec python -m sapwood_common.serving.probe 127.0.0.1:${SAPWOOD_ROUTER_HEALTH_PORT:-50051}"]
 ENTRYPOINT ["python", "-m", "sapwood_router"]
 ARG PYTHON_IMAGE
 ARG VERSION=0.1.0

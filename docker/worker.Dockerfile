@@ -97,7 +97,7 @@ USER 10001:10001
 EXPOSE 50061 9161
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=15s --start-period=300s --retries=3 \
-    CMD ["sh", "-c", "exec python -m sapwood_common.probe 127.0.0.1:${SAPWOOD_WORKER_HEALTH_PORT:-50061}"]
+    CMD ["sh", "-c", "exec python -m sapwood_common.serving.probe 127.0.0.1:${SAPWOOD_WORKER_HEALTH_PORT:-50061}"]
 ENTRYPOINT ["python", "-m", "sapwood_worker"]
 ARG VARIANT
 ARG VERSION=0.1.0

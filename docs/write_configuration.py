@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from sapwood.cli.main import build_parser as sapwood_parser
-from sapwood_common.config import ServiceConfig, build_parser
+from sapwood_common.settings.config import ServiceConfig, build_parser
 from sapwood_router.config import RouterConfig
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_worker.config import WorkerConfig

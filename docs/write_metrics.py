@@ -11,20 +11,20 @@ import sys
 import time
 from pathlib import Path
 
-from sapwood_common.loop_lag import LoopLag
-from sapwood_common.metrics import MetricSet, MetricSpec
-from sapwood_common.rpc_telemetry import RpcTelemetry
-from sapwood_common.tracing import NoTracing
-from sapwood_router.admission import AdmissionSettings
-from sapwood_router.admission_control import AdmissionControl
-from sapwood_router.block_index import BlockIndex
-from sapwood_router.registry import Registry
-from sapwood_router.router_metrics import RouterMetrics
-from sapwood_router.silence_limit import SilenceLimit
-from sapwood_tokenizer.tokenizer_metrics import add_metrics
-from sapwood_worker.scheduler.load import Load
-from sapwood_worker.vitals import Vitals
-from sapwood_worker.worker_metrics import WorkerMetrics
+from sapwood_common.pacing.loop_lag import LoopLag
+from sapwood_common.serving.rpc_telemetry import RpcTelemetry
+from sapwood_common.telemetry.metrics import MetricSet, MetricSpec
+from sapwood_common.telemetry.tracing import NoTracing
+from sapwood_router.admission.control import AdmissionControl
+from sapwood_router.admission.fair_queue import AdmissionSettings
+from sapwood_router.fleet.registry import Registry
+from sapwood_router.fleet.silence_limit import SilenceLimit
+from sapwood_router.observe.metrics import RouterMetrics
+from sapwood_router.routing.index.blocks import BlockIndex
+from sapwood_tokenizer.serve.metrics import add_metrics
+from sapwood_worker.front.metrics import WorkerMetrics
+from sapwood_worker.ipc.vitals import Vitals
+from sapwood_worker.records.load import Load
 
 TARGET = Path(__file__).resolve().parent / "metrics.md"
 

@@ -22,7 +22,7 @@ import pytest
 _DEMO_MODEL = (
     "tests/e2e/",
     "tests/integration/",
-    "tests/worker/test_models_demo.py",
+    "tests/worker/model/families/test_models_demo.py",
     "tests/grammar/test_demo_model.py",
 )
 
@@ -182,7 +182,7 @@ class RunningCluster:
 def _run_cluster(flags: tuple[str, ...]) -> Iterator[RunningCluster]:
     process = subprocess.Popen(
         # Tied, so that it ends with a test run that is killed.
-        [sys.executable, "-m", "sapwood.cli.tied", "sapwood.cli.main", "up", "--ports", "auto", *flags],
+        [sys.executable, "-m", "sapwood.cli.local.tied", "sapwood.cli.main", "up", "--ports", "auto", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

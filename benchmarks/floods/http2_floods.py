@@ -11,7 +11,7 @@ from floods.flood import Flood
 from floods.wire import GENERATE, GREETING, HEALTH, call, call_block, call_headers, message, streams
 from h2.settings import SettingCodes
 
-from sapwood_common.http2 import frames
+from sapwood_common.http2.wire import frames
 
 _HEALTH = call_block(HEALTH)
 _MANY = 16_000

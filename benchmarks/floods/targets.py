@@ -18,7 +18,7 @@ from cryptography.x509.oid import NameOID
 from floods.others import make_kinds
 from router_load.engines import Ports, Process, Times, Workers, wait_for
 
-from sapwood_common.api_keys import hash_key, make_key
+from sapwood_common.tenants.api_keys import hash_key, make_key
 
 OURS, GRPCIO = "sapwood", "grpcio"
 _BENCHMARKS = Path(__file__).resolve().parent.parent

@@ -22,13 +22,13 @@ import torch
 from commit import measured_commit
 from step_profile import record
 
-from sapwood_common.sampling import SamplingParams
-from sapwood_worker.runner.launched_step import LaunchedStep
-from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
-from sapwood_worker.scheduler.config import SchedulerConfig
-from sapwood_worker.scheduler.output import ModelOutput, RequestOutput, SchedulerOutput
-from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.model.runner.launched_step import LaunchedStep
+from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+from sapwood_worker.records.step import ModelOutput, RequestOutput, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = {

@@ -20,11 +20,11 @@ import torch
 from commit import measured_commit
 
 from sapwood_kernels.memcpy_batch import MemcpyBatch
-from sapwood_worker.cache.copies import PageCopy
-from sapwood_worker.cache.device_pool import DevicePool, page_bytes
-from sapwood_worker.cache.host_pool import HostPool
-from sapwood_worker.cache.page_movers import KernelMover, PageLoader, PageStorer, StagedStorer, record_addresses
-from sapwood_worker.cache.torch_transfer import host_tensor, pin
+from sapwood_worker.model.pools.device_pool import DevicePool, page_bytes
+from sapwood_worker.model.pools.host_pool import HostPool
+from sapwood_worker.model.pools.page_movers import KernelMover, PageLoader, PageStorer, StagedStorer, record_addresses
+from sapwood_worker.model.pools.torch_transfer import host_tensor, pin
+from sapwood_worker.records.page_copies import PageCopy
 
 LAYERS, PAGE, HEADS, DIM = 32, 16, 8, 128
 PAGES, DEVICE_PAGES, HOST_PAGES = 1000, 2048, 1500

@@ -12,7 +12,7 @@ poisson   offline's prompts with a quarter of its outputs, so many a second: as 
 
 Prints one JSON object a line. Times between tokens are between pieces of an answer as the client got them; how many tokens a
 piece has is told as well. ``cores`` is CPU time over time while offline ran. Without a GPU: ``--device cpu`` and a small model,
-or ``--worker-module sapwood_worker.testing.fake_worker`` and ``--worker-flags='--step-ms 10'``. ``--spy`` has py-spy record
+or ``--worker-module sapwood_testing.worker.fake_worker`` and ``--worker-flags='--step-ms 10'``. ``--spy`` has py-spy record
 what each process does while offline runs.
 """
 

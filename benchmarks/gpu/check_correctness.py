@@ -19,12 +19,12 @@ import numpy as np
 import torch
 import transformers
 
-from sapwood_common.sampling import SamplingParams
-from sapwood_worker.runner.launched_step import LaunchedStep
-from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
-from sapwood_worker.scheduler.output import ScheduledRequest, SchedulerOutput
-from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler, SchedulerConfig
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.scheduler import Scheduler, SchedulerConfig
+from sapwood_worker.model.runner.launched_step import LaunchedStep
+from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
 
 SHAPE = {
     "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from sapwood_common.sampling import SamplingParams
-from sapwood_worker.cache.hierarchical import HierarchicalCache
-from sapwood_worker.cache.host_pages import HostPages
-from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
-from sapwood_worker.scheduler.config import SchedulerConfig
-from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.cache.hierarchical import HierarchicalCache
+from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
 
 Answers = dict[int, list[tuple[int, float]]]
 

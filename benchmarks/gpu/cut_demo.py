@@ -12,7 +12,7 @@ from pathlib import Path
 
 import gguf
 
-from sapwood_common.model_files import resolve_model
+from sapwood_common.models.model_files import resolve_model
 
 ARCHITECTURE = "gemma3"
 KEYS = {

@@ -33,8 +33,8 @@ part() { # SECONDS COMMAND...: what it takes at most, on an H200
   fi
 }
 check() { # The two do not measure, so they may share the machine.
-  "$python" -m pytest -q -p no:cacheprovider -n 8 tests/kernels tests/worker/test_piecewise_graphs.py \
-    tests/worker/test_decode_rows.py >"$out.tests" 2>&1 &
+  "$python" -m pytest -q -p no:cacheprovider -n 8 tests/kernels tests/worker/model/runner/test_piecewise_graphs.py \
+    tests/worker/model/runner/test_decode_rows.py >"$out.tests" 2>&1 &
   local tests=$!
   part 150 "$python" $gpu/check_correctness.py ${CUT_DEMO:+--cut-demo "$CUT_DEMO"}
   wait "$tests" || failed=1

@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 
-from sapwood_common.page_hash import hash_run
+from sapwood_common.contract.page_hash import hash_run
 
 BLOCK = 64
 """Characters."""

@@ -16,7 +16,7 @@ from router_load.mock_engine import WORD
 from router_load.mock_worker import CHARACTERS_A_TOKEN
 
 from sapwood.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
-from sapwood_common.server import ServiceServer, serve_until_stopped
+from sapwood_common.serving.server import ServiceServer, serve_until_stopped
 
 _NAME = "sapwood.v1.Tokenizer"
 _SESSIONS = frozenset({f"/{_NAME}/Detokenize", f"/{_NAME}/Encode"})

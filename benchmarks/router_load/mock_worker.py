@@ -25,7 +25,7 @@ from router_load.mock_engine import BLOCK, WORD, Engine
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import UnimplementedError
-from sapwood_common.server import ServiceServer
+from sapwood_common.serving.server import ServiceServer
 
 CHARACTERS_A_TOKEN = 4
 WORD_TOKEN = int.from_bytes(WORD.encode(), "little")

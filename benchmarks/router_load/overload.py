@@ -29,7 +29,7 @@ from report import Figure, Goal
 from router_load.engines import OURS, Router, Times, Workers, cpu_seconds, resident_mb, running
 from router_load.load import Answer, HttpClient, http_load, http_request, percentile
 
-from sapwood_common.api_keys import hash_key, make_key
+from sapwood_common.tenants.api_keys import hash_key, make_key
 
 _IDLE, _SLOW, _MALFORMED, _FLOOD = 5000, 16, 1000, 50
 _QUIET_CLIENTS, _QUIET_TOKENS = 4, 8

@@ -4,7 +4,8 @@ One program a row. The filters are thresholds on a token's weight ``exp((logit -
 found without sorting: top-k's is the largest t such that k weights are at least t, top-p's the largest such that those at least
 t hold the wanted mass. A float32 of at least 0 is ordered as its bits are, so 30 halvings of the bits find t exactly, each a
 pass over the row, which lies in the L2 cache by then. (A sort, as on the CPU, needs to know how far, and so waits for the
-device.) The draw is the inverse of the cumulative distribution in vocabulary order, as in ``sampling/sampler.py`` of the worker.
+device.) The draw is the inverse of the cumulative distribution in vocabulary order, as in ``model/sampling/sampler.py`` of the
+worker.
 
 Bound: reads a row once from memory and up to 64 times from the cache. O(V) a row.
 """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sapwood.cli.each_worker import add_worker_option, each_worker
 from sapwood.cli.errors import EXIT_CODES
-from sapwood_common.flags import one_of
+from sapwood_common.settings.flags import one_of
 
 if TYPE_CHECKING:  # at run time grpc is loaded only by the verbs that use it
     from sapwood.v1 import worker_pb2, worker_pb2_grpc

@@ -185,7 +185,7 @@ def _read_history() -> None:
         import readline
     except ImportError:  # some builds of Python have none: input() then edits as the terminal does
         return
-    from sapwood_common.model_files import sapwood_home
+    from sapwood_common.models.model_files import sapwood_home
 
     path: Path = sapwood_home() / "chat_history"
     try:

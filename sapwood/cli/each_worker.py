@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sapwood.cli.request import failing_plainly
-from sapwood_common.flags import add_option
+from sapwood_common.settings.flags import add_option
 
 if TYPE_CHECKING:  # at run time grpc is loaded only by the verbs that use it
     from sapwood.v1 import worker_pb2_grpc

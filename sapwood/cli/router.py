@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sapwood.cli import top
 from sapwood.cli.errors import EXIT_CODES, FAILED, REFUSED, UNREACHABLE, CliError
 from sapwood.cli.top import table, worker_rows
-from sapwood_common.flags import add_option
+from sapwood_common.settings.flags import add_option
 
 if TYPE_CHECKING:  # grpc is loaded only by the verbs that use it
     import grpc

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from sapwood.cli.errors import REFUSED, CliError
-from sapwood_common.config import ConfigT, add_settings, command_line, given_settings, load_config
 from sapwood_common.errors import ConfigError
+from sapwood_common.settings.config import ConfigT, add_settings, command_line, given_settings, load_config
 from sapwood_router.config import RouterConfig
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_worker.config import WorkerConfig

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from sapwood_common.flags import add_option
+from sapwood_common.settings.flags import add_option
 
 if TYPE_CHECKING:
     from sapwood.v1 import router_pb2, router_pb2_grpc

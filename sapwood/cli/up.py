@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, CliError
 from sapwood.cli.terminal import Terminal, open_terminal
-from sapwood_common.flags import PORT, add_option, one_of, whole_number
+from sapwood_common.settings.flags import PORT, add_option, one_of, whole_number
 
 if TYPE_CHECKING:  # at run time they are imported by this verb alone, and need the services' packages
-    from sapwood.cli.cluster import Endpoints
+    from sapwood.cli.local.cluster import Endpoints
     from sapwood.cli.services import Services
 
 # One package that only the named extra brings.
@@ -218,7 +218,7 @@ def _check_ports(services: Services) -> None:
 
 def _check_model(model: str) -> None:
     from sapwood_common.errors import ConfigError
-    from sapwood_common.model_files import resolve_model
+    from sapwood_common.models.model_files import resolve_model
 
     try:
         resolve_model(model)
@@ -227,7 +227,7 @@ def _check_model(model: str) -> None:
 
 
 async def _serve(services: Services, terminal: Terminal) -> int:
-    from sapwood.cli.cluster import Cluster, DiedError
+    from sapwood.cli.local.cluster import Cluster, DiedError
 
     start = time.monotonic()
 

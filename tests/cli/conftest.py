@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sapwood.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
-from sapwood_common.server import ServiceServer
+from sapwood_common.serving.server import ServiceServer
 
 
 @dataclass

@@ -168,8 +168,8 @@ class OnlyTheBaseInstall:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
         allowed = top in sys.stdlib_module_names or top in ("sapwood", "grpc", "google", "cygrpc", "typing_extensions")
-        allowed = allowed or name in ("sapwood_common", "sapwood_common.flags")  # in the wheel, and needs nothing itself
-        if not allowed:
+        allowed = allowed or name in ("sapwood_common", "sapwood_common.settings", "sapwood_common.settings.flags")  # in the
+        wheel, and needs nothing itself if not allowed:
             raise ModuleNotFoundError(f"not in the base install: {name}")
 sys.meta_path.insert(0, OnlyTheBaseInstall())
 import sapwood.client, sapwood.cli.main

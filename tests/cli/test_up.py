@@ -13,8 +13,8 @@ from sapwood.cli import up
 from sapwood.cli.errors import CliError
 from sapwood.cli.main import build_parser, main
 from sapwood.cli.services import Service, Services
-from sapwood_common.config import ServiceConfig, given_settings, load_config
-from sapwood_common.config import build_parser as service_parser
+from sapwood_common.settings.config import ServiceConfig, given_settings, load_config
+from sapwood_common.settings.config import build_parser as service_parser
 
 SPECIAL = {
     "max_body_bytes": ["2048"],

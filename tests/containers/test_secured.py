@@ -11,7 +11,7 @@ import pytest
 import trustme
 
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
-from sapwood_common.api_keys import hash_key, make_key
+from sapwood_common.tenants.api_keys import hash_key, make_key
 
 SERVICES = ("tokenizer", "worker-0", "worker-1", "router")
 

@@ -30,7 +30,7 @@ def figures(folder: Path, *flags: str) -> dict[str, float]:
 
 
 def test_every_request_is_answered_in_full_by_both_protocols(tmp_path):
-    fake = ("--worker-module", "sapwood_worker.testing.fake_worker")
+    fake = ("--worker-module", "sapwood_testing.worker.fake_worker")
     found = figures(tmp_path, *fake, "--requests", "4", "--only", "offline")
     for kind in ("gRPC", "HTTP"):
         assert found[f"offline4 {kind}"] > 0

@@ -11,8 +11,8 @@ from sapwood_common.grammar.artefact import ArtefactError, GrammarArtefact
 from sapwood_common.grammar.compile import GrammarBuilder
 from sapwood_common.grammar.json_schema import GrammarError
 from sapwood_common.grammar.source import GrammarOptions, GrammarSource
-from sapwood_router.openai.response_format import answer_grammar
-from sapwood_router.openai.types import ChatRequest
+from sapwood_router.edges.openai.response_format import answer_grammar
+from sapwood_router.edges.openai.types import ChatRequest
 
 LIST = {"type": "array", "items": {"$ref": "#"}, "minItems": 1}
 ENDLESS = [

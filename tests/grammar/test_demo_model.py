@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from sapwood_common.sampling import SamplingParams
-from sapwood_worker.grammar.store import GrammarStore
-from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
-from sapwood_worker.scheduler.config import SchedulerConfig
-from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.model.grammar.store import GrammarStore
+from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
 
 pytestmark = pytest.mark.model
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_common.sampling import SamplingParams
-from sapwood_worker.event_loop import EventLoop
-from sapwood_worker.grammar.store import GrammarStore
-from sapwood_worker.messages import Abort, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
-from sapwood_worker.model_info import ModelInfo
-from sapwood_worker.scheduler.config import SchedulerConfig
-from sapwood_worker.scheduler.fake_runner import FakeRunner
-from sapwood_worker.scheduler.output import RequestOutput
-from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler
+from sapwood_testing.worker.fake_runner import FakeRunner
+from sapwood_worker.core.event_loop import EventLoop
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.ipc.messages import Abort, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
+from sapwood_worker.model.grammar.store import GrammarStore
+from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.step import RequestOutput
 
 PATTERN = "[a-f]{30,60}(x[0-9]{20}y)"
 PROMPT = [1, 2, 3, 4, 5]

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from sapwood_common.sampling import SamplingParams
+from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.token_bitmask import apply_token_bitmask
-from sapwood_worker.grammar.token_masks import TokenMasks
-from sapwood_worker.sampling.row_settings import RowSettings
-from sapwood_worker.sampling.sampler import sample
+from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.model.sampling.row_settings import RowSettings
+from sapwood_worker.model.sampling.sampler import sample
 
 MAX_TOKENS = 250
 MOST_SEEDS = 10

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary, vocabulary_of_gguf, vocabulary_of_json
-from sapwood_tokenizer.loader import load_tokenizer
-from sapwood_tokenizer.token_bytes import TokenBytes
+from sapwood_tokenizer.vocab.loader import load_tokenizer
+from sapwood_tokenizer.vocab.token_bytes import TokenBytes
 
 TEXTS = ["The capital of France", "naïve café ☕ 東京 👩‍💻", "def f(x):\n\treturn {'a': [1]}\r\n", "\x00\x7f  \u00a0"]
 

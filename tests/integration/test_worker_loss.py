@@ -2,7 +2,7 @@
 under streaming load: no request fails, and every greedy answer is the undisturbed one, token for token; completions, chat, tool
 calls and answers after a schema.
 
-``make test-losses`` does each 20 times to one of four workers; tests/router/test_worker_losses.py does so without a model.
+``make test-losses`` does each 20 times to one of four workers; tests/router/fleet/test_worker_losses.py does so without a model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import httpx
 import pytest
 
 from sapwood.client import Client
-from sapwood_router.testing.ports import port_of_its_own
+from sapwood_testing.router.ports import port_of_its_own
 
 PROMPTS = [
     "The capital of France is",

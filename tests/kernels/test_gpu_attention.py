@@ -13,9 +13,9 @@ if not torch.cuda.is_available():
 pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
 
 from sapwood_kernels.flashinfer_attention import AttentionShape, DecodeAttention, Variant
-from sapwood_worker.attention.backend import AttentionBatch, AttentionLayer
-from sapwood_worker.attention.flashinfer import FlashInferBackend, paged_keys
-from sapwood_worker.cache.device_pool import DevicePool, KVScales
+from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLayer
+from sapwood_worker.model.attention.flashinfer import FlashInferBackend, paged_keys
+from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 4, 128, 16
 

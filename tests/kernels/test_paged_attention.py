@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from sapwood_kernels import reference
-from sapwood_worker.attention.backend import AttentionBatch, AttentionLayer
-from sapwood_worker.attention.torch_native import TorchNativeBackend
-from sapwood_worker.cache.device_pool import DevicePool, KVScales, page_bytes
+from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLayer
+from sapwood_worker.model.attention.torch_native import TorchNativeBackend
+from sapwood_worker.model.pools.device_pool import DevicePool, KVScales, page_bytes
 
 DIM = 8
 

@@ -24,7 +24,7 @@ from sapwood.client import Client
 MODULES = {
     "router": "sapwood_router",
     "tokenizer": "sapwood_tokenizer",
-    "worker": "sapwood_worker.testing.fake_worker",
+    "worker": "sapwood_testing.worker.fake_worker",
     "model worker": "sapwood_worker",
 }
 
@@ -41,7 +41,7 @@ class Process:
 
     def __init__(self, service: str, *flags: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sapwood.cli.tied", MODULES[service], *flags],
+            [sys.executable, "-m", "sapwood.cli.local.tied", MODULES[service], *flags],
             stderr=subprocess.PIPE,
             text=True,
             env={name: value for name, value in os.environ.items() if not name.startswith("SAPWOOD_")} | PATIENT,

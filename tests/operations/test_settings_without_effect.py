@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from sapwood_common.config import ServiceConfig, load_config, parse_config
 from sapwood_common.errors import ConfigError
+from sapwood_common.settings.config import ServiceConfig, load_config, parse_config
 from sapwood_router.config import RouterConfig
 from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.runner.factory import OF_ENCODERS, ON_CPU, make_runner
+from sapwood_worker.model.runner.factory import OF_ENCODERS, ON_CPU, make_runner
 
 ROUTER, TOKENIZER, WORKER = RouterConfig, TokenizerConfig, WorkerConfig
 TIER = "--host-cache-gb 1"

@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from sapwood.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
-from sapwood_common.api_keys import hash_key, make_key
+from sapwood_common.tenants.api_keys import hash_key, make_key
 
 LENGTH, PAGE = 330, 16
 CACHED = LENGTH // PAGE * PAGE

@@ -79,7 +79,7 @@ def secured(start_services, authority: Authority):
 
 
 def probe(address: str, *flags: object) -> int:
-    command = [sys.executable, "-m", "sapwood_common.probe", address, "--timeout", "30", *map(str, flags)]
+    command = [sys.executable, "-m", "sapwood_common.serving.probe", address, "--timeout", "30", *map(str, flags)]
     return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
 
 

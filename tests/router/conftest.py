@@ -19,11 +19,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from sapwood.v1 import router_pb2, router_pb2_grpc
-from sapwood_common.channel import open_channel
-from sapwood_router.application import RouterApplication
+from sapwood_common.network.channel import open_channel
+from sapwood_router.app import RouterApplication
 from sapwood_router.config import RouterConfig
-from sapwood_router.testing.fake_tokenizer import FakeTokenizer
-from sapwood_router.testing.fake_worker import FakeWorker
+from sapwood_testing.router.fake_tokenizer import FakeTokenizer
+from sapwood_testing.router.fake_worker import FakeWorker
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:

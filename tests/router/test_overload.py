@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from sapwood.v1 import router_pb2, router_pb2_grpc
-from sapwood_router.testing.fake_tokenizer import FakeTokenizer
-from sapwood_router.testing.fake_worker import FakeWorker
+from sapwood_testing.router.fake_tokenizer import FakeTokenizer
+from sapwood_testing.router.fake_worker import FakeWorker
 
 pytestmark = pytest.mark.slow
 

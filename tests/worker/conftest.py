@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 import torch
 
-from sapwood_common.gguf_file import GgufFile
-from sapwood_common.model_files import demo_path
-from sapwood_common.sampling import SamplingParams
-from sapwood_worker.models.loader import load_model
-from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
-from sapwood_worker.scheduler.output import ScheduledRequest, SchedulerOutput
-from sapwood_worker.testing.mooncake_cluster import MooncakeCluster, mooncake_is_installed
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.models.gguf_file import GgufFile
+from sapwood_common.models.model_files import demo_path
+from sapwood_testing.worker.mooncake_cluster import MooncakeCluster, mooncake_is_installed
+from sapwood_worker.model.loader import load_model
+from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
 
 VOCAB = 97
 _ADMISSIONS = itertools.count()
@@ -310,7 +310,7 @@ class FakeWorkerProcess:
     def __init__(self, *flags: str, step_ms: float = 1) -> None:
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "sapwood_worker.testing.fake_worker"),
+                *(sys.executable, "-m", "sapwood_testing.worker.fake_worker"),
                 *("--port", "0", "--step-ms", str(step_ms), "--poison-token", str(POISON), *flags),
             ],
             stderr=subprocess.PIPE,

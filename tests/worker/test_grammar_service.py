@@ -12,11 +12,11 @@ import grpc
 import pytest
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from sapwood_common.channel import open_channel
 from sapwood_common.grammar.artefact import GrammarArtefact
 from sapwood_common.grammar.compile import GrammarBuilder
 from sapwood_common.grammar.source import GrammarSource
 from sapwood_common.grammar.vocabulary import TokenVocabulary
+from sapwood_common.network.channel import open_channel
 from sapwood_common.status import from_rpc_error
 
 PATTERN = "[a-f]{10,20}:[0-9]{5}"
@@ -43,7 +43,7 @@ def start() -> Iterator[Callable[..., str]]:
     running: list[subprocess.Popen[str]] = []
 
     def start_one(*flags: str) -> str:
-        command = [sys.executable, "-m", "sapwood_worker.testing.fake_worker", "--port", "0", *flags]
+        command = [sys.executable, "-m", "sapwood_testing.worker.fake_worker", "--port", "0", *flags]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         running.append(process)
         assert process.stderr is not None

@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sapwood.cli.errors import REFUSED
 from sapwood.cli.main import main
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from sapwood_common.sampling import SamplingParams
-from sapwood_worker.scheduler.fake_runner import continuation
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_testing.worker.fake_runner import continuation
 
 VOCAB = 1000
 SEED = 11

@@ -11,10 +11,10 @@ import pytest
 @pytest.mark.parametrize(
     ("modules", "unwanted"),
     [
-        ("sapwood_worker.scheduler_process", ("grpc", "google.protobuf", "sapwood.v1")),
-        ("sapwood_worker.__main__, sapwood_worker.service, sapwood_worker.testing.fake_worker", ("torch",)),
-        ("sapwood_worker.testing.fake_model, sapwood_worker.scheduler_process", ("torch",)),
-        ("sapwood_worker.runner.factory", ("grpc",)),
+        ("sapwood_worker.core.scheduler_process", ("grpc", "google.protobuf", "sapwood.v1")),
+        ("sapwood_worker.__main__, sapwood_worker.front.service, sapwood_testing.worker.fake_worker", ("torch",)),
+        ("sapwood_testing.worker.fake_model, sapwood_worker.core.scheduler_process", ("torch",)),
+        ("sapwood_worker.model.runner.factory", ("grpc",)),
     ],
 )
 def test_a_process_does_not_import_what_is_the_others_business(modules: str, unwanted: tuple[str, ...]) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from sapwood_common.sampling import SamplingParams
-from sapwood_worker.runner.launched_step import LaunchedStep
-from sapwood_worker.runner.model_runner import ModelRunner
-from sapwood_worker.scheduler.config import SchedulerConfig
-from sapwood_worker.scheduler.output import RequestOutput, TokenLogprobs
-from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.model.runner.launched_step import LaunchedStep
+from sapwood_worker.model.runner.model_runner import ModelRunner
+from sapwood_worker.records.step import RequestOutput, TokenLogprobs
 
 TOKENS = 24
 

@@ -17,10 +17,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from sapwood_common.child_seed import child_seed
-from sapwood_common.sampling import SamplingParams
+from sapwood_common.contract.child_seed import child_seed
+from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.status import from_rpc_error
-from sapwood_worker.scheduler.fake_runner import continuation
+from sapwood_testing.worker.fake_runner import continuation
 
 VOCAB = 1000
 POISON = 999  # a prompt that begins with it makes its step fail
@@ -372,7 +372,7 @@ def test_a_directory_without_weights_is_one_line_from_the_scheduler_process(tmp_
 
 
 def test_a_port_that_is_taken_is_one_line_and_exit_code_1(taken_port: int) -> None:
-    command = [sys.executable, "-m", "sapwood_worker.testing.fake_worker", "--port", str(taken_port)]
+    command = [sys.executable, "-m", "sapwood_testing.worker.fake_worker", "--port", str(taken_port)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{taken_port}" in done.stderr
@@ -380,7 +380,7 @@ def test_a_port_that_is_taken_is_one_line_and_exit_code_1(taken_port: int) -> No
 
 
 def test_sigterm_while_the_model_loads_ends_the_worker_with_0() -> None:
-    command = [sys.executable, "-m", "sapwood_worker.testing.fake_worker", "--port", "0", "--load-seconds", "600"]
+    command = [sys.executable, "-m", "sapwood_testing.worker.fake_worker", "--port", "0", "--load-seconds", "600"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert any("loading for 600 s" in line for line in process.stderr)

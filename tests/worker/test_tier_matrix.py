@@ -17,19 +17,19 @@ from typing import Any
 import pytest
 import torch
 
-from sapwood_common.model_files import demo_path
-from sapwood_common.sampling import SamplingParams
-from sapwood_worker.cache.hierarchical import HierarchicalCache
-from sapwood_worker.cache.host_pages import HostPages
-from sapwood_worker.cache.storage.factory import parse_storage
-from sapwood_worker.cache.storage.opener import StorageFacts, open_connection
-from sapwood_worker.cache.storage.tier import PrefetchOptions, StorageTier
-from sapwood_worker.models.loader import load_model
-from sapwood_worker.runner.model_runner import ModelRunner, RunnerOptions
-from sapwood_worker.scheduler.config import SchedulerConfig
-from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler
-from sapwood_worker.testing.mooncake_cluster import MooncakeCluster, mooncake_is_installed
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.models.model_files import demo_path
+from sapwood_testing.worker.mooncake_cluster import MooncakeCluster, mooncake_is_installed
+from sapwood_worker.core.cache.hierarchical import HierarchicalCache
+from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.cache.storage.factory import parse_storage
+from sapwood_worker.core.cache.storage.opener import StorageFacts, open_connection
+from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.model.loader import load_model
+from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 
@@ -64,7 +64,7 @@ def runner_of() -> Iterator[Callable[[int], ModelRunner]]:
                 host_cache_ratio=4.0,
             )
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("sapwood_worker.runner.model_runner.load_model", lambda *_, **__: loaded)
+                patch.setattr("sapwood_worker.model.runner.model_runner.load_model", lambda *_, **__: loaded)
                 made[page_size] = ModelRunner(options)
         return made[page_size]
 

@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from sapwood_common.model_files import demo_path
+from sapwood_common.models.model_files import demo_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 

@@ -22,9 +22,9 @@ import pytest
 
 from sapwood.cli.main import main
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from sapwood_common.sampling import SamplingParams
-from sapwood_worker.scheduler.fake_runner import continuation
-from sapwood_worker.testing.mooncake_cluster import MooncakeCluster
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_testing.worker.fake_runner import continuation
+from sapwood_testing.worker.mooncake_cluster import MooncakeCluster
 
 VOCAB = 1000
 TIERS = ("--host-cache-ratio", "2", "--storage-min-tokens", "16", "--storage-prefetch", "wait_complete")
@@ -260,7 +260,7 @@ def test_what_cannot_be_done_is_said(start: Any, tmp_path: Path, capsys: pytest.
     ],
 )
 def test_a_wrong_storage_flag_ends_the_worker_with_its_reason(flags: tuple[str, ...], code: int, said: str) -> None:
-    command = [sys.executable, "-m", "sapwood_worker.testing.fake_worker", "--port", "0", *flags]
+    command = [sys.executable, "-m", "sapwood_testing.worker.fake_worker", "--port", "0", *flags]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == code
     assert said in result.stderr

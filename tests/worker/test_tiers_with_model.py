@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from sapwood_common.metrics import MetricSet
-from sapwood_common.sampling import SamplingParams
-from sapwood_worker.cache.hierarchical import HierarchicalCache
-from sapwood_worker.cache.host_pages import HostPages
-from sapwood_worker.cache.storage.file import FileStorage
-from sapwood_worker.cache.storage.opener import StorageFacts, open_connection
-from sapwood_worker.cache.storage.tier import PrefetchOptions, StorageTier
-from sapwood_worker.observer import EngineObserver
-from sapwood_worker.scheduler.config import SchedulerConfig
-from sapwood_worker.scheduler.request import Request
-from sapwood_worker.scheduler.scheduler import Scheduler
-from sapwood_worker.step_clock import StepClock
-from sapwood_worker.worker_metrics import WorkerMetrics
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.telemetry.metrics import MetricSet
+from sapwood_worker.core.cache.hierarchical import HierarchicalCache
+from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.cache.storage.file import FileStorage
+from sapwood_worker.core.cache.storage.opener import StorageFacts, open_connection
+from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.core.step_clock import StepClock
+from sapwood_worker.front.metrics import WorkerMetrics
+from sapwood_worker.front.observer import EngineObserver
 
 TOKENS = 6
 

@@ -46,7 +46,7 @@ class Service:
         self._changed = threading.Condition()
         self._ended = False
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "sapwood.cli.tied", module, *flags],
+            [sys.executable, "-m", "sapwood.cli.local.tied", module, *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -7,10 +7,10 @@ import sys
 
 import uvloop
 
-from sapwood_common.config import parse_config
 from sapwood_common.errors import ConfigError
-from sapwood_common.telemetry import setup_logging
-from sapwood_router.application import RouterApplication
+from sapwood_common.settings.config import parse_config
+from sapwood_common.telemetry.logs import setup_logging
+from sapwood_router.app import RouterApplication
 from sapwood_router.config import RouterConfig
 
 _COLLECT_AFTER = (20_000, 20, 20)

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from sapwood_common.config import ServiceConfig
-from sapwood_common.needs import Needs
-from sapwood_router.policies.factory import policy_names
+from sapwood_common.settings.config import ServiceConfig
+from sapwood_common.settings.needs import Needs
+from sapwood_router.routing.factory import policy_names
 
 
 def _is_policy(name: str) -> str:

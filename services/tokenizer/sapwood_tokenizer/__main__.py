@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from sapwood_common.config import parse_config
-from sapwood_common.telemetry import setup_logging
-from sapwood_tokenizer.application import run
+from sapwood_common.settings.config import parse_config
+from sapwood_common.telemetry.logs import setup_logging
+from sapwood_tokenizer.app import run
 from sapwood_tokenizer.config import TokenizerConfig
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from sapwood_common.config import ServiceConfig
+from sapwood_common.settings.config import ServiceConfig
 
 
 class TokenizerConfig(ServiceConfig):

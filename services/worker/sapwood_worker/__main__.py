@@ -6,9 +6,9 @@ import sys
 
 import uvloop
 
-from sapwood_common.config import parse_config
-from sapwood_common.telemetry import setup_logging
-from sapwood_worker.application import serve
+from sapwood_common.settings.config import parse_config
+from sapwood_common.telemetry.logs import setup_logging
+from sapwood_worker.app import serve
 from sapwood_worker.config import WorkerConfig
 
 

@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from sapwood_common.config import ServiceConfig
-from sapwood_common.needs import Needs
+from sapwood_common.settings.config import ServiceConfig
+from sapwood_common.settings.needs import Needs
 
 _STORE_OPTIONS = (
     "storage_prefetch",

@@ -12,7 +12,7 @@ import zlib
 import grpc
 import pytest
 
-from sapwood_common.http2 import frames
+from sapwood_common.http2.wire import frames
 
 PATH = "/test.Test/"
 LARGE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]

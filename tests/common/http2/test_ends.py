@@ -9,8 +9,8 @@ import gc
 import grpc
 import pytest
 
-from sapwood_common.http2 import frames
-from sapwood_common.http2.server import Http2Server
+from sapwood_common.http2.server.server import Http2Server
+from sapwood_common.http2.wire import frames
 
 PATH = "/test.Test/"
 

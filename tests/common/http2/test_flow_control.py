@@ -8,9 +8,9 @@ import pytest
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
-from sapwood_common.http2 import frames
-from sapwood_common.http2.flow_control import _MOST_AT_ONCE
-from sapwood_common.http2.stream import WINDOW, ServerStream
+from sapwood_common.http2.server.flow_control import _MOST_AT_ONCE
+from sapwood_common.http2.server.stream import WINDOW, ServerStream
+from sapwood_common.http2.wire import frames
 
 INITIAL = SettingCodes.INITIAL_WINDOW_SIZE
 PREFIX = 5

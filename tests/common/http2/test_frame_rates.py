@@ -6,9 +6,10 @@ import pytest
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
-from sapwood_common.http2 import frame_rates, frames
-from sapwood_common.http2.frame_rates import RULES, FrameRates
-from sapwood_common.http2.frames import ConnectionFailedError
+from sapwood_common.http2.server import frame_rates
+from sapwood_common.http2.server.frame_rates import RULES, FrameRates
+from sapwood_common.http2.wire import frames
+from sapwood_common.http2.wire.frames import ConnectionFailedError
 
 PING = frames.frame(frames.PING, 0, 0, bytes(8))
 

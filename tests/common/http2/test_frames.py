@@ -10,8 +10,8 @@ from h2.settings import SettingCodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sapwood_common.http2 import frames
-from sapwood_common.http2.frames import frame
+from sapwood_common.http2.wire import frames
+from sapwood_common.http2.wire.frames import frame
 
 BLOCK = frames.STATUS_200  # decodes, and is no call
 

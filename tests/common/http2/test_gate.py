@@ -9,10 +9,10 @@ import pytest
 from h2.settings import SettingCodes
 
 from sapwood_common.errors import ResourceExhaustedError, UnauthenticatedError
-from sapwood_common.http2 import frames
-from sapwood_common.http2.connection import MOST_STREAMS, MOST_UNKNOWN_STREAMS
-from sapwood_common.http2.frame_rates import REFUSED, RULES
-from sapwood_common.tenant import Tenant, TenantSettings
+from sapwood_common.http2.server.connection import MOST_STREAMS, MOST_UNKNOWN_STREAMS
+from sapwood_common.http2.server.frame_rates import REFUSED, RULES
+from sapwood_common.http2.wire import frames
+from sapwood_common.tenants.tenant import Tenant, TenantSettings
 
 HALF = frames.frame(frames.DATA, 0, 1, b"\0" + (1 << 20).to_bytes(4, "big") + bytes(1000))
 

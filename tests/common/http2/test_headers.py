@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sapwood_common.http2 import encoding, frames
-from sapwood_common.http2.header_reader import HeaderReader
-from sapwood_common.http2.metadata import closing_block, metadata_block, opening_block, read_metadata, read_timeout
+from sapwood_common.http2.wire import encoding, frames
+from sapwood_common.http2.wire.header_reader import HeaderReader
+from sapwood_common.http2.wire.metadata import closing_block, metadata_block, opening_block, read_metadata, read_timeout
 
 NAMES = st.sampled_from(("a", "b", "key", ":path"))
 LENGTHS = st.sampled_from((0, 1, 2, 900, 5000))

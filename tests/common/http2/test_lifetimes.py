@@ -12,8 +12,8 @@ import grpc
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
-from sapwood_common.http2 import frames
-from sapwood_common.http2.lifetime import Due, Lifetime, Timeouts
+from sapwood_common.http2.server.lifetime import Due, Lifetime, Timeouts
+from sapwood_common.http2.wire import frames
 
 TIMES = Timeouts(greeting=10, silence=20, idle=100, flush=5)
 NEVER = 1e6
@@ -175,7 +175,7 @@ async def test_a_half_closed_socket_is_closed(running) -> None:
 
 CLIENT = """
 import socket, sys
-from sapwood_common.http2 import frames
+from sapwood_common.http2.wire import frames
 client = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
 client.sendall(bytes.fromhex(sys.argv[2]))
 print("sent", flush=True)

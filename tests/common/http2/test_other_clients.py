@@ -13,8 +13,8 @@ import hpack
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from sapwood_common.http2 import frames
-from sapwood_common.server import ServiceServer
+from sapwood_common.http2.wire import frames
+from sapwood_common.serving.server import ServiceServer
 
 GRPCURL = shutil.which("grpcurl", path=str(Path(sys.executable).parent)) or shutil.which("grpcurl")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sapwood_common.http2.request_head import RequestHead, find_trailer_problem
+from sapwood_common.http2.wire.request_head import RequestHead, find_trailer_problem
 
 WELL = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/a/b"), (b"te", b"trailers")]
 NAMES = st.one_of(

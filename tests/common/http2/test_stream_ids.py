@@ -1,4 +1,4 @@
-from sapwood_common.http2.stream_ids import StreamIds
+from sapwood_common.http2.wire.stream_ids import StreamIds
 
 
 def test_streams_are_idle_until_they_are_opened_and_those_passed_over_never_are() -> None:

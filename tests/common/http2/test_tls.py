@@ -11,9 +11,9 @@ import grpc
 import pytest
 import trustme
 
-from sapwood_common.http2 import frames
-from sapwood_common.http2.lifetime import Timeouts
-from sapwood_common.tls import ServerTls
+from sapwood_common.http2.server.lifetime import Timeouts
+from sapwood_common.http2.wire import frames
+from sapwood_common.network.tls import ServerTls
 
 ECHO = "/test.Test/Echo"
 

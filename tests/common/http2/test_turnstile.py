@@ -1,6 +1,6 @@
 import asyncio
 
-from sapwood_common.http2.turnstile import MOST_A_TURN, Turnstile
+from sapwood_common.http2.server.turnstile import MOST_A_TURN, Turnstile
 
 
 async def test_calls_begin_in_order_and_a_few_a_turn() -> None:

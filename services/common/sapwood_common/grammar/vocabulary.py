@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood_common.errors import ConfigError
-from sapwood_common.gguf_file import GgufError, GgufFile
+from sapwood_common.models.gguf_file import GgufError, GgufFile
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 from h2.errors import ErrorCodes
 
-from sapwood_common.http2 import frames
-from sapwood_common.http2.frames import frame
+from sapwood_common.http2.wire import frames
+from sapwood_common.http2.wire.frames import frame
 
 SECONDS = 30
 """Until what is waited for is not going to come."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sapwood_common.http2 import frames
-from sapwood_common.http2.frames import frame
+from sapwood_common.http2.wire import frames
+from sapwood_common.http2.wire.frames import frame
 
 END = frames.END_STREAM
 

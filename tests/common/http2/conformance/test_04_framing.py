@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from h2.errors import ErrorCodes
 
-from sapwood_common.http2 import frames
-from sapwood_common.http2.frames import frame
+from sapwood_common.http2.wire import frames
+from sapwood_common.http2.wire.frames import frame
 
 TOO_LARGE = bytes(frames.USUAL_FRAME + 1)
 ANSWERED = {

@@ -6,8 +6,8 @@ import pytest
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
-from sapwood_common.http2 import frames
-from sapwood_common.http2.frames import frame
+from sapwood_common.http2.wire import frames
+from sapwood_common.http2.wire.frames import frame
 
 BLOCK = frames.literal(b"x-trailer", b"1")
 TRAILERS = frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, BLOCK)

@@ -6,8 +6,8 @@ import pytest
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
-from sapwood_common.http2 import frames
-from sapwood_common.http2.frames import frame
+from sapwood_common.http2.wire import frames
+from sapwood_common.http2.wire.frames import frame
 
 PROTOCOL = ErrorCodes.PROTOCOL_ERROR
 SIZE = ErrorCodes.FRAME_SIZE_ERROR

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from h2.errors import ErrorCodes
 
-from sapwood_common.http2 import frames
-from sapwood_common.http2.frames import frame, literal
+from sapwood_common.http2.wire import frames
+from sapwood_common.http2.wire.frames import frame, literal
 
 PATH = b"/test.Test/Echo"
 PSEUDO = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", PATH), (b":authority", b"x"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from h2.errors import ErrorCodes
 
-from sapwood_common.http2 import frames
-from sapwood_common.http2.frames import frame
+from sapwood_common.http2.wire import frames
+from sapwood_common.http2.wire.frames import frame
 
 BROKEN = {
     "2.3.3/1 an index beyond the table": b"\xfe",

@@ -1,0 +1,129 @@
+"""One service as a child process: its log lines, the addresses it says it listens on, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+
+_LISTENING = re.compile(r"\b(?:(\w+) )?listening on (?:https?://)?(\S+:\d+)")
+_LAST_LINES = 20
+_LONGEST_LINE = 1 << 16
+
+
+class Child:
+    """A running service. Made by :meth:`start`.
+
+    Attributes:
+        name: For people, such as ``worker-0``.
+        last_lines: What it wrote last.
+        exited: Set once it has ended and everything it wrote has been read.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        on_line: Callable[[str, str], None],
+        reworded: Callable[[str], str],
+    ) -> None:
+        self.name = name
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self.exited = asyncio.Event()
+        self._process = process
+        self._on_line = on_line
+        self._reworded = reworded
+        self._addresses: dict[str, str] = {}
+        self._changed = asyncio.Event()
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(
+        cls,
+        name: str,
+        module: str,
+        flags: Sequence[str],
+        on_line: Callable[[str, str], None],
+        reworded: Callable[[str], str] = str,
+    ) -> Child:
+        """Starts ``python -m module flags`` in a process group of its own, tied to this process.
+
+        Args:
+            name: For people.
+            module: The service's package.
+            flags: Its command line.
+            on_line: Called with name and text of each line it writes; must not raise.
+            reworded: Each line is shown and kept as this makes it.
+        """
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "sapwood.cli.local.tied",
+            module,
+            *flags,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,  # the terminal's Ctrl-C is for the parent, which then stops the services in order
+            limit=_LONGEST_LINE,
+        )
+        return cls(name, process, on_line, reworded)
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        return self._process.returncode
+
+    async def address(self, kind: str = "") -> str | None:
+        """The address from its log line ``KIND listening on HOST:PORT``; None if it ended without saying so.
+
+        Args:
+            kind: Such as ``gRPC`` or ``HTTP``; empty where the line names none.
+        """
+        while True:
+            found = self._addresses.get(kind.lower())
+            if found is not None or self.exited.is_set():
+                return found
+            self._changed.clear()
+            await self._changed.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the service's main process, which passes it on as it sees fit."""
+        if self._process.returncode is None:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Ends its whole process group at once. Also after its end, for what it may have left behind."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        try:
+            while True:
+                try:
+                    raw = await self._process.stdout.readline()
+                except ValueError:  # longer than the limit: the rest of it comes as lines of their own
+                    continue
+                if not raw:
+                    break
+                self._take(raw.decode(errors="replace").rstrip())
+        finally:
+            await self._process.wait()
+            self.exited.set()
+            self._changed.set()
+
+    def _take(self, written: str) -> None:
+        line = self._reworded(written)
+        self.last_lines.append(line)
+        found = _LISTENING.search(line)
+        if found is not None:
+            self._addresses.setdefault((found[1] or "").lower(), found[2])
+            self._changed.set()
+        self._on_line(self.name, line)

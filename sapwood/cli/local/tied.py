@@ -1,0 +1,29 @@
+"""Starts a service so that it does not outlive the process that started it: ``-m sapwood.cli.local.tied MODULE ARGUMENT...``
+
+On Linux the kernel is asked to send SIGTERM when the parent dies, however it dies; the request survives exec. Done in a
+process of its own because the alternative, ``preexec_fn``, forks the parent with its threads. Elsewhere services are only
+stopped by a parent that lives to do so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    """Ties this process to its parent, then becomes ``python -m MODULE ARGUMENT...``."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before it was asked for
+            sys.exit(1)
+    os.execv(sys.executable, [sys.executable, "-m", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

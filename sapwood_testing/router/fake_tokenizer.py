@@ -1,0 +1,268 @@
+"""A tokenizer without files: each UTF-8 byte is a token (its value plus 3), after a BOS; a real gRPC server."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from sapwood.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.serving.server import ServiceServer
+from sapwood_common.telemetry.logs import request_id_var
+from sapwood_testing.router.fake_encode import encode_items
+from sapwood_testing.router.fake_parser import REASONING_PARSER, TOOL_PARSER, FakeParser
+from sapwood_testing.router.ports import port_of_its_own
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_NAME = "sapwood.v1.Tokenizer"
+_SESSIONS = frozenset({f"/{_NAME}/Detokenize", f"/{_NAME}/Encode"})
+_OFFSET = 3
+BOS, EOS = 2, 1
+
+
+def encode(text: str, offset: int = _OFFSET) -> list[int]:
+    """The tokens of a text."""
+    return [BOS, *(byte + offset for byte in text.encode())]
+
+
+@dataclass(slots=True)
+class _Stream:
+    stop: tuple[str, ...]
+    parser: FakeParser
+    offset: int
+    decoder: codecs.IncrementalDecoder = field(default_factory=codecs.getincrementaldecoder("utf-8"))
+    held: str = ""
+    tokens: int = 0
+    marks: list[tuple[int, int]] = field(default_factory=list)
+    sent: int = 0
+    consumed: int = 0
+
+
+class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
+    """The service. Detokenize holds back what may begin a stop string or a marker of its parsers, as the real one does.
+
+    Args:
+        offset: What a byte's token is above its value: another vocabulary.
+    """
+
+    def __init__(self, offset: int = _OFFSET) -> None:
+        self._offset = offset
+        self.port = 0
+        self.request_ids: list[str] = []
+        self.tool_parser = TOOL_PARSER
+        self.reasoning_parser = REASONING_PARSER
+        """What GetInfo says fits the model."""
+        self.reasoning_open: bool | None = None
+        """What ApplyChatTemplate says of each prompt."""
+        self.chats: list[tokenizer_pb2.ApplyChatTemplateRequest] = []
+        self.options: list[tokenizer_pb2.DetokenizeOptions] = []
+        """What each stream was opened with."""
+        self.grammars: list[tokenizer_pb2.CompileGrammarRequest] = []
+        """What CompileGrammar was asked for."""
+        self.looked_up: list[int] = []
+        """The tokens whose bytes were asked for."""
+        self.open_streams: set[int] = set()
+        self.messages = 0
+        self.hold = False
+        """While set, Detokenize reads and answers nothing."""
+        self._server: ServiceServer | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        """Listens, on the port it had before if it was started before; serves at once."""
+        self.port = self.port or port_of_its_own()
+        self._server = ServiceServer("127.0.0.1", self.port, [_NAME], uncounted=_SESSIONS)
+        tokenizer_pb2_grpc.add_TokenizerServicer_to_server(self, self._server.grpc)
+        self.port = await self._server.start()
+        await self._server.set_serving(True)
+
+    async def kill(self) -> None:
+        """Cuts every connection."""
+        if self._server is not None:
+            await self._server.stop(0)
+        self._server = None
+
+    async def Tokenize(  # noqa: N802
+        self, request: tokenizer_pb2.TokenizeRequest, context: Context
+    ) -> tokenizer_pb2.TokenizeResponse:
+        """Bytes to tokens."""
+        self.request_ids.append(request_id_var.get())
+        return tokenizer_pb2.TokenizeResponse(
+            sequences=[common_pb2.TokenIds(ids=encode(t, self._offset)) for t in request.texts]
+        )
+
+    async def ApplyChatTemplate(  # noqa: N802
+        self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: Context
+    ) -> tokenizer_pb2.ApplyChatTemplateResponse:
+        """``<role>content`` for each turn, and ``<assistant>``; a turn of the system's must come first.
+
+        Tools must be a JSON array, the arguments of calls JSON objects, and so the variables, which may not be named
+        ``messages``; the text does not show them.
+        """
+        self.request_ids.append(request_id_var.get())
+        self.chats.append(request)
+        if request.tools and not isinstance(_from_json(request.tools), list):
+            raise InvalidArgumentError("tools is a JSON array of objects", field="tools")
+        variables = _from_json(request.template_variables or "{}")
+        if not isinstance(variables, dict) or "messages" in variables:
+            raise InvalidArgumentError("the variables are wrong", field="template_variables")
+        if request.continue_final_message and request.add_generation_prompt:
+            raise InvalidArgumentError("not both", field="continue_final_message")
+        for index, message in enumerate(request.messages):
+            if message.role == "system" and index > 0:
+                raise InvalidArgumentError("system comes first", field=f"messages[{index}].role")
+            for number, call in enumerate(message.tool_calls):
+                if not isinstance(_from_json(call.arguments), dict):
+                    field_name = f"messages[{index}].tool_calls[{number}].arguments"
+                    raise InvalidArgumentError("the arguments of a call are a JSON object", field=field_name)
+        text = "".join(f"<{message.role}>{message.content}" for message in request.messages) + "<assistant>"
+        return tokenizer_pb2.ApplyChatTemplateResponse(
+            text=text, tokens=common_pb2.TokenIds(ids=encode(text, self._offset)), reasoning_open=self.reasoning_open
+        )
+
+    def Encode(  # noqa: N802
+        self, request_iterator: AsyncIterator[tokenizer_pb2.EncodeRequest], context: Context
+    ) -> AsyncIterator[tokenizer_pb2.EncodeResponse]:
+        """Both, for many requests."""
+        return encode_items(self, request_iterator, context)
+
+    async def CompileGrammar(  # noqa: N802
+        self, request: tokenizer_pb2.CompileGrammarRequest, context: Context
+    ) -> tokenizer_pb2.CompileGrammarResponse:
+        """A name for the grammar; the fake worker keeps to none. A grammar that says "bad" is at fault."""
+        self.grammars.append(request)
+        kind = request.grammar.WhichOneof("grammar")
+        if kind is not None and "bad" in str(request.grammar):
+            raise InvalidArgumentError("it is bad", field=f"grammar.{kind}")
+        if "bad" in request.tool_calls.tools:
+            raise InvalidArgumentError("it is bad", field="tool_calls.tools[0].function.parameters")
+        parser = (request.tool_calls.tool_parser or TOOL_PARSER) if request.HasField("tool_calls") else ""
+        return tokenizer_pb2.CompileGrammarResponse(
+            compiled=f"compiled {len(self.grammars)}".encode(), tool_parser=parser
+        )
+
+    async def GetTokenBytes(  # noqa: N802
+        self, request: tokenizer_pb2.GetTokenBytesRequest, context: Context
+    ) -> tokenizer_pb2.GetTokenBytesResponse:
+        """The byte, or a name."""
+        self.looked_up += request.token_ids
+        return tokenizer_pb2.GetTokenBytesResponse(
+            tokens=[
+                bytes([token - self._offset]) if token >= self._offset else f"<{token}>".encode()
+                for token in request.token_ids
+            ],
+            special=[token for token in request.token_ids if token < self._offset],
+        )
+
+    async def GetInfo(  # noqa: N802
+        self, request: tokenizer_pb2.GetInfoRequest, context: Context
+    ) -> tokenizer_pb2.GetInfoResponse:
+        """Describes itself."""
+        return tokenizer_pb2.GetInfoResponse(
+            model="fake",
+            vocab_size=256 + self._offset,
+            bos_token_id=BOS,
+            eos_token_ids=[EOS],
+            has_chat_template=True,
+            tool_parsers=[TOOL_PARSER],
+            reasoning_parsers=[REASONING_PARSER],
+            tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
+        )
+
+    async def Detokenize(  # noqa: N802
+        self, request_iterator: AsyncIterator[tokenizer_pb2.DetokenizeRequest], context: Context
+    ) -> AsyncIterator[tokenizer_pb2.DetokenizeResponse]:
+        """Tokens to text."""
+        streams: dict[int, _Stream] = {}
+        self.open_streams = set()
+        async for request in request_iterator:
+            self.messages += 1
+            if self.hold:
+                continue
+            response = tokenizer_pb2.DetokenizeResponse()
+            for item in request.inputs:
+                if item.HasField("options"):
+                    self.options.append(item.options)
+                output = _feed(streams, item, self._offset)
+                if output is not None:
+                    response.outputs.append(output)
+            self.open_streams = set(streams)
+            if response.outputs:
+                yield response
+
+
+def _feed(
+    streams: dict[int, _Stream], item: tokenizer_pb2.DetokenizeInput, offset: int
+) -> tokenizer_pb2.DetokenizeOutput | None:
+    if item.cancel:
+        streams.pop(item.stream_id, None)
+        return None
+    if item.HasField("options"):
+        streams[item.stream_id] = _Stream(tuple(item.options.stop), FakeParser(item.options), offset)
+    stream = streams.get(item.stream_id)
+    if stream is None:  # it met a stop string while this was on its way
+        return None
+    output = tokenizer_pb2.DetokenizeOutput(stream_id=item.stream_id)
+    if not stream.stop:
+        stream.tokens += len(item.token_ids)
+        output.text = stream.decoder.decode(
+            bytes(token - stream.offset for token in item.token_ids if token >= stream.offset)
+        )
+        stream.consumed = stream.tokens - len(stream.decoder.getstate()[0])
+    for token in item.token_ids if stream.stop else ():
+        stream.tokens += 1
+        if token >= stream.offset:
+            stream.held += stream.decoder.decode(bytes([token - stream.offset]))
+        if not stream.decoder.getstate()[0]:  # not within a character
+            stream.marks.append((stream.sent + len(output.text) + len(stream.held), stream.tokens))
+        found = [(stream.held.find(stop), stop) for stop in stream.stop if stop in stream.held]
+        if found:
+            at, stop = min(found)
+            output.text += stream.held[:at]
+            output.stop_match = stop
+            output.ended = True
+            break
+        held = _held_back(stream.held, stream.stop)
+        output.text += stream.held[: len(stream.held) - held]
+        stream.held = stream.held[len(stream.held) - held :]
+    if item.end and not output.ended:
+        output.text += stream.held
+        output.ended = True
+    if output.ended:
+        del streams[item.stream_id]
+        stream.consumed = stream.tokens
+    stream.sent += len(output.text)
+    while stream.marks and stream.marks[0][0] <= stream.sent:
+        stream.consumed = max(stream.consumed, stream.marks.pop(0)[1])
+    output.tokens_consumed = stream.consumed
+    stream.parser.feed(output)
+    return output
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _held_back(text: str, stops: tuple[str, ...]) -> int:
+    """How many of the last characters may be the beginning of a stop string."""
+    longest = 0
+    for stop in stops:
+        for size in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:size]):
+                longest = size
+                break
+    return longest

@@ -1,0 +1,395 @@
+"""A worker without a model: a real gRPC server that answers with scripted tokens, delays and failures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import grpc
+
+from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from sapwood_common.contract.page_hash import cache_namespace, hash_pages
+from sapwood_common.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    SapwoodError,
+    UnavailableError,
+    UnimplementedError,
+)
+from sapwood_common.serving.server import ServiceServer
+from sapwood_common.status import code_number
+from sapwood_common.telemetry.logs import request_id_var
+from sapwood_testing.router.ports import port_of_its_own
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_NAME = "sapwood.v1.Worker"
+_LONG_LIVED = frozenset({f"/{_NAME}/WatchLoad", f"/{_NAME}/Session"})
+_epochs = itertools.count(1)
+
+
+def echo(prompt: Sequence[int]) -> list[int]:
+    """The default script: the prompt again, without what comes before its first letter (a BOS)."""
+    return [token for token in prompt if token >= 3]
+
+
+@dataclass(slots=True)
+class Script:
+    """How a worker answers; tests change it while the worker runs.
+
+    Attributes:
+        tokens: The tokens to generate for a prompt.
+        reason: Why the generation ends; LENGTH too when max_tokens cuts it short.
+        ends_with_token: Whether an end token follows where the reason is STOP; else its grammar ends the generation.
+        chunk: Tokens a message.
+        delay: Seconds before each message.
+        fail_after: Messages after which ``error`` is raised; None never.
+        error: What is raised then.
+        gate: While it is clear, no message but the first ``gate_after`` is sent.
+        gate_after: See ``gate``.
+    """
+
+    tokens: Callable[[Sequence[int]], list[int]] = echo
+    reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_STOP
+    ends_with_token: bool = True
+    chunk: int = 1
+    delay: float = 0.0
+    fail_after: int | None = None
+    error: SapwoodError | None = None
+    gate: asyncio.Event | None = None
+    gate_after: int = 0
+
+
+@dataclass(slots=True)
+class SeenCall:
+    """A Generate call as the worker saw it; ``outcome`` is running, finished, failed or cancelled."""
+
+    request: worker_pb2.WorkerGenerateRequest
+    request_id: str
+    time_remaining: float | None
+    outcome: str = "running"
+    sent_tokens: int = 0
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class _Session:
+    """The streams of one Session call."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._paused: set[int] = set()
+        self._ready: dict[int, worker_pb2.SessionOutput] = {}
+        self._taken = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._heartbeat = 0.2
+        self._packs_tokens = False
+
+    async def read(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
+        async for request in requests:
+            if request.HasField("heartbeat_ms"):
+                self._heartbeat = request.heartbeat_ms / 1000
+                self._packs_tokens = request.packed_tokens and self._worker.packs_tokens
+            for submit in request.submits:
+                self._submit(submit)
+            for stream_id in request.aborts:
+                if stream_id in self._tasks:
+                    self._tasks.pop(stream_id).cancel()
+                self._ready.pop(stream_id, None)
+            self._paused |= set(request.pauses)
+            self._paused -= set(request.resumes)
+            self._wake.set()
+
+    async def next_response(self) -> worker_pb2.SessionResponse:
+        with contextlib.suppress(TimeoutError):  # wait_for would swallow a cancellation that comes with the wake
+            async with asyncio.timeout(self._heartbeat):
+                await self._wake.wait()
+        self._wake.clear()
+        response = worker_pb2.SessionResponse(load=self._worker.load, draining=self._worker.draining)
+        response.MergeFrom(self._worker.vitals)
+        for stream_id in [stream_id for stream_id in self._ready if stream_id not in self._paused]:
+            output = self._ready.pop(stream_id)
+            answer = output.response
+            one = worker_pb2.WorkerGenerateResponse(token_ids=answer.token_ids[:1])
+            if self._packs_tokens and answer.token_ids and answer == one:
+                response.token_streams.append(stream_id)
+                response.tokens.extend(answer.token_ids)
+            else:
+                response.outputs.append(output)
+        self._taken.set()
+        self._taken = asyncio.Event()
+        return response
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _submit(self, submit: worker_pb2.SessionSubmit) -> None:
+        stream_id = submit.stream_id
+        client_id = submit.request.request_id.rpartition(".")[0]
+        call = SeenCall(submit.request, client_id, submit.timeout_ms / 1000 if submit.HasField("timeout_ms") else None)
+
+        async def put(output: worker_pb2.SessionOutput) -> None:
+            output.stream_id = stream_id
+            while stream_id in self._ready:
+                await self._taken.wait()
+            self._ready[stream_id] = output
+            self._wake.set()
+
+        task = self._tasks[stream_id] = asyncio.ensure_future(self._worker.run(call, put))
+        task.add_done_callback(lambda _: self._tasks.pop(stream_id, None))
+
+
+def _logprobs(tokens: Sequence[int], top: int) -> list[worker_pb2.TokenLogprobs]:
+    """A token's is -1/8 of its id; the alternatives are the tokens from it on upwards."""
+    return [
+        worker_pb2.TokenLogprobs(
+            logprob=-token / 8,
+            top_ids=range(token, token + top),
+            top_logprobs=[-other / 8 for other in range(token, token + top)],
+        )
+        for token in tokens
+    ]
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServicer):
+    """The service. Script tokens are followed by the end token where they end with STOP; pages seen before count as cached.
+
+    Args:
+        model: The model it claims to serve.
+        page_size: Tokens a page.
+        context_length: Most tokens of prompt and output.
+    """
+
+    END_TOKEN = 1
+
+    def __init__(self, model: str = "fake", *, page_size: int = 4, context_length: int = 100_000) -> None:
+        self.script = Script()
+        self.calls: list[SeenCall] = []
+        self.embed_calls: list[worker_pb2.WorkerEmbedRequest] = []
+        self.embedding_size = 3
+        self.embedded_tokens = 0
+        self.shortened: list[int] = []
+        self.epoch = next(_epochs)
+        self.load = worker_pb2.LoadReport(num_pages=10_000)
+        self._model = model
+        self._page_size = page_size
+        self._context_length = context_length
+        self._seen_pages: set[bytes] = set()
+        self._load_changed = asyncio.Event()
+        self._server: ServiceServer | None = None
+        self.port = 0
+        self.draining = False
+        self.packs_tokens = True
+        """Whether it knows of that, as its elders do not."""
+        self.vitals = worker_pb2.SessionResponse()
+        """What sessions say in addition, such as ``frozen_ms``."""
+        self.silent = False
+        """While set, sessions read but say nothing, as if the process hung."""
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        """Listens, on the port it had before if it was started before; serves at once."""
+        self.port = self.port or port_of_its_own()
+        self._server = ServiceServer("127.0.0.1", self.port, [_NAME], uncounted=_LONG_LIVED)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server.grpc)
+        self.port = await self._server.start()
+        await self._server.set_serving(True)
+
+    async def kill(self) -> None:
+        """Cuts every connection without a goodbye; a later :meth:`start` is a new epoch with an empty cache."""
+        if self._server is not None:
+            await self._server.stop(0)
+        self._server = None
+        self.epoch = next(_epochs)
+        self._seen_pages.clear()
+
+    async def set_serving(self, serving: bool) -> None:
+        """Sets the health it reports."""
+        assert self._server is not None
+        await self._server.set_serving(serving)
+        self.draining = not serving
+
+    def report(self, load: worker_pb2.LoadReport) -> None:
+        """Pushes a load report to whoever watches."""
+        self.load = load
+        self._load_changed.set()
+        self._load_changed = asyncio.Event()
+
+    async def Generate(  # noqa: N802
+        self, request: worker_pb2.WorkerGenerateRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.WorkerGenerateResponse]:
+        """Answers as the script says."""
+        call = SeenCall(request, request_id_var.get(), context.time_remaining())
+        context.add_done_callback(cast(Any, lambda _: self._over(call)))
+        async for response in self._answer(call):
+            yield response
+
+    async def Session(  # noqa: N802
+        self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        """Answers each submit as the script says; one unread message a stream at most."""
+        session = _Session(self)
+        context.add_done_callback(cast(Any, lambda _: session.close()))
+        info = await self.GetModelInfo(worker_pb2.GetModelInfoRequest(), context)
+        reader = asyncio.ensure_future(session.read(request_iterator))
+        try:
+            first = worker_pb2.SessionResponse(info=info, load=self.load, draining=self.draining)
+            first.MergeFrom(self.vitals)
+            yield first
+            while not reader.done():
+                response = await session.next_response()
+                if not self.silent:
+                    yield response
+        finally:
+            reader.cancel()
+            session.close()
+
+    async def run(self, call: SeenCall, put: Callable[[worker_pb2.SessionOutput], Awaitable[None]]) -> None:
+        """One stream of a session, from its submit to its end."""
+        try:
+            async for response in self._answer(call):
+                await put(worker_pb2.SessionOutput(response=response))
+            if call.sent_tokens == 0 or not response.finish_reason:
+                raise UnavailableError("the script ended without a finish")
+        except SapwoodError as error:
+            wait = None if error.retry_after is None else round(error.retry_after * 1000)
+            failure = worker_pb2.GenerationError(
+                code=code_number(error), message=error.message, field=error.field or "", retry_after_ms=wait
+            )
+            await put(worker_pb2.SessionOutput(error=failure))
+        finally:
+            self._over(call)
+
+    async def _answer(self, call: SeenCall) -> AsyncIterator[worker_pb2.WorkerGenerateResponse]:
+        self.calls.append(call)
+        try:
+            if len(call.request.token_ids) > self._context_length:
+                raise InvalidArgumentError("the prompt is longer than the context", field="token_ids")
+            async for response in self._responses(call.request):
+                yield response
+                call.sent_tokens += len(response.token_ids)
+            call.outcome = "finished"
+        except SapwoodError:
+            call.outcome = "failed"
+            raise
+
+    async def _responses(
+        self, request: worker_pb2.WorkerGenerateRequest
+    ) -> AsyncIterator[worker_pb2.WorkerGenerateResponse]:
+        script = self.script
+        tokens = script.tokens(request.token_ids)
+        reason = script.reason
+        if reason == common_pb2.FINISH_REASON_STOP and not request.sampling.ignore_eos and script.ends_with_token:
+            tokens = [*tokens, self.END_TOKEN]
+        if request.sampling.HasField("max_tokens") and len(tokens) > request.sampling.max_tokens:
+            tokens, reason = tokens[: request.sampling.max_tokens], common_pb2.FINISH_REASON_LENGTH
+        cached = self._cache(request.token_ids, request.cache_salt)
+        for number, start in enumerate(range(0, len(tokens), script.chunk)):
+            if script.error is not None and script.fail_after == number:
+                raise script.error
+            if script.gate is not None and number >= script.gate_after:
+                await script.gate.wait()
+            if script.delay:
+                await asyncio.sleep(script.delay)
+            response = worker_pb2.WorkerGenerateResponse(token_ids=tokens[start : start + script.chunk])
+            if request.sampling.HasField("logprobs"):
+                response.logprobs.extend(_logprobs(response.token_ids, request.sampling.logprobs))
+            if number == 0 and request.sampling.HasField("prompt_logprobs"):
+                response.prompt_logprobs.extend(_logprobs(request.token_ids[1:], request.sampling.prompt_logprobs))
+            if start + script.chunk >= len(tokens):
+                response.finish_reason = reason
+                response.usage.prompt_tokens = len(request.token_ids)
+                response.usage.completion_tokens = len(tokens)
+                response.usage.cached_tokens = cached
+            yield response
+
+    def _cache(self, token_ids: Sequence[int], cache_salt: str) -> int:
+        hashes = hash_pages(token_ids, self._page_size, salt=cache_namespace(cache_salt))
+        cached = 0
+        for page in hashes:
+            if page not in self._seen_pages:
+                break
+            cached += self._page_size
+        self._seen_pages.update(hashes)
+        return cached
+
+    def _over(self, call: SeenCall) -> None:
+        if call.outcome == "running":
+            call.outcome = "cancelled"
+        call.over.set()
+
+    async def Abort(  # noqa: N802
+        self, request: worker_pb2.AbortRequest, context: Context
+    ) -> worker_pb2.AbortResponse:
+        """Finds nothing."""
+        return worker_pb2.AbortResponse(found=False)
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: worker_pb2.GetModelInfoRequest, context: Context
+    ) -> worker_pb2.GetModelInfoResponse:
+        """Describes the model there is none of."""
+        if not self._model:
+            raise NotFoundError("no model")
+        return worker_pb2.GetModelInfoResponse(
+            model=self._model,
+            architecture="fake",
+            dtype="float32",
+            context_length=self._context_length,
+            vocab_size=1000,
+            eos_token_ids=[self.END_TOKEN],
+            page_size=self._page_size,
+            num_pages=self.load.num_pages,
+            epoch=self.epoch,
+            embedding_size=self.embedding_size,
+            embedded_tokens=self.embedded_tokens,
+            shortens_embeddings=bool(self.shortened),
+            embedding_dimensions=self.shortened,
+        )
+
+    async def WatchLoad(  # noqa: N802
+        self, request: worker_pb2.WatchLoadRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
+        """Reports what :meth:`report` was given."""
+        while True:
+            changed = self._load_changed
+            yield worker_pb2.WatchLoadResponse(load=self.load)
+            await changed.wait()
+
+    async def SubscribeKvEvents(  # noqa: N802
+        self, request: worker_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.SubscribeKvEventsResponse]:
+        """It has none."""
+        raise UnimplementedError("this worker publishes no KV events")
+        yield worker_pb2.SubscribeKvEventsResponse()
+
+    async def Embed(  # noqa: N802
+        self, request: worker_pb2.WorkerEmbedRequest, context: Context
+    ) -> worker_pb2.WorkerEmbedResponse:
+        """Of each sequence its length, first and last token, once ``script.gate`` is set; with ``script.error``, that."""
+        self.embed_calls.append(request)
+        if self.script.gate is not None:
+            await self.script.gate.wait()
+        if self.script.error is not None:
+            raise self.script.error
+        vectors = [(len(item.ids), item.ids[0], item.ids[-1]) for item in request.inputs]
+        return worker_pb2.WorkerEmbedResponse(
+            embeddings=[worker_pb2.Embedding(values=vector[: request.dimensions or None]) for vector in vectors],
+            prompt_tokens=sum(vector[0] for vector in vectors),
+        )
+
+    async def FlushCache(  # noqa: N802
+        self, request: worker_pb2.FlushCacheRequest, context: Context
+    ) -> worker_pb2.FlushCacheResponse:
+        """Forgets which prompts were seen."""
+        freed = len(self._seen_pages)
+        self._seen_pages.clear()
+        return worker_pb2.FlushCacheResponse(freed_pages=freed)

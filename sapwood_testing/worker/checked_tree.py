@@ -1,0 +1,109 @@
+"""A radix tree that checks each of its own answers against the plainest model there is; for tests."""
+
+from __future__ import annotations
+
+from sapwood_worker.core.cache.eviction import EvictionName
+from sapwood_worker.core.cache.radix_tree import Match, Node, PageIds, RadixTree
+
+Prefix = tuple[bytes, bytes]
+
+
+class CheckedTree(RadixTree):
+    """Beside the tree it keeps a dict from (namespace, all tokens up to a page's end) to the page, and locks by prefix.
+
+    Each method raises AssertionError where tree and dict disagree. Every operation is O(pages x tokens).
+    """
+
+    def __init__(self, page_size: int, eviction: EvictionName = "lru") -> None:
+        super().__init__(page_size, eviction)
+        self._model: dict[Prefix, int] = {}
+        self._model_locks: dict[Prefix, int] = {}
+
+    def match(self, key: bytes, namespace: bytes = b"") -> Match:
+        """See RadixTree."""
+        expected = self._expected(namespace, key)
+        assert super().probe(key, namespace)[0] == len(expected)
+        match = super().match(key, namespace)
+        assert match.pages.tolist() == expected, "the tree found another prefix than the longest"
+        return match
+
+    def probe(self, key: bytes, namespace: bytes = b"") -> tuple[int, int]:
+        """See RadixTree."""
+        expected = self._prefixes(namespace, key)[: len(self._expected(namespace, key))]
+        answer = super().probe(key, namespace)
+        assert answer == (len(expected), sum(not self._model_locks.get(prefix) for prefix in expected))
+        return answer
+
+    def insert(self, below: Node, key: bytes, pages: PageIds) -> Match:
+        """See RadixTree."""
+        namespace, above = _whole(below)
+        prefixes = self._prefixes(namespace, above + key)[len(above) // self._stride :]
+        for prefix, page in zip(prefixes, pages.tolist(), strict=True):
+            self._model.setdefault(prefix, page)
+        match = super().insert(below, key, pages)
+        assert match.pages.tolist() == [self._model[prefix] for prefix in prefixes], "the tree cached something else"
+        return match
+
+    def lock(self, node: Node) -> None:
+        """See RadixTree."""
+        for prefix in self._prefixes(*_whole(node)):
+            assert prefix in self._model, "what is locked is not cached"
+            self._model_locks[prefix] = self._model_locks.get(prefix, 0) + 1
+        super().lock(node)
+
+    def unlock(self, node: Node) -> None:
+        """See RadixTree."""
+        for prefix in self._prefixes(*_whole(node)):
+            self._model_locks[prefix] -= 1
+            if not self._model_locks[prefix]:
+                del self._model_locks[prefix]
+        super().unlock(node)
+
+    def evict(self, count: int, *, reset: bool = False) -> PageIds:
+        """See RadixTree."""
+        evictable = len(self._model) - len(self._model_locks)
+        assert evictable == self.num_evictable
+        freed = super().evict(count, reset=reset)
+        assert len(freed) == min(count, evictable), "not as many pages as asked for"
+        gone = set(freed.tolist())
+        out = {prefix for prefix, page in self._model.items() if page in gone}
+        assert len(out) == len(freed), "a page was evicted that was not cached, or twice"
+        assert not out & self._model_locks.keys(), "a locked page was evicted"
+        for prefix in out:
+            del self._model[prefix]
+        for namespace, tokens in self._model if out else ():
+            above = tokens[: -self._stride]
+            assert not above or (namespace, above) in self._model, "a page went before what follows it"
+        return freed
+
+    def compare(self) -> None:
+        """Compares all of the tree with the dict."""
+        found: dict[Prefix, int] = {}
+        for node in self.nodes():
+            namespace, tokens = _whole(node)
+            pages = node.pages.tolist()
+            found.update(zip(self._prefixes(namespace, tokens)[-len(pages) :], pages, strict=True))
+        assert found == self._model, "the tree holds other pages than were cached"
+
+    def _prefixes(self, namespace: bytes, key: bytes) -> list[Prefix]:
+        return [
+            (namespace, key[: end + self._stride])
+            for end in range(0, len(key) // self._stride * self._stride, self._stride)
+        ]
+
+    def _expected(self, namespace: bytes, key: bytes) -> list[int]:
+        pages: list[int] = []
+        for prefix in self._prefixes(namespace, key):
+            if prefix not in self._model:
+                break
+            pages.append(self._model[prefix])
+        return pages
+
+
+def _whole(node: Node) -> Prefix:
+    """Namespace and tokens of everything from the root to the end of a node."""
+    tokens = b""
+    while node.parent is not None:
+        tokens = node.key + tokens
+        node = node.parent
+    return node.key, tokens

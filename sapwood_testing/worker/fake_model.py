@@ -1,0 +1,114 @@
+"""The model of the fake worker: its configuration and its runner."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from pydantic import Field
+
+from sapwood_common.grammar.vocabulary import TokenVocabulary
+from sapwood_testing.worker.fake_runner import FakeRunner
+from sapwood_worker.config import WorkerConfig
+from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages
+from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.step import LaunchedStep, ModelOutput, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+class FakeWorkerConfig(WorkerConfig):
+    """A worker's configuration and what the fake runner can be told."""
+
+    served_model_name: str | None = Field("fake", description="Name that clients use.")
+    num_pages: int | None = Field(1024, ge=2, description="Pages of the KV cache.")
+    context_length: int | None = Field(4096, ge=2, description="Most tokens of prompt and output together.")
+    step_ms: float = Field(1.0, ge=0, description="How long a step takes, in milliseconds.")
+    load_seconds: float = Field(0.0, ge=0, description="How long loading takes.")
+    vocab_size: int = Field(1000, ge=2, description="Number of token ids.")
+    eos_token: int | None = Field(None, ge=0, description="The model's end token; none: there is none.")
+    stall_token: int | None = Field(
+        None, ge=0, description="A prompt that begins with it stalls the step it begins in."
+    )
+    stall_seconds: float = Field(0.0, ge=0, description="For how long.")
+    stall_computes: bool = Field(
+        False, description="The stall is a computation that holds the interpreter's lock; else it waits."
+    )
+    poison_token: int | None = Field(None, ge=0, description="A prompt that begins with it makes its step fail.")
+
+
+def make_runner(config: FakeWorkerConfig) -> FakeRunner | StallingRunner:
+    """The runner factory for the scheduler process."""
+    num_pages = config.num_pages or 1024
+    info = ModelInfo(
+        architecture="fake",
+        dtype="none",
+        context_length=min(config.context_length or 4096, num_pages * config.page_size),
+        vocab_size=config.vocab_size,
+        eos_token_ids=() if config.eos_token is None else (config.eos_token,),
+        page_size=config.page_size,
+        num_pages=num_pages,
+        embedding_size=1,
+    )
+    if config.load_seconds:
+        logger.info("loading for %g s", config.load_seconds)
+        time.sleep(config.load_seconds)
+    vocabulary = _vocabulary(config.vocab_size) if config.structured_output else None
+    host_pages = host_pool_pages(
+        page_bytes=config.page_size * 8,
+        num_device_pages=num_pages,
+        gigabytes=config.host_cache_gb,
+        ratio=config.host_cache_ratio,
+    )
+    host_pool = HostPool(host_pages, config.page_size * 8) if host_pages else None
+    runner = FakeRunner(info, config.step_ms / 1000, config.poison_token, vocabulary, host_pool)
+    if config.stall_token is not None:
+        return StallingRunner(runner, config.stall_token, config.stall_seconds, computes=config.stall_computes)
+    return runner
+
+
+class StallingRunner:
+    """A :class:`FakeRunner` that takes its time for the first step of some prompts.
+
+    Args:
+        runner: What computes.
+        token: A prompt that begins with it stalls the step it begins in.
+        seconds: For how long.
+        computes: Whether it computes meanwhile, with the interpreter's lock held; else it waits.
+    """
+
+    def __init__(self, runner: FakeRunner, token: int, seconds: float, *, computes: bool) -> None:
+        self._runner = runner
+        self._token = token
+        self._seconds = seconds
+        self._computes = computes
+        self.info = runner.info
+        self.vocabulary = runner.vocabulary
+        self.host_pool = runner.host_pool
+        self.asynchronous = runner.asynchronous
+
+    def execute(self, output: SchedulerOutput) -> ModelOutput:
+        """See Runner."""
+        return self.launch(output).result()
+
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        """See Runner."""
+        if any(request.start == 0 and request.token_ids[0] == self._token for request in output.requests):
+            if self._computes:
+                _compute(self._seconds)
+            else:
+                time.sleep(self._seconds)
+        return self._runner.launch(output)
+
+
+def _compute(seconds: float) -> None:
+    """Computes for about so long in one call of C code, during which no other thread gets the interpreter's lock."""
+    probe = 10**6
+    began = time.monotonic()
+    sum(range(probe))
+    sum(range(int(probe * seconds / (time.monotonic() - began))))
+
+
+def _vocabulary(size: int) -> TokenVocabulary:
+    """To a grammar, token i below 256 is byte i; the others stand for nothing."""
+    return TokenVocabulary(tuple(bytes([token]) if token < 256 else b"" for token in range(size)), frozenset())

@@ -1,0 +1,76 @@
+"""A transfer for tests: stores end late, in any order, or fail; it reads a page only when its store ends.
+
+So whoever overwrites a page that is still being stored, or uses a host page that is not there yet, gets wrong content.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood_worker.model.pools.host_pool import HostPool
+from sapwood_worker.records.page_copies import Copies, CopyReport, PageCopy
+
+
+class FakeTransfer:
+    """Implements :class:`~sapwood_worker.model.pools.transfer.Transfer` between numpy arrays.
+
+    Args:
+        device: [num_pages, ...]: the device pool.
+        host: The host pool; a page of ``device`` fits in a page of it.
+        chance: Decides what is late and what fails; None: all is done at once.
+        failure_rate: Share of stores that fail.
+    """
+
+    def __init__(
+        self,
+        device: npt.NDArray[np.int64],
+        host: HostPool,
+        chance: random.Random | None = None,
+        failure_rate: float = 0.0,
+    ) -> None:
+        self._device = device.reshape(len(device), -1)
+        self._host = host
+        self._chance = chance
+        self._failure_rate = failure_rate
+        self._running: list[PageCopy] = []
+        self._done: list[int] = []
+        self._failed: list[int] = []
+
+    def start(self, copies: Copies) -> None:
+        """See Transfer."""
+        if copies.store is not None:
+            self._running.append(copies.store)
+        if copies.fence or self._chance is None:
+            self._end(len(self._running))
+        if copies.load is not None:
+            self._device[copies.load.device] = self._content()[copies.load.host]
+
+    def poll(self) -> CopyReport:
+        """See Transfer."""
+        if self._chance is not None and self._running:
+            self._chance.shuffle(self._running)
+            self._end(self._chance.randint(0, len(self._running)))
+        report = CopyReport(tuple(self._done), tuple(self._failed))
+        self._done, self._failed = [], []
+        return report
+
+    @property
+    def busy(self) -> bool:
+        """See Transfer."""
+        return bool(self._running or self._done or self._failed)
+
+    def _end(self, count: int) -> None:
+        ending, self._running = self._running[:count], self._running[count:]
+        for copy in ending:
+            if self._chance is not None and self._chance.random() < self._failure_rate:
+                self._content()[copy.host] = -7
+                self._failed.append(copy.number)
+            else:
+                self._content()[copy.host] = self._device[copy.device]
+                self._done.append(copy.number)
+
+    def _content(self) -> npt.NDArray[np.int64]:
+        return self._host.content.view(np.int64)

@@ -1,0 +1,1 @@
+"""What two services must hold alike: page hashes, seeds, sampling fields. Knows no service."""

@@ -1,0 +1,33 @@
+"""Sampling settings as a message of ``common.proto``, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sapwood.v1 import common_pb2
+from sapwood_common.contract.sampling import SamplingParams, read_sampling
+
+_REPEATED = {"stop_token_ids": tuple, "logit_bias": dict}
+"""What the fields that hold several values become."""
+
+
+def from_message(message: common_pb2.SamplingParams, done: int = 0) -> tuple[SamplingParams, int]:
+    """Checked settings, and the number of continuations; ``done`` tokens were generated before.
+
+    Raises:
+        InvalidArgumentError: As :func:`~sapwood_common.contract.sampling.read_sampling` does.
+    """
+    given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    for name in given.keys() & _REPEATED:
+        given[name] = _REPEATED[name](given[name])
+    count = given.pop("n", 1)
+    return read_sampling(given, done), count
+
+
+def to_message(params: SamplingParams) -> common_pb2.SamplingParams:
+    """The settings that are not the usual ones, and the seed."""
+    given = msgspec.to_builtins(params)
+    given["seed"] = params.seed
+    return common_pb2.SamplingParams(**given)

@@ -1,0 +1,1 @@
+"""The client's end: one call on a connection of its own. Knows no server."""

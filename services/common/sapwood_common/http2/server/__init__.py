@@ -1,0 +1,1 @@
+"""The server's end: connections, streams, calls, and the handlers that answer them. Knows no client."""

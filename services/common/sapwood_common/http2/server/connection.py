@@ -1,0 +1,425 @@
+"""The server's end of an HTTP/2 connection (RFC 9113) that carries gRPC and nothing else, on the event loop.
+
+grpcio's asyncio server reads and writes on a thread of its own and wakes the event loop for each message, which costs about
+120 us of CPU time a message; ``h2`` costs about 65 us a frame. Here a message of 200 bytes that leaves costs about 1.5 us beside
+the socket's own cost, and one that comes and is read about 4: frames are packed and unpacked in place (:class:`FrameReader`),
+and ``hpack`` reads the headers, once for blocks that come again and again (:class:`HeaderReader`). Header fields that are sent
+enter no table, so that they cost no look-up and no memory.
+
+Each frame costs time linear in its length. Held for a client are at most ``MOST_STREAMS`` streams, ``WINDOW`` bytes and one
+message a stream, and ``_MOST_UNREAD`` bytes of answers to its frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import cast
+
+from h2.errors import ErrorCodes
+from h2.settings import SettingCodes
+from hpack import HPACKError
+
+from sapwood_common.http2.server import frame_rates
+from sapwood_common.http2.server.closed_transport import ClosedTransport
+from sapwood_common.http2.server.connection_owner import ConnectionOwner
+from sapwood_common.http2.server.flow_control import FlowControl
+from sapwood_common.http2.server.frame_rates import FrameRates
+from sapwood_common.http2.server.greeting import CONNECTION_WINDOW, Greeting, WrongProtocolError, server_greeting
+from sapwood_common.http2.server.lifetime import Due, Lifetime, Timeouts
+from sapwood_common.http2.server.stream import CRUMB, ServerStream
+from sapwood_common.http2.wire import frames
+from sapwood_common.http2.wire.frame_reader import FrameReader
+from sapwood_common.http2.wire.frames import ConnectionFailedError
+from sapwood_common.http2.wire.header_reader import HeaderReader
+from sapwood_common.http2.wire.request_head import RequestHead, find_trailer_problem
+from sapwood_common.http2.wire.stream_ids import StreamIds
+from sapwood_common.pacing.time_share import TimeShare
+
+logger = logging.getLogger(__name__)
+
+MOST_STREAMS = 4096
+"""Calls at a time. Each holds some 2 KB before its first message, for a few bytes that the client sends."""
+MOST_UNKNOWN_STREAMS = 64
+"""The same of a client that has shown no valid key yet, where keys are asked for."""
+_BYTES_A_FRAME = 2
+"""Of DATA that were sent, for which a client may say that it takes more, and ask whether we are there."""
+_MOST_AT_ONCE = 64
+"""Streams that are told in one turn of the event loop that their client is gone."""
+_PING, _LAST_PING = b"sapwood.", b"goodbye."
+"""What pings say: whether the client is there, and whether it has heard that it is to go."""
+_CLOSE_SECONDS = 1.0
+_MOST_UNREAD = 1024 * 1024
+"""Bytes that wait for a client that goes on sending. Messages stop long before; answers to its pings and the like do not."""
+
+
+class ServerConnection(asyncio.Protocol):
+    """One client's connection.
+
+    Args:
+        owner: Is told what happens.
+        most_bytes: The largest message taken.
+        most_streams: Calls at a time.
+        share: Shares the event loop's time among connections.
+        timeouts: How long what may last.
+    """
+
+    def __init__(
+        self,
+        owner: ConnectionOwner[ServerConnection],
+        most_bytes: int,
+        most_streams: int,
+        share: TimeShare,
+        timeouts: Timeouts,
+    ) -> None:
+        self.owner = owner
+        self.peer = ""
+        """The client's address as grpcio writes it."""
+        self._most_bytes = most_bytes
+        self._most_streams = most_streams
+        self._share = share
+        self._transport: asyncio.Transport | None = None
+        self._greeting = Greeting()
+        self._reader = FrameReader()
+        self._behind = False
+        """Whether it has read more than it had time for."""
+        self._rates = FrameRates()
+        self._answers = 0
+        """Header blocks that were sent."""
+        self._headers = HeaderReader(RequestHead)
+        self._has_table = True
+        """Whether the client still expects header fields to enter its table."""
+        self._streams: dict[int, ServerStream] = {}
+        self._flow = FlowControl(self._streams, lambda: share.add(self))
+        self._ids = StreamIds()
+        self._consumed = 0
+        self._closing = False
+        self._aborter: asyncio.TimerHandle | None = None
+        self._life = Lifetime(timeouts)
+
+    @property
+    def writable(self) -> bool:
+        """See StreamConnection."""
+        # A socket that has failed takes everything and says nothing until the event loop's next turn, which whoever finds it
+        # writable for ever does not give it.
+        return not self._flow.paused and self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no stream is open."""
+        return not self._streams
+
+    def send(self, data: bytes) -> None:
+        """See StreamConnection."""
+        assert self._transport is not None
+        self._transport.write(data)
+
+    def send_headers(self, stream: int, block: bytes, *, end: bool = False) -> None:
+        """See StreamConnection."""
+        if self._has_table:
+            self._has_table = False
+            block = frames.NO_TABLE + block
+        self._answers += 1
+        self.send(frames.header_frames(stream, block, self._flow.frame_size, end=end))
+
+    def forget(self, stream: ServerStream) -> None:
+        """See StreamConnection."""
+        self._streams.pop(stream.number, None)
+        self._flow.forget(stream)
+        if stream.remote_open:
+            self._ids.cut_off(stream.number)
+        if self._closing and not self._streams and self._transport is not None:
+            self._transport.close()
+
+    def check(self, now: float) -> None:
+        """To be called every few seconds, with the event loop's time: pings, retires or gives up who has been silent or idle."""
+        if self._transport is None:
+            return
+        due = self._life.check(
+            now,
+            greeted=self._greeting.over,
+            busy=bool(self._streams),
+            last_stream=self._ids.last,
+            closing=self._transport.is_closing(),
+        )
+        if due is Due.PING:
+            self.send(frames.frame(frames.PING, 0, 0, _PING))
+        elif due is Due.RETIRE:
+            # Calls that are on their way are answered yet: which is the last is said once the client has heard this.
+            self._goaway(ErrorCodes.NO_ERROR, frames.LAST_STREAM)
+            self.send(frames.frame(frames.PING, 0, 0, _LAST_PING))
+        elif due is Due.GIVE_UP:
+            logger.info("%s does not answer: its connection is given up", self.peer)
+            self._transport.abort()
+
+    def close_gently(self) -> None:
+        """Takes no more calls; closes once those that run have ended."""
+        if self._closing or self._transport is None:
+            return
+        self._closing = True
+        if self._greeting.over:
+            self._goaway(ErrorCodes.NO_ERROR, self._ids.last)
+        if not self._streams:
+            self._transport.close()
+
+    def close(self) -> None:
+        """Closes, after what was written; calls that run find their client gone."""
+        self._closing = True
+        self._end_streams()
+        if self._transport is not None and self._aborter is None:
+            self._transport.close()
+            # A client that reads nothing would keep the connection for ever.
+            self._aborter = asyncio.get_running_loop().call_later(_CLOSE_SECONDS, self._transport.abort)
+            self._transport = ClosedTransport()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol: greets."""
+        self._transport = cast(asyncio.Transport, transport)
+        name = transport.get_extra_info("peername")
+        if isinstance(name, tuple):
+            self.peer = f"ipv6:[{name[0]}]:{name[1]}" if ":" in name[0] else f"ipv4:{name[0]}:{name[1]}"
+        tls = transport.get_extra_info("ssl_object")
+        if tls is not None and tls.selected_alpn_protocol() != "h2":
+            logger.info("%s does not offer h2 in its TLS handshake (ALPN)", self.peer)
+            self._transport.close()
+            return
+        self.send(server_greeting(self._most_streams))
+        self.owner.connection_made(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._closing = True
+        self._transport = ClosedTransport()
+        self._share.drop(self)
+        if self._aborter is not None:
+            self._aborter.cancel()
+        self._end_streams()
+        self.owner.connection_lost(self)
+
+    def eof_received(self) -> bool:
+        """See asyncio.Protocol: the connection closes, whether or not the client still reads."""
+        self.close()
+        return False
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol."""
+        self._flow.paused = True
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        self._flow.paused = False
+        self._flow.unblock()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        self._life.heard = True
+        self._take(data, self._share.is_over)
+        if self._share.measuring:
+            self._share.end()
+        if self._behind and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+            self._share.add(self)
+
+    def go_on(self, until: float) -> bool:
+        """See Worker."""
+        assert self._transport is not None
+        if self._transport.is_closing():
+            return self._closing and self._end_some()
+        if self._behind:
+            self._life.heard = True
+            self._take(b"", lambda: self._share.clock() >= until)
+            if self._transport.is_closing():
+                return bool(self._streams)
+            if not self._behind:
+                self._transport.resume_reading()
+        return (self.writable and self._flow.write_on()) or self._behind
+
+    def _take(self, data: bytes, is_over: Callable[[], bool]) -> None:
+        """Takes frames as long as there is time, and keeps the rest."""
+        assert self._transport is not None
+        try:
+            if not self._greeting.over:
+                if self._transport.is_closing():  # it was refused
+                    return
+                data = self._greeting.take(data)
+            self._behind = self._reader.feed(data, self, is_over)
+        except WrongProtocolError as error:
+            self.send(error.answer)
+            self._transport.close()
+            return
+        except ConnectionFailedError as error:
+            self._goaway(error.code, self._ids.last, str(error))
+            self.close()
+            self.owner.connection_failed(self, error)
+            return
+        if self._consumed > CONNECTION_WINDOW // 2:
+            self.send(frames.window_update(0, self._consumed))
+            self._consumed = 0
+        if self._flow.paused and self._transport.get_write_buffer_size() > _MOST_UNREAD:
+            logger.info("%s reads no answers: its connection is given up", self.peer)
+            self._transport.abort()
+
+    def _end_streams(self) -> None:
+        """Tells all streams that their client is gone, many of them in later turns."""
+        if self._end_some():
+            self._share.add(self)
+
+    def _end_some(self) -> bool:
+        for _ in range(_MOST_AT_ONCE):
+            if not self._streams:
+                return False
+            self._streams.popitem()[1].take_gone()
+        return bool(self._streams)
+
+    def take_data(self, stream: int, payload: bytes, wire_bytes: int, ends: bool) -> None:
+        """See FrameReceiver."""
+        self._consumed += wire_bytes
+        found = self._streams.get(stream)
+        if found is not None:
+            worth = found.take_data(payload, wire_bytes)
+            if ends:
+                found.take_end()
+            elif not worth:
+                self._rates.take(frame_rates.CRUMB, self._ids.last)
+        elif self._ids.is_idle(stream):
+            raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, f"data on stream {stream}, which is not open")
+        else:
+            self._fail_stream(stream, ErrorCodes.STREAM_CLOSED, "data on a stream that is over")
+            if len(payload) < CRUMB:
+                self._rates.take(frame_rates.CRUMB, self._ids.last)
+
+    def take_block(self, stream: int, block: bytes, ends: bool) -> None:
+        """See FrameReceiver."""
+        if not stream % 2:
+            raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, f"a client opened stream {stream}")
+        found = self._streams.get(stream)
+        try:
+            if found is not None:
+                self._take_trailers(found, block, ends)
+                return
+            head = self._headers.read(block)
+        except HPACKError as error:
+            raise ConnectionFailedError(ErrorCodes.COMPRESSION_ERROR, f"headers: {error}") from error
+        if stream <= self._ids.last:
+            self._take_late_block(stream)
+            return
+        self._ids.open(stream)
+        if self._closing or len(self._streams) >= self._most_streams:
+            self._refuse(stream, ErrorCodes.REFUSED_STREAM, ends)
+        elif head is None:
+            self._refuse(stream, ErrorCodes.ENHANCE_YOUR_CALM, ends)
+        elif head.problem is not None or (ends and head.content_length):
+            logger.debug("%s: a malformed request: %s", self.peer, head.problem or "content-length without content")
+            self._refuse(stream, ErrorCodes.PROTOCOL_ERROR, ends)
+        else:
+            found = self._streams[stream] = ServerStream(self, self._flow, stream, self._most_bytes)
+            if head.content_length is not None:
+                found.expect(head.content_length)
+            self.owner.open_call(self, found, head)
+            if ends and not found.closed:
+                found.take_end()
+
+    def _take_trailers(self, stream: ServerStream, block: bytes, ends: bool) -> None:
+        """gRPC's clients send none: they are checked, and say no more than that the stream ends."""
+        headers = self._headers.read_trailers(block)
+        if not stream.remote_open:
+            stream.break_off(ErrorCodes.STREAM_CLOSED)
+        elif headers is None:
+            stream.break_off(ErrorCodes.ENHANCE_YOUR_CALM)
+        elif not ends or find_trailer_problem(headers) is not None:
+            stream.break_off(ErrorCodes.PROTOCOL_ERROR)
+        else:
+            stream.take_end()
+
+    def _take_late_block(self, stream: int) -> None:
+        """Header fields of a stream that is over: trailers that were on their way when it ended here, or a mistake."""
+        if self._ids.is_skipped(stream):
+            raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, f"stream {stream} opened after a later one")
+        if not self._ids.may_be_late(stream):
+            raise ConnectionFailedError(ErrorCodes.STREAM_CLOSED, f"headers on stream {stream}, which is over")
+
+    def _refuse(self, stream: int, code: ErrorCodes, ended: bool) -> None:
+        """Ends a stream that has not begun."""
+        self.send(frames.reset(stream, code))
+        if not ended:
+            self._ids.cut_off(stream)
+        self.count_fault()
+
+    def _fail_stream(self, stream: int, code: ErrorCodes, message: str) -> None:
+        """A frame breaks the protocol of one stream: that ends, or the connection if there has never been one."""
+        found = self._streams.get(stream)
+        if found is not None:
+            found.break_off(code)
+        elif self._ids.is_idle(stream):
+            raise ConnectionFailedError(code, message)
+        elif not self._ids.may_be_late(stream):
+            self._refuse(stream, code, ended=False)
+
+    def take_control(self, kind: int, stream: int, flags: int, payload: bytes) -> None:
+        """See FrameReceiver."""
+        if kind == frames.WINDOW_UPDATE:
+            frames.check_size(payload, 4, not stream or not self._ids.is_idle(stream))
+            self._rates.take(frame_rates.WINDOW_UPDATE, self._ids.last + self._flow.sent // _BYTES_A_FRAME)
+            self._flow.take_window(stream, payload)
+        elif kind == frames.PING and not flags & frames.ACK:
+            frames.check_size(payload, 8, stream == 0)
+            self._rates.take(frame_rates.PING, self._ids.last + self._flow.sent // _BYTES_A_FRAME)
+            self.send(frames.frame(frames.PING, frames.ACK, 0, payload))
+        elif kind == frames.RST_STREAM and stream in self._streams:
+            frames.check_size(payload, 4, True)
+            self._streams[stream].take_gone()
+            self._rates.take(frame_rates.RESET, self._answers)
+        elif kind == frames.SETTINGS and not flags & frames.ACK:
+            self._rates.take(frame_rates.SETTINGS)
+            if self._flow.take_settings(stream, flags, payload):
+                self.send(frames.frame(frames.SETTINGS, frames.ACK, 0))
+                self._flow.unblock()
+        else:
+            self._rates.take(frame_rates.OTHER, self._ids.last)
+            self._take_useless(kind, stream, flags, payload)
+
+    def _take_useless(self, kind: int, stream: int, flags: int, payload: bytes) -> None:
+        """A frame that is at most checked."""
+        if kind == frames.PING:
+            frames.check_size(payload, 8, stream == 0)
+            if payload == _LAST_PING and self._life.retired:
+                self.close_gently()
+        elif kind == frames.RST_STREAM:
+            frames.check_size(payload, 4, not self._ids.is_idle(stream))
+        elif kind == frames.SETTINGS:
+            self._flow.take_settings(stream, flags, payload)
+        elif kind == frames.PRIORITY:
+            self._take_priority(stream, payload)
+        elif kind == frames.GOAWAY:  # it asks for nothing: the client opens no more streams
+            frames.check_size(payload[:8], 8, stream == 0)
+        elif kind == frames.PUSH_PROMISE:
+            raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "a client promised a push")
+        # Others are to be ignored.
+
+    def _take_priority(self, stream: int, payload: bytes) -> None:
+        """Priorities are obsolete: one that is well formed changes nothing."""
+        if not stream:
+            raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "a priority of the connection")
+        if len(payload) != frames.PRIORITY_SIZE:
+            self._fail_stream(stream, ErrorCodes.FRAME_SIZE_ERROR, "a priority of another size")
+        elif frames.depends_on(payload) == stream:
+            self._fail_stream(stream, ErrorCodes.PROTOCOL_ERROR, "a stream that depends on itself")
+
+    def know(self) -> None:
+        """The client has shown a valid key: it may have as many calls at a time as any."""
+        if self._most_streams < MOST_STREAMS:
+            self._most_streams = MOST_STREAMS
+            self.send(frames.settings(((SettingCodes.MAX_CONCURRENT_STREAMS, MOST_STREAMS),)))
+
+    def count_refused(self) -> None:
+        """A call was refused on its headers. Raises ConnectionFailedError if too many are."""
+        self._rates.take(frame_rates.REFUSED)
+
+    def count_fault(self) -> None:
+        """See StreamConnection."""
+        self._rates.take(frame_rates.FAULT)
+
+    def _goaway(self, code: ErrorCodes, last: int, text: str = "") -> None:
+        payload = last.to_bytes(4, "big") + code.to_bytes(4, "big") + text.encode()
+        self.send(frames.frame(frames.GOAWAY, 0, 0, payload))

@@ -1,0 +1,187 @@
+"""How much a client takes (RFC 9113, 5.2), and whose turn it is when there is room again.
+
+Streams that wait for the same room write in turn: who had a turn and still waits goes to the end of the queue. Settings that
+change the windows of all streams cost the same however many are open, and room lets a few streams write at a time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from h2.errors import ErrorCodes
+
+from sapwood_common.http2.wire import frames
+from sapwood_common.http2.wire.frames import ConnectionFailedError
+from sapwood_common.http2.wire.peer_settings import PeerSettings
+
+_MOST_AT_ONCE = 32
+"""Streams that write in one go when there is room; others follow in later turns of the event loop."""
+
+
+class Writer(Protocol):
+    """A stream, as far as windows go.
+
+    Attributes:
+        balance: Bytes that the client takes of it beyond ``FlowControl.stream_window``: what it granted less what was sent.
+    """
+
+    balance: int
+
+    @property
+    def window(self) -> int:
+        """Bytes that the client takes of it now."""
+        ...
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether messages wait for the client."""
+        ...
+
+    def flush(self) -> None:
+        """Sends what the windows and the socket allow."""
+        ...
+
+    def break_off(self, code: ErrorCodes) -> None:
+        """Ends it: the client broke the protocol."""
+        ...
+
+
+class FlowControl:
+    """The windows of one connection.
+
+    Args:
+        streams: Those that are open, by number; the connection's own.
+        on_left: Called when streams are left that may write: :meth:`write_on` is to be called in a later turn.
+
+    Attributes:
+        window: Bytes of DATA that the client takes on the connection. Streams that write take from it.
+        stream_window: Bytes that the client takes of a new stream. One that is open has as many more as its ``balance``.
+        frame_size: The largest payload to send it.
+        paused: Whether the socket takes no more.
+    """
+
+    __slots__ = (
+        "_blocked",
+        "_granted",
+        "_largest",
+        "_on_left",
+        "_retries",
+        "_settings",
+        "_starved",
+        "_streams",
+        "_unwritable",
+        "frame_size",
+        "paused",
+        "stream_window",
+        "window",
+    )
+
+    def __init__(self, streams: Mapping[int, Writer], on_left: Callable[[], None]) -> None:
+        self.window = self.stream_window = frames.USUAL_WINDOW
+        self.frame_size = frames.USUAL_FRAME
+        self.paused = False
+        self._settings = PeerSettings()
+        self._streams = streams
+        self._on_left = on_left
+        self._granted = frames.USUAL_WINDOW
+        """All that the connection's window ever was given."""
+        self._largest = 0
+        """No open stream's balance is larger."""
+        self._blocked: OrderedDict[Writer, None] = OrderedDict()
+        """Those that wait for the connection's window."""
+        self._unwritable: OrderedDict[Writer, None] = OrderedDict()
+        """Those that wait for the socket alone."""
+        self._starved: OrderedDict[Writer, None] = OrderedDict()
+        """Those that wait for their own windows."""
+        self._retries = 0
+        """How many of these, from the first on, may have room now."""
+
+    @property
+    def sent(self) -> int:
+        """Bytes of DATA that were sent on the connection."""
+        return self._granted - self.window
+
+    def block(self, stream: Writer) -> None:
+        """Has :meth:`Writer.flush` called once there is room on the connection and its socket."""
+        (self._blocked if stream.has_unsent else self._unwritable)[stream] = None
+
+    def starve(self, stream: Writer) -> None:
+        """Has it called once the client takes more of the stream."""
+        self._starved[stream] = None
+
+    def forget(self, stream: Writer) -> None:
+        """The stream is over."""
+        self._blocked.pop(stream, None)
+        self._unwritable.pop(stream, None)
+        self._starved.pop(stream, None)
+
+    def take_window(self, number: int, payload: bytes) -> None:
+        """Takes a WINDOW_UPDATE frame, of the connection or of a stream that is open or over.
+
+        Raises:
+            ConnectionFailedError: The connection's window makes no sense; a stream's ends the stream.
+        """
+        increment = int.from_bytes(payload, "big") & 0x7FFFFFFF
+        stream = self._streams.get(number)
+        if number == 0:
+            self.window += increment
+            self._granted += increment
+            if not increment:
+                raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "a window grows by nothing")
+            if self.window > frames.LARGEST_WINDOW:
+                raise ConnectionFailedError(ErrorCodes.FLOW_CONTROL_ERROR, "a window too large")
+            self.unblock()
+        elif stream is not None:
+            stream.balance += increment
+            if not increment:
+                stream.break_off(ErrorCodes.PROTOCOL_ERROR)
+            elif stream.window > frames.LARGEST_WINDOW:
+                stream.break_off(ErrorCodes.FLOW_CONTROL_ERROR)
+            else:
+                self._largest = max(self._largest, stream.balance)
+                if self._starved and stream in self._starved:
+                    del self._starved[stream]
+                    stream.flush()
+
+    def take_settings(self, number: int, flags: int, payload: bytes) -> bool:
+        """Takes a SETTINGS frame. Returns whether it is to be acknowledged, after which :meth:`unblock` is to be called.
+
+        Raises:
+            ConnectionFailedError: It makes no sense, or makes some stream's window too large.
+        """
+        if not self._settings.take(number, flags, payload):
+            return False
+        self.frame_size = self._settings.frame_size
+        if self._settings.stream_window > self.stream_window:
+            self._retries = len(self._starved)
+        self.stream_window = self._settings.stream_window
+        if self.stream_window + self._largest > frames.LARGEST_WINDOW:
+            self._largest = max((stream.balance for stream in self._streams.values()), default=0)
+            if self.stream_window + self._largest > frames.LARGEST_WINDOW:
+                raise ConnectionFailedError(ErrorCodes.FLOW_CONTROL_ERROR, "a window too large")
+        return True
+
+    def unblock(self) -> None:
+        """Lets those write who waited, as far as there is room: some now, the others in later turns."""
+        if self.write_on():
+            self._on_left()
+
+    def write_on(self) -> bool:
+        """Lets some of those write who waited and have room. Returns whether others are left."""
+        for _ in range(_MOST_AT_ONCE):
+            if self.paused:
+                return False
+            if self._unwritable:
+                stream, _ = self._unwritable.popitem(last=False)
+            elif self._blocked and self.window > 0:
+                stream, _ = self._blocked.popitem(last=False)
+            elif self._starved and self._retries:
+                stream, _ = self._starved.popitem(last=False)
+                self._retries -= 1
+            else:
+                self._retries = 0
+                return False
+            stream.flush()
+        return True

@@ -1,0 +1,91 @@
+"""How often a client may do what costs us time and brings it nothing (RFC 9113, 10.5): so often a second, and so often at once.
+
+What belongs to calls is free: each has earned its client a few of these frames, and so has what it was sent. Clients that only
+call never come near a limit. Beyond one the connection ends with ``ENHANCE_YOUR_CALM`` and a text that names the rule.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from h2.errors import ErrorCodes
+
+from sapwood_common.http2.wire.frames import ConnectionFailedError
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One kind of frames.
+
+    Attributes:
+        name: Of the frames, in plural.
+        per_second: How many a second, beside what was earned.
+        burst: How many at once.
+    """
+
+    name: str
+    per_second: int
+    burst: int
+
+
+PING, SETTINGS, WINDOW_UPDATE, RESET, FAULT, REFUSED, CRUMB, OTHER = range(8)
+"""Indices of ``RULES``."""
+
+RULES = (
+    Rule("PING frames beyond what was sent", 100, 1000),
+    Rule("SETTINGS frames", 20, 200),
+    Rule("WINDOW_UPDATE frames beyond what was sent", 200, 2000),
+    Rule("resets of streams that were not answered", 200, 2000),
+    Rule("streams that broke the protocol or a limit", 100, 500),
+    Rule("calls that were refused", 100, 500),
+    Rule("DATA frames without content", 200, 2000),
+    Rule("frames of no use", 100, 1000),
+)
+"""
+- PING and WINDOW_UPDATE: two bytes of DATA that were sent earn one more, each stream two more.
+- Resets: each header block that was sent earns one more; a call that is answered has one or two.
+- Streams that broke the protocol or a limit were reset by us: more than are allowed at a time, too many header fields, ...
+- Refused calls: without a key, of no method that there is, ...
+- DATA without content: fewer than 64 bytes that complete no message. Each stream earns two more.
+- Frames of no use: PRIORITY, acknowledgements, frames of streams that are over, of unknown types. Each stream earns two more.
+"""
+
+
+class FrameRates:
+    """Of one connection.
+
+    Args:
+        clock: Seconds, monotonic.
+    """
+
+    __slots__ = ("_clock", "_earned", "_filled", "_left")
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._left = [rule.burst for rule in RULES]
+        self._filled = [clock()] * len(RULES)
+        self._earned = [0] * len(RULES)
+
+    def take(self, kind: int, earned: int = 0) -> None:
+        """Counts a frame.
+
+        Args:
+            kind: Which.
+            earned: All that the connection has earned of this kind until now.
+
+        Raises:
+            ConnectionFailedError: There were too many.
+        """
+        left = self._left[kind] - 1
+        if left < 0:  # only now does it matter what was earned, and how much time has passed
+            rule, now = RULES[kind], self._clock()
+            grown = int((now - self._filled[kind]) * rule.per_second) + earned - self._earned[kind]
+            left = min(rule.burst, grown) - 1
+            if left < 0:
+                raise ConnectionFailedError(
+                    ErrorCodes.ENHANCE_YOUR_CALM, f"more than {rule.per_second} {rule.name} a second"
+                )
+            self._filled[kind], self._earned[kind] = now, earned
+        self._left[kind] = left

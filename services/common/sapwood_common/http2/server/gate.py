@@ -1,0 +1,37 @@
+"""Who is let in, by the headers of a call: before any of its messages is read, unfolded or parsed."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from sapwood_common.http2.server.turnstile import Rank
+from sapwood_common.http2.wire.header_reader import Headers
+from sapwood_common.tenants.tenant import Tenant
+
+
+class Gate(Protocol):
+    """Of a server's port."""
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether calls without a known key are refused, but for those that are for everybody."""
+        ...
+
+    def let_in(self, method: str, headers: Headers) -> Tenant | None:
+        """Asked once a call.
+
+        Args:
+            method: Its full name, of one that is served.
+            headers: Its header fields.
+
+        Returns:
+            Whose key it came with; None if it needs none.
+
+        Raises:
+            SapwoodError: It is refused.
+        """
+        ...
+
+    def rank(self, headers: Headers, tenant: Tenant | None) -> Rank:
+        """When a call begins that was let in and has to wait; a caller of None is told apart by its connection."""
+        ...

@@ -1,0 +1,44 @@
+"""What calls are told that end before they have begun: one header block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from sapwood_common.errors import SapwoodError
+from sapwood_common.http2.wire import encoding, frames
+from sapwood_common.http2.wire.metadata import closing_block, metadata_block, opening_block
+from sapwood_common.status import row_of, to_trailing_metadata
+
+_NOT_POST = frames.literal(b":status", b"405") + frames.literal(b"allow", b"POST")
+_NOT_GRPC = frames.literal(b":status", b"415")
+
+
+def find_problem(handler: Any, fields: dict[bytes, bytes]) -> bytes | None:
+    """Why a request is no call that can be answered, as the block to answer it with; None if it is one.
+
+    Args:
+        handler: Of its path; None if there is none.
+        fields: Its header fields by name, which are well formed.
+    """
+    if fields[b":method"] != b"POST":
+        return _NOT_POST
+    if not fields.get(b"content-type", b"").startswith(b"application/grpc"):
+        return _NOT_GRPC
+    if handler is None:
+        method = fields[b":path"][:200].decode("latin-1")
+        return _end(grpc.StatusCode.UNIMPLEMENTED, f"there is no method {method}")
+    if not encoding.is_known(fields.get(b"grpc-encoding", b"identity")):
+        accepted = metadata_block((("grpc-accept-encoding", encoding.ENCODINGS.decode()),))
+        return _end(grpc.StatusCode.UNIMPLEMENTED, "grpc-encoding is none that is understood", accepted)
+    return None
+
+
+def refusal(error: SapwoodError) -> bytes:
+    """The block for an error, with its details."""
+    return _end(row_of(error).grpc, error.message, metadata_block(to_trailing_metadata(error)))
+
+
+def _end(code: grpc.StatusCode, details: str, metadata: bytes = b"") -> bytes:
+    return opening_block() + closing_block(code, details, metadata)

@@ -1,0 +1,237 @@
+"""Listens, and answers gRPC calls with the handlers that generated code knows, each call in a task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import grpc
+from h2.errors import ErrorCodes
+
+from sapwood_common.errors import ResourceExhaustedError, SapwoodError
+from sapwood_common.http2.server.call import ServerCall
+from sapwood_common.http2.server.connection import MOST_STREAMS, MOST_UNKNOWN_STREAMS, ServerConnection
+from sapwood_common.http2.server.gate import Gate
+from sapwood_common.http2.server.lifetime import Timeouts
+from sapwood_common.http2.server.refusal import find_problem, refusal
+from sapwood_common.http2.server.running_call import Handler, RunningCall
+from sapwood_common.http2.server.stream import ServerStream
+from sapwood_common.http2.server.turnstile import Place, Turnstile
+from sapwood_common.http2.wire.frames import ConnectionFailedError
+from sapwood_common.http2.wire.request_head import RequestHead
+from sapwood_common.network.listen import BACKLOG, listen
+from sapwood_common.network.tls import ServerContext, ServerTls
+from sapwood_common.pacing.time_share import TimeShare
+from sapwood_common.tenants.tenant import Tenant
+
+logger = logging.getLogger(__name__)
+
+_CHECKS = 4
+"""How often connections are looked at in the shortest time that counts for them."""
+_CHECKED_AT_ONCE = 64
+"""Connections: what is due for thousands must not hold up the others."""
+
+Wrap = Callable[[str, Handler], Handler]
+_STOP_SECONDS = 5.0
+_MOST_UNKNOWN_BYTES = 64 * 1024
+"""The largest request of a call that needs no key where others do: it is for the server's health, or what it serves."""
+
+
+class Http2Server:
+    """A gRPC server.
+
+    Life cycle: construct, :meth:`add_registered_method_handlers` (generated ``add_...Servicer_to_server`` do), :meth:`start`,
+    :meth:`stop`.
+
+    Args:
+        wrap: Called once a method with its full name; returns the handler that is used.
+        most_bytes: The largest request.
+        tls: Certificate and key; None is plain text.
+        gate: Says who is let in, and which of the calls that come at once begin first; None: everybody, each connection in turn.
+        timeouts: How long clients may take, and be silent or idle.
+    """
+
+    def __init__(
+        self,
+        wrap: Wrap,
+        most_bytes: int,
+        tls: ServerTls | None = None,
+        gate: Gate | None = None,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        self._wrap = wrap
+        self._gate = gate
+        self._asks_for_keys = gate is not None and gate.asks_for_keys
+        self._most_bytes = most_bytes
+        self._timeouts = timeouts or Timeouts()
+        self._tls = None if tls is None else ServerContext(tls, alpn=("h2",))
+        self._handlers: dict[bytes, Handler] = {}
+        self._server: asyncio.Server | None = None
+        self._connections: set[ServerConnection] = set()
+        self._running: set[RunningCall] = set()
+        self._turnstile = Turnstile()
+        self._share = TimeShare()
+        self._failed: Counter[ErrorCodes] = Counter()
+        """Connections that were closed because their clients broke a rule, since they were last told of in the log."""
+        self._last_failed = ""
+        self._stopping = False
+        self._checker: asyncio.Task[None] | None = None
+        self._alone: asyncio.Future[None] | None = None
+        """Done once the last connection of a server that stops is gone."""
+
+    @property
+    def connections(self) -> frozenset[ServerConnection]:
+        """Those that are open now."""
+        return frozenset(self._connections)
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for their turn to begin."""
+        return self._turnstile.waiting
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
+        """What generated code calls first; the methods come by the other way, too."""
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: dict[str, Handler]) -> None:
+        """Adds a service's methods."""
+        for name, handler in method_handlers.items():
+            method = f"/{service_name}/{name}"
+            self._handlers[method.encode()] = self._wrap(method, handler)
+
+    async def start(self, host: str, port: int, *, reuse_port: bool = False) -> int:
+        """Listens. Returns the port.
+
+        Raises:
+            ConfigError: The address cannot be listened on.
+        """
+        listener = listen(host, port, reuse_port=reuse_port)
+        chosen: int = listener.getsockname()[1]
+        self._server = await asyncio.get_running_loop().create_server(
+            self._connect,
+            sock=listener,
+            backlog=BACKLOG,
+            ssl=None if self._tls is None else self._tls.context,
+            ssl_handshake_timeout=None if self._tls is None else self._timeouts.handshake,
+            ssl_shutdown_timeout=None if self._tls is None else self._timeouts.flush,
+        )
+        self._checker = asyncio.create_task(self._check(), name="connections' liveness")
+        return chosen
+
+    async def stop(self, grace: float) -> None:
+        """Listens no more, and gives running calls ``grace`` seconds before their clients lose them."""
+        if self._server is None:
+            return
+        self._stopping = True
+        self._server.close()
+        if self._checker is not None:
+            self._checker.cancel()
+        for connection in tuple(self._connections):
+            connection.close_gently()
+        if self._connections:
+            self._alone = asyncio.get_running_loop().create_future()
+            await asyncio.wait((self._alone,), timeout=grace)
+        running = tuple(self._running)
+        for call in running:
+            call.shut()
+        for connection in tuple(self._connections):
+            connection.close()
+        over = await asyncio.gather(*(call.over(_STOP_SECONDS) for call in running))
+        if not all(over):
+            logger.error("%d handlers do not end though they were cancelled", over.count(False))
+
+    def _connect(self) -> ServerConnection:
+        most_streams = MOST_UNKNOWN_STREAMS if self._asks_for_keys else MOST_STREAMS
+        return ServerConnection(self, self._most_bytes, most_streams, self._share, self._timeouts)
+
+    def connection_made(self, connection: ServerConnection) -> None:
+        """See ConnectionOwner."""
+        self._connections.add(connection)
+        if self._stopping:  # it was on its way when the others were told
+            connection.close_gently()
+
+    def connection_lost(self, connection: ServerConnection) -> None:
+        """See ConnectionOwner."""
+        self._connections.discard(connection)
+        if not self._connections and self._alone is not None and not self._alone.done():
+            self._alone.set_result(None)
+
+    async def _check(self) -> None:
+        loop = asyncio.get_running_loop()
+        interval = self._timeouts.shortest / _CHECKS
+        while True:
+            due = loop.time() + interval
+            await asyncio.sleep(interval)
+            self._report_failed(interval)
+            if loop.time() - due > interval / 2:
+                continue  # this loop was held up: what clients said may wait to be read
+            for number, connection in enumerate(tuple(self._connections), 1):
+                connection.check(loop.time())
+                if number % _CHECKED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+
+    def _report_failed(self, seconds: float) -> None:
+        """One line, however many there were: who floods shall not flood the log, too."""
+        if self._failed:
+            counts = ", ".join(f"{code.name} {count}" for code, count in self._failed.most_common())
+            logger.info("connections that were closed in %g s: %s; the last: %s", seconds, counts, self._last_failed)
+            self._failed.clear()
+
+    def connection_failed(self, connection: ServerConnection, error: ConnectionFailedError) -> None:
+        """See ConnectionOwner."""
+        self._failed[error.code] += 1
+        self._last_failed = f"{connection.peer}: {error}"
+        logger.debug(self._last_failed)
+
+    def open_call(self, connection: ServerConnection, stream: ServerStream, head: RequestHead) -> None:
+        """See ConnectionOwner."""
+        fields = head.fields
+        path = fields.get(b":path", b"")
+        handler = self._handlers.get(path)
+        problem = find_problem(handler, fields)
+        tenant: Tenant | None = None
+        if problem is None and self._gate is not None:
+            try:
+                tenant = self._gate.let_in(path.decode("latin-1"), head.headers)
+            except SapwoodError as error:
+                stream.finish(refusal(error))
+                if not isinstance(error, ResourceExhaustedError):  # a known caller's, who is told when to come again
+                    connection.count_refused()
+                return
+        if problem is not None or handler is None:
+            stream.finish(problem or b"")
+            connection.count_refused()
+            return
+        most_bytes = self._most_bytes
+        if tenant is not None:
+            connection.know()
+        elif self._asks_for_keys:
+            most_bytes = _MOST_UNKNOWN_BYTES
+            stream.take_at_most(most_bytes)
+        call = ServerCall(
+            stream,
+            head,
+            connection.peer,
+            handler.request_deserializer or bytes,
+            handler.response_serializer or bytes,
+            most_bytes,
+            tenant,
+        )
+        stream.follow(call)
+        running = RunningCall(call, handler, self._running, self._enter)
+        call.follow(None if handler.request_streaming else running.start, running.cancel)
+        if handler.request_streaming:
+            running.start()
+
+    def _enter(self, begin: Callable[[], None], call: ServerCall) -> Place | None:
+        if not self._turnstile.busy:
+            return self._turnstile.enter(begin)
+        priority, caller = (0, None) if self._gate is None else self._gate.rank(call.headers, call.tenant)
+        return self._turnstile.enter(begin, priority, call.peer() if caller is None else caller)
+
+
+def as_grpc_server(server: Http2Server) -> grpc.aio.Server:
+    """The server in the eyes of generated code, which only adds methods."""
+    return cast(grpc.aio.Server, server)

@@ -1,0 +1,308 @@
+"""One stream of a connection: gRPC messages in and out, within the windows of both sides."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from h2.errors import ErrorCodes
+
+from sapwood_common.http2.server.flow_control import FlowControl
+from sapwood_common.http2.wire import frames
+from sapwood_common.http2.wire.message_reader import PREFIX, MessageReader
+
+WINDOW = 1024 * 1024
+"""Bytes of messages not taken yet that a client may send, beside the message that is on its way."""
+
+CRUMB = 64
+"""Bytes of DATA below which a frame that completes no message costs more than it brings."""
+
+
+class StreamReceiver(Protocol):
+    """What happens on a stream. Called from the connection's callbacks: must not wait, and not raise."""
+
+    def received(self, message: bytes, compressed: bool) -> None:
+        """A whole message. Whoever has taken it says :meth:`ServerStream.taken`."""
+        ...
+
+    def too_large(self, size: int) -> None:
+        """A message of ``size`` bytes would follow: more than is taken."""
+        ...
+
+    def half_closed(self) -> None:
+        """The client sends nothing more."""
+        ...
+
+    def gone(self) -> None:
+        """The client has reset the stream, or its connection is over: nothing that is written reaches it."""
+        ...
+
+
+class StreamConnection(Protocol):
+    """What a stream needs of its connection."""
+
+    @property
+    def writable(self) -> bool:
+        """Whether the socket takes more."""
+        ...
+
+    def send(self, data: bytes) -> None:
+        """Writes whole frames."""
+        ...
+
+    def send_headers(self, stream: int, block: bytes, *, end: bool = False) -> None:
+        """Writes a header block; ``end`` ends the stream with it."""
+        ...
+
+    def forget(self, stream: ServerStream) -> None:
+        """The stream is over."""
+        ...
+
+    def count_fault(self) -> None:
+        """The client broke the protocol of a stream. Raises ConnectionFailedError if it does so too often."""
+        ...
+
+
+class ServerStream:
+    """Messages of one call. All methods are for the event loop of its connection.
+
+    Args:
+        connection: Its connection.
+        flow: How much that takes.
+        number: The stream's id.
+        most_bytes: The largest message taken.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_end",
+        "_flow",
+        "_held",
+        "_messages",
+        "_owed",
+        "_prefix",
+        "_receiver",
+        "_undelivered",
+        "_unsent",
+        "_waiters",
+        "balance",
+        "closed",
+        "number",
+        "remote_open",
+    )
+
+    def __init__(self, connection: StreamConnection, flow: FlowControl, number: int, most_bytes: int) -> None:
+        self.number = number
+        self.balance = 0
+        """Bytes that the client has granted it beyond those it grants each stream, less those that were sent."""
+        self.closed = False
+        """Nothing is sent or received any more."""
+        self.remote_open = True
+        """Whether the client may send more."""
+        self._connection = connection
+        self._flow = flow
+        self._prefix = b"%c%c%b" % (frames.DATA, 0, number.to_bytes(4, "big"))
+        self._receiver: StreamReceiver | None = None
+        self._messages = MessageReader(most_bytes)
+        self._held = 0
+        """Bytes of whole messages that nobody has taken yet."""
+        self._owed = 0
+        """Bytes received that the client was not told yet to have been taken."""
+        self._undelivered: int | None = None
+        """Bytes of DATA that the client has said will come yet; None if it has not said."""
+        self._unsent = bytearray()
+        self._end: bytes | None = None
+        """The trailers' block, once the last message was written."""
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def take_at_most(self, most_bytes: int) -> None:
+        """Makes the largest message smaller."""
+        self._messages.most_bytes = most_bytes
+
+    def follow(self, receiver: StreamReceiver) -> None:
+        """Names who is told what happens, before anything does."""
+        self._receiver = receiver
+
+    def expect(self, content_length: int) -> None:
+        """Says how many bytes of DATA are to come, before any do."""
+        self._undelivered = content_length
+
+    @property
+    def ready(self) -> bool:
+        """Whether what is written now leaves at once; else it had better wait for more to come with it."""
+        return not self._unsent and not self.closed and self._connection.writable
+
+    @property
+    def window(self) -> int:
+        """Bytes that the client takes of it; below 0 after settings that take back what was sent."""
+        return self._flow.stream_window + self.balance
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether messages wait for the client."""
+        return bool(self._unsent)
+
+    def write(self, message: bytes) -> None:
+        """Sends a message as soon as the client takes it. After the end does nothing."""
+        if self.closed or self._end is not None:
+            return
+        flow, length = self._flow, len(message)
+        size = length + PREFIX
+        if self.ready and size <= flow.stream_window + self.balance and size <= flow.window and size <= flow.frame_size:
+            self.balance -= size
+            flow.window -= size
+            self._connection.send(
+                b"%b%b\0%b%b" % (size.to_bytes(3, "big"), self._prefix, length.to_bytes(4, "big"), message)
+            )
+            return
+        self._unsent += b"\0%b" % length.to_bytes(4, "big")
+        self._unsent += message
+        self.flush()
+
+    def send_headers(self, block: bytes) -> None:
+        """Sends the response's header block. Once, before any message."""
+        if not self.closed:
+            self._connection.send_headers(self.number, block)
+
+    def finish(self, trailers: bytes) -> None:
+        """Ends the stream after all that was written, with a header block."""
+        if not self.closed and self._end is None:
+            self._end = trailers
+            self.flush()
+
+    def flush(self) -> None:
+        """Sends what the windows and the socket allow. For the connection, whenever one of them allows more."""
+        connection, flow = self._connection, self._flow
+        while self._unsent and connection.writable and not self.closed:
+            size = min(len(self._unsent), self.window, flow.window, flow.frame_size)
+            if size <= 0:
+                break
+            data = bytes(memoryview(self._unsent)[:size])
+            del self._unsent[:size]
+            self.balance -= size
+            flow.window -= size
+            connection.send(size.to_bytes(3, "big") + self._prefix + data)
+        if self._unsent:
+            if self.window > 0:
+                flow.block(self)
+            else:
+                flow.starve(self)
+        elif self.closed:
+            return
+        elif self._end is not None:
+            connection.send_headers(self.number, self._end, end=True)
+            if self.remote_open:  # what it still has to say is of no use
+                connection.send(frames.reset(self.number, ErrorCodes.NO_ERROR))
+            self._close()
+        elif connection.writable:
+            self._wake()
+        else:
+            flow.block(self)
+
+    async def drained(self) -> None:
+        """Returns once :attr:`ready`, or once the stream is over."""
+        while not self.ready and not self.closed:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            if not self._unsent:
+                self._flow.block(self)
+            await waiter
+
+    def reset(self, code: ErrorCodes) -> None:
+        """Ends it at once. Its receiver is told nothing."""
+        if not self.closed:
+            self._connection.send(frames.reset(self.number, code))
+            self._close()
+
+    def taken(self, message_bytes: int) -> None:
+        """A message that was received is held no more."""
+        self._held -= message_bytes + PREFIX
+        self._grant()
+
+    def take_data(self, payload: bytes, wire_bytes: int) -> bool:
+        """For the connection: the payload of a DATA frame, and how much of the windows it took.
+
+        Returns:
+            Whether the frame was worth its while: it completed a message, or brought more than a few bytes.
+        """
+        if not self.remote_open:
+            self.break_off(ErrorCodes.STREAM_CLOSED)
+            return True
+        self._owed += wire_bytes
+        if self._owed > WINDOW:
+            self.break_off(ErrorCodes.FLOW_CONTROL_ERROR)
+            return True
+        if self._undelivered is not None:
+            self._undelivered -= len(payload)
+            if self._undelivered < 0:
+                self.break_off(ErrorCodes.PROTOCOL_ERROR)
+                return True
+        messages, receiver = self._messages, self._receiver
+        assert receiver is not None
+        if messages.refused is not None:
+            return len(payload) >= CRUMB
+        found = messages.feed(payload)
+        for message, compressed in found:
+            self._held += len(message) + PREFIX
+            receiver.received(message, compressed)
+            if self.closed:
+                return True
+        if messages.refused is not None:
+            receiver.too_large(messages.refused)
+            return True
+        self._grant()
+        return bool(found) or len(payload) >= CRUMB
+
+    def take_end(self) -> None:
+        """For the connection: the client sends nothing more."""
+        if self.closed:
+            return
+        if not self.remote_open:
+            self.break_off(ErrorCodes.STREAM_CLOSED)
+        elif self._messages.pending or self._undelivered:  # a message lacks its end, or the content
+            self.break_off(ErrorCodes.PROTOCOL_ERROR)
+        else:
+            self.remote_open = False
+            assert self._receiver is not None
+            self._receiver.half_closed()
+
+    def break_off(self, code: ErrorCodes) -> None:
+        """For the connection: the client broke the protocol. It and the receiver are told."""
+        if not self.closed:
+            connection = self._connection
+            connection.send(frames.reset(self.number, code))
+            self._lose()
+            connection.count_fault()
+
+    def take_gone(self) -> None:
+        """For the connection: the client has reset it, or left."""
+        if not self.closed:
+            self.remote_open = False
+            self._lose()
+
+    def _lose(self) -> None:
+        receiver = self._receiver
+        assert receiver is not None
+        self._close()
+        receiver.gone()
+
+    def _grant(self) -> None:
+        """Lets the client send more, but for what it has sent and nobody takes."""
+        increment = self._owed - self._held
+        if increment > WINDOW // 2 and self.remote_open and not self.closed:
+            self._owed -= increment
+            self._connection.send(frames.window_update(self.number, increment))
+
+    def _close(self) -> None:
+        self.closed = True
+        self._receiver = None  # which refers to the stream: none shall wait for the collector of cycles
+        self._unsent.clear()
+        self._messages.clear()
+        self._wake()
+        self._connection.forget(self)
+
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()

@@ -1,0 +1,1 @@
+"""Sockets, channels and TLS. Knows no call and no message."""

@@ -1,0 +1,110 @@
+"""Client channels between services: keepalive, message sizes, request-id metadata."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import grpc
+
+from sapwood_common.network.tls import Version, channel_credentials, client_context, version_of
+from sapwood_common.telemetry.logs import REQUEST_ID_KEY, TRACEPARENT_KEY, traceparent_var
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""The largest message a service sends or takes: a prompt of a few million tokens fits."""
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A peer that vanished without closing the connection is noticed within 10 + 5 seconds.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A service that restarts is found again within a second, not after grpc's default of up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # In spite of its name how long one attempt to connect may take: one that is busy, or just back, greets late.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    # One that comes back under its name at another address is as well: grpc's default asks DNS twice a minute at most.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+)
+
+
+def open_channel(
+    address: str,
+    *,
+    own_connection: bool = False,
+    credentials: grpc.ChannelCredentials | None = None,
+    name: str | None = None,
+) -> grpc.aio.Channel:
+    """A channel to ``host:port`` (or any gRPC target, such as ``dns:///name:port``); it connects on first use.
+
+    The caller closes it.
+
+    Args:
+        address: The target.
+        own_connection: Shares no TCP connection with other channels to the same target, as channels do otherwise.
+        credentials: For TLS; None is plain text.
+        name: What the peer's certificate must be for; None: the target's host.
+    """
+    options: tuple[tuple[str, int | str], ...] = _OPTIONS
+    if own_connection:
+        options += (("grpc.use_local_subchannel_pool", 1),)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    if name is not None:
+        options += (("grpc.ssl_target_name_override", name),)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+class Dialer:
+    """Opens channels to peers with the TLS files of the configuration, read anew for each.
+
+    Args:
+        ca: See :func:`sapwood_common.network.tls.channel_credentials`.
+        cert: See there.
+        key: See there.
+        name: What the peers' certificates must be for; None: the host each is reached at.
+
+    Raises:
+        ConfigError: See there; each :meth:`open` raises it, too.
+    """
+
+    def __init__(
+        self, ca: Path | None = None, cert: Path | None = None, key: Path | None = None, name: str | None = None
+    ) -> None:
+        self._files = (ca, cert, key)
+        self._name = name
+        channel_credentials(*self._files)
+
+    def expecting(self, name: str | None) -> Dialer:
+        """One with the same files, for peers whose certificates are for ``name``, at whatever address they are."""
+        return Dialer(*self._files, name)
+
+    def version(self) -> Version | None:
+        """Differs after any of the files has changed; None where there are none. Raises OSError if one is missing."""
+        files = [file for file in self._files if file is not None]
+        return version_of(files) if files else None
+
+    def open(self, address: str, *, own_connection: bool = False) -> grpc.aio.Channel:
+        """See :func:`open_channel`."""
+        credentials = channel_credentials(*self._files)
+        return open_channel(address, own_connection=own_connection, credentials=credentials, name=self._name)
+
+    def context(self) -> ssl.SSLContext | None:
+        """The same for connections that are not grpcio's; None is plain text. See ``tls.client_context``."""
+        return client_context(*self._files)
+
+    @property
+    def name(self) -> str | None:
+        """What the peers' certificates must be for; None: the host each is reached at."""
+        return self._name
+
+
+def request_metadata(request_id: str) -> tuple[tuple[str, str], ...]:
+    """The metadata that hands a request id, and the current task's trace context, on to the next service."""
+    traceparent = traceparent_var.get()
+    if traceparent is None:
+        return ((REQUEST_ID_KEY, request_id),)
+    return ((REQUEST_ID_KEY, request_id), (TRACEPARENT_KEY, traceparent))

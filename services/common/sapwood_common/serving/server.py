@@ -1,0 +1,163 @@
+"""Server bootstrap: health, reflection, request limits, and a drain that finishes what runs and refuses what is new."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+
+from grpc_health.v1 import health_pb2_grpc
+
+from sapwood_common.http2.server.gate import Gate
+from sapwood_common.http2.server.server import Http2Server, as_grpc_server
+from sapwood_common.network.channel import MAX_MESSAGE_BYTES
+from sapwood_common.network.tls import ServerTls
+from sapwood_common.serving.gate import ServiceGate
+from sapwood_common.serving.health import HealthServicer
+from sapwood_common.serving.interceptor import ServiceInterceptor
+from sapwood_common.serving.reflection import add_reflection
+from sapwood_common.serving.rpc_telemetry import RpcTelemetry
+from sapwood_common.telemetry.logs import announce
+from sapwood_common.telemetry.metrics import MetricSet
+from sapwood_common.telemetry.tracing import NoTracing
+
+logger = logging.getLogger(__name__)
+
+_HEALTH = "grpc.health.v1.Health"
+LIVENESS = "liveness"
+"""The health service that says SERVING as long as this process answers at all, also while it loads or drains."""
+
+
+class ServiceServer:
+    """A gRPC server with the standard health and reflection services and one interceptor for all methods.
+
+    Life cycle: construct, add servicers to ``grpc``, ``start``, ``set_serving(True)`` once ready, ``drain``, ``stop``.
+
+    Args:
+        host: Address to listen on, such as ``127.0.0.1`` or ``0.0.0.0``.
+        port: Port to listen on; 0 takes a free one.
+        service_names: Full names of the services added, for health and reflection.
+        uncounted: Full method names of long-lived calls that must not hold up :meth:`drain`.
+        telemetry: Measures the calls; unless given, they are measured for nobody.
+        tls: Certificate and key; None is plain text.
+        gate: Says who is let in, but for health and reflection, and which of the calls that come at once begin first; None:
+            everybody, each connection in turn.
+        max_request_bytes: The largest message it takes.
+        reuse_port: Whether other processes listen on the same port; each takes some of the connections.
+        health_address: ``host:port`` on which the health service alone is served, in plain text; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        service_names: Sequence[str],
+        *,
+        uncounted: frozenset[str] = frozenset(),
+        telemetry: RpcTelemetry | None = None,
+        tls: ServerTls | None = None,
+        gate: Gate | None = None,
+        max_request_bytes: int = MAX_MESSAGE_BYTES,
+        reuse_port: bool = False,
+        health_address: str | None = None,
+    ) -> None:
+        self._names = tuple(service_names)
+        telemetry = telemetry or RpcTelemetry(MetricSet(), NoTracing())
+        self._interceptor = ServiceInterceptor(telemetry, uncounted)
+        self._health = HealthServicer()
+        self.draining = asyncio.Event()
+        """Set when draining begins: long-lived calls end on it."""
+        self._host, self._port, self._reuse_port = host, port, reuse_port
+        watched = None if gate is None else ServiceGate(gate, telemetry)
+        self._http2 = Http2Server(self._interceptor.wrap, max_request_bytes, tls, watched)
+        self.grpc = as_grpc_server(self._http2)
+        """Where generated code adds servicers."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        self._health_address = health_address
+        self._health_server: Http2Server | None = None
+        if health_address is not None:
+            self._health_server = Http2Server(self._interceptor.wrap, max_request_bytes)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, as_grpc_server(self._health_server))
+        add_reflection(self.grpc, (*self._names, _HEALTH))
+
+    async def start(self) -> int:
+        """Listens; health says NOT_SERVING until :meth:`set_serving`. Returns the port.
+
+        Raises:
+            ConfigError: An address cannot be listened on.
+        """
+        await self.set_serving(False)
+        if self._health_server is not None and self._health_address is not None:
+            host, _, port = self._health_address.rpartition(":")
+            chosen = await self._health_server.start(host, int(port), reuse_port=self._reuse_port)
+            announce(logger, "health listening on %s:%d", host, chosen)
+        return await self._http2.start(self._host, self._port, reuse_port=self._reuse_port)
+
+    async def set_serving(self, serving: bool) -> None:
+        """Sets the health of the server as a whole (``""``) and of each of its services."""
+        for name in ("", *self._names):
+            self._health.set(name, serving)
+        self._health.set(LIVENESS, True)
+
+    async def drain(self, timeout: float) -> bool:
+        """Turns unhealthy, refuses new calls, and waits for running ones.
+
+        Returns:
+            Whether all of them ended within ``timeout`` seconds.
+        """
+        await self.set_serving(False)
+        self._interceptor.refuse_new()
+        self.draining.set()
+        try:
+            await asyncio.wait_for(self._interceptor.idle.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self, grace: float = 0.2) -> None:
+        """Closes the server; calls still running get ``grace`` seconds for their last message, then end UNAVAILABLE."""
+        await self._http2.stop(grace)
+        if self._health_server is not None:
+            await self._health_server.stop(0)
+
+
+def stop_signal() -> asyncio.Event:
+    """An event set by SIGTERM or SIGINT. A second signal gives up waiting: it raises in the main thread.
+
+    Must be called in a running event loop.
+    """
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        logger.info("%s: draining", number.name)
+        stop.set()
+        loop.remove_signal_handler(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+async def serve_until_stopped(
+    server: ServiceServer, *, drain_timeout: float, drained: Callable[[], Awaitable[None]] | None = None
+) -> None:
+    """Serves until SIGTERM or SIGINT, then drains and stops.
+
+    Args:
+        server: A started server.
+        drain_timeout: Seconds given to running calls and to ``drained`` together.
+        drained: Waits for work that is not a counted gRPC call, such as HTTP requests.
+    """
+    await stop_signal().wait()
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + drain_timeout
+    complete = await server.drain(drain_timeout)
+    if drained is not None:
+        try:
+            await asyncio.wait_for(drained(), max(0.0, deadline - loop.time()))
+        except TimeoutError:
+            complete = False
+    logger.info("drained" if complete else f"still busy after {drain_timeout:g} s: stopping anyway")
+    await server.stop()

@@ -1,0 +1,139 @@
+"""Traces: what a service needs of OpenTelemetry, and the nothing that stands in for it while tracing is off.
+
+The context travels as the W3C ``traceparent`` header, in gRPC metadata and HTTP alike, and inside a process as
+:data:`sapwood_common.telemetry.logs.traceparent_var`. A service that does not trace hands the header on, so that a trace stays
+connected across it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal, Protocol
+
+from sapwood_common.errors import SapwoodError
+from sapwood_common.status import row_of
+from sapwood_common.telemetry.logs import traceparent_var
+
+SpanKind = Literal["internal", "server", "client"]
+Attribute = str | int | float | bool | list[str]
+
+
+class Span(Protocol):
+    """Something that takes time.
+
+    Attributes:
+        traceparent: What its children name as their parent; None if there is nothing to name.
+    """
+
+    @property
+    def traceparent(self) -> str | None:
+        """See above."""
+        ...
+
+    def set(self, name: str, value: Attribute) -> None:
+        """Adds an attribute."""
+        ...
+
+    def rename(self, name: str) -> None:
+        """Gives it another name, once more is known."""
+        ...
+
+    def end(self, *, error: str | None = None, at_ns: int | None = None) -> None:
+        """Ends it, as failed if ``error`` says what went wrong. ``at_ns``: Unix time in ns, now unless given."""
+        ...
+
+
+class Tracing(Protocol):
+    """Makes spans."""
+
+    @property
+    def on(self) -> bool:
+        """Whether spans go anywhere: what is only for them need not be computed otherwise."""
+        ...
+
+    def start(
+        self,
+        name: str,
+        *,
+        parent: str | None,
+        kind: SpanKind = "internal",
+        attributes: Mapping[str, Attribute] | None = None,
+        at_ns: int | None = None,
+    ) -> Span:
+        """Begins a span. The caller ends it.
+
+        Args:
+            name: Its name; few different ones.
+            parent: The traceparent of its parent; None or a malformed one begins a new trace.
+            kind: As in OpenTelemetry.
+            attributes: Its first attributes.
+            at_ns: Unix time in ns; now unless given.
+        """
+        ...
+
+    def close(self) -> None:
+        """Sends what is still here; may take a moment."""
+        ...
+
+
+class _NoSpan:
+    def __init__(self, traceparent: str | None) -> None:
+        self.traceparent = traceparent
+
+    def set(self, name: str, value: Attribute) -> None:
+        """Nothing."""
+
+    def rename(self, name: str) -> None:
+        """Nothing."""
+
+    def end(self, *, error: str | None = None, at_ns: int | None = None) -> None:
+        """Nothing."""
+
+
+_NO_PARENT = _NoSpan(None)
+
+
+class NoTracing:
+    """Tracing that is off: it hands the caller's context on and keeps nothing."""
+
+    on = False
+
+    def start(
+        self,
+        name: str,
+        *,
+        parent: str | None,
+        kind: SpanKind = "internal",
+        attributes: Mapping[str, Attribute] | None = None,
+        at_ns: int | None = None,
+    ) -> Span:
+        """See Tracing."""
+        return _NO_PARENT if parent is None else _NoSpan(parent)
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def error_type(error: BaseException) -> str:
+    """What OpenTelemetry calls ``error.type``: the gRPC status of an error of ours, else the exception's name."""
+    return row_of(error).grpc.name if isinstance(error, SapwoodError) else type(error).__name__
+
+
+@contextmanager
+def child_span(
+    tracing: Tracing, name: str, kind: SpanKind = "internal", attributes: Mapping[str, Attribute] | None = None
+) -> Iterator[Span]:
+    """A span of the current task around the body, which is the parent of whatever the body calls."""
+    span = tracing.start(name, parent=traceparent_var.get(), kind=kind, attributes=attributes)
+    token = traceparent_var.set(span.traceparent)
+    try:
+        yield span
+    except BaseException as error:
+        span.set("error.type", error_type(error))
+        span.end(error=str(error) or type(error).__name__)
+        raise
+    else:
+        span.end()
+    finally:
+        traceparent_var.reset(token)

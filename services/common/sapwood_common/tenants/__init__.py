@@ -1,0 +1,1 @@
+"""API keys and the tenants behind them. Knows no service and no transport."""

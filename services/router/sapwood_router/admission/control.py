@@ -1,0 +1,201 @@
+"""Lets requests through to the workers as these have room, and queues them model by model while they have not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+from sapwood_common.errors import ResourceExhaustedError
+from sapwood_router.admission.fair_queue import Admission, AdmissionSettings, Ticket
+from sapwood_router.fleet.circuit_breaker import BreakerState
+from sapwood_router.fleet.registry import Registry
+from sapwood_router.request.caller import Caller
+
+_POLL = 0.25
+"""Seconds between looks at what changes by time alone: breakers that half-open, requests that waited too long."""
+
+
+class _Line:
+    """What is before the workers of one model.
+
+    Attributes:
+        queue: Who waits.
+        coming: Requests that are being prepared and have no place in the queue, for there was room when they came.
+        let_go: Requests that left the queue and are about to choose a worker.
+    """
+
+    def __init__(self, model: str, registry: Registry, queue: Admission) -> None:
+        self._model = model
+        self._registry = registry
+        self.queue = queue
+        self.coming = 0
+        self.let_go = 0
+
+    def has_room(self, taken: int) -> bool:
+        """Whether the workers have room for more than ``taken`` requests, or there are none."""
+        room, any_admits = 0.0, False
+        for worker in self._registry.available(self._model):
+            if worker.breaker.admits():
+                any_admits = True
+                # Of a half-open one only its probe: others would be given to workers that have no room.
+                closed = worker.breaker.state is BreakerState.CLOSED
+                room += worker.room if closed else min(1.0, worker.room)
+                if room > taken:  # the first worker mostly has it
+                    return True
+        return not any_admits
+
+    def pump(self) -> None:
+        """Lets go as many as fit. Those that come keep nothing free: preparing one may take long."""
+        while self.queue.waiting and self.has_room(self.let_go) and self.queue.release():
+            pass
+
+
+class Place:
+    """A request's place on its way to a worker, from before it is prepared until it chooses one. Whoever has it calls
+    :meth:`leave` in the end, whatever happens.
+    """
+
+    __slots__ = ("_caller", "_coming", "_cost", "_deadline", "_error", "_let_go", "_line", "_ticket", "_turn")
+
+    def __init__(self, line: _Line, caller: Caller, cost: float, deadline: float) -> None:
+        self._line = line
+        self._caller = caller
+        self._cost = cost
+        self._deadline = deadline
+        self._ticket: Ticket | None = None
+        self._turn: asyncio.Future[None] | None = None
+        self._let_go = False
+        self._error: ResourceExhaustedError | None = None
+        self._coming = not line.queue.waiting and line.has_room(line.coming + line.let_go)
+        if self._coming:
+            line.coming += 1
+        else:
+            self._enter(ready=False)
+
+    def ready(self) -> bool:
+        """The request is prepared. Whether it may choose a worker, which it must do at once, without awaiting anything; else it
+        is to await :meth:`turn`. If no worker is available at all it may: that is not for a queue to wait out.
+
+        Raises:
+            ResourceExhaustedError: It was refused meanwhile, or is now.
+        """
+        if self._error is not None:
+            raise self._error
+        line = self._line
+        if self._ticket is None:
+            self.leave()
+            if line.has_room(line.let_go):  # it came before all that wait
+                return True
+            self._enter(ready=True)
+            return False
+        self._ticket.ready = True
+        line.pump()
+        if self._let_go:
+            self.leave()
+            return True
+        return False
+
+    async def turn(self) -> None:
+        """Returns when the request may choose a worker, as :meth:`ready` says.
+
+        Raises:
+            ResourceExhaustedError: It is refused.
+        """
+        try:
+            if self._error is not None:
+                raise self._error
+            if not self._let_go:
+                self._turn = asyncio.get_running_loop().create_future()
+                await self._turn
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """The request needs its place no longer. May be called again."""
+        if self._coming:
+            self._coming = False
+            self._line.coming -= 1
+        if self._let_go:
+            self._let_go = False
+            self._line.let_go -= 1
+        if self._ticket is not None:
+            self._line.queue.leave(self._ticket)
+
+    def _enter(self, *, ready: bool) -> None:
+        caller = self._caller
+        ticket = Ticket(
+            *(caller.tenant, caller.priority, self._cost, self._deadline, self._go, self._refuse, caller.weight),
+            ready=ready,
+        )
+        self._line.queue.enter(ticket)
+        self._ticket = ticket
+
+    def _go(self) -> None:
+        if self._turn is None or not self._turn.done():
+            self._let_go = True
+            self._line.let_go += 1
+            if self._turn is not None:
+                self._turn.set_result(None)
+
+    def _refuse(self, error: ResourceExhaustedError) -> None:
+        self._error = error
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_exception(error)
+
+
+class AdmissionControl:
+    """One for all requests. All on one event loop.
+
+    Args:
+        registry: Knows the workers; its ``on_room`` and changes are to lead to :meth:`pump`.
+        settings: Bounds of each model's queue.
+        clock: Seconds, monotonic: the one that deadlines are on.
+        rng: Spreads the times after which refused requests come again.
+    """
+
+    def __init__(
+        self, registry: Registry, settings: AdmissionSettings, clock: Callable[[], float], rng: random.Random
+    ) -> None:
+        self._registry = registry
+        self._settings = settings
+        self._clock = clock
+        self._rng = rng
+        self._lines: dict[str, _Line] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Requests in all queues."""
+        return sum(line.queue.waiting for line in self._lines.values())
+
+    def reserve(self, model: str, caller: Caller, cost: float, deadline: float) -> Place:
+        """A place for a request that is yet to be prepared: what is refused costs nothing, also when many come at once.
+
+        Args:
+            model: Which workers it may go to; one that the registry knows.
+            caller: Whose share it counts to, and how important it is.
+            cost: Tokens to compute for it, about.
+            deadline: When its client stops waiting.
+
+        Raises:
+            ResourceExhaustedError: It is refused.
+        """
+        line = self._lines.get(model)
+        if line is None:
+            queue = Admission(self._settings, self._clock, self._rng)
+            line = self._lines[model] = _Line(model, self._registry, queue)
+        return Place(line, caller, cost, deadline)
+
+    def pump(self) -> None:
+        """Workers have room, or there are others: lets go as many as fit."""
+        for line in self._lines.values():
+            line.pump()
+
+    async def run(self) -> None:
+        """Looks after the queues for ever; cancel it to stop."""
+        while True:
+            await asyncio.sleep(_POLL)
+            for line in self._lines.values():
+                if line.queue.waiting:
+                    line.queue.expire()
+            self.pump()

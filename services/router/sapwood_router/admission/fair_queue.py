@@ -1,0 +1,232 @@
+"""Requests that no worker has room for wait here, and are let go in a fair order; those that would wait in vain are refused.
+
+Order: strictly by priority class; within a class by start-time fair queueing over tenants (Goyal, Vin and Cheng, 1996): a
+request's start tag is the later of the queue's virtual time and its tenant's last finish tag, its finish tag lies its cost
+divided by the tenant's weight further on, the smallest start tag goes first and becomes the virtual time. So a tenant that
+sends a thousand requests delays another's one request by at most one of its own, and who was idle has saved up nothing.
+
+Refusal: when the queue is full, the request that would go last of all leaves, be it one that waits or the new one: so a tenant's
+flood fills what room there is and no more than its share once others come. It is charged nothing. A request whose expected wait
+(those that would go before it, over the rate at which requests have left lately) ends after its deadline, or is longer than
+``most_wait``, is refused at once. A request can take its place before it is ready to go. All that are refused are told when to
+try again: after the expected wait, at least a second, times a random factor from 1 to 2. Of one length, it would bring back
+together whoever came together; spread over as long as they wait, a burst becomes a steady stream by its second try.
+
+Complexity: O(log n) comparisons to enter, to go and to refuse, and a move of up to n pointers in a list, for a thousand of which
+a microsecond is enough; those that are not ready are passed one by one. Bound: ``most_waiting`` requests, and the tags of three
+times as many tenants in each class.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sapwood_common.errors import ResourceExhaustedError
+from sapwood_common.pacing.sliding_count import SlidingCount
+
+_RATE_WINDOW = 10.0
+_LEAST_DELAY = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionSettings:
+    """Bounds and shares.
+
+    Attributes:
+        most_waiting: Requests that may wait.
+        most_wait: Seconds that one may wait.
+    """
+
+    most_waiting: int = 1024
+    most_wait: float = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request's place in the queue.
+
+    Attributes:
+        tenant: Whose it is.
+        priority: Larger goes first.
+        cost: What it counts against its tenant's share, in tokens.
+        deadline: On the queue's clock.
+        go: Called when it may go; never before :meth:`Admission.enter` returns.
+        refuse: Called if it has to leave.
+        weight: Its tenant's share, relative to others'.
+        ready: Whether it may go when it is its turn; until then others go before it. May be set while it waits.
+    """
+
+    tenant: str
+    priority: int
+    cost: float
+    deadline: float
+    go: Callable[[], None]
+    refuse: Callable[[ResourceExhaustedError], None]
+    weight: float = 1.0
+    ready: bool = True
+    start: float = 0.0
+    finish: float = 0.0
+    number: int = 0
+    entered: float = 0.0
+    waiting: bool = False
+
+
+class _Class:
+    """One priority class: a fair queue over tenants.
+
+    Args:
+        most_idle: Tenants with nothing in it that it remembers; beyond, it forgets how much these had.
+    """
+
+    def __init__(self, most_idle: int) -> None:
+        self._most_idle = most_idle
+        self._virtual = 0.0
+        self._finish: dict[str, float] = {}
+        self.entries: list[tuple[float, int, Ticket]] = []
+        """Start tag, number and ticket, in the order in which they go."""
+
+    def start_of(self, tenant: str) -> float:
+        """The start tag of a request that comes now."""
+        return max(self._virtual, self._finish.get(tenant, 0.0))
+
+    def before(self, start: float) -> int:
+        """How many go before a request that comes now with this start tag."""
+        return bisect.bisect_left(self.entries, (start, math.inf))
+
+    def add(self, ticket: Ticket) -> None:
+        """Puts it at its place."""
+        if len(self._finish) > len(self.entries) + self._most_idle:
+            self._finish = {each.tenant: self._finish[each.tenant] for _, _, each in self.entries}
+        ticket.start = self.start_of(ticket.tenant)
+        ticket.finish = self._finish[ticket.tenant] = ticket.start + ticket.cost / ticket.weight
+        bisect.insort(self.entries, (ticket.start, ticket.number, ticket))
+
+    def pop(self) -> Ticket | None:
+        """Takes out the first that is ready."""
+        for index, (start, _, ticket) in enumerate(self.entries):
+            if ticket.ready:
+                self._virtual = max(self._virtual, start)
+                del self.entries[index]
+                return ticket
+        return None
+
+    def remove(self, ticket: Ticket) -> None:
+        """Takes out one that does not go; if its tenant had none after it, nothing is charged for it."""
+        del self.entries[bisect.bisect_left(self.entries, (ticket.start, ticket.number))]
+        if self._finish.get(ticket.tenant) == ticket.finish:
+            self._finish[ticket.tenant] = ticket.start
+
+
+class Admission:
+    """The queue of one model.
+
+    Args:
+        settings: Its bounds.
+        clock: Seconds, monotonic.
+        rng: Spreads the times after which refused requests come again.
+    """
+
+    def __init__(self, settings: AdmissionSettings, clock: Callable[[], float], rng: random.Random) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._rng = rng
+        self._classes: dict[int, _Class] = {}
+        """Those with requests."""
+        self._numbers = itertools.count()
+        self._left = SlidingCount(_RATE_WINDOW, clock)
+        self._busy_since: float | None = None
+        self.waiting = 0
+        """Requests in the queue."""
+
+    def enter(self, ticket: Ticket) -> None:
+        """Puts a request at its place.
+
+        Raises:
+            ResourceExhaustedError: It is refused; ``retry_after`` says when to come again.
+        """
+        self.check(ticket.tenant, ticket.priority, ticket.deadline)
+        now = self._clock()
+        if self._busy_since is None:
+            self._busy_since = now
+        if self.waiting >= self._settings.most_waiting:
+            self._refuse(self._classes[min(self._classes)].entries[-1][2], "it made room for another")
+        group = self._classes.get(ticket.priority)
+        if group is None:
+            group = self._classes[ticket.priority] = _Class(2 * self._settings.most_waiting)
+        ticket.number, ticket.entered, ticket.waiting = next(self._numbers), now, True
+        group.add(ticket)
+        self.waiting += 1
+
+    def check(self, tenant: str, priority: int, deadline: float) -> None:
+        """Whether a request would be let in now; changes nothing.
+
+        Raises:
+            ResourceExhaustedError: As :meth:`enter`.
+        """
+        if not self.waiting:
+            return
+        settings = self._settings
+        group = self._classes.get(priority)
+        start = 0.0 if group is None else group.start_of(tenant)
+        wait = self._expected_wait(priority, 0 if group is None else group.before(start))
+        if wait > settings.most_wait or self._clock() + wait > deadline:
+            raise self._refusal(f"{self.waiting} requests wait, this one would for about {wait:.1f} s", wait)
+        if self.waiting >= settings.most_waiting:
+            lowest = min(self._classes)
+            if priority < lowest or (priority == lowest and start >= self._classes[lowest].entries[-1][0]):
+                raise self._refusal(f"{self.waiting} requests wait already", wait)
+
+    def leave(self, ticket: Ticket) -> None:
+        """The request gives up waiting. May be called again, and for one that was let go."""
+        if ticket.waiting:
+            self._classes[ticket.priority].remove(ticket)
+            self._gone(ticket)
+
+    def release(self) -> bool:
+        """Lets the next request go, if one waits that is ready."""
+        for priority in sorted(self._classes, reverse=True):
+            ticket = self._classes[priority].pop()
+            if ticket is not None:
+                self._gone(ticket)
+                self._left.add()
+                ticket.go()
+                return True
+        return False
+
+    def expire(self) -> None:
+        """Refuses those that waited too long; to be called now and then."""
+        limit = self._clock() - self._settings.most_wait
+        late = [ticket for group in self._classes.values() for _, _, ticket in group.entries if ticket.entered < limit]
+        for ticket in late:
+            self._refuse(ticket, f"waited {self._settings.most_wait:g} s")
+
+    def _expected_wait(self, priority: int, before: int) -> float:
+        """Of one with ``before`` requests of its own class before it."""
+        ahead = before + sum(len(group.entries) for key, group in self._classes.items() if key > priority)
+        if not ahead or self._busy_since is None:
+            return 0.0
+        seconds = min(_RATE_WINDOW, max(1.0, self._clock() - self._busy_since))
+        left = self._left.total()
+        return ahead * seconds / left if left else 0.0
+
+    def _refuse(self, ticket: Ticket, why: str) -> None:
+        wait = self._expected_wait(ticket.priority, self._classes[ticket.priority].before(ticket.start))
+        self.leave(ticket)
+        ticket.refuse(self._refusal(why, wait))
+
+    def _refusal(self, why: str, wait: float) -> ResourceExhaustedError:
+        delay = max(_LEAST_DELAY, wait) * self._rng.uniform(1.0, 2.0)
+        return ResourceExhaustedError(f"all workers are busy: {why}", retry_after=delay)
+
+    def _gone(self, ticket: Ticket) -> None:
+        ticket.waiting = False
+        self.waiting -= 1
+        if not self._classes[ticket.priority].entries:
+            del self._classes[ticket.priority]  # idle: nobody has saved up or owes anything
+        if not self.waiting:
+            self._busy_since = None

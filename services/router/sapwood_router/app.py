@@ -1,0 +1,317 @@
+"""The whole router: builds every part from the configuration, starts and stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+from sapwood.v1 import router_pb2_grpc
+from sapwood_common.errors import ConfigError
+from sapwood_common.network.channel import Dialer
+from sapwood_common.network.tls import server_tls
+from sapwood_common.pacing.loop_lag import LoopLag
+from sapwood_common.serving.rpc_telemetry import RpcTelemetry
+from sapwood_common.serving.server import ServiceServer, serve_until_stopped
+from sapwood_common.telemetry.logs import announce
+from sapwood_common.telemetry.metrics import MetricSet, MetricsServer
+from sapwood_common.telemetry.tracing_start import start_tracing
+from sapwood_common.tenants.api_keys import ApiKeys
+from sapwood_router.admission.control import AdmissionControl
+from sapwood_router.admission.fair_queue import AdmissionSettings
+from sapwood_router.config import RouterConfig
+from sapwood_router.edges.grpc.service import PUBLIC_METHODS, SERVICE_NAME, TRACED, RouterService
+from sapwood_router.edges.guard import Guard
+from sapwood_router.edges.http1.server import HttpServer
+from sapwood_router.edges.openai.app import OpenAIFront
+from sapwood_router.fleet.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
+from sapwood_router.fleet.connection import WorkerConnection
+from sapwood_router.fleet.fleet import CONFIGURED, Fleet
+from sapwood_router.fleet.kv_event_monitor import KvEventMonitor
+from sapwood_router.fleet.registry import Registry
+from sapwood_router.fleet.served_model import ServedModel
+from sapwood_router.fleet.silence_limit import SilenceLimit
+from sapwood_router.fleet.sources.endpoint_slices import follow_endpoint_slices, in_cluster_api, parse_service
+from sapwood_router.fleet.sources.membership import follow_file, follow_leases
+from sapwood_router.fleet.worker import Worker
+from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.resume import Failover
+from sapwood_router.flow.retry import RetryPolicy, RetrySettings
+from sapwood_router.observe.metrics import RouterMetrics
+from sapwood_router.observe.observer import RequestObserver
+from sapwood_router.observe.status import StatusBoard
+from sapwood_router.routing.factory import PolicyParts, make_policy
+from sapwood_router.routing.index.blocks import BlockIndex
+from sapwood_router.routing.policy_book import PolicyBook
+from sapwood_router.tokenizer.client import TokenizerClient
+from sapwood_router.tokenizer.detokenize_pool import DetokenizePool
+from sapwood_router.tokenizer.replicas import TokenizerReplicas
+from sapwood_router.tokenizer.tokenizers import Tokenizer, Tokenizers
+from sapwood_router.transport.name_lookup import Lookup, addresses_behind, follow_name
+
+logger = logging.getLogger(__name__)
+
+
+class RouterApplication:
+    """A router in this process and event loop.
+
+    Life cycle: construct in a running loop, ``start``, then ``serve`` (until a signal) or ``stop``.
+
+    Args:
+        config: The configuration.
+        lookup: Asks for the addresses behind a name.
+    """
+
+    def __init__(self, config: RouterConfig, lookup: Lookup = addresses_behind) -> None:
+        self._config = config
+        self._metrics = MetricSet()
+        self._tracing = start_tracing("sapwood-router", config.trace_endpoint, config.trace_ratio)
+        router_metrics = self._router_metrics = RouterMetrics(self._metrics)
+        self._dialer = Dialer(config.peer_ca, config.peer_cert, config.peer_key)
+        self._worker_dialer = self._dialer.expecting(config.worker_name)
+        self._lookup = lookup
+        self._blocks = BlockIndex(config.block_index_bytes)
+        parts = PolicyParts(config.cache_index_bytes, random.Random(), time.monotonic, self._blocks)
+        self._policies = PolicyBook(
+            config.policy,
+            config.policies_of_models,
+            config.shadow_policies,
+            lambda name: make_policy(name, parts),
+            router_metrics.shadow_chose,
+        )
+        self._lag = LoopLag()
+        self._silence_limit = SilenceLimit(config.worker_silence, self._lag)
+        self.registry = Registry([], self._registry_changed, self._worker_reset, self._most_requests)
+        own = {model: self._make_tokenizer(where) for model, where in config.tokenizers_of_models.items()}
+        self._tokenizers = Tokenizers(self._make_tokenizer(config.tokenizers), own, self.registry)
+        settings = AdmissionSettings(most_waiting=config.queue_size, most_wait=config.queue_wait)
+        self._admission = AdmissionControl(self.registry, settings, asyncio.get_running_loop().time, random.Random())
+        self._slices = (
+            None if config.kubernetes_service is None else (in_cluster_api(), parse_service(config.kubernetes_service))
+        )
+        self._fleet = Fleet(
+            self.registry,
+            self._policies,
+            self._make_worker,
+            self._watch_worker,
+            router_metrics.worker_removed,
+            time.monotonic,
+        )
+        router_metrics.watch(self.registry, self._admission)
+        router_metrics.watch_index(self._blocks)
+        router_metrics.watch_lag(self._lag, self._silence_limit, self.registry)
+        observer = RequestObserver(router_metrics, self._tracing)
+        retry = RetryPolicy(
+            RetrySettings(attempts=config.retry_attempts, ratio=config.retry_budget),
+            asyncio.get_running_loop().time,
+            random.Random(),
+        )
+        pipeline = Pipeline(
+            self._tokenizers,
+            self.registry,
+            self._admission,
+            self._policies,
+            retry,
+            lambda: Failover(retry, config.most_resumptions),
+            config.resume_grace,
+            observer,
+        )
+        calls = RpcTelemetry(self._metrics, self._tracing, roots=TRACED)
+        tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
+        guard = Guard(
+            None if config.api_keys is None else ApiKeys(config.api_keys),
+            public=PUBLIC_METHODS if config.separates_operators else None,
+        )
+        self._server = ServiceServer(
+            config.host,
+            config.port,
+            [SERVICE_NAME],
+            telemetry=calls,
+            tls=tls,
+            gate=guard,
+            max_request_bytes=config.max_body_bytes,
+            health_address=config.health_address,
+        )
+        self.status = StatusBoard(self.registry, self._admission, router_metrics, self.problem, config.policy).snapshot
+        service = RouterService(pipeline, self._fleet, config.request_timeout, self.status)
+        router_pb2_grpc.add_RouterServicer_to_server(service, self._server.grpc)
+        self._admin: ServiceServer | None = None
+        if config.admin_port is not None:
+            self._admin = ServiceServer(config.admin_host, config.admin_port, [SERVICE_NAME], telemetry=calls, tls=tls)
+            router_pb2_grpc.add_RouterServicer_to_server(service, self._admin.grpc)
+        self._front = OpenAIFront(
+            pipeline,
+            self.problem,
+            self._server.draining,
+            request_timeout=config.request_timeout,
+            max_body_bytes=config.max_body_bytes,
+            registry=self._metrics.registry if config.metrics_port is None else None,
+            tracing=self._tracing,
+            guard=guard,
+            status=self.status if config.shows_status else None,
+        )
+        self._http = HttpServer(
+            self._front.serve,
+            config.http_host or config.host,
+            config.http_port,
+            guard.rank_request,
+            tls,
+            body_memory=config.body_memory,
+            most_connections=config.max_http_connections,
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self.grpc_port = 0
+        self.http_port = 0
+        self.admin_port = 0
+        self._metrics_server: MetricsServer | None = None
+
+    def problem(self) -> str | None:
+        """Why requests cannot be served now; None if they can."""
+        if self._server.draining.is_set():
+            return "shutting down"
+        if self._tokenizers.problem is not None:
+            return self._tokenizers.problem
+        if not self.registry.any_available():
+            return "no worker is available: " + "; ".join(
+                f"{worker.address}: {worker.problem}" for worker in self.registry.all()
+            )
+        return None
+
+    async def start(self) -> None:
+        """Listens and begins to look for the tokenizer and the workers.
+
+        Raises:
+            ConfigError: A port cannot be listened on.
+        """
+        self.grpc_port = await self._server.start()
+        announce(logger, "gRPC listening on %s:%d", self._config.host, self.grpc_port)
+        if self._admin is not None:
+            self.admin_port = await self._admin.start()
+            announce(logger, "admin listening on %s:%d", self._config.admin_host, self.admin_port)
+        self.http_port = await self._http.start()
+        announce(logger, "HTTP listening on %s:%d", self._http.host, self.http_port)
+        if self._config.metrics_port is not None:
+            self._metrics_server = MetricsServer(self._metrics.registry, self._config.host, self._config.metrics_port)
+            announce(logger, "metrics at http://%s:%d/metrics", self._config.host, self._metrics_server.port)
+        self._spawn(self._admission.run(), "admission")
+        self._spawn(self._lag.run(), "loop lag")
+        self._tokenizers.start()
+        self._fleet.name(CONFIGURED, self._config.named_workers)
+        self._spawn(follow_leases(self._fleet), "leases of registered workers")
+        if self._config.workers_file is not None:
+            self._spawn(follow_file(self._config.workers_file, self._fleet), "workers file")
+        host, _, port = (self._config.workers_dns or "").rpartition(":")
+        named = partial(self._fleet.name, "service discovery")
+        interval = self._config.workers_dns_interval
+        if self._config.workers_dns is not None and not (host and port.isdigit()):
+            raise ConfigError(f"--workers-dns: {self._config.workers_dns!r} is not name:port")
+        lookups = partial(follow_name, host, int(port), named, interval, self._lookup) if host else None
+        if self._slices is not None:  # names in DNS are for when the API server does not answer
+            self._spawn(follow_endpoint_slices(*self._slices, named, lookups), "EndpointSlices")
+        elif lookups is not None:
+            self._spawn(lookups(), "workers in DNS")
+
+    async def serve(self) -> None:
+        """Serves until SIGTERM or SIGINT, drains, and stops."""
+        await serve_until_stopped(self._server, drain_timeout=self._config.drain_timeout, drained=self._front.wait_idle)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Stops everything at once; running requests are cancelled."""
+        self._server.draining.set()
+        await self._http.stop()
+        await self._server.stop()
+        if self._admin is not None:
+            await self._admin.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.close)
+        await asyncio.to_thread(self._tracing.close)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(_report_crash)
+        self._tasks.append(task)
+        return task
+
+    def _readiness_changed(self) -> None:
+        if not self._server.draining.is_set():
+            self._spawn_once(self._server.set_serving(self.problem() is None))
+
+    def _spawn_once(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks = [task for task in self._tasks if not task.done()]
+        self._spawn(work, "set health")
+
+    def _make_tokenizer(self, addresses: tuple[str, ...]) -> Tokenizer:
+        config = self._config
+
+        def lost() -> None:
+            client.forget()
+
+        outputs = DetokenizePool(config.tokenizer_grace, lost)
+        replicas = TokenizerReplicas(
+            addresses, self._dialer, outputs, config.health_interval, self._readiness_changed, self._spawn, self._lookup
+        )
+        client = TokenizerClient(replicas.all, config.tokenizer_grace)
+        return Tokenizer(replicas, client, outputs)
+
+    def _watch_worker(self, worker: Worker) -> list[asyncio.Task[None]]:
+        config = self._config
+        connection = WorkerConnection(
+            worker,
+            self.registry,
+            config.heartbeat_ms,
+            self._silence_limit,
+            self._worker_lost,
+            self._fleet.hand_over,
+            time.monotonic,
+            self._worker_dialer,
+        )
+        tasks = [self._spawn(connection.run(), f"connection to {worker.address}")]
+        if config.kv_events and self._policies.reads_events:
+            drifts = self._router_metrics.drifts.at(worker=worker.address)
+            monitor = KvEventMonitor(worker, self._blocks, self._worker_dialer, drifts.inc).run()
+            tasks.append(self._spawn(monitor, f"KV events of {worker.address}"))
+        return tasks
+
+    def _worker_reset(self, address: str, model: ServedModel) -> None:
+        self._policies.reset(address, model.num_pages)
+
+    def _worker_lost(self, worker: Worker) -> None:
+        self._router_metrics.losses.at(worker=worker.address).inc()
+
+    def _make_worker(self, address: str) -> Worker:
+        config = self._config
+        settings = BreakerSettings(
+            consecutive=config.breaker_failures,
+            failure_rate=config.breaker_failure_rate,
+            open_seconds=config.breaker_open_seconds,
+        )
+
+        def on_change(state: BreakerState) -> None:
+            logger.warning("worker %s: circuit breaker %s", address, state.value)
+
+        breaker = CircuitBreaker(settings, time.monotonic, on_change)
+        return Worker(address, breaker, time.monotonic, self._worker_has_room)
+
+    def _worker_has_room(self) -> None:
+        self._admission.pump()
+
+    def _most_requests(self, model: ServedModel) -> float:
+        return self._config.requests_per_worker or 2 * model.max_running or math.inf
+
+    def _registry_changed(self) -> None:
+        self._admission.pump()
+        self._readiness_changed()
+
+
+def _report_crash(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("%s stopped", task.get_name(), exc_info=task.exception())

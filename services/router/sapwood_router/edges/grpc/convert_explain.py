@@ -1,0 +1,29 @@
+"""Explanations of choices as messages."""
+
+from __future__ import annotations
+
+from sapwood.v1 import router_pb2
+from sapwood_router.flow.explain import Explanation
+
+
+def to_explanation(explanation: Explanation) -> router_pb2.ExplainRouteResponse:
+    """A choice and what it was made from, as a message."""
+    response = router_pb2.ExplainRouteResponse(
+        chosen=explanation.chosen,
+        reason=explanation.reason,
+        prompt_tokens=explanation.prompt_tokens,
+        policy=explanation.policy,
+    )
+    for name, choice in explanation.shadows.items():
+        response.shadows.add(policy=name, chosen=choice.address, reason=choice.reason)
+    for candidate in explanation.candidates:
+        view = candidate.view
+        response.candidates.add(
+            address=candidate.worker.address,
+            excluded=candidate.excluded,
+            requests=view.requests if view is not None else candidate.worker.in_flight,
+            queued_tokens=view.queued_tokens if view is not None else candidate.worker.pending_tokens,
+            cached_tokens=candidate.cached_tokens,
+            cost=candidate.cost,
+        )
+    return response

@@ -1,0 +1,36 @@
+"""A router's state as a message."""
+
+from __future__ import annotations
+
+from sapwood.v1 import router_pb2
+from sapwood_router.edges.grpc.convert import to_load
+from sapwood_router.observe.status import RouterState, WorkerState
+
+
+def to_status(state: RouterState) -> router_pb2.GetStatusResponse:
+    """A snapshot as a message."""
+    return router_pb2.GetStatusResponse(
+        uptime_seconds=state.uptime,
+        running_requests=state.running,
+        queued_requests=state.queued,
+        resumptions=state.resumptions,
+        problem=state.problem,
+        policy=state.policy,
+        workers=map(to_worker_status, state.workers),
+    )
+
+
+def to_worker_status(worker: WorkerState) -> router_pb2.WorkerStatus:
+    """A worker's part of a snapshot as a message."""
+    return router_pb2.WorkerStatus(
+        address=worker.address,
+        healthy=worker.state != "down",
+        model=worker.model,
+        in_flight=worker.in_flight,
+        load=to_load(worker.load),
+        problem=worker.problem,
+        draining=worker.draining,
+        breaker=worker.breaker,
+        epoch=worker.epoch,
+        tokens_per_second=worker.tokens_per_second,
+    )

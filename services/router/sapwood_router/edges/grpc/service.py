@@ -1,0 +1,265 @@
+"""The gRPC edge: ``Router`` of ``router.proto``."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from sapwood.v1 import router_pb2, router_pb2_grpc, worker_pb2
+from sapwood_common.contract.sampling_message import from_message
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.http2.server.call import ServerCall
+from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, request_id_var
+from sapwood_router.edges.grpc.convert import (
+    add_logprobs,
+    embed_request_of,
+    grammar_of,
+    prompt_of,
+    to_response,
+    tool_choice_of,
+    truncation_of,
+)
+from sapwood_router.edges.grpc.convert_explain import to_explanation
+from sapwood_router.edges.grpc.convert_status import to_status, to_worker_status
+from sapwood_router.fleet.fleet import Fleet
+from sapwood_router.flow.delivery import READER_SLACK, Delivery
+from sapwood_router.flow.explain import explain
+from sapwood_router.flow.pipeline import Pipeline, close_all
+from sapwood_router.flow.stages.prepare import prepare
+from sapwood_router.observe.status import RouterState
+from sapwood_router.request.caller import Caller, caller_of
+from sapwood_router.request.context import Delta, RequestContext
+from sapwood_router.request.continuations import continuations
+from sapwood_router.request.output import OutputOptions
+from sapwood_router.request.output_stream import Relay
+from sapwood_router.request.request_ids import accept_request_id, unique_id
+
+SERVICE_NAME = "sapwood.v1.Router"
+TRACED = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed"))
+"""Where a trace begins, if the caller has none."""
+PUBLIC_METHODS = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed", "ListModels"))
+"""What clients call; everything else is for operators."""
+WORKER_KEY = "x-sapwood-worker"
+"""Trailing metadata: the address of the worker that finished the request."""
+RESUMPTIONS_KEY = "x-sapwood-resumptions"
+"""Trailing metadata: how often the stream went on, on another worker, because one was lost."""
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class _CallClient:
+    """Writes the deltas of a request's runs as messages of its call.
+
+    Args:
+        call: The call.
+        contexts: The runs'.
+    """
+
+    def __init__(self, call: ServerCall, contexts: Sequence[RequestContext]) -> None:
+        self.writable = call.is_ready
+        self._call = call
+        self._single = len(contexts) == 1
+        self._untold = contexts[0] if contexts[0].sampling.prompt_logprobs is not None else None
+        """Whose prompt's log probabilities are still to be told."""
+
+    async def drained(self) -> None:
+        """Returns once the client has read enough for more.
+
+        Raises:
+            CancelledError: It has left.
+        """
+        await self._call.drained()
+        if self._call.done():
+            raise asyncio.CancelledError
+
+    def write(self, index: int, delta: Delta) -> bool:
+        """Sends a delta."""
+        response = to_response(delta, index)
+        if self._untold is not None and index == 0:
+            add_logprobs(response.prompt_logprobs, self._untold.prompt_logprobs)
+            self._untold = None
+        self._call.write_now(response)
+        return True
+
+    def token_writer(self, index: int) -> Relay | None:
+        """Sends single token ids; of several continuations each needs its number beside it."""
+        return self._write_token if self._single else None
+
+    def _write_token(self, token_id: int) -> bool:
+        if self._call.is_ready():
+            self._call.write_now(router_pb2.RouterGenerateResponse(token_ids=(token_id,)))
+            return True
+        return False
+
+
+class RouterService(router_pb2_grpc.RouterServicer):
+    """Messages in, messages out; everything else is the pipeline's.
+
+    Args:
+        pipeline: Runs the requests.
+        fleet: Adds, drains and removes workers.
+        request_timeout: Seconds a request may take if its client sets no earlier deadline.
+        status: Says how the router is.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, fleet: Fleet, request_timeout: float, status: Callable[[], RouterState]
+    ) -> None:
+        self._status = status
+        self._pipeline = pipeline
+        self._fleet = fleet
+        self._request_timeout = request_timeout
+
+    async def Generate(self, request: router_pb2.RouterGenerateRequest, context: Context) -> None:  # type: ignore[override]
+        """Writes the continuation of a prompt as it comes."""
+        assert isinstance(context, ServerCall), "as all servers here have them"
+        metadata = dict(_metadata(context))
+        request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
+        request_id_var.set(request_id)
+        context.set_initial_metadata(((REQUEST_ID_KEY, request_id),))
+        contexts = self._contexts(request, request_id, _caller(context, metadata), context.time_remaining())
+        runs = [self._pipeline.open(item) for item in contexts]
+        # A client that leaves ends the call, whatever its handler is waiting for.
+        context.add_done_callback(lambda _: close_all(runs))
+        # So does one that reads nothing until the deadline; its own the server looks after.
+        giving_up = asyncio.get_running_loop().call_at(contexts[0].deadline + READER_SLACK, _give_up, context)
+        try:
+            await Delivery(_CallClient(context, contexts)).carry(runs)
+            context.set_trailing_metadata(
+                (
+                    (WORKER_KEY, contexts[0].worker),
+                    (RESUMPTIONS_KEY, str(sum(item.resumptions for item in contexts))),
+                )
+            )
+        finally:
+            giving_up.cancel()
+            close_all(runs)
+            runs.clear()  # the call and its callback refer to each other: let them keep nothing else until they are collected
+
+    def _contexts(
+        self, request: router_pb2.RouterGenerateRequest, request_id: str, caller: Caller, left: float | None
+    ) -> list[RequestContext]:
+        prompt, fields = prompt_of(request)
+        sampling, count = from_message(request.sampling)
+        deadline = asyncio.get_running_loop().time() + (
+            self._request_timeout if left is None else min(left, self._request_timeout)
+        )
+        return [
+            RequestContext(
+                request_id=request_id,
+                worker_request_id=unique_id(request_id),
+                prompt=prompt,
+                sampling=own,
+                output=OutputOptions(
+                    stop=tuple(request.stop),
+                    skip_special_tokens=request.skip_special_tokens
+                    if request.HasField("skip_special_tokens")
+                    else True,
+                ),
+                fields=fields,
+                deadline=deadline,
+                detokenize=request.detokenize if request.HasField("detokenize") else True,
+                model=request.model if request.HasField("model") else None,
+                truncation=truncation_of(request),
+                caller=caller,
+                grammar=grammar_of(request),
+                tool_choice=tool_choice_of(request),
+                parallel_tool_calls=request.parallel_tool_calls if request.HasField("parallel_tool_calls") else True,
+            )
+            for own in continuations(sampling, count, fields)
+        ]
+
+    async def Embed(self, request: router_pb2.RouterEmbedRequest, context: Context) -> router_pb2.RouterEmbedResponse:
+        """Turns texts or token sequences into vectors."""
+        metadata = dict(_metadata(context))
+        request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
+        request_id_var.set(request_id)
+        left = context.time_remaining()
+        deadline = asyncio.get_running_loop().time() + (
+            self._request_timeout if left is None else min(left, self._request_timeout)
+        )
+        found = await self._pipeline.embedder.embed(
+            embed_request_of(request, request_id, deadline, _caller(context, metadata))
+        )
+        return router_pb2.RouterEmbedResponse(
+            embeddings=[worker_pb2.Embedding(values=vector) for vector in found.vectors],
+            prompt_tokens=found.prompt_tokens,
+            model=found.model,
+        )
+
+    async def ListModels(
+        self, request: router_pb2.ListModelsRequest, context: Context
+    ) -> router_pb2.ListModelsResponse:
+        """The models that can be asked for."""
+        response = router_pb2.ListModelsResponse()
+        registry = self._pipeline.registry
+        for model, workers in sorted(registry.models().items()):
+            response.models.add(id=model, context_length=registry.context_length(model), workers=len(workers))
+        return response
+
+    async def ListWorkers(
+        self, request: router_pb2.ListWorkersRequest, context: Context
+    ) -> router_pb2.ListWorkersResponse:
+        """The workers and what the router knows of each."""
+        return router_pb2.ListWorkersResponse(workers=map(to_worker_status, self._status().workers))
+
+    async def GetStatus(self, request: router_pb2.GetStatusRequest, context: Context) -> router_pb2.GetStatusResponse:
+        """How the router and its workers are now."""
+        return to_status(self._status())
+
+    async def RegisterWorker(
+        self, request: router_pb2.RegisterWorkerRequest, context: Context
+    ) -> router_pb2.RegisterWorkerResponse:
+        """Adds a worker, or renews its lease."""
+        host, colon, port = request.address.rpartition(":")
+        if not host or not colon or not port.isdigit():
+            raise InvalidArgumentError(f"{request.address!r} is not host:port", field="address")
+        lease = request.lease_seconds if request.HasField("lease_seconds") else None
+        if lease is not None and not 0 < lease < math.inf:
+            raise InvalidArgumentError("lease_seconds must be more than 0", field="lease_seconds")
+        self._fleet.register(request.address, lease)
+        return router_pb2.RegisterWorkerResponse()
+
+    async def DrainWorker(
+        self, request: router_pb2.DrainWorkerRequest, context: Context
+    ) -> router_pb2.DrainWorkerResponse:
+        """A worker gets no new requests, or gets them again."""
+        worker = self._fleet.drain(request.address, not request.undo)
+        return router_pb2.DrainWorkerResponse(in_flight=worker.in_flight)
+
+    async def RemoveWorker(
+        self, request: router_pb2.RemoveWorkerRequest, context: Context
+    ) -> router_pb2.RemoveWorkerResponse:
+        """Forgets a worker."""
+        self._fleet.remove(request.address)
+        return router_pb2.RemoveWorkerResponse()
+
+    async def ExplainRoute(
+        self, request: router_pb2.ExplainRouteRequest, context: Context
+    ) -> router_pb2.ExplainRouteResponse:
+        """Where a request would go now, and why."""
+        pipeline = self._pipeline
+        caller = _caller(context, dict(_metadata(context)))
+        asked = self._contexts(request.request, new_request_id(), caller, context.time_remaining())[0]
+        await prepare(asked, pipeline.tokenizers.of(asked.model).client, pipeline.registry)
+        return to_explanation(explain(asked, pipeline.registry, pipeline.policies))
+
+
+def _give_up(call: ServerCall) -> None:
+    call.give_up(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
+
+
+def _caller(context: Context, metadata: dict[str, str]) -> Caller:
+    assert isinstance(context, ServerCall), "as all servers here have them"
+    return caller_of(metadata.get, context.tenant)
+
+
+def _metadata(context: Context) -> Iterator[tuple[str, str]]:
+    for key, value in context.invocation_metadata() or ():
+        if isinstance(value, str):
+            yield key, value

@@ -1,0 +1,92 @@
+"""Who may call what: API keys on the public port, and operators' methods on their own."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Mapping, Sequence
+
+from sapwood_common.errors import InvalidArgumentError, UnauthenticatedError, UnimplementedError
+from sapwood_common.http2.server.turnstile import Rank
+from sapwood_common.settings.flags import service_flag
+from sapwood_common.tenants.api_keys import AUTHORIZATION_KEY, ApiKeys
+from sapwood_common.tenants.tenant import Tenant
+from sapwood_router.request.caller import PRIORITY_KEY, TENANT_KEY, priority_of
+
+_AUTHORIZATION = AUTHORIZATION_KEY.encode()
+Headers = Sequence[tuple[bytes, bytes]]
+
+tenant_var: contextvars.ContextVar[Tenant | None] = contextvars.ContextVar("tenant", default=None)
+"""The tenant whose API key the current task's HTTP request came with; None where no keys are asked for."""
+
+
+class Guard:
+    """Of the public ports, gRPC and HTTP.
+
+    Args:
+        keys: The API keys; None asks for none.
+        public: Full names of the gRPC methods that are served here; None serves all.
+    """
+
+    def __init__(self, keys: ApiKeys | None, public: frozenset[str] | None = None) -> None:
+        self._keys = keys
+        self._public = public
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """See Gate."""
+        return self._keys is not None
+
+    def let_in(self, method: str, headers: Headers) -> Tenant | None:
+        """See Gate.
+
+        Raises:
+            UnimplementedError: The method is for operators.
+            SapwoodError: As :meth:`ApiKeys.check`.
+        """
+        if self._public is not None and method not in self._public:
+            where = service_flag("router", "admin-port")
+            raise UnimplementedError(f"{method} is for operators: it is served on {where} only, where one is set")
+        if self._keys is None:
+            return None
+        given = [value for name, value in headers if name == _AUTHORIZATION]
+        if len(given) > 1:
+            raise UnauthenticatedError(f"{AUTHORIZATION_KEY} is given more than once")
+        return self._keys.check(given[0].decode("latin-1") if given else "")
+
+    def check_headers(self, headers: Mapping[bytes, bytes]) -> None:
+        """Checks an HTTP request in its task. Raises SapwoodError as :meth:`ApiKeys.check`."""
+        self._check(headers.get(AUTHORIZATION_KEY.encode(), b""))
+
+    def rank(self, headers: Headers, tenant: Tenant | None) -> Rank:
+        """See Gate: by its priority, and its tenant's in turn with others'."""
+        fields = dict(headers)
+        try:
+            priority = priority_of(fields.get(PRIORITY_KEY.encode(), b"").decode("latin-1"))
+        except InvalidArgumentError:
+            priority = 0  # it will be told so
+        if self._keys is None:
+            return priority, fields.get(TENANT_KEY.encode(), fields.get(_AUTHORIZATION))
+        if tenant is None:
+            return min(priority, 0), None
+        return min(priority, tenant.settings.priority), tenant.name
+
+    def rank_request(self, headers: Headers) -> Rank:
+        """The same of an HTTP request that was not let in yet. Takes nothing.
+
+        Those without a key, such as probes, have a turn of their own, and so have those with one that is not known.
+        """
+        authorization = dict(headers).get(_AUTHORIZATION)
+        if self._keys is None or authorization is None:
+            return self.rank(headers, None)
+        try:
+            tenant = self._keys.find(authorization.decode("latin-1"))
+        except UnauthenticatedError:
+            return self.rank(headers, None)[0], UnauthenticatedError
+        return self.rank(headers, tenant)
+
+    def _check(self, authorization: str | bytes) -> None:
+        if self._keys is None:
+            return
+        if isinstance(authorization, bytes):
+            authorization = authorization.decode("latin-1")
+        tenant_var.set(self._keys.check(authorization))

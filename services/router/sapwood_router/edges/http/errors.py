@@ -1,0 +1,56 @@
+"""Errors as OpenAI's API shows them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from sapwood_common import errors
+from sapwood_common.status import row_of
+from sapwood_router.edges.http1.errors import HttpError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    409: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+def http_status(error: errors.SapwoodError) -> int:
+    """The HTTP status of an error."""
+    return error.status if isinstance(error, HttpError) else row_of(error).http
+
+
+def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The body of an error response."""
+    return {
+        "error": {"message": message, "type": _TYPES.get(status, "server_error"), "param": param, "code": code},
+    }
+
+
+def error_body(error: errors.SapwoodError) -> bytes:
+    """The body of an error response, as JSON."""
+    code = "model_not_found" if isinstance(error, errors.NotFoundError) and error.field == "model" else None
+    return msgspec.json.encode(error_object(http_status(error), error.message, error.field, code))
+
+
+def retry_headers(error: errors.SapwoodError) -> list[tuple[bytes, bytes]]:
+    """With 429 and 503: ``Retry-After`` (whole seconds, at least 1), and what OpenAI's clients prefer to it, in milliseconds."""
+    if http_status(error) not in (429, 503):
+        return []
+    seconds = error.retry_after or 1.0
+    return [
+        (b"retry-after", b"%d" % max(1, math.ceil(seconds))),
+        (b"retry-after-ms", b"%d" % math.ceil(seconds * 1000)),
+    ]

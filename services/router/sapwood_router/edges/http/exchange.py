@@ -1,0 +1,213 @@
+"""One HTTP request of OpenAI's API and its response: a body or events out, the client's leaving in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from sapwood_common.errors import InvalidArgumentError, RequestCancelledError, SapwoodError
+from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, request_id_var
+from sapwood_common.tenants.tenant import mint_salt
+from sapwood_router.edges.guard import tenant_var
+from sapwood_router.edges.http.errors import error_body, http_status, retry_headers
+from sapwood_router.edges.http.timeouts import asked_timeout, client_timeout
+from sapwood_router.edges.http1.head import Headers
+from sapwood_router.edges.http1.request import Request
+from sapwood_router.edges.openai.types import AnyRequest
+from sapwood_router.flow.delivery import READER_SLACK
+from sapwood_router.request.caller import MOST_PRIORITY, PRIORITY_KEY, Caller, caller_of
+from sapwood_router.request.request_ids import accept_request_id
+
+_SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
+"""vLLM's and OpenAI's, which they route by, too: what has the same one is one session, shares a beginning, or an end user."""
+_REQUEST_ID_HEADER = REQUEST_ID_KEY.encode()
+_JSON = (b"content-type", b"application/json")
+_EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # or nginx would collect the events
+]
+
+
+class Exchange:
+    """A request being answered.
+
+    Args:
+        request: As it came.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.headers: dict[bytes, bytes] = request.head.fields
+        self.method = request.head.method
+        self.path = request.head.path
+        self.request_id = new_request_id()
+        self.client_left = False
+        self._request = request
+        self._watcher: Callable[[], None] | None = None
+        self._deadline = math.inf
+
+    @property
+    def started(self) -> bool:
+        """Whether the response has begun."""
+        return self._request.started
+
+    def accept_request_id(self) -> None:
+        """Takes the client's id over.
+
+        Raises:
+            InvalidArgumentError: It is unfit for headers and logs.
+        """
+        given = self.headers.get(_REQUEST_ID_HEADER, b"").decode("latin-1")
+        if given:
+            self.request_id = accept_request_id(given, REQUEST_ID_KEY)
+
+    def accept_body_id(self, request: AnyRequest) -> None:
+        """Takes over the id that the body names, unless a header did.
+
+        Raises:
+            InvalidArgumentError: It is unfit for headers and logs.
+        """
+        if self._header(REQUEST_ID_KEY):
+            return
+        for field, given in (("request_id", request.request_id), ("rid", request.rid)):
+            if given:
+                self.request_id = accept_request_id(given, field)
+                request_id_var.set(self.request_id)
+
+    def take_body(self, limit: int) -> bytes | None:
+        """The request's body, if all of it is here and it is no larger than ``limit`` bytes; else it is to be received."""
+        return self._request.take_body(limit)
+
+    async def receive_body(self, limit: int) -> bytes:
+        """The request's body, which may have ``limit`` bytes.
+
+        Raises:
+            SapwoodError: It does not come as it should.
+        """
+        return await self._request.receive_body(limit)
+
+    def deadline(self, most: float) -> float:
+        """When the answer has to be there, on the event loop's clock: as the client asks, at the latest in ``most`` seconds.
+
+        Raises:
+            InvalidArgumentError: What it asks is no time.
+        """
+        self._deadline = asyncio.get_running_loop().time() + min(most, asked_timeout(self.headers))
+        return self._deadline
+
+    def sooner(self, deadline: float) -> float:
+        """The same for an answer in one piece: OpenAI's clients say when they leave without it. Only after the body was read."""
+        return min(deadline, asyncio.get_running_loop().time() + client_timeout(self.headers))
+
+    def caller(self, request: AnyRequest, given: Mapping[str, Any]) -> Caller:
+        """Who asks, as the headers say, and where they say nothing, the body.
+
+        Args:
+            request: The body; its ``cache_salt`` keeps what is cached for it apart within the tenant.
+            given: The same as it came.
+
+        Raises:
+            InvalidArgumentError: A header or a field makes no sense.
+        """
+        # vLLM's priorities count the other way: the lowest goes first.
+        priority = None if request.priority is None else str(min(max(-request.priority, -MOST_PRIORITY), MOST_PRIORITY))
+
+        def said(key: str) -> str | None:
+            return self._header(key) or (priority if key == PRIORITY_KEY else "")
+
+        caller = caller_of(said, tenant_var.get())
+        if request.cache_salt:
+            # No tenant has such a name: without API keys a salt would else be that of the tenant who is called so.
+            caller = replace(caller, cache_salt=mint_salt(f"\0{request.cache_salt}", caller.cache_salt))
+        if not caller.session:
+            for field in _SESSION_FIELDS:
+                if session := given.get(field):
+                    if not isinstance(session, str):
+                        raise InvalidArgumentError(f"{field} must be a string", field=field)
+                    return replace(caller, session=session)
+        return caller
+
+    def _header(self, key: str) -> str:
+        return self.headers.get(key.encode(), b"").decode("latin-1")
+
+    def on_disconnect(self, callback: Callable[[], None]) -> None:
+        """Calls back as soon as the client leaves, and then cancels the current task. Only after the body was read."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        def left() -> None:
+            self.client_left = True
+            callback()
+            task.cancel()
+
+        self._watcher = left
+        self._request.watch(left)
+
+    def close(self) -> None:
+        """Stops watching the client."""
+        if self._watcher is not None:
+            self._request.unwatch(self._watcher)
+            self._watcher = None
+
+    async def send_body(self, status: int, body: bytes, headers: Headers = ()) -> None:
+        """A complete JSON response."""
+        await self.send_page(status, [_JSON, *headers], body)
+
+    async def send_page(self, status: int, headers: Headers, body: bytes) -> None:
+        """A complete response of any kind."""
+        await self._send_first(status, headers, body, chunked=False, last=True)
+
+    async def send_error(self, error: SapwoodError, headers: Headers = ()) -> None:
+        """An error response; within a stream of events an error event, after which the stream ends."""
+        if not self.started:
+            await self.send_body(http_status(error), error_body(error), [*retry_headers(error), *headers])
+            return
+        with contextlib.suppress(RequestCancelledError):  # nobody is there to be told
+            await self.send_events(b"data: " + error_body(error) + b"\n\n", last=True)
+
+    async def send_events(self, events: bytes, *, last: bool = False) -> None:
+        """Encoded events; the first call starts the response.
+
+        Raises:
+            RequestCancelledError: As :meth:`drained`.
+        """
+        if not self.started:
+            await self._send_first(200, _EVENTS, events, chunked=True, last=last)
+            return
+        if not self._request.writable():
+            await self.drained()
+        await self._request.send(events, last=last)
+
+    async def drained(self) -> None:
+        """Returns once :meth:`writable`.
+
+        Raises:
+            RequestCancelledError: The client has left, or read nothing until the deadline: nobody else would end its request.
+        """
+        try:
+            async with asyncio.timeout_at(self._deadline + READER_SLACK):
+                await self._request.drained()
+        except TimeoutError:
+            self.client_left = True
+            self._request.abort()
+            raise RequestCancelledError("the client does not read its answer") from None
+
+    def writable(self) -> bool:
+        """Whether :meth:`write_events` may be called."""
+        return self._request.writable()
+
+    def write_events(self, events: bytes) -> None:
+        """Sends encoded events, in this turn of the loop. Only while no :meth:`send_events` is awaited, and after one was."""
+        self._request.write_chunk(events)
+
+    def number_writer(self, before: bytes, after: bytes) -> Callable[[int], bool]:
+        """Makes what sends ``before``, a number and ``after`` as :meth:`write_events` does, unless it may not be called."""
+        return self._request.number_writer(before, after)
+
+    async def _send_first(self, status: int, headers: Headers, body: bytes, *, chunked: bool, last: bool) -> None:
+        headers = (*headers, (_REQUEST_ID_HEADER, self.request_id.encode("ascii")))
+        await self._request.respond(status, headers, body, chunked=chunked, last=last)

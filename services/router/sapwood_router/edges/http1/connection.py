@@ -1,0 +1,359 @@
+"""One client's connection: its requests one after another, each read when the one before was answered.
+
+What it has sent ahead waits unread, and is little. What there is to do is done in small steps, and what takes long in turn
+with other connections (:class:`TimeShare`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import cast
+
+from sapwood_common.http2.server.turnstile import Place
+from sapwood_router.edges.http1.body import Body
+from sapwood_router.edges.http1.errors import HttpError
+from sapwood_router.edges.http1.head import HeadReader
+from sapwood_router.edges.http1.host import ConnectionHost
+from sapwood_router.edges.http1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_MOST_DROPPED = 64 * 1024
+"""Bytes of a body nobody asked for that are read so that the connection can go on; for more it is closed."""
+_MOST_LINGERED = 32 * 1024 * 1024
+"""Bytes that are read after the last answer: with some of them unread, the kernel would take the answer back."""
+_EMPTY_LINE = b"\r\n\r\n"
+_PLAIN = [(b"content-type", b"text/plain; charset=utf-8")]
+
+
+class HttpConnection(asyncio.BufferedProtocol):
+    """See the module.
+
+    Args:
+        host: The server.
+
+    Attributes:
+        rests_since: When the client was last answered, on the event loop's clock.
+        write_paused: Whether the client does not read what was written.
+    """
+
+    def __init__(self, host: ConnectionHost) -> None:
+        self.rests_since = 0.0
+        self.write_paused = False
+        self.writes = host.writes
+        self.heads = host.heads
+        self._host = host
+        self._limits = host.limits
+        self._transport: asyncio.Transport | None = None
+        self._encrypted = False
+        self._data = b""
+        """What has come; read up to ``_at``."""
+        self._at = 0
+        self._request: Request | None = None
+        """The one being answered, or whose body is still coming."""
+        self._place: Place | None = None
+        """Where the last request that could not begin at once waited to."""
+        self._queued = False
+        """Whether it goes on in a later turn of the event loop."""
+        self._reading = True
+        self._breathes = False
+        """Whether it filled the buffer: it reads on after its next step."""
+        self._lingered = -1
+        """Bytes that came after the last answer; -1 before it."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Ends the wait for a head, for more of a body, or for the client to leave."""
+        self._drained: asyncio.Event | None = None
+
+    @property
+    def transport(self) -> asyncio.Transport:
+        """See RequestConnection."""
+        assert self._transport is not None
+        return self._transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.BufferedProtocol."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._encrypted = transport.get_extra_info("sslcontext") is not None
+        self._host.made(self)
+        self._rest()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.BufferedProtocol."""
+        self._stop_timer()
+        self._data, self._at, self._lingered = b"", 0, 0
+        self._host.lost(self)
+        self._host.share.drop(self)
+        if self._place is not None:
+            self._place.leave()
+        request, self._request = self._request, None
+        if request is not None:
+            request.lose_client()
+        self.resume_writing()
+
+    def eof_received(self) -> bool:
+        """See asyncio.BufferedProtocol: the connection closes, whether or not the client still reads."""
+        return False
+
+    def pause_writing(self) -> None:
+        """See asyncio.BufferedProtocol."""
+        self.write_paused = True
+
+    def resume_writing(self) -> None:
+        """See asyncio.BufferedProtocol."""
+        self.write_paused = False
+        if self._drained is not None:
+            self._drained.set()
+            self._drained = None
+        if self._at < len(self._data) and self._request is None:
+            self._queue()
+
+    async def drained(self) -> None:
+        """See RequestConnection."""
+        if self.write_paused:
+            if self._drained is None:
+                self._drained = asyncio.Event()
+            await self._drained.wait()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See asyncio.BufferedProtocol."""
+        return self._host.input
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See asyncio.BufferedProtocol."""
+        source, request = self._host.input, self._request
+        if self._lingered >= 0:
+            self._lingered += nbytes
+            if self._lingered > _MOST_LINGERED:
+                self.abort()
+                return
+        else:
+            came = bytes(source[:nbytes])
+            self._data = came if self._at == len(self._data) else self._data[self._at :] + came
+            self._at = 0
+            if not self._queued and (request is None or not request.body.complete):
+                self._work(self._host.share.is_over)
+                if self._host.share.measuring:
+                    self._host.share.end()
+        if nbytes == len(source):  # or the event loop would go on reading this one
+            self._breathes = True
+            self._queue()
+        self._regulate()
+
+    def stays_open(self) -> bool:
+        """See RequestConnection."""
+        request = self._request
+        if request is None or not request.head.keep_alive or self._host.stopping:
+            return False
+        return request.body.error is None and request.body.left_at_most(_MOST_DROPPED)
+
+    def expect_body(self) -> None:
+        """See RequestConnection."""
+        request = self._request
+        if request is not None:
+            self._start_timer(self._limits.body_seconds, self._check_pace, request.body.size)
+            if self._at < len(self._data):
+                self._queue()
+            self._regulate()
+
+    def answered(self) -> None:
+        """See RequestConnection."""
+        request = self._request
+        assert request is not None
+        if not request.keeps_open or request.body.error is not None:
+            self._linger()
+        elif request.body.complete:
+            self._next()
+        else:
+            request.body.drop()
+            self._start_timer(self._limits.head_seconds, self._give_up)
+            self._regulate()
+
+    def abort(self) -> None:
+        """See RequestConnection."""
+        self.transport.abort()
+
+    def close(self) -> None:
+        """Closes an idle connection; one whose request is being answered closes after the answer, as the host is stopping."""
+        if self._request is None and self._lingered < 0:
+            self._close()
+
+    def go_on(self, until: float) -> bool:
+        """See Worker."""
+        self._queued = self._breathes = False
+        clock = self._host.share.clock
+        self._work(lambda: clock() >= until)
+        self._regulate()
+        return self._queued
+
+    def _work(self, is_over: Callable[[], bool]) -> None:
+        """Does what there is to do as long as there is time, and the rest later."""
+        try:
+            while not is_over():
+                if not self._advance():
+                    return
+        except Exception:
+            logger.exception("a connection is given up")
+            self.abort()
+        else:
+            self._queue()
+
+    def _advance(self) -> bool:
+        """A step; says whether there is another to do now."""
+        if self._lingered >= 0 or (self._request is None and (self.write_paused or not self._take_head())):
+            return False
+        request = self._request
+        assert request is not None
+        body = request.body
+        if self._at < len(self._data) and body.hungry:
+            self._at = body.feed(self._data, self._at)
+            if body.complete:
+                self._stop_timer()
+            if request.over and body.error is not None:
+                self._linger()
+            elif request.over and body.complete:
+                self._next()
+        return self._at < len(self._data) and (self._request is None or body.hungry)
+
+    def _take_head(self) -> bool:
+        """Reads the next request up to its body, and lets it begin; says whether there was one."""
+        data, begin = self._data, self._at
+        if data.startswith(b"\r\n", begin):  # some clients send one more after a body
+            begin += 2
+        end = data.find(_EMPTY_LINE, begin) + len(_EMPTY_LINE)
+        whole, most = end >= len(_EMPTY_LINE), self._limits.head_bytes
+        if end - begin > most if whole else len(data) - begin >= most:
+            self._refuse(HttpError(431, f"line and headers of a request are over {most} bytes"))
+            return False
+        if not whole:
+            if self._timer is None and begin < len(data):
+                self._start_timer(self._limits.head_seconds, self._give_up)
+            return False
+        self._stop_timer()
+        self._at = end
+        try:
+            head = HeadReader().read(data[begin:end])
+        except HttpError as error:
+            self._refuse(error)
+            return False
+        self._host.works(self)
+        request = self._request = Request(self, head, Body(head.length, self._host.bodies))
+        turnstile = self._host.turnstile
+        if turnstile.busy:
+            self._place = turnstile.enter(lambda: self._host.begin(request), *self._host.rank(head.headers))
+        else:
+            turnstile.enter(lambda: self._host.begin(request))
+        return True
+
+    def _next(self) -> None:
+        """The request is answered and read to its end: the next one's turn."""
+        self._stop_timer()
+        self._request = self._place = None
+        if self._host.stopping:
+            self._close()
+            return
+        self._rest()
+        if self._at < len(self._data):
+            self._queue()
+        self._regulate()
+
+    def _rest(self) -> None:
+        self.rests_since = asyncio.get_running_loop().time()
+        self._host.rests(self)
+
+    def _queue(self) -> None:
+        if not self._queued:
+            self._queued = True
+            self._host.share.add(self)
+
+    def _regulate(self) -> None:
+        """Reads on, or does not: as long as less than a head's bytes wait, and of a body what is asked for."""
+        transport = self.transport
+        if transport.is_closing():
+            return
+        request = self._request
+        reading = not self._breathes and len(self._data) - self._at < self._limits.head_bytes
+        if request is not None and not request.body.complete:
+            reading = reading and request.body.hungry
+        if reading != self._reading:
+            self._reading = reading
+            if reading:
+                transport.resume_reading()
+            else:
+                transport.pause_reading()
+
+    def _check_pace(self, before: int) -> None:
+        """Gives a body up of which less than it should has come since it was ``before`` bytes."""
+        self._timer = None
+        request = self._request
+        if request is None or request.body.complete:
+            return
+        if request.body.size - before < self._limits.body_bytes:
+            request.body.fail(HttpError(408, "the body comes too slowly"))
+        else:
+            self._start_timer(self._limits.body_seconds, self._check_pace, request.body.size)
+
+    def _give_up(self) -> None:
+        self._timer = None
+        if self._request is None:
+            self._refuse(HttpError(408, "the request's head did not come to its end"))
+        else:
+            self.abort()
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answers what is no request, and closes."""
+        logger.debug("refused: %s", error.message)
+        body = error.message.encode() + b"\n"
+        framing = b"content-length: %d\r\nconnection: close\r\n" % len(body)
+        self.writes.flush()
+        self.transport.write(self.heads.make(error.status, _PLAIN, framing) + body)
+        self._linger()
+
+    def _linger(self) -> None:
+        """After the last answer. What the client still sends is read and dropped for a while, or the kernel would take the answer
+        back. Over TLS the client is always waited for: a transport that is closing there reads all that comes, at any speed.
+        """
+        request, self._request = self._request, None
+        unread = self._at < len(self._data) or request is None or not request.body.complete
+        self._data, self._at = b"", 0
+        if not unread and not self._encrypted:
+            self._close()
+            return
+        self._lingered = 0
+        self._host.works(self)
+        self.writes.flush()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._wait_for_leave()
+        self._regulate()
+
+    def _close(self) -> None:
+        self._lingered = 0
+        self._host.works(self)
+        self.writes.flush()
+        self.transport.close()
+        self._wait_for_leave()
+
+    def _wait_for_leave(self) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        seconds = self._limits.flush_seconds if unsent else self._limits.linger_seconds
+        self._start_timer(seconds, self._leave, unsent)
+
+    def _leave(self, before: int) -> None:
+        """Closes, unless the client has read some of the ``before`` bytes that were unsent, and there are more."""
+        self._timer = None
+        unsent = self.transport.get_write_buffer_size()
+        if 0 < unsent < before:
+            self._start_timer(self._limits.flush_seconds, self._leave, unsent)
+        else:
+            self.abort()
+
+    def _start_timer(self, seconds: float, then: Callable[..., None], *given: int) -> None:
+        self._stop_timer()
+        self._timer = asyncio.get_running_loop().call_later(seconds, then, *given)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

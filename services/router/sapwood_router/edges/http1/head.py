@@ -1,0 +1,132 @@
+"""A request's line and header fields, and how its body is framed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from urllib.parse import unquote
+
+import httptools
+
+from sapwood_router.edges.http1.errors import HttpError
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+MOST_HEADERS = 128
+
+_LINE = re.compile(rb"([A-Z]+) ([!\"$-~]+) HTTP/1\.([01])\r\n")
+"""Stricter than llhttp, which takes HTTP/0.9 and 2.0, RTSP, more spaces than one and fragments."""
+_OTHER_VERSION = re.compile(rb"[A-Z]+ [^ \r\n]+ HTTP/(?!1\.[01]\r)[0-9.]+\r\n")
+_HOST = re.compile(rb"[A-Za-z0-9._~%:\[\]-]*")
+_METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"TRACE"})
+_ONCE = frozenset(
+    {b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization", b"expect", b"origin"}
+)
+"""Of two with different values, one would be believed here and the other elsewhere."""
+
+
+class Head:
+    """What a request says before its body.
+
+    Attributes:
+        method: As sent, such as ``POST``.
+        path: With percent signs decoded.
+        headers: In order, names in small letters.
+        fields: The same by name; of several with one name the last.
+        length: Bytes of the body; None: it comes in chunks.
+        takes_chunks: Whether the client knows an answer in chunks; to others its end is the connection's.
+        keep_alive: Whether the client may send another request after it.
+        expects_continue: Whether the client waits to be told to send the body.
+    """
+
+    __slots__ = ("expects_continue", "fields", "headers", "keep_alive", "length", "method", "path", "takes_chunks")
+
+    def __init__(self, line: re.Match[bytes], headers: list[tuple[bytes, bytes]]) -> None:
+        method, target, minor = line.groups()
+        if method not in _METHODS:
+            raise HttpError(501, f"{method[:20].decode('ascii')} is no method that is served here")
+        self.method = method.decode("ascii")
+        self.path = _path_of(target)
+        self.takes_chunks = minor == b"1"
+        self.headers = headers
+        self.fields = fields = dict(headers)
+        if len(fields) < len(headers):
+            _check_doubled(headers)
+        self.keep_alive = self.takes_chunks if b"connection" not in fields else self._asks_to_stay()
+        host = fields.get(b"host")
+        if host is None:
+            if self.takes_chunks:
+                raise HttpError(400, "the header host is missing", field="host")
+        elif _HOST.fullmatch(host) is None:
+            raise HttpError(400, "the header host is no host and port", field="host")
+        self.length: int | None = int(fields.get(b"content-length", b"0"))  # llhttp lets nothing but digits through
+        coding = fields.get(b"transfer-encoding")
+        if coding is not None:
+            if coding.lower() != b"chunked" or not self.takes_chunks:
+                raise HttpError(
+                    400, "transfer-encoding may only be chunked, and in HTTP/1.1", field="transfer-encoding"
+                )
+            self.length = None
+        expect = fields.get(b"expect")
+        if expect is not None and expect.lower() != b"100-continue":
+            raise HttpError(417, "expect may only be 100-continue", field="expect")
+        self.expects_continue = expect is not None and self.takes_chunks
+
+    def _asks_to_stay(self) -> bool:
+        values = b",".join(value for name, value in self.headers if name == b"connection").lower()
+        options = [option.strip() for option in values.split(b",")]
+        return b"close" not in options and (self.takes_chunks or b"keep-alive" in options)
+
+
+class HeadReader:
+    """Reads one head; httptools calls it back."""
+
+    __slots__ = ("_headers",)
+
+    def __init__(self) -> None:
+        self._headers: list[tuple[bytes, bytes]] = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See httptools."""
+        if len(self._headers) >= MOST_HEADERS:
+            raise HttpError(431, f"more than {MOST_HEADERS} headers")
+        self._headers.append((name.lower(), value.rstrip()))
+
+    def read(self, data: bytes) -> Head:
+        """The head that ``data`` is, from the request's line to the empty one.
+
+        Raises:
+            HttpError: It is malformed, or of an HTTP that is not spoken here.
+        """
+        line = _LINE.match(data)
+        if line is None:
+            if _OTHER_VERSION.match(data) is not None:
+                raise HttpError(505, "this port speaks HTTP/1.1")
+            raise HttpError(400, "not a line of an HTTP/1.1 request")
+        try:
+            httptools.HttpRequestParser(self).feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # nothing that one could change to is spoken here: it is answered as if it had not asked
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, HttpError):
+                raise error.__context__ from None
+            raise HttpError(400, f"malformed request: {str(error)[:100]}") from None
+        return Head(line, self._headers)
+
+
+def _path_of(target: bytes) -> str:
+    if not target.startswith(b"/") and target != b"*":
+        try:
+            target = httptools.parse_url(target).path or b"/"  # with scheme and host, as proxies are asked
+        except httptools.HttpParserError:
+            raise HttpError(400, "what is asked for is no path") from None
+    path = target.partition(b"?")[0].decode("ascii")
+    return unquote(path) if "%" in path else path
+
+
+def _check_doubled(headers: Headers) -> None:
+    seen: set[bytes] = set()
+    for name, _ in headers:
+        if name in _ONCE and name in seen:
+            raise HttpError(400, f"the header {name.decode('ascii')} comes twice", field=name.decode("ascii"))
+        seen.add(name)

@@ -1,0 +1,91 @@
+"""What connections share, and what they may."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from sapwood_common.http2.server.turnstile import Rank, Turnstile
+from sapwood_common.pacing.time_share import TimeShare
+from sapwood_router.edges.http1.body_memory import BodyMemory
+from sapwood_router.edges.http1.head import Headers
+from sapwood_router.edges.http1.request import Request
+from sapwood_router.edges.http1.response_head import ResponseHeads
+from sapwood_router.edges.http1.write_batch import WriteBatch
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What a client may take; times in seconds.
+
+    Attributes:
+        head_bytes: Of a request's line and headers, and what waits while a request is answered.
+        head_seconds: From a head's first byte to its last.
+        body_seconds: In each such time ``body_bytes`` of a body that is waited for must come, or the rest of it.
+        body_bytes: See there.
+        linger_seconds: After a last answer, for the client to read it and leave.
+        flush_seconds: A client that reads nothing for as long loses what it was sent.
+    """
+
+    head_bytes: int = 64 * 1024
+    head_seconds: float = 60.0
+    body_seconds: float = 30.0
+    body_bytes: int = 64 * 1024
+    linger_seconds: float = 2.0
+    flush_seconds: float = 60.0
+
+
+class HostedConnection(Protocol):
+    """A connection, as its server knows it.
+
+    Attributes:
+        rests_since: When the client was last answered, on the event loop's clock.
+    """
+
+    rests_since: float
+
+    def close(self) -> None:
+        """Closes an idle connection; one whose request is being answered closes after the answer if the host is stopping."""
+        ...
+
+    def abort(self) -> None:
+        """Closes at once."""
+        ...
+
+
+class ConnectionHost(Protocol):
+    """The server, as its connections know it."""
+
+    limits: ConnectionLimits
+    share: TimeShare
+    turnstile: Turnstile
+    writes: WriteBatch
+    heads: ResponseHeads
+    bodies: BodyMemory
+    input: memoryview
+    """What is read goes there first, whoever sent it."""
+    stopping: bool
+
+    def rank(self, headers: Headers) -> Rank:
+        """When a request begins that comes with many others."""
+        ...
+
+    def begin(self, request: Request) -> None:
+        """Answers a request."""
+        ...
+
+    def made(self, connection: HostedConnection) -> None:
+        """A client has connected."""
+        ...
+
+    def rests(self, connection: HostedConnection) -> None:
+        """The client has been answered, or has asked nothing yet."""
+        ...
+
+    def works(self, connection: HostedConnection) -> None:
+        """It has sent the head of a request, or is being closed."""
+        ...
+
+    def lost(self, connection: HostedConnection) -> None:
+        """The connection is over."""
+        ...

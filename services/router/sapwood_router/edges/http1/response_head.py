@@ -1,0 +1,46 @@
+"""The head of an answer."""
+
+from __future__ import annotations
+
+import http
+import time
+from collections.abc import Callable
+from email.utils import formatdate
+
+from sapwood_router.edges.http1.head import Headers
+
+
+class ResponseHeads:
+    """Makes them: what is the same for all of a second is made once.
+
+    Args:
+        clock: Unix time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._second = 0
+        self._begins: dict[int, bytes] = {}
+        """Line and date of this second, by status."""
+
+    def make(self, status: int, headers: Headers, framing: bytes) -> bytes:
+        """The whole head.
+
+        Args:
+            status: HTTP status.
+            headers: Well formed, and none of those that say how long the body is or what becomes of the connection.
+            framing: Those, as they are sent, each with its end of line.
+        """
+        second = int(self._clock())
+        if second != self._second:
+            self._second = second
+            self._begins.clear()
+        begin = self._begins.get(status)
+        if begin is None:
+            line = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ndate: {formatdate(second, usegmt=True)}\r\n"
+            begin = self._begins[status] = line.encode("ascii")
+        parts = [begin]
+        for name, value in headers:
+            parts += (name, b": ", value, b"\r\n")
+        parts += (framing, b"\r\n")
+        return b"".join(parts)

@@ -1,0 +1,188 @@
+"""Listens, and answers each request in a task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from sapwood_common.http2.server.turnstile import Rank, Turnstile
+from sapwood_common.network.listen import BACKLOG, listen
+from sapwood_common.network.tls import ServerContext, ServerTls
+from sapwood_common.pacing.time_share import TimeShare
+from sapwood_router.edges.http1.body_memory import BodyMemory
+from sapwood_router.edges.http1.connection import HttpConnection
+from sapwood_router.edges.http1.head import Headers
+from sapwood_router.edges.http1.host import ConnectionLimits, HostedConnection
+from sapwood_router.edges.http1.request import Request
+from sapwood_router.edges.http1.response_head import ResponseHeads
+from sapwood_router.edges.http1.write_batch import WriteBatch
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE = 620.0
+"""Seconds that an idle connection stays open: longer than those in front keep it (AWS's load balancers 60, Google's 600, Go's
+client 90). Whoever closes first loses the request that the other is just sending."""
+
+_ACCEPTS = 8
+"""Connections accepted in a turn of the event loop. uvloop accepts one a turn from each socket: with one, those who come on new
+connections wait seconds while a flood of others does, and the router is half idle.
+"""
+_ENCRYPTED_ACCEPTS = 2
+"""The same over TLS: a handshake costs a millisecond or two."""
+_INPUT_BYTES = 64 * 1024
+_STOP_SECONDS = 1.0
+_SWEEP_SECONDS = 5.0
+_TLS_SECONDS = 30.0
+"""For a handshake."""
+_FAILED = b"internal error\n"
+
+Handler = Callable[[Request], Awaitable[None]]
+
+
+class HttpServer:
+    """Serves a handler on one port.
+
+    Args:
+        handler: Answers each request.
+        host: Address to listen on.
+        port: 0 takes a free one.
+        rank: Which of the requests that come at once begin first, by their headers.
+        tls: Certificate, key and the clients' CA, taken up anew when the files change; None is plain text.
+        body_memory: Bytes that bodies may hold together while they are received.
+        most_connections: Beyond it, the one that has been idle the longest makes room; if none is idle, the new one is closed.
+        limits: Of each connection.
+        keep_alive: Seconds that an idle connection stays open.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        host: str,
+        port: int,
+        rank: Callable[[Headers], Rank],
+        tls: ServerTls | None = None,
+        *,
+        body_memory: int,
+        most_connections: int,
+        limits: ConnectionLimits | None = None,
+        keep_alive: float = KEEP_ALIVE,
+    ) -> None:
+        self.host = host
+        self.limits = limits or ConnectionLimits()
+        self.share = TimeShare()
+        self.turnstile = Turnstile()
+        self.writes = WriteBatch()
+        self.heads = ResponseHeads()
+        self.bodies = BodyMemory(body_memory)
+        self.input = memoryview(bytearray(_INPUT_BYTES))
+        self.rank = rank
+        self.stopping = False
+        self._handler = handler
+        self._tls = None if tls is None else ServerContext(tls)
+        self._port = port
+        self._most_connections = most_connections
+        self._keep_alive = keep_alive
+        self._listeners: list[asyncio.Server] = []
+        self._connections: set[HostedConnection] = set()
+        self._idle: dict[HostedConnection, None] = {}
+        """Those that rest, the longest first."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._alone: asyncio.Future[None] | None = None
+        """Done once the last connection of a server that stops is gone."""
+
+    @property
+    def connections(self) -> frozenset[HostedConnection]:
+        """Those that are open now."""
+        return frozenset(self._connections)
+
+    async def start(self) -> int:
+        """Listens and serves. Returns the port.
+
+        Raises:
+            ConfigError: The address cannot be listened on.
+        """
+        loop = asyncio.get_running_loop()
+        listener = listen(self.host, self._port)
+        port: int = listener.getsockname()[1]
+        secure: dict[str, Any] = {}
+        accepts = _ACCEPTS
+        if self._tls is not None:
+            secure = {"ssl": self._tls.context, "ssl_handshake_timeout": _TLS_SECONDS, "ssl_shutdown_timeout": 1.0}
+            accepts = _ENCRYPTED_ACCEPTS
+        for each in [listener, *(listener.dup() for _ in range(accepts - 1))]:
+            made = await loop.create_server(lambda: HttpConnection(self), sock=each, backlog=BACKLOG, **secure)
+            self._listeners.append(made)
+        self._sweep()
+        return port
+
+    async def stop(self) -> None:
+        """Closes the listener and all connections; a request still running gets a second."""
+        self.stopping = True
+        for listener in self._listeners:
+            listener.close()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for connection in tuple(self._connections):
+            connection.close()
+        if self._connections:
+            self._alone = asyncio.get_running_loop().create_future()
+            await asyncio.wait((self._alone,), timeout=_STOP_SECONDS)
+        running = tuple(self._tasks)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for connection in tuple(self._connections):
+            connection.abort()
+
+    def begin(self, request: Request) -> None:
+        """See ConnectionHost."""
+        task = asyncio.get_running_loop().create_task(self._answer(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def made(self, connection: HostedConnection) -> None:
+        """See ConnectionHost."""
+        self._connections.add(connection)
+        if self.stopping:
+            connection.close()
+        elif len(self._connections) > self._most_connections:
+            next(iter(self._idle), connection).abort()
+
+    def rests(self, connection: HostedConnection) -> None:
+        """See ConnectionHost."""
+        self._idle[connection] = None
+
+    def works(self, connection: HostedConnection) -> None:
+        """See ConnectionHost."""
+        self._idle.pop(connection, None)
+
+    def lost(self, connection: HostedConnection) -> None:
+        """See ConnectionHost."""
+        self._connections.discard(connection)
+        self._idle.pop(connection, None)
+        if not self._connections and self._alone is not None and not self._alone.done():
+            self._alone.set_result(None)
+
+    async def _answer(self, request: Request) -> None:
+        try:
+            await self._handler(request)
+        except Exception:
+            logger.exception("%s %s failed", request.head.method, request.head.path)
+        if request.over:
+            return
+        if request.started or self.stopping:
+            request.abort()  # or the client would wait for the rest
+        else:
+            await request.respond(500, (), _FAILED)
+
+    def _sweep(self) -> None:
+        """Closes connections that have been idle for long enough."""
+        loop = asyncio.get_running_loop()
+        self._sweeper = loop.call_later(min(_SWEEP_SECONDS, self._keep_alive), self._sweep)
+        for connection in tuple(self._idle):
+            if connection.rests_since + self._keep_alive > loop.time():
+                break
+            connection.close()

@@ -1,0 +1,1 @@
+"""The HTTP edge: OpenAI's API as requests and answers. Knows no gRPC and no worker."""

@@ -1,0 +1,223 @@
+"""Runs the requests behind one HTTP request and sends their answer: one body, or events as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.openai.annotate import Annotator
+from sapwood_router.edges.openai.sse import NULL, CompletionChunks, with_field
+from sapwood_router.edges.openai.types import PromptTokensDetails, UsageObject
+from sapwood_router.flow.delivery import Delivery
+from sapwood_router.flow.pipeline import Run
+from sapwood_router.request.context import Delta, Finish, FinishReason, RequestContext, Usage
+from sapwood_router.request.output import Output, OutputBuffer
+from sapwood_router.request.output_stream import Relay
+
+_WORKER_HEADER, _RESUMPTIONS_HEADER = b"x-sapwood-worker", b"x-sapwood-resumptions"
+
+
+class Answer(msgspec.Struct):
+    """A complete generation; ``mean_logprob`` is that of its tokens, if their probabilities were asked for."""
+
+    index: int
+    output: Output
+    token_ids: list[int]
+    finish: Finish
+    logprobs: Any = None
+    mean_logprob: float = 0.0
+
+
+def finish_reason(finish: Finish, called: bool) -> str:
+    """OpenAI's word for why a generation ended; ``called`` says whether it has tool calls."""
+    return "tool_calls" if called and finish.reason is FinishReason.STOP else finish.reason.value
+
+
+def usage_object(usages: Sequence[Usage], continuations: int = 1) -> UsageObject:
+    """The usage of several requests together; a prompt counts once for all its ``continuations``."""
+    prompt = sum(usage.prompt_tokens for usage in usages[::continuations])
+    completion = sum(usage.completion_tokens for usage in usages)
+    cached = sum(usage.cached_tokens for usage in usages[::continuations])
+    return UsageObject(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+
+class _WholeClient:
+    """Keeps the output of a request's runs until all of it is there."""
+
+    def __init__(self, count: int) -> None:
+        self._outputs = [OutputBuffer() for _ in range(count)]
+        self._wholes = [Delta(Output(), [], logprobs=[]) for _ in range(count)]
+
+    def writable(self) -> bool:
+        """Whatever comes is kept."""
+        return True
+
+    async def drained(self) -> None:
+        """Nothing is waited for."""
+
+    def write(self, index: int, delta: Delta) -> bool:
+        """Takes a delta."""
+        self._outputs[index].add(delta.output)
+        whole = self._wholes[index]
+        whole.token_ids += delta.token_ids
+        whole.text_tokens += delta.text_tokens
+        whole.logprobs = [*whole.logprobs, *delta.logprobs] if delta.logprobs else whole.logprobs
+        whole.finish = delta.finish
+        return True
+
+    def token_writer(self, index: int) -> Relay | None:
+        """Tokens come in deltas."""
+        return None
+
+    def wholes(self) -> list[Delta]:
+        """Each run's output as one delta."""
+        for output, whole in zip(self._outputs, self._wholes, strict=True):
+            whole.output = output.take()
+        return self._wholes
+
+
+async def send_whole(
+    exchange: Exchange,
+    contexts: Sequence[RequestContext],
+    runs: Sequence[Run],
+    annotator: Annotator,
+    make_body: Callable[[list[Answer]], Awaitable[msgspec.Struct]],
+) -> None:
+    """Waits for all answers and sends them as one body; headers say what gRPC's trailing metadata does.
+
+    Raises:
+        SapwoodError: One of the requests failed; the others are ended.
+    """
+    client = _WholeClient(len(runs))
+    await Delivery(client).carry(runs)
+    answers = []
+    for index, whole in enumerate(client.wholes()):
+        likelihoods = whole.logprobs
+        logprobs = await annotator.annotate(index, whole)
+        assert whole.finish is not None, "each run ends with a finish or an error"
+        mean = sum(found.logprob for found in likelihoods) / max(1, len(likelihoods))
+        answers.append(Answer(index, whole.output, whole.token_ids, whole.finish, logprobs, mean))
+    resumptions = sum(context.resumptions for context in contexts)
+    headers = ((_WORKER_HEADER, contexts[0].worker.encode()), (_RESUMPTIONS_HEADER, b"%d" % resumptions))
+    await exchange.send_body(200, msgspec.json.encode(await make_body(answers)), headers)
+
+
+class _EventClient:
+    """Writes the output of a request's runs as server-sent events.
+
+    The response starts with the first text, so an error before it has its own status. What comes between a choice's first
+    delta and its last is sent by whoever brings it; those two, and what must be annotated, take waiting. Where a stream went on,
+    on another worker, its last chunk says how often: when the headers left nobody knew.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        contexts: Sequence[RequestContext],
+        runs: Sequence[Run],
+        annotator: Annotator,
+        make_chunks: Callable[[], CompletionChunks],
+        continuations: int,
+    ) -> None:
+        self._exchange = exchange
+        self._contexts = contexts
+        self._runs = runs
+        self._annotator = annotator
+        self._make_chunks = make_chunks
+        self._continuations = continuations
+        self._chunks: CompletionChunks | None = None
+        self._opened: set[int] = set()
+        self._called: set[int] = set()
+        """Choices that have a tool call."""
+        self._usages: dict[int, Usage] = {}
+        self._sent = [0] * len(runs)
+        """Tokens, where the usage so far is told."""
+        self._pending: tuple[int, Delta] | None = None
+        """What takes waiting."""
+
+    def writable(self) -> bool:
+        """Whether nothing is waited for, and the client reads."""
+        return self._pending is None and self._exchange.writable()
+
+    async def drained(self) -> None:
+        """Sends what took waiting, or waits for the client."""
+        if self._pending is None:
+            await self._exchange.drained()
+            return
+        index, delta = self._pending
+        note = await self._annotator.annotate(index, delta)
+        logprobs = NULL if note is None else msgspec.json.encode(note)
+        if self._chunks is None:
+            self._chunks = self._make_chunks()
+        events = self._events(self._chunks, index, delta, logprobs)
+        last = len(self._usages) == len(self._runs)
+        if last:
+            if resumptions := sum(run.resumptions for run in self._runs):
+                events = with_field(events, _RESUMPTIONS_HEADER, resumptions)
+            ordered = [self._usages[number] for number in range(len(self._runs))]
+            events += self._chunks.closing(usage_object(ordered, self._continuations))
+        if events:
+            await self._exchange.send_events(events, last=last)
+        self._pending = None
+
+    def write(self, index: int, delta: Delta) -> bool:
+        """Takes a delta."""
+        if self._chunks is None or index not in self._opened or delta.finish is not None or not self._annotator.silent:
+            self._pending = index, delta
+            return False
+        if events := self._events(self._chunks, index, delta, NULL):
+            self._exchange.write_events(events)
+        return True
+
+    def token_writer(self, index: int) -> Relay | None:
+        """Sends single token ids of the only choice, where chunks tell them."""
+        if len(self._runs) > 1 or self._chunks is None or not self._annotator.silent:
+            return None
+        if self._chunks.tells_usage_so_far:
+            return None
+        around = self._chunks.around_token()
+        return None if around is None else self._exchange.number_writer(*around)
+
+    def _events(self, chunks: CompletionChunks, index: int, delta: Delta, logprobs: bytes) -> bytes:
+        events = b""
+        if index not in self._opened:
+            self._opened.add(index)
+            events = chunks.opening(index)
+        if delta.output.tool_calls:
+            self._called.add(index)
+        if delta.finish is None:
+            events += chunks.output(index, delta, logprobs)
+        else:
+            self._usages[index] = delta.finish.usage
+            events += chunks.finish(index, delta, finish_reason(delta.finish, index in self._called), logprobs)
+        if chunks.tells_usage_so_far:
+            self._sent[index] += len(delta.token_ids)
+            return chunks.with_usage(events, self._usage_so_far())
+        return events
+
+    def _usage_so_far(self) -> UsageObject:
+        usages = [
+            Usage(len(context.token_ids), tokens, context.cached_tokens)
+            for context, tokens in zip(self._contexts, self._sent, strict=True)
+        ]
+        return usage_object(usages, self._continuations)
+
+
+async def send_stream(
+    exchange: Exchange,
+    contexts: Sequence[RequestContext],
+    runs: Sequence[Run],
+    annotator: Annotator,
+    make_chunks: Callable[[], CompletionChunks],
+    continuations: int,
+) -> None:
+    """Sends events as text comes.
+
+    Raises:
+        SapwoodError: One of the requests failed; the others are ended.
+    """
+    client = _EventClient(exchange, contexts, runs, annotator, make_chunks, continuations)
+    await Delivery(client).carry(runs)

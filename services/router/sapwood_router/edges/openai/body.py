@@ -1,0 +1,123 @@
+"""Request bodies: parsed, and checked, with an error that names the parameter at fault."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+import msgspec
+
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.edges.openai.other_parameters import Neutral
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+_AT = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>[^`]*)`$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        InvalidArgumentError: It is not JSON, not Unicode (the parameter is named), or not an object.
+    """
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _explain(body, error) from error
+    except RecursionError as error:
+        raise InvalidArgumentError("the body is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise InvalidArgumentError("the body must be a JSON object")
+    return value
+
+
+def convert(
+    value: dict[str, Any], cls: type[StructT], neutral: Neutral, ignored: Collection[str] = (), prefix: str = ""
+) -> StructT:
+    """A checked request.
+
+    Unknown parameters are refused, as OpenAI does: a misspelt one would otherwise be silently without effect. Those that would
+    change the answer but are not supported are refused unless they have a neutral value. Null asks for nothing, whatever its
+    name.
+
+    Args:
+        value: The JSON object.
+        cls: What it should be.
+        neutral: Parameters that are not supported, each with the values that ask for nothing.
+        ignored: Parameters that are not looked at.
+        prefix: What precedes the parameters' names in errors.
+
+    Raises:
+        InvalidArgumentError: As said; the parameter is named.
+    """
+    known = cls.__struct_fields__
+    taken: dict[str, Any] = {}
+    for name, given in value.items():
+        if given is None:
+            continue
+        if name in known:
+            taken[name] = given
+        elif name in neutral:
+            if given not in neutral[name]:
+                raise InvalidArgumentError(f"{prefix}{name} is not supported", field=prefix + name)
+        elif name not in ignored:
+            shown = prefix + _printable(name)
+            raise InvalidArgumentError(f"unknown parameter: {shown!r}", field=shown)
+    try:
+        return msgspec.convert(taken, cls)
+    except msgspec.ValidationError as error:
+        raise _explain_type(str(error), prefix) from error
+
+
+def _explain_type(text: str, prefix: str) -> InvalidArgumentError:
+    found = _AT.match(text)
+    what, path = (found["what"], prefix + found["path"]) if found else (text, "")
+    missing = _MISSING.match(what)
+    if missing:
+        path = f"{path}.{missing['name']}" if path else missing["name"]
+        return InvalidArgumentError(f"{path} is required", field=path)
+    return InvalidArgumentError(f"{path or 'body'}: {what[:1].lower()}{what[1:]}", field=path or None)
+
+
+def _explain(body: bytes, error: Exception) -> InvalidArgumentError:
+    # Slow, but only for bodies that are refused: the standard parser lets bad Unicode through, so it can be located.
+    try:
+        path = _find_bad_string(json.loads(body.decode("utf-8", "surrogateescape")), "")
+    except (ValueError, RecursionError):
+        path = None
+    if path is not None:
+        return InvalidArgumentError(f"{path or 'the body'} is not valid Unicode text", field=path or None)
+    return InvalidArgumentError(f"the body is not valid JSON: {error}")
+
+
+def _find_bad_string(value: Any, path: str) -> str | None:
+    if isinstance(value, str):
+        return None if _is_unicode(value) else path
+    items: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        if not all(map(_is_unicode, value)):
+            return path
+        items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
+    elif isinstance(value, list):
+        items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    for inner, item in items:
+        found = _find_bad_string(item, inner)
+        if found is not None:
+            return found
+    return None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _printable(name: str) -> str:
+    return name[:100]

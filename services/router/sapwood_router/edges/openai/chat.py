@@ -1,0 +1,236 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from sapwood_common.contract.sampling import MOST_LOGPROBS
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.openai.annotate import Annotator, ChatWriter
+from sapwood_router.edges.openai.answer import Answer, finish_reason, send_stream, send_whole, usage_object
+from sapwood_router.edges.openai.body import convert, decode_object
+from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL, IGNORED
+from sapwood_router.edges.openai.parameters import (
+    SAMPLING,
+    StreamWish,
+    check_whole,
+    output_of,
+    sampling_of,
+    stream_wish,
+    token_name,
+    truncation_of,
+)
+from sapwood_router.edges.openai.response_format import answer_grammar
+from sapwood_router.edges.openai.sse import ChatChunks, ChatTokenChunks
+from sapwood_router.edges.openai.tools import tool_choice_of, tools_of
+from sapwood_router.edges.openai.types import (
+    AnswerMessage,
+    CalledFunction,
+    ChatChoice,
+    ChatRequest,
+    ChatResponse,
+    Message,
+    ToolCallObject,
+)
+from sapwood_router.flow.pipeline import Pipeline, close_all
+from sapwood_router.request.context import ChatPrompt, FieldNames, RequestContext, ToolCall, Turn
+from sapwood_router.request.continuations import continuations
+from sapwood_router.request.request_ids import unique_id
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""Roles that are taken; OpenAI renamed system to developer for its newer models."""
+
+
+async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+    """Answers a request.
+
+    Raises:
+        SapwoodError: It is wrong, or it failed.
+    """
+    given = decode_object(body)
+    request = convert(given, ChatRequest, CHAT_NEUTRAL, IGNORED | SAMPLING)
+    wish = stream_wish(request)
+    stream = wish is not StreamWish.WHOLE
+    deadline = deadline if stream else exchange.sooner(deadline)
+    exchange.accept_body_id(request)
+    contexts = _contexts(request, given, exchange.request_id, deadline)
+    caller = exchange.caller(request, given)
+    for context in contexts:
+        context.caller = caller
+    runs = [pipeline.open(context) for context in contexts]
+    exchange.on_disconnect(lambda: close_all(runs))
+    answer_id, created = f"chatcmpl-{exchange.request_id}", int(time.time())
+    writer = partial(ChatWriter, token_name(request)) if request.logprobs else None
+    annotator = Annotator(contexts, pipeline.tokenizers.of(request.model), writer)
+    shows_ids = request.return_token_ids is True
+    tells_prompt = contexts[0].sampling.prompt_logprobs is not None
+    if tells_prompt:
+        check_whole("prompt_logprobs", wish)
+
+    async def make_body(answers: list[Answer]) -> ChatResponse:
+        return ChatResponse(
+            id=answer_id,
+            created=created,
+            model=contexts[0].model or "",
+            choices=[_choice(answer, shows_ids) for answer in answers],
+            usage=usage_object([answer.finish.usage for answer in answers], len(runs)),
+            prompt_token_ids=contexts[0].token_ids if shows_ids else msgspec.UNSET,
+            prompt_logprobs=await annotator.prompt_logprobs(0) if tells_prompt else msgspec.UNSET,
+        )
+
+    def make_chunks() -> ChatChunks:
+        fixed = (answer_id, created, contexts[0].model or "", wish)
+        return ChatTokenChunks(*fixed, contexts[0].token_ids) if shows_ids else ChatChunks(*fixed)
+
+    try:
+        if stream:
+            await send_stream(exchange, contexts, runs, annotator, make_chunks, len(runs))
+        else:
+            await send_whole(exchange, contexts, runs, annotator, make_body)
+    finally:
+        close_all(runs)
+
+
+def _choice(answer: Answer, shows_ids: bool) -> ChatChoice:
+    output = answer.output
+    message = AnswerMessage(output.text)
+    if output.reasoning:
+        message.reasoning_content = output.reasoning
+    if output.tool_calls:
+        message.content = output.text or None
+        message.tool_calls = [
+            ToolCallObject(call.id, CalledFunction(call.name, call.arguments)) for call in output.tool_calls
+        ]
+    reason = finish_reason(answer.finish, bool(output.tool_calls))
+    ids = answer.token_ids if shows_ids else msgspec.UNSET
+    return ChatChoice(answer.index, message, reason, answer.logprobs, ids)
+
+
+def _contexts(request: ChatRequest, given: dict[str, Any], request_id: str, deadline: float) -> list[RequestContext]:
+    if request.max_tokens is not None and request.max_completion_tokens is not None:
+        raise InvalidArgumentError("set max_completion_tokens or max_tokens, not both", field="max_tokens")
+    newer = request.max_completion_tokens is not None
+    max_tokens = request.max_completion_tokens if newer else request.max_tokens
+    grammar, grammar_field = answer_grammar(request)
+    fields = FieldNames(
+        prompt="messages",
+        sampling="",
+        max_tokens="max_completion_tokens" if newer else "max_tokens",
+        call="function.",
+        reasoning="reasoning_content",
+        grammar=grammar_field,
+        tool_name="tool_choice.function.name",
+        template_variables="chat_template_kwargs",
+    )
+    count = 1 if request.n is None else request.n
+    turns = tuple(_turn(message, f"messages[{i}]") for i, message in enumerate(request.messages))
+    prompt = ChatPrompt(
+        turns,
+        tools_of(request, given.get("tools")),
+        _template_variables(request),
+        request.add_generation_prompt,
+        request.continue_final_message is True,
+    )
+    sampling = sampling_of(given, fields, max_tokens=max_tokens, logprobs=_logprobs(request))
+    return [
+        RequestContext(
+            request_id=request_id,
+            worker_request_id=unique_id(request_id),
+            prompt=prompt,
+            sampling=own,
+            output=output_of(request),
+            fields=fields,
+            deadline=deadline,
+            model=request.model,
+            truncation=truncation_of(request),
+            whole=not request.stream,
+            grammar=grammar,
+            tool_choice=tool_choice_of(request),
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+        )
+        for own in continuations(sampling, count, fields)
+    ]
+
+
+def _template_variables(request: ChatRequest) -> str:
+    """``chat_template_kwargs``, before them what OpenAI's parameters mean to templates.
+
+    Templates of models that reason know ``reasoning_effort``, or one of the others, which turn reasoning on and off.
+    """
+    variables: dict[str, Any] = {}
+    if request.reasoning_effort is not None:
+        thinks = request.reasoning_effort != "none"
+        variables = {"reasoning_effort": request.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+    if request.verbosity is not None:
+        variables["verbosity"] = request.verbosity
+    variables |= request.chat_template_kwargs or {}
+    return msgspec.json.encode(variables).decode() if variables else ""
+
+
+def _logprobs(request: ChatRequest) -> int | None:
+    top = request.top_logprobs
+    if top is not None and not 0 <= top <= MOST_LOGPROBS:
+        raise InvalidArgumentError(f"top_logprobs must be in 0..{MOST_LOGPROBS}, got {top}", field="top_logprobs")
+    if not request.logprobs:
+        if top:
+            raise InvalidArgumentError("top_logprobs is only allowed with logprobs", field="top_logprobs")
+        return None
+    return top or 0
+
+
+def _turn(message: Message, path: str) -> Turn:
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise InvalidArgumentError(f"role {message.role!r} is not supported", field=f"{path}.role")
+    for name, given, belongs in (
+        ("tool_calls", message.tool_calls, role == "assistant"),
+        ("reasoning_content", message.reasoning_content, role == "assistant"),
+        ("tool_call_id", message.tool_call_id, role == "tool"),
+        ("function_call", message.function_call, False),
+        ("audio", message.audio, False),
+        ("refusal", message.refusal, False),
+    ):
+        if given and not belongs:
+            raise InvalidArgumentError(
+                f"{name} is not supported in a message of role {message.role!r}", field=f"{path}.{name}"
+            )
+    if role == "tool" and not message.tool_call_id:
+        raise InvalidArgumentError("tool_call_id is required: the call that this answers", field=f"{path}.tool_call_id")
+    return Turn(
+        role=role,
+        content=_content(message, path),
+        name=message.name,
+        tool_calls=tuple(_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())),
+        tool_call_id=message.tool_call_id or None,
+        reasoning=message.reasoning_content or None,
+    )
+
+
+def _call(call: ToolCallObject, path: str) -> ToolCall:
+    if call.type != "function":
+        raise InvalidArgumentError(f"calls of type {call.type!r} are not supported", field=f"{path}.type")
+    return ToolCall(call.id, call.function.name, call.function.arguments)
+
+
+def _content(message: Message, path: str) -> str | None:
+    if message.content is None:
+        if message.tool_calls:
+            return None
+        raise InvalidArgumentError("content is required", field=f"{path}.content")
+    if isinstance(message.content, str):
+        return message.content
+    texts = []
+    for index, part in enumerate(message.content):
+        if part.type != "text":
+            raise InvalidArgumentError(
+                f"content of type {part.type!r} is not supported", field=f"{path}.content[{index}].type"
+            )
+        if part.text is None:
+            raise InvalidArgumentError("text is required", field=f"{path}.content[{index}].text")
+        texts.append(part.text)
+    return "".join(texts)

@@ -1,0 +1,204 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache, partial
+from typing import Any
+
+import msgspec
+
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.openai.annotate import Annotator
+from sapwood_router.edges.openai.answer import Answer, send_stream, send_whole, usage_object
+from sapwood_router.edges.openai.body import convert, decode_object
+from sapwood_router.edges.openai.logprobs import CompletionWriter
+from sapwood_router.edges.openai.other_parameters import COMPLETION_NEUTRAL, IGNORED
+from sapwood_router.edges.openai.parameters import (
+    SAMPLING,
+    StreamWish,
+    check_whole,
+    output_of,
+    sampling_of,
+    stream_wish,
+    token_name,
+    truncation_of,
+)
+from sapwood_router.edges.openai.response_format import answer_grammar
+from sapwood_router.edges.openai.sse import CompletionChunks, TokenChunks
+from sapwood_router.edges.openai.types import (
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+)
+from sapwood_router.flow.pipeline import Pipeline, close_all
+from sapwood_router.request.context import FieldNames, Prompt, RequestContext, TextPrompt, TokenPrompt
+from sapwood_router.request.continuations import continuations
+from sapwood_router.request.request_ids import unique_id
+from sapwood_router.request.validation import MAX_N, check_n
+
+DEFAULT_MAX_TOKENS = 16
+MAX_CHOICES = 1024
+
+
+async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+    """Answers a request.
+
+    Raises:
+        SapwoodError: It is wrong, or it failed.
+    """
+    given = decode_object(body)
+    request = convert(given, CompletionRequest, COMPLETION_NEUTRAL, IGNORED | SAMPLING)
+    wish = stream_wish(request)
+    stream = wish is not StreamWish.WHOLE
+    echo, prompt_only = request.echo is True, request.echo is True and request.max_tokens == 0
+    deadline = deadline if stream else exchange.sooner(deadline)
+    exchange.accept_body_id(request)
+    contexts, count = _contexts(request, given, exchange.request_id, deadline)
+    best = 1 if request.n is None else request.n
+    if best < count:
+        check_whole("best_of", wish)
+    tells_prompt = given.get("prompt_logprobs") is not None
+    if tells_prompt:
+        check_whole("prompt_logprobs", wish)
+    caller = exchange.caller(request, given)
+    for context in contexts:
+        context.caller = caller
+    runs = [pipeline.open(context) for context in contexts]
+    exchange.on_disconnect(lambda: close_all(runs))
+    answer_id, created = f"cmpl-{exchange.request_id}", int(time.time())
+    shows_special = request.skip_special_tokens is False
+    writer = None if request.logprobs is None else partial(CompletionWriter, shows_special, token_name(request))
+    tokenizer = pipeline.tokenizers.of(request.model)
+    annotator = Annotator(contexts, tokenizer, writer, echo=echo, prompt_only=prompt_only)
+
+    shows_prompt = request.return_token_ids is True
+    shows_tokens = shows_prompt or request.detokenize is False
+
+    async def make_choice(index: int, answer: Answer) -> CompletionChoice:
+        return CompletionChoice(
+            *(index, answer.output.text, answer.finish.reason.value, answer.logprobs),
+            token_ids=answer.token_ids if shows_tokens else msgspec.UNSET,
+            prompt_token_ids=contexts[answer.index].token_ids if shows_prompt else msgspec.UNSET,
+            prompt_logprobs=await annotator.prompt_logprobs(answer.index) if tells_prompt else msgspec.UNSET,
+        )
+
+    async def make_body(answers: list[Answer]) -> CompletionResponse:
+        usage = usage_object([answer.finish.usage for answer in answers], count)
+        if best < count:
+            answers = _likeliest(answers, count, best)
+        choices = [await make_choice(index, answer) for index, answer in enumerate(answers)]
+        return CompletionResponse(
+            id=answer_id, created=created, model=contexts[0].model or "", choices=choices, usage=usage
+        )
+
+    def make_chunks() -> CompletionChunks:
+        fixed = (answer_id, created, contexts[0].model or "", wish)
+        if not shows_tokens:
+            return CompletionChunks(*fixed)
+        return TokenChunks(*fixed, [context.token_ids for context in contexts] if shows_prompt else [])
+
+    try:
+        if stream:
+            await send_stream(exchange, contexts, runs, annotator, make_chunks, count)
+        else:
+            await send_whole(exchange, contexts, runs, annotator, make_body)
+    finally:
+        close_all(runs)
+
+
+def _contexts(
+    request: CompletionRequest, given: dict[str, Any], request_id: str, deadline: float
+) -> tuple[list[RequestContext], int]:
+    """One for each choice, those of a prompt together; and how many each prompt has."""
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    if request.echo and request.detokenize is False:
+        raise InvalidArgumentError("echo is of the text, which detokenize false leaves out", field="echo")
+    if request.echo and max_tokens == 0:
+        max_tokens = 1  # a worker generates at least one; it is dropped
+    grammar, grammar_field = answer_grammar(request)
+    output = output_of(request)
+    fields = _fields("prompt", grammar_field)
+    own = {"max_tokens": max_tokens}
+    if request.echo and request.logprobs is not None:
+        own["prompt_logprobs"] = request.logprobs
+    count = 1 if request.n is None else request.n
+    check_n(count, fields)
+    if request.best_of is not None:
+        if not count <= request.best_of <= MAX_N:
+            raise InvalidArgumentError(
+                f"best_of must be in n..{MAX_N}, here {count}..{MAX_N}, got {request.best_of}", field="best_of"
+            )
+        if count < request.best_of and request.logprobs is None:
+            own["logprobs"] = 0  # to tell which are the best
+        count = request.best_of
+    sampling = sampling_of(given, fields, **own)
+    named = _prompts(request.prompt)
+    settings = continuations(sampling, count, fields)
+    if len(named) * len(settings) > MAX_CHOICES:
+        raise InvalidArgumentError(
+            f"at most {MAX_CHOICES} choices a request", field="prompt" if len(named) > 1 else "n"
+        )
+    contexts = [
+        RequestContext(
+            request_id=request_id,
+            worker_request_id=unique_id(request_id),
+            prompt=prompt,
+            sampling=own,
+            output=output,
+            fields=_fields(name, grammar_field),
+            deadline=deadline,
+            model=request.model,
+            truncation=truncation_of(request),
+            whole=not request.stream,
+            detokenize=request.detokenize is not False,
+            grammar=grammar,
+        )
+        for name, prompt in named
+        for own in settings
+    ]
+    return contexts, len(settings)
+
+
+def _likeliest(answers: list[Answer], count: int, best: int) -> list[Answer]:
+    """Of each prompt's ``count`` answers the ``best`` ones: those whose tokens are likeliest on average."""
+    kept: list[Answer] = []
+    for start in range(0, len(answers), count):
+        kept += sorted(answers[start : start + count], key=lambda answer: -answer.mean_logprob)[:best]
+    return kept
+
+
+@lru_cache(maxsize=64)
+def _fields(prompt: str, grammar: str) -> FieldNames:
+    return FieldNames(prompt=prompt, sampling="", max_tokens="max_tokens", grammar=grammar)
+
+
+def _prompts(value: Any) -> list[tuple[str, Prompt]]:
+    """The prompts and their names in errors."""
+    if isinstance(value, str):
+        return [("prompt", TextPrompt(value))]
+    if value is None:
+        raise InvalidArgumentError("prompt is required", field="prompt")
+    if not isinstance(value, list):
+        raise InvalidArgumentError("prompt must be a string, strings, token ids or lists of token ids", field="prompt")
+    if not value:
+        raise InvalidArgumentError("the prompt is empty", field="prompt")
+    if _is_tokens(value):
+        return [("prompt", TokenPrompt(value))]
+    if len(value) > MAX_CHOICES:
+        raise InvalidArgumentError(f"at most {MAX_CHOICES} prompts a request, got {len(value)}", field="prompt")
+    named: list[tuple[str, Prompt]] = []
+    for index, item in enumerate(value):
+        name = f"prompt[{index}]"
+        if isinstance(item, str):
+            named.append((name, TextPrompt(item)))
+        elif isinstance(item, list) and _is_tokens(item):
+            named.append((name, TokenPrompt(item)))
+        else:
+            raise InvalidArgumentError(f"{name} must be a string or token ids", field=name)
+    return named
+
+
+def _is_tokens(value: list[Any]) -> bool:
+    return all(type(item) is int for item in value)

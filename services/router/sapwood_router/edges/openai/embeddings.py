@@ -1,0 +1,109 @@
+"""``POST /v1/embeddings``."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.openai.body import convert, decode_object
+from sapwood_router.edges.openai.other_parameters import EMBEDDING_NEUTRAL, IGNORED
+from sapwood_router.edges.openai.types import AnyRequest
+from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.request.embed_request import EmbedRequest
+
+
+class EmbeddingRequest(AnyRequest, kw_only=True):
+    """``POST /v1/embeddings``; ``pooling`` and ``normalize`` are extensions."""
+
+    input: Any = None  # a string, strings, token ids or lists of token ids
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    pooling: str | None = None
+    normalize: bool | None = None
+
+
+class EmbeddingObject(msgspec.Struct):
+    """One vector."""
+
+    index: int
+    embedding: Sequence[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingUsage(msgspec.Struct):
+    """``usage``."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingResponse(msgspec.Struct):
+    """The answer."""
+
+    data: list[EmbeddingObject]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+    """Answers a request.
+
+    Raises:
+        SapwoodError: It is wrong, or it failed.
+    """
+    given = decode_object(body)
+    request = convert(given, EmbeddingRequest, EMBEDDING_NEUTRAL, IGNORED)
+    exchange.accept_body_id(request)
+    if request.encoding_format not in (None, "float", "base64"):
+        raise InvalidArgumentError('encoding_format must be "float" or "base64"', field="encoding_format")
+    if request.pooling not in (None, "mean", "last", "cls"):
+        raise InvalidArgumentError('pooling must be "mean", "last" or "cls"', field="pooling")
+    if request.truncation_side == "left":
+        raise InvalidArgumentError("inputs to embed are cut at their end", field="truncation_side")
+    inputs, names = _inputs(request.input)
+    wanted = EmbedRequest(
+        request_id=exchange.request_id,
+        inputs=inputs,
+        names=names,
+        model=request.model,
+        pooling=request.pooling,
+        normalize=request.normalize,
+        dimensions=request.dimensions,
+        max_tokens=request.truncate_prompt_tokens,
+        deadline=exchange.sooner(deadline),
+        caller=exchange.caller(request, given),
+    )
+    exchange.on_disconnect(lambda: None)
+    found = await pipeline.embedder.embed(wanted)
+    encode = _base64 if request.encoding_format == "base64" else list[float]
+    data = [EmbeddingObject(index, encode(vector)) for index, vector in enumerate(found.vectors)]
+    usage = EmbeddingUsage(found.prompt_tokens, found.prompt_tokens)
+    await exchange.send_body(200, msgspec.json.encode(EmbeddingResponse(data, found.model, usage)))
+
+
+def _base64(vector: Sequence[float]) -> str:
+    """Little-endian float32, as OpenAI's clients ask for."""
+    return base64.b64encode(array("f", vector).tobytes()).decode()
+
+
+def _inputs(value: Any) -> tuple[list[str | list[int]], list[str]]:
+    if isinstance(value, str):
+        return [value], ["input"]
+    if value is None:
+        raise InvalidArgumentError("input is required", field="input")
+    if not isinstance(value, list) or not value:
+        raise InvalidArgumentError("input must be a string, strings, token ids or lists of token ids", field="input")
+    if all(type(item) is int for item in value):
+        return [value], ["input"]
+    names = [f"input[{index}]" for index in range(len(value))]
+    for name, item in zip(names, value, strict=True):
+        if not isinstance(item, str) and not (isinstance(item, list) and all(type(part) is int for part in item)):
+            raise InvalidArgumentError(f"{name} must be a string or token ids", field=name)
+    return value, names

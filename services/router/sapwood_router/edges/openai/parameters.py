@@ -1,0 +1,103 @@
+"""The parameters of OpenAI's API that completions and chat share, as the pipeline takes them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from sapwood_common.contract.sampling import FIELDS, SamplingParams, read_sampling
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.edges.openai.body import convert
+from sapwood_router.edges.openai.logprobs import TokenName, number_of, text_of
+from sapwood_router.edges.openai.other_parameters import STREAM_NEUTRAL
+from sapwood_router.edges.openai.types import GenerationRequest, StreamOptions
+from sapwood_router.request.context import FieldNames, Truncation
+from sapwood_router.request.field_names import to_client_field
+from sapwood_router.request.output import OutputOptions
+
+SAMPLING = FIELDS
+"""Parameters that are sampling settings, by the same names; those that OpenAI lacks are named as in vLLM and SGLang."""
+
+
+def sampling_of(given: Mapping[str, Any], fields: FieldNames, **own: int | None) -> SamplingParams:
+    """Sampling settings.
+
+    ``top_k`` of 0 or -1 keeps all, as with vLLM and SGLang. OpenAI's seed is signed: the same bits are meant.
+
+    Args:
+        given: The request as it came.
+        fields: How its parameters are called.
+        own: Settings that this request's parameters do not say by themselves; None: the usual.
+
+    Raises:
+        InvalidArgumentError: One is of the wrong type or out of range.
+    """
+    wanted = {name: given[name] for name in SAMPLING & given.keys()} | own
+    values = {name: value for name, value in wanted.items() if value is not None}
+    if values.get("top_k") in (0, -1):
+        del values["top_k"]
+    seed = values.get("seed")
+    if isinstance(seed, int) and -(2**63) <= seed < 0:
+        values["seed"] = seed + 2**64
+    try:
+        return read_sampling(values)
+    except InvalidArgumentError as error:
+        raise to_client_field(error, fields) from error
+
+
+def truncation_of(request: GenerationRequest) -> Truncation | None:
+    """How a long prompt is cut."""
+    if request.truncate_prompt_tokens is None:
+        return None
+    return Truncation(request.truncate_prompt_tokens, keep_first=request.truncation_side == "right")
+
+
+def output_of(request: GenerationRequest) -> OutputOptions:
+    """How tokens become output."""
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or ()
+    return OutputOptions(stop=tuple(stop), skip_special_tokens=request.skip_special_tokens is not False)
+
+
+class StreamWish(enum.Enum):
+    """How an answer is to be told."""
+
+    WHOLE = enum.auto()
+    """In one piece."""
+    STREAM = enum.auto()
+    """As it comes."""
+    WITH_USAGE = enum.auto()
+    """So, with the usage at the end."""
+    WITH_USAGE_SO_FAR = enum.auto()
+    """So, and in every chunk."""
+
+
+def stream_wish(request: GenerationRequest) -> StreamWish:
+    """How the client wants it.
+
+    Raises:
+        InvalidArgumentError: Options for a stream, but no stream; or an option that is not supported.
+    """
+    if request.stream_options is not None and not request.stream:
+        raise InvalidArgumentError("stream_options is only allowed with stream", field="stream_options")
+    if not request.stream:
+        return StreamWish.WHOLE
+    options = convert(request.stream_options or {}, StreamOptions, STREAM_NEUTRAL, prefix="stream_options.")
+    if not options.include_usage:
+        return StreamWish.STREAM
+    return StreamWish.WITH_USAGE_SO_FAR if options.continuous_usage_stats else StreamWish.WITH_USAGE
+
+
+def check_whole(name: str, wish: StreamWish) -> None:
+    """Refuses a parameter that goes with an answer in one piece only.
+
+    Raises:
+        InvalidArgumentError: The answer is streamed.
+    """
+    if wish is not StreamWish.WHOLE:
+        raise InvalidArgumentError(f"{name} is not served with stream", field=name)
+
+
+def token_name(request: GenerationRequest) -> TokenName:
+    """How the client wants tokens shown beside their probabilities."""
+    return number_of if request.return_tokens_as_token_ids else text_of

@@ -1,0 +1,222 @@
+"""Server-sent events of OpenAI's API. All that stays the same over a stream is encoded once; a delta costs one join."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from sapwood_router.edges.openai.parameters import StreamWish
+from sapwood_router.edges.openai.types import UsageObject
+from sapwood_router.request.context import Delta
+from sapwood_router.request.output import ToolCallDelta
+
+DONE = b"data: [DONE]\n\n"
+
+NULL = b"null"
+_NO_USAGE = b',"usage":null}\n\n'
+
+_encode = msgspec.json.encode
+
+
+def with_field(events: bytes, name: bytes, value: int) -> bytes:
+    """The same events, the last of them with one more field: clients skip a field they do not know, few skip an event."""
+    return b'%b,"%b":%d}\n\n' % (events.removesuffix(b"}\n\n"), name, value)
+
+
+class CompletionChunks:
+    """The events of a streamed completion.
+
+    Args:
+        answer_id: ``id`` of all chunks.
+        created: Unix time in seconds.
+        model: The model's name.
+        wish: Whether a last chunk carries the usage (then the others say ``"usage":null``), or every chunk.
+    """
+
+    _OBJECT = "text_completion"
+    _BEFORE_TEXT = b',"text":'
+    _AFTER_TEXT = b',"logprobs":'
+
+    def __init__(self, answer_id: str, created: int, model: str, wish: StreamWish) -> None:
+        fixed = _encode({"id": answer_id, "object": self._OBJECT, "created": created, "model": model})
+        self._head = b"data: " + fixed[:-1] + b',"choices":['
+        self._include_usage = wish in (StreamWish.WITH_USAGE, StreamWish.WITH_USAGE_SO_FAR)
+        self.tells_usage_so_far = wish is StreamWish.WITH_USAGE_SO_FAR
+        self._tail = b"}]" + (_NO_USAGE if self._include_usage else b"}\n\n")
+        self._usual_head = self._head + b'{"index":0' + self._BEFORE_TEXT
+        self._usual_tail = self._AFTER_TEXT + b'null,"finish_reason":null' + self._tail
+
+    def opening(self, index: int) -> bytes:
+        """What precedes a choice's first text."""
+        return b""
+
+    def output(self, index: int, delta: Delta, logprobs: bytes = NULL) -> bytes:
+        """New output of a choice, with its ``logprobs`` in JSON; nothing if it is empty."""
+        text = delta.output.text
+        return self._chunk(index, _encode(text), NULL, logprobs) if text or logprobs is not NULL else b""
+
+    def around_token(self) -> tuple[bytes, bytes] | None:
+        """What stands before and after a new token of the only choice, where there is no text; None: tokens are not told."""
+        return None
+
+    def finish(self, index: int, delta: Delta, reason: str, logprobs: bytes = NULL) -> bytes:
+        """The last output of a choice and why it ended."""
+        return self._chunk(index, _encode(delta.output.text), _encode(reason), logprobs)
+
+    def closing(self, usage: UsageObject) -> bytes:
+        """The end of the stream, with the usage if it was asked for."""
+        if not self._include_usage:
+            return DONE
+        return self._head + b'],"usage":' + _encode(usage) + b"}\n\n" + DONE
+
+    @staticmethod
+    def with_usage(events: bytes, usage: UsageObject) -> bytes:
+        """The same chunks with the usage so far: no text can look like the end of an event."""
+        return events.replace(_NO_USAGE, b',"usage":' + _encode(usage) + b"}\n\n")
+
+    def _chunk(self, index: int, text: bytes, reason: bytes, logprobs: bytes) -> bytes:
+        if index == 0 and reason is NULL and logprobs is NULL:
+            return b"".join((self._usual_head, text, self._usual_tail))
+        return b"".join(
+            (
+                self._head,
+                b'{"index":',
+                str(index).encode(),
+                self._BEFORE_TEXT,
+                text,
+                self._AFTER_TEXT,
+                logprobs,
+                b',"finish_reason":',
+                reason,
+                self._tail,
+            )
+        )
+
+
+class TokenChunks(CompletionChunks):
+    """The events of a streamed completion with its tokens.
+
+    Args:
+        answer_id, created, model, wish: As for CompletionChunks.
+        prompts: The prompt of each choice, for its first chunk; empty: it is not told.
+    """
+
+    def __init__(
+        self, answer_id: str, created: int, model: str, wish: StreamWish, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        super().__init__(answer_id, created, model, wish)
+        self._prompts = dict(enumerate(prompts))
+
+    def output(self, index: int, delta: Delta, logprobs: bytes = NULL) -> bytes:
+        """See CompletionChunks; output of a choice may be tokens alone."""
+        if not (delta.token_ids or delta.output.text or logprobs is not NULL):
+            return b""
+        return self._chunk(index, self._with_tokens(index, delta), NULL, logprobs)
+
+    def around_token(self) -> tuple[bytes, bytes] | None:
+        """See CompletionChunks."""
+        return self._usual_head + b'"","token_ids":[', b"]" + self._usual_tail
+
+    def finish(self, index: int, delta: Delta, reason: str, logprobs: bytes = NULL) -> bytes:
+        """See CompletionChunks."""
+        return self._chunk(index, self._with_tokens(index, delta), _encode(reason), logprobs)
+
+    def _with_tokens(self, index: int, delta: Delta) -> bytes:
+        """The text and what comes after it."""
+        text, ids = delta.output.text, delta.token_ids
+        made = b'%b,"token_ids":%b' % (_encode(text), _encode(ids))
+        if self._prompts and index in self._prompts:
+            made += b',"prompt_token_ids":' + _encode(self._prompts.pop(index))
+        return made
+
+
+class ChatChunks(CompletionChunks):
+    """The events of a streamed chat completion."""
+
+    _OBJECT = "chat.completion.chunk"
+    _BEFORE_TEXT = b',"delta":{"content":'
+    _AFTER_TEXT = b'},"logprobs":'
+
+    def opening(self, index: int) -> bytes:
+        """The first chunk says who speaks."""
+        return self._delta(index, b'{"role":"assistant","content":""}', NULL)
+
+    def output(self, index: int, delta: Delta, logprobs: bytes = NULL) -> bytes:
+        """A chunk for each kind of what is new: reasoning, text, then calls; the first has the ``logprobs``."""
+        output = delta.output
+        if not output.reasoning and not output.tool_calls:
+            return super().output(index, delta, logprobs)
+        events = b""
+        if output.reasoning:
+            events = self._delta(index, b'{"reasoning_content":' + _encode(output.reasoning) + b"}", NULL, logprobs)
+            logprobs = NULL
+        events += super().output(index, delta, logprobs)
+        for call in output.tool_calls:
+            events += self._call(index, call)
+        return events
+
+    def finish(self, index: int, delta: Delta, reason: str, logprobs: bytes = NULL) -> bytes:
+        """The last output, then a chunk with an empty delta and the reason, as OpenAI sends them."""
+        return self.output(index, delta, logprobs) + self._delta(index, b"{}", _encode(reason))
+
+    def _call(self, index: int, call: ToolCallDelta) -> bytes:
+        """One call a chunk; its id and name come alone, as OpenAI sends them."""
+        events = b""
+        if call.name:
+            function = {"name": call.name, "arguments": ""}
+            events = self._part_of_call(
+                index, {"index": call.index, "id": call.id, "type": "function", "function": function}
+            )
+        if call.arguments:
+            events += self._part_of_call(index, {"index": call.index, "function": {"arguments": call.arguments}})
+        return events
+
+    def _part_of_call(self, index: int, part: dict[str, object]) -> bytes:
+        return self._delta(index, _encode({"tool_calls": [part]}), NULL)
+
+    def _delta(self, index: int, delta: bytes, reason: bytes, logprobs: bytes = NULL) -> bytes:
+        return b"".join(
+            (
+                self._head,
+                b'{"index":',
+                str(index).encode(),
+                b',"delta":',
+                delta,
+                b',"logprobs":',
+                logprobs,
+                b',"finish_reason":',
+                reason,
+                self._tail,
+            )
+        )
+
+
+class ChatTokenChunks(ChatChunks):
+    """The events of a streamed chat completion with its tokens.
+
+    Args:
+        answer_id, created, model, wish: As for CompletionChunks.
+        prompt: The prompt's tokens, for the first chunk.
+    """
+
+    def __init__(self, answer_id: str, created: int, model: str, wish: StreamWish, prompt: Sequence[int]) -> None:
+        super().__init__(answer_id, created, model, wish)
+        self._prompt: Sequence[int] | None = prompt
+
+    def opening(self, index: int) -> bytes:
+        """The first chunk says who speaks, the very first has the prompt."""
+        events = super().opening(index)
+        if self._prompt is not None:
+            events = events.replace(b',"choices":[', b',"prompt_token_ids":%b,"choices":[' % _encode(self._prompt), 1)
+            self._prompt = None
+        return events
+
+    def output(self, index: int, delta: Delta, logprobs: bytes = NULL) -> bytes:
+        """The first of what is new has the tokens; there may be tokens alone."""
+        events = super().output(index, delta, logprobs)
+        if not delta.token_ids:
+            return events
+        # No text can look like the name of a field.
+        tokens = b',"token_ids":%b,"finish_reason":' % _encode(delta.token_ids)
+        return (events or self._delta(index, b"{}", NULL)).replace(b',"finish_reason":', tokens, 1)

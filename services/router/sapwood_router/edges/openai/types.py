@@ -1,0 +1,202 @@
+"""The requests of OpenAI's API that are understood, and the responses; names and shapes are OpenAI's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from sapwood_router.edges.openai.logprobs import CompletionLogprobs, PromptLogprobs
+
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class StreamOptions(msgspec.Struct):
+    """``stream_options``; the second, of vLLM and SGLang, tells the usage so far in every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class AnyRequest(msgspec.Struct, kw_only=True):
+    """What all requests have in common; all but the first are extensions, named as in vLLM (``rid``: as in SGLang)."""
+
+    model: str | None = None
+    request_id: str | None = None
+    rid: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+
+class GenerationRequest(AnyRequest, kw_only=True):
+    """What completions and chat have in common, but for sampling settings that only pass through: ``parameters.py`` has those."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    skip_special_tokens: bool | None = None
+    response_format: Any = None  # told apart in response_format.py, as are these extensions
+    regex: str | None = None
+    ebnf: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    return_token_ids: bool | None = None  # an extension, named as in vLLM; so is the next
+    return_tokens_as_token_ids: bool | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """``POST /v1/completions``."""
+
+    prompt: Any = None  # a string, strings, token ids or lists of token ids: told apart in completions.py
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    detokenize: bool | None = None  # an extension, named as vLLM's sampling parameter
+
+
+class ContentPart(msgspec.Struct):
+    """A part of a message's content; only text is understood."""
+
+    type: str
+    text: str | None = None
+
+
+class CalledFunction(msgspec.Struct):
+    """What a call calls; ``arguments`` is JSON as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallObject(msgspec.Struct):
+    """A call in an assistant's message, as a client sends it and as it is answered; only functions are understood."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class FunctionDefinition(msgspec.Struct):
+    """A function on offer. What else the client says of it goes to the model's template as it came."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct):
+    """A tool on offer; only functions are understood."""
+
+    type: str
+    function: FunctionDefinition | None = None
+
+
+class Message(msgspec.Struct):
+    """A message of a conversation; ``reasoning_content`` is an extension, named as in DeepSeek's API, vLLM and SGLang."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallObject] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    # A client may send an answer back as it came, with these empty.
+    refusal: str | None = None
+    function_call: Any = None
+    audio: Any = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None  # a string or an object: told apart in tools.py
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    # Extensions, named as in vLLM and SGLang.
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int
+
+
+class UsageObject(msgspec.Struct):
+    """``usage``."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionChoice(msgspec.Struct):
+    """A choice of a completion; the last three, if asked for, are named as in vLLM."""
+
+    index: int
+    text: str
+    finish_reason: str
+    logprobs: CompletionLogprobs | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionResponse(msgspec.Struct, kw_only=True):
+    """The answer of ``/v1/completions``."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageObject
+
+
+class AnswerMessage(msgspec.Struct):
+    """The assistant's turn; ``content`` is None where there are calls and no text."""
+
+    content: str | None
+    role: str = "assistant"
+    refusal: None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallObject] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    """A choice of a chat completion."""
+
+    index: int
+    message: AnswerMessage
+    finish_reason: str
+    logprobs: dict[str, Any] | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatResponse(msgspec.Struct, kw_only=True):
+    """The answer of ``/v1/chat/completions``; the last two, if asked for, are named as in vLLM."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageObject
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET

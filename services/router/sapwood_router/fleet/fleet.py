@@ -1,0 +1,145 @@
+"""Which workers the router knows: named by several sources, added, drained and removed while it runs.
+
+A worker is there as long as some source names it: the configuration, a watched file, a DNS name, or its registration, which
+lapses unless it is renewed within its lease. One that no source names any more drains: it gets nothing new, what runs on it
+finishes, and it is removed once it is idle or gone. (Kubernetes ceases to name a pod when its grace period begins, not when it is
+over.) One that an operator removes is removed at once: what runs on it goes on elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from sapwood_common.errors import NotFoundError
+from sapwood_router.fleet.registry import Registry
+from sapwood_router.fleet.worker import Worker
+from sapwood_router.routing.policy_book import PolicyBook
+
+logger = logging.getLogger(__name__)
+
+CONFIGURED = "configuration"
+_REGISTERED = "registration "
+
+
+class Fleet:
+    """Adds and removes workers. All on one event loop.
+
+    Args:
+        registry: Where the workers are.
+        policies: Told of workers that are gone.
+        make: Makes a worker.
+        watch: Starts what follows a worker; the tasks are cancelled when it is removed.
+        on_removed: Called with the address of a worker that is gone.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        policies: PolicyBook,
+        make: Callable[[str], Worker],
+        watch: Callable[[Worker], Iterable[asyncio.Task[None]]],
+        on_removed: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._registry = registry
+        self._policies = policies
+        self._make = make
+        self._watch = watch
+        self._on_removed = on_removed
+        self._clock = clock
+        self._sources: dict[str, frozenset[str]] = {}
+        self._leases: dict[str, float] = {}
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+
+    def name(self, source: str, addresses: Iterable[str]) -> None:
+        """A source names these workers now, and no others."""
+        self._sources[source] = frozenset(addresses)
+        self._reconcile()
+
+    def register(self, address: str, lease: float | None) -> None:
+        """A worker is announced; again before ``lease`` seconds are over, or it is removed. None: for good."""
+        if lease is not None:
+            self._leases[address] = self._clock() + lease
+        else:
+            self._leases.pop(address, None)
+        self.name(_REGISTERED + address, [address])
+
+    def drain(self, address: str, draining: bool) -> Worker:
+        """From now on the worker gets nothing new, or gets requests again; what runs on it finishes.
+
+        Raises:
+            NotFoundError: There is no such worker.
+        """
+        worker = self._find(address)
+        if draining and not worker.draining:
+            self.hand_over(worker)
+        self._registry.set_draining(worker, draining)
+        return worker
+
+    def hand_over(self, worker: Worker) -> None:
+        """The worker drains: what it was asked lately goes to those that serve the same."""
+        if worker.model is not None:
+            heirs = [other.address for other in self._registry.available(worker.model.model) if other is not worker]
+            self._policies.drained(worker.address, heirs)
+
+    def remove(self, address: str) -> None:
+        """Forgets a worker at once, whoever named it; the configuration, file or DNS name names it again only when it changes.
+
+        Raises:
+            NotFoundError: There is no such worker.
+        """
+        worker = self._find(address)
+        self._leases.pop(address, None)
+        for source, addresses in self._sources.items():
+            self._sources[source] = addresses - {address}
+        self._forget(worker)
+
+    def lapse(self) -> None:
+        """Ceases to name those whose lease is over, and removes those that nobody names and nothing runs on.
+
+        To be called now and then.
+        """
+        now = self._clock()
+        for address in [address for address, until in self._leases.items() if until <= now]:
+            del self._leases[address]
+            logger.warning("worker %s did not renew its registration", address)
+            self.name(_REGISTERED + address, [])
+        for worker in self._registry.all():
+            if worker.leaving and (worker.in_flight == 0 or worker.session is None):
+                self._forget(worker)
+
+    def _find(self, address: str) -> Worker:
+        for worker in self._registry.all():
+            if worker.address == address:
+                return worker
+        raise NotFoundError(f"there is no worker {address!r}", field="address")
+
+    def _reconcile(self) -> None:
+        wanted = frozenset().union(*self._sources.values())
+        self._sources = {source: named for source, named in self._sources.items() if named}
+        present = {worker.address: worker for worker in self._registry.all()}
+        for address in sorted(wanted - set(present)):
+            worker = self._make(address)
+            self._registry.add(worker)
+            self._tasks[address] = list(self._watch(worker))
+            logger.info("worker %s added", address)
+        for worker in present.values():
+            if worker.leaving != (worker.address not in wanted):
+                self._set_leaving(worker, not worker.leaving)
+
+    def _set_leaving(self, worker: Worker, leaving: bool) -> None:
+        logger.info("worker %s is %s", worker.address, "no longer named: it drains" if leaving else "named again")
+        if leaving and worker.takes_new:
+            self.hand_over(worker)
+        self._registry.set_leaving(worker, leaving)
+
+    def _forget(self, worker: Worker) -> None:
+        self._registry.remove(worker)
+        for task in self._tasks.pop(worker.address, []):
+            task.cancel()
+        self._policies.reset(worker.address, 0)
+        self._on_removed(worker.address)
+        logger.info("worker %s removed", worker.address)

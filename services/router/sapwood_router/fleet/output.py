@@ -1,0 +1,27 @@
+"""What a worker says of one request, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from sapwood_router.request.context import FinishReason
+from sapwood_router.request.logprobs import TokenLogprobs
+
+
+class WorkerOutput(msgspec.Struct):
+    """One message's news of a request.
+
+    Attributes:
+        token_ids: New tokens; an end token is among them.
+        finish: Why the generation ended, on the last one.
+        logprobs, prompt_logprobs: As asked for: one for each of the tokens; one for each of the prompt's but the first.
+        cached_tokens: Prompt tokens found in the worker's prefix cache, where the message says.
+    """
+
+    token_ids: Sequence[int]
+    finish: FinishReason | None = None
+    cached_tokens: int | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()

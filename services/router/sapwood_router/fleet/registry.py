@@ -1,0 +1,146 @@
+"""Which workers there are and which of them can take a request."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable
+
+from sapwood_common.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from sapwood_router.fleet.served_model import ServedModel
+from sapwood_router.fleet.worker import Worker
+from sapwood_router.routing.load import Load
+
+RETRY_AFTER = 1.0
+"""Seconds a client is told to wait when nobody can take its request: about when a restarted worker is found again."""
+
+
+class Registry:
+    """All workers, and for each model the available ones: a tuple made once a change, not once a request.
+
+    Args:
+        workers: The workers, in the order they were configured.
+        on_change: Called after each change of availability.
+        on_reset: Called with a worker's address and its model when what it had cached is gone: it restarted (or was
+            first seen).
+        most_requests: How many requests at a time a worker that serves this is given.
+    """
+
+    def __init__(
+        self,
+        workers: Iterable[Worker],
+        on_change: Callable[[], None] = lambda: None,
+        on_reset: Callable[[str, ServedModel], None] = lambda address, model: None,
+        most_requests: Callable[[ServedModel], float] = lambda model: math.inf,
+    ) -> None:
+        self._workers = {worker.address: worker for worker in workers}
+        self._available: dict[str, tuple[Worker, ...]] = {}
+        self._models: dict[str, tuple[Worker, ...]] = {}
+        self._on_change = on_change
+        self._on_reset = on_reset
+        self._most_requests = most_requests
+        self._changed = asyncio.Event()
+
+    def all(self) -> tuple[Worker, ...]:
+        """Every worker, available or not."""
+        return tuple(self._workers.values())
+
+    def add(self, worker: Worker) -> None:
+        """There is one more worker; it is down until it is marked up."""
+        self._workers[worker.address] = worker
+
+    def remove(self, worker: Worker) -> None:
+        """The worker is no longer one of them."""
+        del self._workers[worker.address]
+        worker.available = False
+        worker.problem = "it was removed"
+        self._refresh()
+
+    def set_draining(self, worker: Worker, draining: bool) -> None:
+        """An operator wants the worker to get no new requests, or no longer wants so."""
+        worker.draining = draining
+        self._refresh()
+
+    def set_leaving(self, worker: Worker, leaving: bool) -> None:
+        """No source names the worker any more, or one does again."""
+        worker.leaving = leaving
+        self._refresh()
+
+    def models(self) -> dict[str, tuple[Worker, ...]]:
+        """Every model that a worker was ever seen to serve, with its available workers."""
+        return dict(self._models)
+
+    def context_length(self, model: str) -> int:
+        """The longest context that any worker of a known model has, in tokens."""
+        served = (worker.model for worker in self._workers.values() if worker.model is not None)
+        return max(item.context_length for item in served if item.model == model)
+
+    def resolve(self, model: str | None, field: str = "model") -> str:
+        """The model a request means: the one it names, or the only one there is.
+
+        Raises:
+            NotFoundError: No worker serves it.
+            InvalidArgumentError: None was named and there are several.
+            UnavailableError: No worker has been reached yet, so nothing is known.
+        """
+        known = self._models
+        if not known:
+            raise UnavailableError("no worker is available", retry_after=RETRY_AFTER)
+        if model is None:
+            if len(known) > 1:
+                raise InvalidArgumentError(f"name a model: there are {', '.join(sorted(known))}", field=field)
+            return next(iter(known))
+        if model not in known:
+            raise NotFoundError(f"there is no model {model!r}; there is {', '.join(sorted(known))}", field=field)
+        return model
+
+    def available(self, model: str) -> tuple[Worker, ...]:
+        """The workers that can take a request for a model now; the tuple never changes."""
+        return self._available.get(model, ())
+
+    def any_available(self) -> bool:
+        """Whether some worker can take a request."""
+        return bool(self._available)
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change of availability; there is a new one after each."""
+        return self._changed
+
+    def mark_up(self, worker: Worker, model: ServedModel) -> None:
+        """The worker answered and serves ``model``. Does nothing for one that was removed."""
+        if self._workers.get(worker.address) is not worker:
+            return
+        if worker.available and worker.model == model:
+            return
+        restarted = worker.model is None or worker.model.epoch != model.epoch
+        worker.model = model
+        worker.most_requests = self._most_requests(model)
+        worker.problem = None
+        worker.available = True
+        if restarted:
+            worker.report(Load())
+            worker.breaker.reset()
+            self._on_reset(worker.address, model)
+        self._refresh()
+
+    def mark_down(self, worker: Worker, problem: str) -> None:
+        """The worker cannot take requests until it is marked up again."""
+        worker.problem = problem
+        if worker.available:
+            worker.available = False
+            self._refresh()
+
+    def _refresh(self) -> None:
+        grouped: dict[str, list[Worker]] = {}
+        for worker in self._workers.values():
+            if worker.takes_new and worker.model is not None:
+                grouped.setdefault(worker.model.model, []).append(worker)
+        self._available = {model: tuple(workers) for model, workers in grouped.items()}
+        known: dict[str, tuple[Worker, ...]] = {
+            worker.model.model: () for worker in self._workers.values() if worker.model is not None
+        }
+        self._models = known | self._available
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self._on_change()

@@ -1,0 +1,1 @@
+"""Where workers come from: a file, leases, Kubernetes. Know the fleet by its addresses only."""

@@ -1,0 +1,52 @@
+"""Sources of workers that change while the router runs: a file of addresses, and registrations."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from sapwood_router.fleet.fleet import Fleet
+
+logger = logging.getLogger(__name__)
+
+_FILE_INTERVAL = 0.25
+_LAPSE_INTERVAL = 0.5
+
+
+async def follow_file(path: Path, fleet: Fleet) -> None:
+    """Names the workers in a file, one ``host:port`` a line, ``#`` begins a comment; again after each change, for ever.
+
+    A file that is missing or cannot be read changes nothing, and neither does what is read only once: whoever writes it may
+    be about to replace it, or half through.
+    """
+    applied: str | None = None
+    last: str | None = None
+    told = False
+    while True:
+        try:
+            text = await asyncio.to_thread(path.read_text)
+        except (OSError, UnicodeDecodeError) as error:
+            if not told:
+                logger.warning("workers file %s: %s", path, error)
+            told, last = True, None
+        else:
+            told = False
+            if text == last and text != applied:
+                applied = text
+                fleet.name(f"file {path}", read_addresses(text))
+            last = text
+        await asyncio.sleep(_FILE_INTERVAL)
+
+
+def read_addresses(text: str) -> list[str]:
+    """The addresses in a workers file."""
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    return [line for line in lines if line]
+
+
+async def follow_leases(fleet: Fleet) -> None:
+    """Removes workers that do not renew their registration, for ever."""
+    while True:
+        await asyncio.sleep(_LAPSE_INTERVAL)
+        fleet.lapse()

@@ -1,0 +1,173 @@
+"""One worker as the router sees it: where it is, what it serves, whether it is well, and what it has to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+
+from sapwood_common.pacing.sliding_count import SlidingCount
+from sapwood_router.fleet.circuit_breaker import CircuitBreaker
+from sapwood_router.fleet.served_model import ServedModel
+from sapwood_router.fleet.session import WorkerSession
+from sapwood_router.routing.load import Load
+
+if TYPE_CHECKING:  # the generated stubs know this name, the generated code does not
+    from sapwood.v1.worker_pb2_grpc import WorkerAsyncStub
+
+Stub: TypeAlias = "WorkerAsyncStub"
+
+RATE_SECONDS = 10.0
+"""Over how many seconds ``Worker.generated`` counts."""
+_HALF_LIFE = 60.0
+"""Seconds after which work handed out counts half in ``recent_work``."""
+_REQUEST_WORK = 256
+"""What a request adds to ``recent_work`` beside its prefill: about what its answer will take."""
+
+
+_OVERLONG_STEP = 10.0
+"""Seconds after which a step may be one that hangs. A long one that does not, as on a slow CPU, costs nothing but a detour."""
+
+
+class WorkerView(msgspec.Struct, frozen=True):
+    """A worker at the moment of a decision. Policies see only this.
+
+    Attributes:
+        address: Names the worker.
+        page_size: Tokens a page of its KV cache holds.
+        requests: Requests on it: this router's, as counted here, and other routers', as last reported.
+        queued_tokens: Prompt tokens it still has to prefill, counted likewise.
+        used_share: Share of its pages that running requests hold, as last reported, 0 to 1.
+        recent_work: Work this router gave it lately, in tokens to prefill; decays with a half-life of a minute.
+        storage_id: Names the store its KV cache reads from, as last reported; workers of one name share it. Empty: none.
+    """
+
+    address: str
+    page_size: int = 16
+    requests: int = 0
+    queued_tokens: int = 0
+    used_share: float = 0.0
+    recent_work: float = 0.0
+    storage_id: str = ""
+
+
+class Lease:
+    """A request's share of its worker's load, from selection until it is released, whatever happens in between."""
+
+    def __init__(self, worker: Worker, tokens: int) -> None:
+        self._worker = worker
+        self._tokens = tokens
+        self._held = True
+        worker.in_flight += 1
+        worker.pending_tokens += tokens
+
+    def prefilled(self) -> None:
+        """The first token came: nothing of the prompt is left to do. May be called again."""
+        self._worker.pending_tokens -= self._tokens
+        self._tokens = 0
+
+    def release(self) -> None:
+        """The request is over. May be called again."""
+        if self._held:
+            self._held = False
+            self.prefilled()
+            self._worker.in_flight -= 1
+            self._worker.on_room()
+
+
+class Worker:
+    """A worker, its session and this router's account of its load.
+
+    Mutable; written by its connection (session, model, availability, load) and by leases, all on the one event loop.
+
+    Args:
+        address: ``host:port`` or any gRPC target.
+        breaker: Its circuit breaker.
+        clock: Seconds, monotonic.
+        on_room: Called after a request has left it.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        breaker: CircuitBreaker,
+        clock: Callable[[], float],
+        on_room: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.address = address
+        self.breaker = breaker
+        self.session: WorkerSession | None = None
+        self.stub: Stub | None = None
+        """For calls beside the session; None while it is not connected."""
+        self.model: ServedModel | None = None
+        self.available = False
+        """Whether it is connected and takes requests; ``draining``: whether an operator wants it to get none."""
+        self.draining = False
+        self.leaving = False
+        """Whether no source names it any more: it finishes what it has."""
+        self.problem: str | None = "not reached yet"
+        self.most_requests = math.inf
+        """Requests that this router gives it at a time."""
+        self.in_flight = 0
+        self.pending_tokens = 0
+        self.step_seconds = 0.0
+        """For how long it has been at its current step, as last reported."""
+        self.loop_lag = 0.0
+        """Seconds by which its event loop has been late, as last reported."""
+        self.load = Load()
+        self.generated = SlidingCount(RATE_SECONDS, clock)
+        """Tokens that came from it lately."""
+        self.on_room = on_room
+        self._clock = clock
+        self._foreign_requests = 0
+        self._foreign_tokens = 0
+        self._recent = 0.0
+        self._recent_at = clock()
+
+    @property
+    def takes_new(self) -> bool:
+        """Whether it may be given requests that are new."""
+        return self.available and not self.draining and not self.leaving
+
+    @property
+    def room(self) -> float:
+        """How many more requests it may be given; not less than 0."""
+        return max(0.0, self.most_requests - self.in_flight)
+
+    def report(self, load: Load) -> None:
+        """Takes a pushed report. What it has beyond this router's own requests is other routers' work."""
+        self.load = load
+        self._foreign_requests = max(0, load.running_requests + load.waiting_requests - self.in_flight)
+        self._foreign_tokens = max(0, load.queued_tokens - self.pending_tokens)
+
+    def lease(self, tokens: int) -> Lease:
+        """Counts a request with ``tokens`` prompt tokens to prefill. The caller releases it."""
+        self._recent = self._decayed() + tokens + _REQUEST_WORK
+        self._recent_at = self._clock()
+        return Lease(self, tokens)
+
+    def view(self) -> WorkerView:
+        """The worker as of now, for a policy. Needs ``model``."""
+        assert self.model is not None
+        load = self.load
+        used = (load.used_pages - load.evictable_pages) / load.num_pages if load.num_pages else 0.0
+        return WorkerView(
+            address=self.address,
+            page_size=self.model.page_size,
+            requests=self.in_flight + self._foreign_requests,
+            queued_tokens=self.pending_tokens + self._foreign_tokens,
+            used_share=used,
+            recent_work=self._decayed(),
+            storage_id=load.storage_id,
+        )
+
+    def _decayed(self) -> float:
+        return self._recent * math.exp2((self._recent_at - self._clock()) / _HALF_LIFE)
+
+
+def preferred(workers: list[Worker]) -> list[Worker]:
+    """Of workers that may be chosen those to choose from: with room if any has, and not at an overlong step if any is not."""
+    roomy = [worker for worker in workers if worker.room] or workers
+    return [worker for worker in roomy if worker.step_seconds < _OVERLONG_STEP] or roomy

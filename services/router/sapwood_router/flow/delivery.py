@@ -1,0 +1,143 @@
+"""Output's last step: a request's runs push their deltas to one client, whichever edge it came by."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from sapwood_common.errors import SapwoodError
+from sapwood_router.request.context import Delta
+from sapwood_router.request.output_stream import Relay
+
+READER_SLACK = 1.0
+"""Seconds past its deadline that a client has to read the answer that says so, at either edge."""
+
+
+class Sink(Protocol):
+    """Takes runs' output on to their client. Called from callbacks of the event loop: nothing here waits."""
+
+    def ready(self) -> bool:
+        """Whether the client takes a delta now. Else what comes is merged, until whoever made the sink says ``Run.flush``."""
+        ...
+
+    def delta(self, index: int, delta: Delta) -> None:
+        """Takes the next delta of a run, while :meth:`ready`; the run's last one has a finish."""
+        ...
+
+    def token_writer(self, index: int) -> Relay | None:
+        """What sends single token ids of a run past :meth:`delta`; None: there is none yet. Asked after deltas."""
+        ...
+
+    def failed(self, error: SapwoodError) -> None:
+        """A run failed: of it nothing follows."""
+        ...
+
+
+class Flow(Protocol):
+    """One of a client's runs."""
+
+    async def start(self, sink: Sink, index: int) -> None:
+        """Begins; all that comes of it, also an error, goes to ``sink`` under this index."""
+        ...
+
+    def flush(self) -> None:
+        """Hands over what waits, if ``sink`` is ready."""
+        ...
+
+
+class Client(Protocol):
+    """What an edge has to say of its client."""
+
+    def writable(self) -> bool:
+        """Whether :meth:`write` may be called."""
+        ...
+
+    async def drained(self) -> None:
+        """Returns once :meth:`writable`; does what :meth:`write` has put off.
+
+        Raises:
+            CancelledError, SapwoodError: The client is gone.
+        """
+        ...
+
+    def write(self, index: int, delta: Delta) -> bool:
+        """Takes a delta; returns False if it is not on its way yet: :meth:`drained` sends it. Must not raise."""
+        ...
+
+    def token_writer(self, index: int) -> Relay | None:
+        """See :class:`Sink`."""
+        ...
+
+
+class Delivery:
+    """A :class:`Sink`, and the task that awaits its end.
+
+    The task that carries it is woken where the client reads slowly, or what is to be sent takes waiting, and at the end; all
+    else is written by whoever brings it, since waking a task costs more than the rest of what a delta goes through.
+
+    Args:
+        client: Writes.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._left = 0
+        self._error: SapwoodError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def carry(self, runs: Sequence[Flow]) -> None:
+        """Starts the runs and returns once the client has all of their output.
+
+        Raises:
+            SapwoodError: One of them failed; the caller closes the others.
+        """
+        self._left = len(runs)
+        if len(runs) == 1:
+            await runs[0].start(self, 0)
+        else:
+            await asyncio.gather(*(run.start(self, index) for index, run in enumerate(runs)))
+        client = self._client
+        while True:
+            if not client.writable():
+                await client.drained()
+                for run in runs:
+                    run.flush()
+            elif self._error is not None:
+                try:
+                    raise self._error
+                finally:
+                    self._error = None  # its traceback knows this frame: both would wait for the collector
+            elif not self._left:
+                return
+            else:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+                self._waiter = None
+
+    def ready(self) -> bool:
+        """Whether the client takes a delta now."""
+        if self._client.writable():
+            return True
+        self._wake()
+        return False
+
+    def delta(self, index: int, delta: Delta) -> None:
+        """Takes the next delta of a run, while :meth:`ready`."""
+        if delta.finish is not None:
+            self._left -= 1
+        if not self._client.write(index, delta) or not self._left:
+            self._wake()
+
+    def token_writer(self, index: int) -> Relay | None:
+        """What sends single token ids of a run past :meth:`delta`."""
+        return self._client.token_writer(index)
+
+    def failed(self, error: SapwoodError) -> None:
+        """The first error counts."""
+        self._error = self._error or error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,246 @@
+"""The seven stages in order, and one clean-up for every way a request can end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import grpc
+
+from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
+from sapwood_common.status import row_of
+from sapwood_router.admission.control import AdmissionControl, Place
+from sapwood_router.fleet.registry import Registry
+from sapwood_router.flow.attempts import Attempts
+from sapwood_router.flow.delivery import Sink
+from sapwood_router.flow.embedding import Embedder
+from sapwood_router.flow.resume import Failover
+from sapwood_router.flow.retry import RetryPolicy
+from sapwood_router.flow.stages.prepare import prepare
+from sapwood_router.flow.stages.reserve import reserve
+from sapwood_router.flow.stages.respond import respond
+from sapwood_router.flow.token_stream import TokenStream
+from sapwood_router.observe.observer import RequestObserver
+from sapwood_router.request.context import Delta, RequestContext
+from sapwood_router.request.output_stream import OutputChunk, OutputStream
+from sapwood_router.routing.policy_book import PolicyBook
+from sapwood_router.tokenizer.tokenizers import Tokenizers
+
+logger = logging.getLogger(__name__)
+
+
+class Pipeline:
+    """What all requests share.
+
+    Args:
+        tokenizers: Encode prompts and decode tokens.
+        registry: Knows the workers.
+        admission: Where requests wait for one.
+        policies: Choose one.
+        failover: Makes each request's account of failures.
+        retry: Grants retries, and counts requests for its budget.
+        resume_grace: Seconds that a request whose worker was lost waits for another to come up.
+        observer: Measures and traces the requests.
+    """
+
+    def __init__(
+        self,
+        tokenizers: Tokenizers,
+        registry: Registry,
+        admission: AdmissionControl,
+        policies: PolicyBook,
+        retry: RetryPolicy,
+        failover: Callable[[], Failover],
+        resume_grace: float,
+        observer: RequestObserver,
+    ) -> None:
+        self.tokenizers = tokenizers
+        self.embedder = Embedder(tokenizers, registry, admission, policies, retry, failover, resume_grace, observer)
+        self.registry = registry
+        self.admission = admission
+        self.policies = policies
+        self.retry = retry
+        self.failover = failover
+        self.resume_grace = resume_grace
+        self.observer = observer
+
+    def open(self, context: RequestContext) -> Run:
+        """A request's run; the caller starts and closes it."""
+        self.retry.budget.request()
+        return Run(self, context)
+
+
+class Run:
+    """One request under way. One task starts it; :meth:`flush` and :meth:`close` may be called from any callback of the loop."""
+
+    def __init__(self, pipeline: Pipeline, context: RequestContext) -> None:
+        self._pipeline = pipeline
+        self._context = context
+        self._watch = pipeline.observer.watch(context)
+        self._place: Place | None = None
+        self._stream: OutputStream | None = None
+        self._attempts: Attempts | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._sink: Sink | None = None
+        self._index = 0
+        self._sent_tokens = 0
+        """Tokens that the client got in deltas."""
+        self._relayed_tokens = 0
+        """Tokens that the client got one by one, past the deltas."""
+        self._closed = False
+
+    @property
+    def resumptions(self) -> int:
+        """How often it went on, on another worker, so far."""
+        return self._context.resumptions
+
+    async def start(self, sink: Sink, index: int = 0) -> None:
+        """Begins. Returns once the prompt is on its way; output, and errors with fields spelled as the client does, are pushed.
+
+        Args:
+            sink: Takes the deltas, merged from all that is there whenever it is ready.
+            index: The run's, among those of the sink.
+        """
+        self._sink, self._index = sink, index
+        try:
+            await self._start()
+        except Exception as error:
+            self._fail(error)
+
+    def flush(self) -> None:
+        """Hands the sink what is there, if it is ready."""
+        stream, sink = self._stream, self._sink
+        if stream is None or sink is None:
+            return
+        try:
+            while not self._closed and self._context.usage is None and stream.ready and sink.ready():
+                delta = self._respond(stream.take())
+                self._sent_tokens += len(delta.token_ids)
+                sink.delta(self._index, delta)
+                if delta.finish is not None:
+                    # Accounts are made up once the delta is on its way to the client.
+                    asyncio.get_running_loop().call_soon(self._finished)
+                elif isinstance(stream, TokenStream) and not stream.relays:
+                    self._relay_tokens(stream, sink)
+        except Exception as error:  # is this request's, not that of those whose output came with it
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, SapwoodError):
+            logger.exception("request %s failed", self._context.request_id, exc_info=error)
+            error = InternalError(str(error))
+        if self._closed:
+            return
+        self._context.error = error
+        sink = self._sink
+        self.close()
+        if sink is not None:
+            # The frames of its traceback would keep the request until the collector comes.
+            sink.failed(error.with_traceback(None))
+
+    def _relay_tokens(self, stream: TokenStream, sink: Sink) -> None:
+        """Where there are token ids alone, single ones are handed over past everything that makes a delta, if the sink can."""
+        write = sink.token_writer(self._index)
+        if write is None:
+            return
+        keep, count = self._context.output_ids.append, self._watch.token_counter()
+
+        def relay(token_id: int) -> bool:
+            if not write(token_id):
+                return False
+            keep(token_id)
+            self._relayed_tokens += 1
+            count()
+            return True
+
+        stream.pass_on(relay)
+
+    def _respond(self, chunk: OutputChunk) -> Delta:
+        started = time.perf_counter()
+        chunk.tokens += self._relayed_tokens  # which the stream has not seen
+        delta = respond(self._context, chunk, self._sent_tokens + self._relayed_tokens)
+        self._watch.delta(started, len(delta.token_ids))
+        return delta
+
+    def close(self) -> None:
+        """Ends the request wherever it is: worker, detokenizer and load are released now. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._attempts is not None:
+            self._attempts.close()
+        if self._place is not None:
+            self._place.leave()
+        if self._stream is not None:
+            self._stream.close()
+        self._sink = None  # it knows its runs, and all would wait for the collector
+        if self._context.caller.account is not None:
+            self._context.caller.account.take_output(len(self._context.output_ids))
+        self._watch.close()
+        self._log()
+        self._context.error = None  # by its traceback it knows the context, and both would wait for the collector
+
+    async def _start(self) -> None:
+        context, pipeline = self._context, self._pipeline
+        place = self._place = reserve(context, pipeline.registry, pipeline.admission)
+        with self._watch.stage("prepare"):
+            tokenizer = pipeline.tokenizers.of(context.model)
+            await prepare(context, tokenizer.client, pipeline.registry)
+        if self._closed:
+            raise RequestCancelledError("the client left")
+        stream: OutputStream
+        if context.detokenize:
+            stream = tokenizer.outputs.open(context.output, whole=context.whole)
+        else:
+            stream = TokenStream(whole=context.whole)
+        self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire, stream)
+        self._attempts = Attempts(pipeline, context, stream, self._watch, place)
+        self._stream = stream
+        stream.follow(self.flush)
+        self._attempts.start()
+
+    def _expire(self, stream: OutputStream) -> None:
+        stream.fail(DeadlineExceededError("the deadline passed"))
+        if self._attempts is not None:
+            self._attempts.close()
+
+    def _finished(self) -> None:
+        assert self._attempts is not None
+        self._attempts.finished()
+        self.close()
+
+    def _log(self) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        context = self._context
+        now = time.perf_counter()
+        if context.error is not None:
+            status = row_of(context.error).grpc
+        else:
+            status = grpc.StatusCode.CANCELLED if context.usage is None else grpc.StatusCode.OK
+        ttft = "-" if context.first_token is None else f"{(context.first_token - context.started) * 1000:.1f}ms"
+        logger.info(
+            "request=%s model=%s worker=%s reason=%s prompt=%d cached=%d completion=%d status=%s duration=%.1fms ttft=%s%s%s",
+            context.request_id,
+            context.model or "-",
+            context.worker,
+            context.reason,
+            len(context.token_ids),
+            context.cached_tokens,
+            len(context.output_ids) if context.usage is None else context.usage.completion_tokens,
+            status.name,
+            (now - context.started) * 1000,
+            ttft,
+            f" resumptions={context.resumptions}" if context.resumptions else "",
+            "" if context.error is None else f" error={context.error.message!r}",
+        )
+
+
+def close_all(runs: Iterable[Run]) -> None:
+    """Ends several runs. May be called again."""
+    for run in runs:
+        run.close()

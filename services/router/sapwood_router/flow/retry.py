@@ -1,0 +1,92 @@
+"""When and after how long a request is tried again on another worker.
+
+Algorithm: exponential backoff with full jitter (Brooker, "Exponential Backoff and Jitter", AWS 2015): before the k-th retry a
+uniformly random time up to ``base x 2^(k-1)``, at most ``cap``. A budget over all requests (as in Finagle) bounds what retries
+add to the load when many requests fail: within any ``window`` seconds at most ``reserve`` plus ``ratio`` of the requests.
+
+Complexity: O(1) a request.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sapwood_common.pacing.sliding_count import SlidingCount
+
+
+@dataclass(frozen=True, slots=True)
+class RetrySettings:
+    """How often and how late; times in seconds.
+
+    Attributes:
+        attempts: Most tries of a request, the first included.
+        base, cap: Of the backoff.
+        ratio: Retries per request that the budget allows.
+        reserve: Retries that it allows on top, so that a quiet router may retry at all.
+        window: Seconds that the budget looks back.
+    """
+
+    attempts: int = 4
+    base: float = 0.02
+    cap: float = 1.0
+    ratio: float = 0.2
+    reserve: int = 10
+    window: float = 10.0
+
+
+class RetryBudget:
+    """Counts requests and retries of the whole router.
+
+    Args:
+        settings: The bounds.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, settings: RetrySettings, clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._requests = SlidingCount(settings.window, clock)
+        self._retries = SlidingCount(settings.window, clock)
+
+    def request(self) -> None:
+        """A request came in."""
+        self._requests.add()
+
+    def take(self) -> bool:
+        """Takes one retry from the budget, if it holds one."""
+        if self._retries.total() + 1 > self._settings.reserve + self._settings.ratio * self._requests.total():
+            return False
+        self._retries.add()
+        return True
+
+
+class RetryPolicy:
+    """Decides on retries. Shared by all requests.
+
+    Args:
+        settings: The bounds.
+        clock: Seconds, monotonic: the one that deadlines are on.
+        rng: Source of the jitter.
+    """
+
+    def __init__(self, settings: RetrySettings, clock: Callable[[], float], rng: random.Random) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._rng = rng
+        self.budget = RetryBudget(settings, clock)
+
+    def delay(self, retries: int, deadline: float) -> float | None:
+        """Seconds to wait before the next try; None if there is to be none. Takes from the budget.
+
+        Args:
+            retries: How often the request was tried again before.
+            deadline: When its client stops waiting: no retry starts after that.
+        """
+        settings = self._settings
+        if retries + 1 >= settings.attempts:
+            return None
+        delay = self._rng.uniform(0.0, min(settings.cap, settings.base * 2**retries))
+        if self._clock() + delay >= deadline or not self.budget.take():
+            return None
+        return delay

@@ -1,0 +1,90 @@
+"""Stage 1: the prompt becomes token ids, and it is settled what the output must match and how it will be parsed."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from sapwood_common.errors import SapwoodError
+from sapwood_router.edges.grpc.convert import to_compile_request
+from sapwood_router.fleet.registry import Registry
+from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt, Truncation
+from sapwood_router.request.field_names import to_client_field
+from sapwood_router.request.structure import has_strict_tool
+from sapwood_router.request.validation import check_prompt, check_stop, check_tokens_only, check_truncation
+from sapwood_router.tokenizer.client import TokenizerClient
+
+
+async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry: Registry) -> None:
+    """Checks the request and fills ``token_ids``, ``compiled_grammar`` and, for a conversation, the parsers in ``output``.
+
+    Args:
+        context: The request.
+        tokenizer: The model's.
+        registry: Knows the model's context.
+
+    Raises:
+        InvalidArgumentError: A field is malformed or out of range.
+        SapwoodError: As the tokenizer service answers.
+    """
+    check_prompt(context.prompt, context.fields)
+    check_stop(context.output.stop)
+    if context.truncation is not None:
+        check_truncation(context.truncation.tokens)
+    if not context.detokenize:
+        check_tokens_only(context.prompt, context.output.stop)
+    prompt = context.prompt
+    try:
+        if isinstance(prompt, TextPrompt):
+            context.token_ids = await tokenizer.encode_text(
+                prompt.text, context.request_id, context.deadline, context.caller.cache_salt
+            )
+        elif isinstance(prompt, ChatPrompt):
+            await _prepare_chat(context, prompt, tokenizer)
+        else:
+            context.token_ids = prompt.token_ids
+        if context.truncation is not None:
+            context.token_ids = _truncated(context, context.truncation, registry)
+        if context.grammar is not None and not isinstance(prompt, ChatPrompt):
+            await _compile(context, tokenizer)
+    except SapwoodError as error:
+        raise to_client_field(error, context.fields) from error
+
+
+def _truncated(context: RequestContext, truncation: Truncation, registry: Registry) -> list[int]:
+    """What is left of the prompt."""
+    token_ids, most = context.token_ids, truncation.tokens
+    if most < 0:
+        length, wanted = registry.context_length(registry.resolve(context.model)), context.sampling.max_tokens
+        most = max(1, length - (wanted if wanted < length else 1))
+    if len(token_ids) <= most:
+        return token_ids
+    return token_ids[:most] if truncation.keep_first else token_ids[-most:]
+
+
+async def _prepare_chat(context: RequestContext, prompt: ChatPrompt, tokenizer: TokenizerClient) -> None:
+    parsers = await tokenizer.parsers(context.request_id, context.deadline)
+    choice = context.tool_choice
+    encoded = await tokenizer.encode_chat(prompt, context.request_id, context.deadline, context.caller.cache_salt)
+    context.token_ids = encoded.token_ids
+    context.output = replace(
+        context.output,
+        tool_parser=parsers.tool_parser if prompt.tools else "",
+        reasoning_parser=parsers.reasoning_parser,
+        reasoning_open=encoded.reasoning_open,
+        tools=prompt.tools,
+        # Clients may use a request id twice, even in one conversation, in which each call's id must be its own.
+        call_id_seed=context.worker_request_id,
+    )
+    # Where no parser finds calls that are the model's own choice, they are text like any other.
+    strict = bool(parsers.tool_parser) and has_strict_tool(prompt.tools)
+    constrained = bool(prompt.tools) and (choice.required or strict)
+    if constrained or context.grammar is not None:
+        await _compile(context, tokenizer)
+
+
+async def _compile(context: RequestContext, tokenizer: TokenizerClient) -> None:
+    request = to_compile_request(context)
+    grammar = await tokenizer.compile_grammar(request, context.request_id, context.deadline)
+    context.compiled_grammar = grammar.compiled
+    if grammar.tool_parser:
+        context.output = replace(context.output, tool_parser=grammar.tool_parser)

@@ -1,0 +1,40 @@
+"""Before the stages: a place in the queue, so that what is refused costs no tokenization."""
+
+from __future__ import annotations
+
+from sapwood_common.contract.sampling import AS_MANY_AS_FIT
+from sapwood_common.errors import SapwoodError
+from sapwood_router.admission.control import AdmissionControl, Place
+from sapwood_router.fleet.registry import Registry
+from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt
+
+_USUAL_TOKENS = 256
+"""What a request that sets no max_tokens is taken to generate, where shares are counted."""
+_MOST_TOKENS = 4096
+"""Nor more: who sets the largest max_tokens there is wants no limit, and mostly gets no more than others."""
+CHARACTERS_A_TOKEN = 4
+"""About: of a text that is not tokenized yet."""
+
+
+def reserve(context: RequestContext, registry: Registry, admission: AdmissionControl) -> Place | None:
+    """A place for a request; None if it is not known which model it means, at least not yet.
+
+    Raises:
+        ResourceExhaustedError: It is refused.
+    """
+    try:
+        model = registry.resolve(context.model)
+    except SapwoodError:
+        return None
+    return admission.reserve(model, context.caller, _cost(context), context.deadline)
+
+
+def _cost(context: RequestContext) -> int:
+    """In tokens; of a text an estimate, for it was not tokenized."""
+    prompt, tokens = context.prompt, context.sampling.max_tokens
+    tokens = _USUAL_TOKENS if tokens == AS_MANY_AS_FIT else min(tokens, _MOST_TOKENS)
+    if isinstance(prompt, TextPrompt):
+        return tokens + len(prompt.text) // CHARACTERS_A_TOKEN
+    if isinstance(prompt, ChatPrompt):
+        return tokens + sum(len(turn.content or "") for turn in prompt.turns) // CHARACTERS_A_TOKEN
+    return tokens + len(prompt.token_ids)

@@ -1,0 +1,42 @@
+"""Stage 7: what became output is what the client gets, with the tokens it stands for, and at the end the account."""
+
+from __future__ import annotations
+
+import time
+
+from sapwood_common.errors import InternalError
+from sapwood_router.request.context import Delta, Finish, FinishReason, RequestContext, Usage
+from sapwood_router.request.output_stream import OutputChunk
+
+
+def respond(context: RequestContext, chunk: OutputChunk, sent_tokens: int) -> Delta:
+    """The client's next delta.
+
+    Args:
+        context: ``first_token`` and ``usage`` are filled when it is time.
+        chunk: New output.
+        sent_tokens: How many of the request's tokens earlier deltas carried.
+    """
+    if context.first_token is None:
+        context.first_token = time.perf_counter()
+    if not context.parallel_tool_calls:
+        chunk.output.tool_calls = [call for call in chunk.output.tool_calls if call.index == 0]
+    if not chunk.ended:
+        return _delta(context, chunk, sent_tokens, chunk.tokens)
+    if chunk.stop_match is not None:
+        reason, tokens = FinishReason.STOP, chunk.tokens
+    elif context.worker_finish is not None:
+        reason, tokens = context.worker_finish, len(context.output_ids)
+    else:
+        raise InternalError("the tokenizer ended a stream that was not over")
+    context.usage = Usage(len(context.token_ids), tokens, context.cached_tokens)
+    delta = _delta(context, chunk, sent_tokens, tokens)
+    delta.finish = Finish(reason, context.usage, chunk.stop_match)
+    return delta
+
+
+def _delta(context: RequestContext, chunk: OutputChunk, start: int, end: int) -> Delta:
+    delta = Delta(chunk.output, context.output_ids[start:end], text_tokens=min(chunk.tokens, end) - start)
+    if context.logprobs:
+        delta.logprobs = context.logprobs[start:end]
+    return delta

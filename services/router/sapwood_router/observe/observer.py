@@ -1,0 +1,231 @@
+"""What is measured and traced of a request on its way through the pipeline.
+
+The pipeline calls a :class:`RequestWatch`; nothing here changes what it does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextvars import Token
+from itertools import pairwise
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from prometheus_client import Histogram
+
+from sapwood_common.status import row_of
+from sapwood_common.telemetry.logs import traceparent_var
+from sapwood_common.telemetry.metrics import BatchedHistogram, MetricSet
+from sapwood_common.telemetry.tracing import NoTracing, Span, Tracing
+from sapwood_router.observe.metrics import RouterMetrics
+from sapwood_router.observe.spans import answered, asked, operation_of, span_name
+
+_MOST_ARRIVALS = 256
+
+if TYPE_CHECKING:
+    from sapwood_common.errors import SapwoodError
+    from sapwood_router.request.context import RequestContext
+
+
+class RequestObserver:
+    """Metrics and spans of requests.
+
+    Args:
+        metrics: The router's.
+        tracing: Where spans go.
+    """
+
+    def __init__(self, metrics: RouterMetrics, tracing: Tracing) -> None:
+        self.metrics = metrics
+        self.tracing = tracing
+
+    def watch(self, context: RequestContext) -> RequestWatch:
+        """A request came; to be called in the task that serves it."""
+        return RequestWatch(self, context)
+
+
+def quiet_observer() -> RequestObserver:
+    """One whose measurements nobody sees."""
+    return RequestObserver(RouterMetrics(MetricSet()), NoTracing())
+
+
+class Stage:
+    """A stage of the pipeline, timed: around a ``with`` body, or where it has none, from :meth:`begin` to :meth:`end`."""
+
+    __slots__ = ("_seconds", "_started")
+
+    def __init__(self, seconds: Histogram) -> None:
+        self._seconds = seconds
+        self._started = 0.0
+
+    def begin(self) -> None:
+        """It begins."""
+        self._started = time.perf_counter()
+
+    def end(self) -> None:
+        """It is over."""
+        self._seconds.observe(time.perf_counter() - self._started)
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._seconds.observe(time.perf_counter() - self._started)
+
+
+class TracedStage(Stage):
+    """With tracing on: what the body calls is traced as the stage's child."""
+
+    __slots__ = ("_name", "_span", "_token", "_traceparent", "_tracing")
+
+    def __init__(self, seconds: Histogram, tracing: Tracing, traceparent: str | None, name: str) -> None:
+        super().__init__(seconds)
+        self._tracing = tracing
+        self._traceparent = traceparent
+        self._name = name
+        self._span: Span | None = None
+        self._token: Token[str | None] | None = None
+
+    def begin(self) -> None:
+        """See Stage."""
+        super().begin()
+        self._span = self._tracing.start(self._name, parent=self._traceparent)
+
+    def end(self, error: str | None = None) -> None:
+        """See Stage."""
+        assert self._span is not None
+        self._span.end(error=error)
+        super().end()
+
+    def __enter__(self) -> None:
+        self.begin()
+        assert self._span is not None
+        self._token = traceparent_var.set(self._span.traceparent)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._token is not None
+        traceparent_var.reset(self._token)
+        self.end(None if error is None else str(error) or type(error).__name__)
+
+
+class RequestWatch:
+    """One request under observation.
+
+    Attributes:
+        traceparent: Of the request's span: what its stages, in whichever task they run, have as their parent.
+    """
+
+    def __init__(self, observer: RequestObserver, context: RequestContext) -> None:
+        self._metrics = observer.metrics
+        self._tracing = observer.tracing
+        self._context = context
+        self._last = context.started
+        self._closed = False
+        self._responding = 0.0
+        self._respond_span: Span | None = None
+        self._inter_token: BatchedHistogram | None = None
+        self._arrivals: list[float] = []
+        self._metrics.request_began()
+        self._named = context.model is not None
+        self._span: Span = self._tracing.start(
+            span_name(operation_of(context), context.model),
+            parent=traceparent_var.get(),
+            kind="client",
+            attributes=asked(context) if self._tracing.on else None,
+        )
+        self.traceparent = self._span.traceparent
+
+    def stage(self, name: str) -> Stage:
+        """A stage of the pipeline, to be entered once."""
+        seconds = self._metrics.stages[name]
+        return TracedStage(seconds, self._tracing, self.traceparent, name) if self._tracing.on else Stage(seconds)
+
+    def selected(self, reason: str) -> None:
+        """A worker was chosen."""
+        self._metrics.selections.at(reason=reason).inc()
+
+    def retried(self, error: SapwoodError) -> None:
+        """A worker failed the request, and another is tried."""
+        self._metrics.retries.at(code=row_of(error).grpc.name).inc()
+
+    def resumed(self) -> None:
+        """The stream goes on, on another worker, after tokens had come."""
+        self._metrics.stream_resumed()
+
+    def delta(self, started: float, tokens: int) -> None:
+        """The client gets a delta with so many tokens; respond began to make it at ``started``, by ``time.perf_counter``.
+
+        That stage's time is that of all deltas; its span goes from the first to the end of the request.
+        """
+        self._settle()
+        now = time.perf_counter()
+        context = self._context
+        self._responding += now - started
+        if self._last == context.started:
+            model = context.model or "-"
+            self._metrics.first_token.at(model=model).observe(now - context.started)
+            self._inter_token = self._metrics.inter_token.at(model=model)
+            if self._tracing.on:
+                self._respond_span = self._tracing.start("respond", parent=self.traceparent)
+        elif tokens and self._inter_token is not None:
+            self._inter_token.observe((now - self._last) / tokens)
+        self._last = now
+
+    def token_counter(self) -> Callable[[], None]:
+        """What does the same for a delta that is one token and nothing else, and not the first."""
+        arrivals, clock = self._arrivals, time.perf_counter
+
+        def count() -> None:
+            arrivals.append(clock())
+            if len(arrivals) >= _MOST_ARRIVALS:
+                self._settle()
+
+        return count
+
+    def _settle(self) -> None:
+        """Puts what came one by one into the histogram."""
+        if self._arrivals and self._inter_token is not None:
+            times = [self._last, *self._arrivals]
+            self._inter_token.observe_all([later - earlier for earlier, later in pairwise(times)])
+            self._last = times[-1]
+            self._arrivals.clear()
+
+    def close(self) -> None:
+        """The request ended; ``usage`` and ``error`` of its context say how. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self._settle()
+        self._metrics.request_ended()
+        if self._responding:
+            self._metrics.stages["respond"].observe(self._responding)
+        if self._respond_span is not None:
+            self._respond_span.end()
+        context, metrics = self._context, self._metrics
+        code = "CANCELLED" if context.usage is None else "OK"
+        if context.error is not None:
+            code = row_of(context.error).grpc.name
+        model, tenant = "-", context.caller.tenant or "-"
+        if context.worker != "-":  # a model that a worker serves: what clients made up is no label
+            model = context.model or "-"
+            generated = len(context.output_ids) if context.usage is None else context.usage.completion_tokens
+            prompt_tokens, cached_tokens, completion_tokens, tenant_tokens = metrics.of_tokens(model, tenant)
+            prompt_tokens.inc(len(context.token_ids))
+            cached_tokens.inc(context.cached_tokens)
+            completion_tokens.inc(generated)
+            tenant_tokens.inc(len(context.token_ids) + len(context.output_ids))
+        requests, seconds, tenant_requests = metrics.of_end(model, tenant, code)
+        tenant_requests.inc()
+        requests.inc()
+        seconds.observe(time.perf_counter() - context.started)
+        if self._tracing.on:
+            if not self._named and context.model is not None:
+                self._span.rename(span_name(operation_of(context), context.model))
+            for name, value in answered(context, code).items():
+                self._span.set(name, value)
+        self._span.end(error=None if code == "OK" else code if context.error is None else context.error.message)

@@ -1,0 +1,85 @@
+"""The spans of OpenTelemetry's semantic conventions for generative AI: the router is the client of a model that a worker runs."""
+
+from __future__ import annotations
+
+from sapwood_common.contract.sampling import AS_MANY_AS_FIT
+from sapwood_common.telemetry.tracing import Attribute
+from sapwood_router.request.context import ChatPrompt, RequestContext
+from sapwood_router.request.embed_request import Embeddings, EmbedRequest
+
+_SIGN = 1 << 63
+"""Attributes are signed: the same bits are meant."""
+
+PROVIDER = "sapwood"
+
+
+def operation_of(context: RequestContext) -> str:
+    """``gen_ai.operation.name`` of a generation."""
+    return "chat" if isinstance(context.prompt, ChatPrompt) else "text_completion"
+
+
+def span_name(operation: str, model: str | None) -> str:
+    """Of the span of an operation; its model may not be known yet."""
+    return operation if model is None else f"{operation} {model}"
+
+
+def asked(context: RequestContext) -> dict[str, Attribute]:
+    """What a client asked for; nothing of what the prompt says."""
+    sampling = context.sampling
+    given: dict[str, Attribute | None] = {
+        "gen_ai.operation.name": operation_of(context),
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": context.model,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k or None,
+        "gen_ai.request.max_tokens": None if sampling.max_tokens == AS_MANY_AS_FIT else sampling.max_tokens,
+        "gen_ai.request.seed": (sampling.seed ^ _SIGN) - _SIGN,
+        "gen_ai.request.stop_sequences": list(context.output.stop) or None,
+        "sapwood.request_id": context.request_id,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def answered(context: RequestContext, code: str) -> dict[str, Attribute]:
+    """What became of it, with the name of its gRPC status."""
+    attributes: dict[str, Attribute] = {
+        "gen_ai.response.model": context.model or "-",
+        "gen_ai.usage.input_tokens": len(context.token_ids),
+        "gen_ai.usage.output_tokens": len(context.output_ids),
+        "gen_ai.usage.cache_read.input_tokens": context.cached_tokens,
+        "sapwood.worker": context.worker,
+        "sapwood.selection_reason": context.reason,
+        "sapwood.status": code,
+        "sapwood.resumptions": context.resumptions,
+    }
+    if context.worker_finish is not None:
+        attributes["gen_ai.response.finish_reasons"] = [context.worker_finish.value]
+    if code != "OK":
+        attributes["error.type"] = code
+    return attributes
+
+
+EMBEDDINGS = "embeddings"
+
+
+def asked_to_embed(request: EmbedRequest) -> dict[str, Attribute]:
+    """What a client wants embedded: how much, not what."""
+    given: dict[str, Attribute | None] = {
+        "gen_ai.operation.name": EMBEDDINGS,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": request.model,
+        "gen_ai.embeddings.dimension.count": request.dimensions,
+        "sapwood.request_id": request.request_id,
+        "sapwood.inputs": len(request.inputs),
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def embedded(found: Embeddings) -> dict[str, Attribute]:
+    """What came of it."""
+    return {
+        "gen_ai.response.model": found.model,
+        "gen_ai.usage.input_tokens": found.prompt_tokens,
+        "gen_ai.embeddings.dimension.count": len(found.vectors[0]) if found.vectors else 0,
+    }

@@ -1,0 +1,133 @@
+"""How a router and its workers are at one moment: the one source of ``GetStatus``, ``sapwood router top`` and /status."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sapwood_router.admission.control import AdmissionControl
+from sapwood_router.fleet.registry import Registry
+from sapwood_router.fleet.worker import RATE_SECONDS
+from sapwood_router.observe.metrics import RouterMetrics
+from sapwood_router.routing.load import Load
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """A worker as the router sees it.
+
+    Attributes:
+        address, model: Where it is and what it serves; the model is empty while that is not known.
+        state: "up", "draining" or "down".
+        draining: Whether it is given nothing new, up or not.
+        problem: Why it is down.
+        breaker: "closed", "open" or "half_open".
+        epoch: Of its scheduler; 0 while that is not known.
+        in_flight: This router's requests on it.
+        load: Its last report.
+        tokens_per_second: That it generated for this router, over the last ten seconds.
+    """
+
+    address: str
+    model: str
+    state: str
+    draining: bool
+    problem: str
+    breaker: str
+    epoch: int
+    in_flight: int
+    load: Load
+    tokens_per_second: float
+
+    @property
+    def used_share(self) -> float | None:
+        """Share of its pages that running requests hold."""
+        load = self.load
+        return (load.used_pages - load.evictable_pages) / load.num_pages if load.num_pages else None
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the prompt tokens since its start that it had cached."""
+        return self.load.cached_tokens / self.load.prompt_tokens if self.load.prompt_tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class RouterState:
+    """A router and its workers. Holds neither prompts nor keys nor names of tenants.
+
+    Attributes:
+        uptime: Seconds.
+        running: Generations under way.
+        queued: Requests that wait for a worker with room.
+        resumptions: Streams that went on, on another worker, since the start.
+        problem: Why it cannot serve; empty if it can.
+        policy: The policy of models that have none of their own.
+        workers: All of them.
+    """
+
+    uptime: float
+    running: int
+    queued: int
+    resumptions: int
+    problem: str
+    policy: str
+    workers: tuple[WorkerState, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all workers."""
+        return sum(worker.tokens_per_second for worker in self.workers)
+
+
+class StatusBoard:
+    """Makes the snapshots.
+
+    Args:
+        registry: Knows the workers.
+        admission: Knows who waits.
+        metrics: Counts.
+        problem: Says why requests cannot be served, or None.
+        policy: The default policy's name.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        admission: AdmissionControl,
+        metrics: RouterMetrics,
+        problem: Callable[[], str | None],
+        policy: str,
+    ) -> None:
+        self._registry = registry
+        self._admission = admission
+        self._metrics = metrics
+        self._problem = problem
+        self._policy = policy
+        self._started = time.monotonic()
+
+    def snapshot(self) -> RouterState:
+        """As of now. Mutates nothing."""
+        return RouterState(
+            uptime=time.monotonic() - self._started,
+            running=self._metrics.requests_running,
+            queued=self._admission.waiting,
+            resumptions=self._metrics.resumed,
+            problem=self._problem() or "",
+            policy=self._policy,
+            workers=tuple(
+                WorkerState(
+                    address=worker.address,
+                    model=worker.model.model if worker.model is not None else "",
+                    state="down" if not worker.available else "up" if worker.takes_new else "draining",
+                    draining=worker.draining or worker.leaving,
+                    problem="" if worker.available else worker.problem or "",
+                    breaker=worker.breaker.state.value,
+                    epoch=worker.model.epoch if worker.model is not None else 0,
+                    in_flight=worker.in_flight,
+                    load=worker.load,
+                    tokens_per_second=worker.generated.total() / RATE_SECONDS,
+                )
+                for worker in self._registry.all()
+            ),
+        )

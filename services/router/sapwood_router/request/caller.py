@@ -1,0 +1,97 @@
+"""Who asks, and how a request is to be treated for it: what the edges read from metadata and headers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.tenants.tenant import Tenant, mint_salt
+from sapwood_router.request.spending import Spending
+
+TENANT_KEY = "x-tenant"
+PRIORITY_KEY = "x-priority"
+SESSION_KEY = "x-session-id"
+
+_LONGEST = 128
+MOST_PRIORITY = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Attributes of a request beside what it asks for.
+
+    Attributes:
+        tenant: Whom its share of a busy cluster is counted to: the name of its API key; without keys, what it says itself.
+        weight: How large that share is, relative to others'.
+        cache_salt: Workers share what they cached only among requests with the same one. Made here, never by the client.
+        priority: -100 to 100; larger goes first where requests wait.
+        session: What consistent_hash keeps on one worker; empty for nothing.
+        account: What this request takes of the tenant's allowance; None where no keys are asked for.
+    """
+
+    tenant: str = ""
+    priority: int = 0
+    session: str = ""
+    weight: float = 1.0
+    cache_salt: str = ""
+    account: Spending | None = None
+
+
+NOBODY = Caller()
+
+
+def caller_of(get: Callable[[str], str | None], account: Tenant | None) -> Caller:
+    """The caller that metadata or headers name. To be called once a request.
+
+    Args:
+        get: The value of a key, None if it is not there.
+        account: Whose its API key is, if keys are asked for.
+
+    Raises:
+        InvalidArgumentError: A value makes no sense.
+    """
+    tenant = get(TENANT_KEY) if account is None else account.name
+    priority, session = get(PRIORITY_KEY), get(SESSION_KEY)
+    if not tenant and not priority and not session:
+        return NOBODY
+    for key, value in ((TENANT_KEY, tenant), (SESSION_KEY, session)):
+        if value is not None and len(value) > _LONGEST:
+            raise InvalidArgumentError(f"{key} is longer than {_LONGEST} characters", field=key)
+    if account is not None:
+        settings = account.settings
+        return Caller(
+            settings.name,
+            _priority_within(priority, settings.priority),
+            session or "",
+            settings.weight,
+            settings.cache_salt,
+            Spending(account),
+        )
+    # Without keys the tenant is whom a gateway in front names: its tenants are kept apart, too.
+    salt = mint_salt(tenant) if tenant else ""
+    return Caller(tenant or "", priority_of(priority), session or "", cache_salt=salt)
+
+
+def priority_of(value: str | None) -> int:
+    """A request's priority, 0 if it says nothing of it. Raises InvalidArgumentError where it makes no sense."""
+    if not value:
+        return 0
+    try:
+        number = int(value)
+    except ValueError:
+        number = MOST_PRIORITY + 1
+    if not -MOST_PRIORITY <= number <= MOST_PRIORITY:
+        raise InvalidArgumentError(
+            f"{PRIORITY_KEY} must be a whole number in -{MOST_PRIORITY}..{MOST_PRIORITY}, got {value[:20]!r}",
+            field=PRIORITY_KEY,
+        )
+    return number
+
+
+def _priority_within(value: str | None, most: int) -> int:
+    """The same of a tenant that may have at most ``most``."""
+    number = priority_of(value) if value else min(0, most)
+    if number > most:
+        raise InvalidArgumentError(f"{PRIORITY_KEY} may be at most {most} with this API key", field=PRIORITY_KEY)
+    return number

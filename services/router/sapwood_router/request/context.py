@@ -1,0 +1,198 @@
+"""One request on its way through the pipeline: what the edge understood, and what each stage adds."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.errors import SapwoodError
+from sapwood_router.request.caller import NOBODY, Caller
+from sapwood_router.request.logprobs import TokenLogprobs
+from sapwood_router.request.output import Output, OutputOptions
+from sapwood_router.request.structure import AnswerGrammar, ToolChoice
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call that the assistant made; ``arguments`` is a JSON object as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One turn of a conversation. Fields as in ``ChatMessage`` of ``common.proto``."""
+
+    role: str
+    content: str | None
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+
+
+class TextPrompt(msgspec.Struct, frozen=True):
+    """A prompt the tokenizer has to encode."""
+
+    text: str
+
+
+class ChatPrompt(msgspec.Struct, frozen=True):
+    """A conversation the tokenizer has to render and encode.
+
+    Attributes:
+        turns: What was said.
+        tools: The tools on offer, a JSON array in the form of OpenAI's API; "" for none.
+        template_variables: Further variables for the chat template, a JSON object; "" for none.
+        add_generation_prompt: Whether to end with the opening of the assistant's turn; None: unless a message is continued.
+        continue_final_message: Whether the answer goes on with the last turn.
+    """
+
+    turns: tuple[Turn, ...]
+    tools: str = ""
+    template_variables: str = ""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+
+class TokenPrompt(msgspec.Struct, frozen=True):
+    """A prompt that is tokens already."""
+
+    token_ids: list[int]
+
+
+Prompt = TextPrompt | ChatPrompt | TokenPrompt
+
+
+class Truncation(msgspec.Struct, frozen=True):
+    """Of a longer prompt ``tokens`` are left, the last ones or the first; -1: as many as leave room for the answer."""
+
+    tokens: int
+    keep_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """How an edge's callers spell the fields that an error may name.
+
+    Attributes:
+        prompt: The prompt as a whole, for example ``text`` or ``messages.messages``.
+        sampling: Prefix of the sampling fields: ``sampling.`` or empty.
+        max_tokens: The full name of the limit on new tokens.
+        call: Prefix of a tool call's name and arguments within the call: ``function.`` or empty.
+        reasoning: The name of a message's reasoning within the message.
+        grammar: The full name of what the text must match; "" where it is named as in ``common.proto``.
+        tool_name: The full name of the tool that is to be called.
+        template_variables: The full name of further variables for the chat template.
+    """
+
+    prompt: str
+    sampling: str = "sampling."
+    max_tokens: str = "sampling.max_tokens"
+    call: str = ""
+    reasoning: str = "reasoning"
+    grammar: str = ""
+    tool_name: str = "tool_choice_function"
+    template_variables: str = "template_variables"
+
+
+class FinishReason(enum.Enum):
+    """Why a generation ended; the values are OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """The end of a generation."""
+
+    reason: FinishReason
+    usage: Usage
+    stop_match: str | None = None
+
+
+class Delta(msgspec.Struct):
+    """New output and the tokens read for it; ``finish`` is set on the last one only.
+
+    ``logprobs``, if asked for, has one for each token; the first ``text_tokens`` of the tokens are no end token.
+    """
+
+    output: Output
+    token_ids: list[int]
+    finish: Finish | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
+    text_tokens: int = 0
+
+
+class RequestContext(msgspec.Struct):
+    """A request and what the stages learned about it. One task owns it.
+
+    Attributes:
+        request_id: The client's id, or one made for it: for logs, metadata and answers.
+        prompt, model, sampling: What the client asked for; the seed is the client's or one drawn for it.
+        truncation: How a long prompt is cut; None: it is not.
+        output: How tokens become output: what the client asked for, then what the model needs (prepare).
+        whole: The answer is told in one piece, at its end.
+        detokenize: Whether there is to be text; else the answer is token ids alone.
+        grammar: What the text must match.
+        tool_choice: Which calls there must be.
+        parallel_tool_calls: Whether there may be several calls.
+        compiled_grammar: The grammar of the output as workers take it; empty if it is free (prepare).
+        fields: How the client spells them.
+        deadline: On the event loop's clock.
+        caller: Who asks.
+        worker_request_id: Unique among all requests, also where clients reuse an id.
+        token_ids: The prompt's tokens (prepare).
+        worker, reason: Address of the worker that answers, and why it was chosen (select).
+        output_ids: Tokens the worker generated so far (execute).
+        logprobs, prompt_logprobs: How likely those were, and the prompt's tokens but the first, if asked for (execute).
+        worker_finish, cached_tokens: What the worker said (execute); what was cached is what the first worker found.
+        attempts: Workers the request was given to (build).
+        resumptions: How often the stream went on, on another worker, after tokens had come.
+        started, first_token: On ``time.perf_counter``'s clock.
+        usage, error: How it ended (respond, or the pipeline); neither is set while it runs or if the client left.
+    """
+
+    request_id: str
+    worker_request_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    output: OutputOptions
+    fields: FieldNames
+    deadline: float
+    model: str | None = None
+    truncation: Truncation | None = None
+    whole: bool = False
+    detokenize: bool = True
+    grammar: AnswerGrammar | None = None
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    caller: Caller = NOBODY
+    compiled_grammar: bytes = b""
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    worker: str = "-"
+    reason: str = "-"
+    output_ids: list[int] = msgspec.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    worker_finish: FinishReason | None = None
+    cached_tokens: int = 0
+    attempts: int = 0
+    resumptions: int = 0
+    started: float = msgspec.field(default_factory=time.perf_counter)
+    first_token: float | None = None
+    usage: Usage | None = None
+    error: SapwoodError | None = None

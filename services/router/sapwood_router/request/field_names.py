@@ -1,0 +1,65 @@
+"""Errors of the tokenizer and the worker name *their* fields; here they come to name the client's."""
+
+from __future__ import annotations
+
+import re
+
+from sapwood_common.errors import InternalError, InvalidArgumentError, SapwoodError
+from sapwood_router.request.context import FieldNames
+
+_SAMPLING = "sampling."
+_OPTIONS = "options."
+_TOOL_CALLS = "tool_calls."
+_PART_OF_CALL = re.compile(r"(?<=\.tool_calls\[)(\d+\]\.)(?=name$|arguments$)")
+_REASONING = re.compile(r"(?<=\.)reasoning$")
+
+
+def to_client_field(error: SapwoodError, fields: FieldNames) -> SapwoodError:
+    """The same error with its field as the client spells it.
+
+    An InvalidArgumentError about a field that the client never set (one the router fills in) is the router's own fault.
+    """
+    if error.field is None:
+        return error
+    name = _translate(error.field, fields)
+    if name is None:
+        if isinstance(error, InvalidArgumentError):
+            return InternalError(f"a service refused its request: {error.field}: {error.message}")
+        return type(error)(error.message, retry_after=error.retry_after)
+    return type(error)(error.message, field=name, retry_after=error.retry_after)
+
+
+def detokenizer_error(error: SapwoodError) -> SapwoodError:
+    """The error of a detokenizer stream as the client is told it: of what it is given, stop and tools are the client's."""
+    name = (error.field or "").removeprefix(_OPTIONS)
+    if name.startswith(("stop", "tools")):
+        return type(error)(error.message, field=name)
+    return InternalError(f"the tokenizer failed: {error.message}")
+
+
+def _translate(field: str, fields: FieldNames) -> str | None:
+    if field.startswith(_SAMPLING):
+        name = field.removeprefix(_SAMPLING)
+        return fields.max_tokens if name == "max_tokens" else fields.sampling + name
+    if field.startswith(_TOOL_CALLS):
+        name = field.removeprefix(_TOOL_CALLS)
+        return fields.tool_name if name == "name" else name
+    if field.startswith("grammar"):
+        return None if field == "grammar.compiled" else fields.grammar or field
+    stem, bracket, rest = field.partition("[")
+    match stem:
+        case "token_ids":  # the worker's name of the whole prompt
+            return fields.prompt
+        case "texts":  # texts[0] is the prompt: the router sends one
+            return fields.prompt
+        case "messages":
+            name = _PART_OF_CALL.sub(rf"\1{fields.call}", bracket + rest)
+            return fields.prompt + _REASONING.sub(fields.reasoning, name)
+        case "stop" | "tools" | "continue_final_message":
+            return field
+        case "template_variables":
+            return fields.template_variables
+        case "reasoning_parser":
+            return fields.grammar or "grammar"
+        case _:
+            return None

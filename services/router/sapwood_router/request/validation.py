@@ -1,0 +1,85 @@
+"""Checks of what a client asked for that need no other service. Each error names the field as the client spells it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.request.context import ChatPrompt, FieldNames, Prompt, TextPrompt
+
+MAX_STOP = 16
+MAX_N = 128
+MAX_EMBEDDED = 2048
+_UINT32 = 2**32
+
+
+def check_prompt(prompt: Prompt, fields: FieldNames) -> None:
+    """Refuses an empty prompt and token ids that are no token ids.
+
+    Raises:
+        InvalidArgumentError: As said.
+    """
+    if isinstance(prompt, TextPrompt):
+        if not prompt.text:
+            raise InvalidArgumentError("the prompt is empty", field=fields.prompt)
+    elif isinstance(prompt, ChatPrompt):
+        if not prompt.turns:
+            raise InvalidArgumentError("the conversation is empty", field=fields.prompt)
+    else:
+        check_token_ids(prompt.token_ids, fields.prompt)
+
+
+def check_token_ids(token_ids: Sequence[int], field: str) -> None:
+    """Refuses none at all, and what is no token id.
+
+    Raises:
+        InvalidArgumentError: As said.
+    """
+    if not token_ids:
+        raise InvalidArgumentError("the prompt is empty", field=field)
+    if not 0 <= min(token_ids) <= max(token_ids) < _UINT32:
+        raise InvalidArgumentError("token ids must be in 0..4294967295", field=field)
+
+
+def check_stop(stop: tuple[str, ...], field: str = "stop") -> None:
+    """Refuses more than 16 stop strings, and an empty one.
+
+    Raises:
+        InvalidArgumentError: As said.
+    """
+    if len(stop) > MAX_STOP:
+        raise InvalidArgumentError(f"at most {MAX_STOP} stop strings, got {len(stop)}", field=field)
+    if not all(stop):
+        raise InvalidArgumentError("a stop string is empty", field=field)
+
+
+def check_truncation(tokens: int, field: str = "truncate_prompt_tokens") -> None:
+    """Refuses a prompt that nothing, or more than anything, would be left of.
+
+    Raises:
+        InvalidArgumentError: As said.
+    """
+    if tokens != -1 and not 1 <= tokens < 2**31:
+        raise InvalidArgumentError(f"{field} must be at least 1, or -1, got {tokens}", field=field)
+
+
+def check_tokens_only(prompt: Prompt, stop: tuple[str, ...]) -> None:
+    """Refuses what needs the text of an answer that is to be token ids alone.
+
+    Raises:
+        InvalidArgumentError: As said.
+    """
+    if stop:
+        raise InvalidArgumentError("stop needs the text, which detokenize false leaves out", field="stop")
+    if isinstance(prompt, ChatPrompt) and prompt.tools:
+        raise InvalidArgumentError("tools need the text, which detokenize false leaves out", field="tools")
+
+
+def check_n(n: int, fields: FieldNames) -> None:
+    """Refuses a number of continuations out of range.
+
+    Raises:
+        InvalidArgumentError: As said.
+    """
+    if not 1 <= n <= MAX_N:
+        raise InvalidArgumentError(f"n must be in 1..{MAX_N}, got {n}", field=f"{fields.sampling}n")

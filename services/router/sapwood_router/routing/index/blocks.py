@@ -1,0 +1,162 @@
+"""Which worker's KV cache holds which page, exactly, as the workers' own events tell.
+
+Algorithm: for each tier one dictionary from page hash to the set of workers that hold the page there, the set as the bits of
+an integer. A page's hash covers everything before it (``sapwood_common.contract.page_hash``), so a prompt's overlap with *all*
+workers is one walk along its hashes: the workers still on the prefix are the intersection of the sets so far. Pages that the
+same workers hold in the same tiers are counted as one run.
+
+Complexity: overlaps O(pages walked + runs x workers), and the walk ends with the last worker; an event O(1) a page;
+forgetting a worker O(its pages).
+Bound: ``byte_budget`` bytes, kept on insert, at ENTRY_BYTES an entry and HOLDING_BYTES a worker and page. A page that does not
+fit is not taken, and counted: the index then knows of less than is there, never of more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from enum import IntEnum
+from types import MappingProxyType
+
+ENTRY_BYTES = 200
+"""An entry of a tier's dictionary: a 16-byte key (64 as allocated), its slot, and an integer for the set."""
+HOLDING_BYTES = 100
+"""A page in a worker's own set; the key is shared with the entry."""
+
+
+class Tier(IntEnum):
+    """Where a worker holds a page; the less, the nearer."""
+
+    GPU = 0
+    HOST = 1
+    REMOTE = 2
+
+
+TIER_WEIGHTS = {Tier.GPU: 1.0, Tier.HOST: 0.8, Tier.REMOTE: 0.4}
+"""What a page found there saves, as a share of computing it."""
+
+
+class BlockIndex:
+    """The exact index. Mutable, not thread-safe.
+
+    Args:
+        byte_budget: Bound on its memory in bytes.
+
+    Attributes:
+        refused: Pages not taken for want of room, since the start.
+    """
+
+    def __init__(self, byte_budget: int) -> None:
+        self._budget = byte_budget
+        self._holders: tuple[dict[bytes, int], ...] = tuple({} for _ in Tier)
+        self._held: dict[str, tuple[set[bytes], ...]] = {}
+        self._bits: dict[str, int] = {}
+        self._holdings = 0
+        self.refused = 0
+
+    @property
+    def bytes_used(self) -> int:
+        """Memory in use, in bytes, as estimated."""
+        return sum(map(len, self._holders)) * ENTRY_BYTES + self._holdings * HOLDING_BYTES
+
+    def knows(self, worker: str) -> bool:
+        """Whether this worker's pages are known."""
+        return worker in self._held
+
+    def pages(self, worker: str, tier: Tier) -> frozenset[bytes]:
+        """The hashes that a worker holds in a tier; a copy."""
+        held = self._held.get(worker)
+        return frozenset(held[tier] if held is not None else ())
+
+    def reset(self, worker: str, snapshot: Iterable[tuple[Tier, Sequence[bytes]]] = ()) -> None:
+        """From now on the worker holds just what the snapshot says."""
+        self.remove(worker)
+        self._held[worker] = tuple(set() for _ in Tier)
+        taken = set(self._bits.values())
+        self._bits[worker] = next(bit for bit in (1 << i for i in range(len(taken) + 1)) if bit not in taken)
+        for tier, hashes in snapshot:
+            self.store(worker, tier, hashes)
+
+    def remove(self, worker: str) -> None:
+        """Forgets a worker."""
+        for tier, held in enumerate(self._held.get(worker, ())):
+            self.drop(worker, Tier(tier), tuple(held))
+        self._held.pop(worker, None)
+        self._bits.pop(worker, None)
+
+    def store(self, worker: str, tier: Tier, hashes: Iterable[bytes]) -> None:
+        """The worker, which is known, holds these pages in a tier."""
+        held, holders, bit = self._held[worker][tier], self._holders[tier], self._bits[worker]
+        for page in hashes:
+            if page in held:
+                continue
+            if self.bytes_used + ENTRY_BYTES + HOLDING_BYTES > self._budget:
+                self.refused += 1
+                continue
+            held.add(page)
+            holders[page] = holders.get(page, 0) | bit
+            self._holdings += 1
+
+    def drop(self, worker: str, tier: Tier, hashes: Iterable[bytes]) -> None:
+        """The worker holds these pages in that tier no more; pages it did not hold are passed over."""
+        held, holders, bit = self._held[worker][tier], self._holders[tier], self._bits[worker]
+        for page in hashes:
+            if page not in held:
+                continue
+            held.discard(page)
+            self._holdings -= 1
+            left = holders[page] & ~bit
+            if left:
+                holders[page] = left
+            else:
+                del holders[page]
+
+    def overlaps(
+        self, hashes: Sequence[bytes], stores: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, tuple[int, float]]:
+        """What each known worker holds of a prompt.
+
+        Args:
+            hashes: The prompt's page hashes, first page first.
+            stores: The store that a worker shares with others of the same store: what one of them holds there, all do.
+
+        Returns:
+            For each worker that holds the first page: how many pages it holds from the start without a gap, in whichever tier,
+            and the sum of their weights, each page's best.
+        """
+        gpu, host, remote = self._holders
+        shared: dict[str, int] = {}
+        for worker, store in stores.items():
+            shared[store] = shared.get(store, 0) | self._bits.get(worker, 0)
+        alive = -1
+        found: dict[int, tuple[int, float]] = {}
+        raw = run = (0, 0, 0)
+        length = 0
+        for page in hashes:
+            sets = (gpu.get(page, 0), host.get(page, 0), remote.get(page, 0))
+            if sets != raw:
+                self._count(found, alive, run, length)
+                raw, run, length = sets, (sets[0], sets[1], _shared(sets[2], shared.values())), 0
+                alive &= run[0] | run[1] | run[2]
+            if run == (0, 0, 0) or not alive:
+                break
+            length += 1
+        self._count(found, alive, run, length)
+        return {worker: found[bit] for worker, bit in self._bits.items() if bit in found}
+
+    def _count(self, found: dict[int, tuple[int, float]], alive: int, run: tuple[int, int, int], length: int) -> None:
+        """Adds a run of pages to the workers that are still on the prefix."""
+        holding = alive & (run[0] | run[1] | run[2])
+        while holding and length:
+            bit = holding & -holding
+            holding ^= bit
+            tier = next(tier for tier in Tier if run[tier] & bit)
+            pages, weight = found.get(bit, (0, 0.0))
+            found[bit] = (pages + length, weight + length * TIER_WEIGHTS[tier])
+
+
+def _shared(holders: int, groups: Collection[int]) -> int:
+    """A set of workers, and all that share a store with one of them."""
+    for group in groups:
+        if holders & group:
+            holders |= group
+    return holders

@@ -1,0 +1,1 @@
+"""The routing policies, one file each, named in ``routing.factory``. They see views of workers only."""

@@ -1,0 +1,136 @@
+"""What a policy is given and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from sapwood_common.contract.page_hash import cache_namespace, hash_pages
+from sapwood_router.fleet.worker import WorkerView
+
+
+class PromptPages:
+    """A prompt as policies see it: its tokens, and its page hashes for whoever asks (computed once a page size).
+
+    Args:
+        token_ids: The prompt.
+        session: What the client named as its session; may be empty.
+        cache_salt: The tenant's: what the worker caches for it has hashes of its own.
+    """
+
+    def __init__(self, token_ids: Sequence[int], session: str = "", cache_salt: str = "") -> None:
+        self.token_ids = token_ids
+        self.session = session
+        self._namespace = cache_namespace(cache_salt)
+        self._hashes: dict[int, list[bytes]] = {}
+
+    def hashes(self, page_size: int) -> list[bytes]:
+        """The hashes of the prompt's full pages. The list is shared: callers do not change it."""
+        found = self._hashes.get(page_size)
+        if found is None:
+            found = self._hashes[page_size] = hash_pages(self.token_ids, page_size, salt=self._namespace)
+        return found
+
+    def extended(self, new_tokens: Sequence[int], page_size: int) -> list[bytes]:
+        """The hashes of the full pages of the prompt followed by ``new_tokens``; hashes only what is new."""
+        hashes = self.hashes(page_size)
+        tail = [*self.token_ids[len(hashes) * page_size :], *new_tokens]
+        return hashes + hash_pages(tail, page_size, salt=hashes[-1] if hashes else self._namespace)
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """A policy's answer.
+
+    Attributes:
+        address: The worker's.
+        reason: Why, in one word or two joined by ``_``: a label in logs and metrics.
+        cached_tokens: How many of the prompt's tokens the worker is believed to hold; 0 if the policy does not know.
+    """
+
+    address: str
+    reason: str
+    cached_tokens: int = 0
+
+
+class Policy(Protocol):
+    """Chooses workers. Runs on the event loop: every method is quick and does no I/O.
+
+    Attributes:
+        remembers: Whether it remembers what workers hold. One that does serves all models, and hears of resets and drains; of
+            the others, which take turns or draw, each model has its own.
+        reads_events: Whether it asks the index that workers' KV events fill: without it nobody follows them.
+    """
+
+    remembers: bool
+    reads_events: bool
+
+    def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
+        """One of ``workers``, which are not empty and all available.
+
+        Mutates nothing but the policy's own counter or random generator; the answer is valid for these views only.
+        """
+        ...
+
+    def placed(self, address: str, page_size: int, prompt: PromptPages) -> None:
+        """The prompt goes to that worker. Mutates only what the policy remembers; effective for the next choice."""
+        ...
+
+    def finished(self, address: str, page_size: int, prompt: PromptPages, new_tokens: Sequence[int]) -> None:
+        """The worker now holds the prompt and ``new_tokens`` after it. Mutates only what the policy remembers."""
+        ...
+
+    def failed(self, address: str, page_size: int, prompt: PromptPages) -> None:
+        """The worker refused the prompt that was placed there, failed at it or was lost: nobody knows that it holds any of it.
+        Mutates only what the policy remembers. (Of a request that its client gave up a policy hears neither.)
+        """
+        ...
+
+    def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
+        """For each worker's address, the prompt's tokens it holds and what it would cost; empty if the policy asks for
+        neither. Mutates nothing.
+        """
+        ...
+
+    def reset(self, address: str, num_pages: int) -> None:
+        """The worker (re)started: it holds nothing and has room for ``num_pages`` pages."""
+        ...
+
+    def drained(self, address: str, heirs: Sequence[str]) -> None:
+        """The worker gets nothing new: what it was asked lately is for ``heirs`` now. Mutates only what the policy remembers."""
+        ...
+
+
+class Forgetful:
+    """The part of a policy that remembers nothing of what it placed."""
+
+    remembers = False
+    reads_events = False
+
+    def placed(self, address: str, page_size: int, prompt: PromptPages) -> None:
+        """Nothing to remember."""
+
+    def finished(self, address: str, page_size: int, prompt: PromptPages, new_tokens: Sequence[int]) -> None:
+        """Nothing to remember."""
+
+    def failed(self, address: str, page_size: int, prompt: PromptPages) -> None:
+        """Nothing to take back."""
+
+    def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
+        """It has no measure of cost."""
+        return {}
+
+    def reset(self, address: str, num_pages: int) -> None:
+        """Nothing to forget."""
+
+    def drained(self, address: str, heirs: Sequence[str]) -> None:
+        """Nothing to hand on."""
+
+
+LoadKey = tuple[int, int, float]
+
+
+def load_key(view: WorkerView) -> LoadKey:
+    """Sorts workers by load: requests, then tokens to prefill, then work given lately, so that idle ones take turns."""
+    return (view.requests, view.queued_tokens, view.recent_work)

@@ -1,0 +1,24 @@
+"""Any worker."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from sapwood_router.fleet.worker import WorkerView
+from sapwood_router.routing.policies.base import Choice, Forgetful, PromptPages
+
+
+class Random(Forgetful):
+    """Each worker equally likely. O(1).
+
+    Args:
+        rng: Source of randomness.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
+        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
+        return Choice(self._rng.choice(workers).address, "random")

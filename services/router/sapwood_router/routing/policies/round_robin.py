@@ -1,0 +1,21 @@
+"""Each worker in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sapwood_router.fleet.worker import WorkerView
+from sapwood_router.routing.policies.base import Choice, Forgetful, PromptPages
+
+
+class RoundRobin(Forgetful):
+    """Each worker in turn, whatever its load. O(1)."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
+        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
+        chosen = workers[self._next % len(workers)]
+        self._next += 1
+        return Choice(chosen.address, "round_robin")

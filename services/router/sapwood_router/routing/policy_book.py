@@ -1,0 +1,67 @@
+"""Which policy decides for which model, and which shadows watch it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from sapwood_router.routing.policies.base import Policy
+from sapwood_router.routing.shadowed import Shadowed
+
+
+class PolicyBook:
+    """The policies of all models. Those that remember what workers hold are made once, since a worker serves one model.
+
+    Args:
+        default: The policy of models that are not named.
+        of_models: Policies of those that are.
+        shadows: Asked beside each of them.
+        make: Makes a policy.
+        on_shadow: See :class:`~sapwood_router.routing.shadowed.Shadowed`.
+
+    Attributes:
+        reads_events: Whether any of them asks the index that workers' KV events fill.
+    """
+
+    def __init__(
+        self,
+        default: str,
+        of_models: Mapping[str, str],
+        shadows: Sequence[str],
+        make: Callable[[str], Policy],
+        on_shadow: Callable[[str, bool], None],
+    ) -> None:
+        self._default = default
+        self._of_models = of_models
+        self._shadows = tuple(dict.fromkeys(shadows))
+        self._make = make
+        self._on_shadow = on_shadow
+        made = {name: make(name) for name in {default, *of_models.values(), *self._shadows}}
+        self._remembering = {name: policy for name, policy in made.items() if policy.remembers}
+        self.reads_events = any(policy.reads_events for policy in made.values())
+        self._books: dict[str, Shadowed] = {}
+
+    def name_of(self, model: str) -> str:
+        """The name of the policy that decides for a model."""
+        return self._of_models.get(model, self._default)
+
+    def of(self, model: str) -> Shadowed:
+        """The policy of a model that workers serve; always the same."""
+        found = self._books.get(model)
+        if found is None:
+            live = self.name_of(model)
+            shadows: dict[str, Policy] = {name: self._get(name) for name in self._shadows if name != live}
+            found = self._books[model] = Shadowed(self._get(live), shadows, self._on_shadow)
+        return found
+
+    def reset(self, address: str, num_pages: int) -> None:
+        """The worker (re)started, or is gone: it holds nothing and has room for ``num_pages`` pages."""
+        for policy in self._remembering.values():
+            policy.reset(address, num_pages)
+
+    def drained(self, address: str, heirs: Sequence[str]) -> None:
+        """The worker gets nothing new; ``heirs`` serve the same model."""
+        for policy in self._remembering.values():
+            policy.drained(address, heirs)
+
+    def _get(self, name: str) -> Policy:
+        return self._remembering.get(name) or self._make(name)

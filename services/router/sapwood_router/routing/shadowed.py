@@ -1,0 +1,53 @@
+"""A policy that decides, and others that are asked beside it: what they would have chosen is counted, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from sapwood_router.fleet.worker import WorkerView
+from sapwood_router.routing.policies.base import Choice, Policy, PromptPages
+
+
+class Shadowed:
+    """Decides as ``live`` does. All learn of every placement, so that each knows what the workers really hold.
+
+    Args:
+        live: Decides.
+        shadows: Asked for each decision, by their names; none is ``live``.
+        on_shadow: Gets a shadow's name, and whether it chose as ``live`` did.
+    """
+
+    def __init__(self, live: Policy, shadows: Mapping[str, Policy], on_shadow: Callable[[str, bool], None]) -> None:
+        self.live = live
+        self._shadows = shadows
+        self._on_shadow = on_shadow
+
+    def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
+        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
+        choice = self.live.choose(workers, prompt)
+        for name, would in self.would_choose(workers, prompt).items():
+            self._on_shadow(name, would.address == choice.address)
+        return choice
+
+    def would_choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> dict[str, Choice]:
+        """Each shadow's choice, by its name. Counts nothing."""
+        return {name: shadow.choose(workers, prompt) for name, shadow in self._shadows.items()}
+
+    def placed(self, address: str, page_size: int, prompt: PromptPages) -> None:
+        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
+        for policy in (self.live, *self._shadows.values()):
+            policy.placed(address, page_size, prompt)
+
+    def finished(self, address: str, page_size: int, prompt: PromptPages, new_tokens: Sequence[int]) -> None:
+        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
+        for policy in (self.live, *self._shadows.values()):
+            policy.finished(address, page_size, prompt, new_tokens)
+
+    def failed(self, address: str, page_size: int, prompt: PromptPages) -> None:
+        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
+        for policy in (self.live, *self._shadows.values()):
+            policy.failed(address, page_size, prompt)
+
+    def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
+        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
+        return self.live.explain(workers, prompt)

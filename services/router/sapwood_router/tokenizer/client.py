@@ -1,0 +1,213 @@
+"""The tokenizer service as the pipeline uses it: encode a prompt, on another replica if one is lost, or after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from sapwood.v1 import tokenizer_pb2
+from sapwood_common.errors import DeadlineExceededError, UnavailableError
+from sapwood_common.network.channel import request_metadata
+from sapwood_router.edges.grpc.convert import to_turns
+from sapwood_router.request.context import ChatPrompt
+from sapwood_router.request.structure import CompiledGrammar
+from sapwood_router.request.token_table import TokenTable
+from sapwood_router.tokenizer.replica import TokenizerReplica
+
+AnswerT = TypeVar("AnswerT")
+
+_PAUSE = 0.1
+_TOKENS_A_REQUEST = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """A conversation as tokens; ``reasoning_open`` says whether the output begins inside reasoning, None if unknown."""
+
+    token_ids: list[int]
+    reasoning_open: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """The tokenizer's names of the parsers that fit the model; "" where none does."""
+
+    tool_parser: str
+    reasoning_parser: str
+
+
+class TokenizerClient:
+    """Encodes prompts on any of the tokenizer's replicas, and knows which parsers the model's output needs.
+
+    Args:
+        replicas: Gives the replicas there are now, all with the same model.
+        grace: Seconds that a call waits while every replica is gone.
+    """
+
+    def __init__(self, replicas: Callable[[], Sequence[TokenizerReplica]], grace: float) -> None:
+        self._replicas = replicas
+        self._grace = grace
+        self._turn = 0
+        self._parsers: Parsers | None = None
+        self._token_bytes = TokenTable()
+
+    @property
+    def problem(self) -> str | None:
+        """Why the service cannot be used; None while one of its replicas is well."""
+        replicas = self._replicas()
+        if any(replica.problem is None for replica in replicas):
+            return None
+        return "; ".join(f"{replica.address}: {replica.problem}" for replica in replicas) or "has no address yet"
+
+    async def encode_text(self, text: str, request_id: str, deadline: float, cache_salt: str = "") -> list[int]:
+        """The tokens of a text, special tokens added.
+
+        Args:
+            text: The text.
+            request_id: For the service's log.
+            deadline: On the event loop's clock.
+            cache_salt: Whose it is: the service shares what it keeps only under the same one.
+
+        Raises:
+            SapwoodError: The service's own error; UnavailableError if it is gone; DeadlineExceededError.
+        """
+        (encoded,) = await self.encode_texts([text], request_id, deadline, cache_salt)
+        return encoded
+
+    async def encode_texts(
+        self, texts: Sequence[str], request_id: str, deadline: float, cache_salt: str = ""
+    ) -> list[list[int]]:
+        """The tokens of several texts; arguments as of :meth:`encode_text`.
+
+        Raises:
+            SapwoodError: As :meth:`encode_text`.
+        """
+        request = tokenizer_pb2.TokenizeRequest(texts=texts, cache_salt=cache_salt)
+        answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
+        return [list(sequence.ids) for sequence in answer.sequences]
+
+    async def encode_chat(
+        self, prompt: ChatPrompt, request_id: str, deadline: float, cache_salt: str = ""
+    ) -> EncodedChat:
+        """The tokens of a conversation, rendered with the model's template and opened for the assistant's turn.
+
+        Raises:
+            SapwoodError: As :meth:`encode_text`.
+        """
+        request = tokenizer_pb2.ApplyChatTemplateRequest(
+            messages=to_turns(prompt.turns),
+            tools=prompt.tools,
+            template_variables=prompt.template_variables,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final_message=prompt.continue_final_message,
+            cache_salt=cache_salt,
+        )
+        answer = await self._patiently(
+            lambda replica: replica.apply_chat_template(request, request_id, deadline), deadline
+        )
+        reasoning_open = answer.reasoning_open if answer.HasField("reasoning_open") else None
+        return EncodedChat(list(answer.tokens.ids), reasoning_open)
+
+    async def parsers(self, request_id: str, deadline: float) -> Parsers:
+        """The parsers that fit the model. The service is asked once, and again after :meth:`forget`.
+
+        Raises:
+            SapwoodError: As :meth:`encode_text`.
+        """
+        if self._parsers is not None:
+            return self._parsers
+        request = tokenizer_pb2.GetInfoRequest()
+        answer = await self._patiently(
+            lambda replica: replica.call(
+                lambda stub, timeout: stub.GetInfo(request, timeout=timeout, metadata=request_metadata(request_id)),
+                deadline,
+            ),
+            deadline,
+        )
+        self._parsers = Parsers(answer.tool_parser, answer.reasoning_parser)
+        return self._parsers
+
+    async def compile_grammar(
+        self, request: tokenizer_pb2.CompileGrammarRequest, request_id: str, deadline: float
+    ) -> CompiledGrammar:
+        """The grammar of an output, as workers take it. The service keeps what it compiled.
+
+        Raises:
+            SapwoodError: As :meth:`encode_text`.
+        """
+        answer = await self._patiently(
+            lambda replica: replica.call(
+                lambda stub, timeout: stub.CompileGrammar(
+                    request, timeout=timeout, metadata=request_metadata(request_id)
+                ),
+                deadline,
+            ),
+            deadline,
+        )
+        return CompiledGrammar(answer.compiled, answer.tool_parser)
+
+    async def token_bytes(self, token_ids: Iterable[int], request_id: str, deadline: float) -> TokenTable:
+        """The bytes of tokens, of these at least. The service is asked once for each, and again after :meth:`forget`.
+
+        Raises:
+            SapwoodError: As :meth:`encode_text`.
+        """
+        table = self._token_bytes
+        unknown = sorted({token for token in token_ids if token not in table})
+        for start in range(0, len(unknown), _TOKENS_A_REQUEST):
+            part = unknown[start : start + _TOKENS_A_REQUEST]
+            request = tokenizer_pb2.GetTokenBytesRequest(token_ids=part)
+            answer = await self._patiently(
+                lambda replica: replica.call(
+                    lambda stub, timeout: stub.GetTokenBytes(
+                        request,  # noqa: B023 - called before the loop goes on
+                        timeout=timeout,
+                        metadata=request_metadata(request_id),
+                    ),
+                    deadline,
+                ),
+                deadline,
+            )
+            table.update(zip(part, answer.tokens, strict=True))
+            table.special.update(answer.special)
+        return table
+
+    def forget(self) -> None:
+        """The service may have been replaced: what it said of itself holds no longer."""
+        self._parsers = None
+        self._token_bytes = TokenTable()
+
+    async def _patiently(self, ask: Callable[[TokenizerReplica], Awaitable[AnswerT]], deadline: float) -> AnswerT:
+        loop = asyncio.get_running_loop()
+        give_up = min(loop.time() + self._grace, deadline)
+        tried: set[TokenizerReplica] = set()
+        last: UnavailableError | None = None
+        while True:
+            if loop.time() >= deadline:
+                raise DeadlineExceededError("the deadline passed while the prompt was tokenized")
+            replica = self._choose(tried)
+            if replica is not None:
+                try:
+                    return await ask(replica)
+                except UnavailableError as error:
+                    last = error
+                    tried.add(replica)
+                    continue
+            if loop.time() + _PAUSE >= give_up:
+                raise UnavailableError("the tokenizer is not available", retry_after=1.0) from last
+            tried.clear()
+            await asyncio.sleep(_PAUSE)
+
+    def _choose(self, tried: set[TokenizerReplica]) -> TokenizerReplica | None:
+        """Of those not tried, one that is well with the fewest calls, in turn; one that is not well if there is no other."""
+        replicas = self._replicas()
+        self._turn += 1
+        count = len(replicas)
+        order = (replicas[(self._turn + index) % count] for index in range(count))
+        return min(
+            (replica for replica in order if replica not in tried),
+            key=lambda replica: (replica.problem is not None, replica.load),
+            default=None,
+        )

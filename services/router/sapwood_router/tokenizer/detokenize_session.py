@@ -1,0 +1,241 @@
+"""One Detokenize call to a replica of the tokenizer, shared by many requests.
+
+One call, not one a request, because messages are what costs CPU: whatever the requests have ready goes out together. A lost call
+is opened again, and each stream open at the time is replayed on it from its tokens; the output that its client has already is
+dropped as it comes again. A restart of the tokenizer is a pause. Where there are several replicas, another one's session takes
+the streams over; see ``detokenize_pool``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+
+from sapwood.v1 import tokenizer_pb2
+from sapwood_common.errors import UnavailableError
+from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
+from sapwood_router.edges.grpc.convert import output_of, stream_error, to_options
+from sapwood_router.request.field_names import detokenizer_error
+from sapwood_router.request.output import OutputOptions
+from sapwood_router.tokenizer.detokenize_stream import DetokenizeStream
+from sapwood_router.tokenizer.replica import TokenizerReplica
+from sapwood_router.transport.duplex_dial import open_call
+
+logger = logging.getLogger(__name__)
+
+_METHOD = "/sapwood.v1.Tokenizer/Detokenize"
+_TOKENS_A_MESSAGE = 256 * 1024
+"""Beyond these a message takes no further stream: far from what the service takes, also where each stream brings tools."""
+_BYTES_A_TOKEN = 4
+"""What options are counted as, beside tokens."""
+_RETRY_INTERVAL = 0.1
+_SETTLED_AFTER = 0.5
+_OPEN_TIMEOUT = 2.0
+_GATHERING = 0.002
+"""Seconds from a message with inputs of ``_MANY`` streams to the next: there are more, whose workers step at other times."""
+_MANY = 8
+
+
+class DetokenizeSession:
+    """Opens streams, and carries them over one call while :meth:`run` runs.
+
+    Args:
+        replica: Where the call goes.
+        grace: Seconds that streams wait for a replica that is gone before they fail UNAVAILABLE.
+        on_lost: Called with this session when its call is lost, and again, with False, for each attempt to open it anew that
+            fails.
+    """
+
+    def __init__(
+        self, replica: TokenizerReplica, grace: float, on_lost: Callable[[DetokenizeSession, bool], None]
+    ) -> None:
+        self._replica = replica
+        self._grace = grace
+        self._on_lost = on_lost
+        self._ids = itertools.count(1)
+        self._streams: dict[int, DetokenizeStream] = {}
+        self._dirty: dict[int, DetokenizeStream] = {}
+        self._cancelled: list[int] = []
+        self._flushing = False
+        self._flushed = 0.0
+        self._last_inputs = 0
+        self._lost_since: float | None = None
+        self._call: DuplexCall | None = None
+        self._stands = False
+        self._finishing = False
+
+    @property
+    def up(self) -> bool:
+        """Whether the call stands and the replica is well."""
+        return self._stands and self._replica.problem is None
+
+    @property
+    def load(self) -> int:
+        """Streams open."""
+        return len(self._streams)
+
+    def open(self, options: OutputOptions, *, whole: bool) -> DetokenizeStream:
+        """A new stream, read in one piece at its end if ``whole``. The caller reads it to its end or closes it."""
+        stream = DetokenizeStream(next(self._ids), options, self._on_dirty, self._on_close, whole=whole)
+        self._streams[stream.stream_id] = stream
+        return stream
+
+    def hand_over(self) -> list[DetokenizeStream]:
+        """All streams, which are no longer this session's."""
+        streams = list(self._streams.values())
+        self._streams.clear()
+        self._dirty.clear()
+        self._end_if_finished()
+        return streams
+
+    def adopt(self, stream: DetokenizeStream) -> None:
+        """Takes over a stream whose own session was lost: it is replayed here."""
+        stream.attach(next(self._ids), self._on_dirty, self._on_close)
+        stream.rewind()
+        self._streams[stream.stream_id] = stream
+        self._on_dirty(stream)
+
+    def abandon(self, problem: str) -> None:
+        """Gives the call up, if there is one: the replica does not answer."""
+        if self._call is not None:
+            self._call.close(problem)
+
+    def finish(self) -> None:
+        """No stream will be opened any more: :meth:`run` returns once there is none."""
+        self._finishing = True
+        self._end_if_finished()
+
+    async def run(self) -> None:
+        """Keeps the call open until :meth:`finish`; cancel it to stop."""
+        loop = asyncio.get_running_loop()
+        while not (self._finishing and not self._streams):
+            problem = await self._carry_one_call()
+            self._stands = False
+            now = loop.time()
+            first = self._lost_since is None
+            if self._lost_since is None:
+                self._lost_since = now
+                logger.info("the detokenizer call was lost with %d streams open: %s", len(self._streams), problem)
+            self._on_lost(self, first)
+            if now - self._lost_since >= self._grace:
+                for stream in tuple(self._streams.values()):
+                    stream.fail(UnavailableError("the tokenizer is not available", retry_after=1.0))
+            await asyncio.sleep(_RETRY_INTERVAL)
+
+    async def _carry_one_call(self) -> str:
+        self._cancelled.clear()
+        for stream in self._streams.values():
+            stream.rewind()
+        self._dirty = dict(self._streams)
+        try:
+            call = self._call = await open_call(self._replica.address, _METHOD, self._replica.dialer, _OPEN_TIMEOUT)
+        except CallEndedError as error:
+            return str(error)
+        settled = asyncio.get_running_loop().call_later(_SETTLED_AFTER, self._settle, call)
+        try:
+            call.follow(self._take, self._flush)
+            self._flush()
+            self._end_if_finished()
+            return str(await call.wait_ended())
+        finally:
+            settled.cancel()
+            call.close()
+            self._call = None
+
+    def _take(self, message: bytes) -> None:
+        self._lost_since = None
+        self._stands = True
+        for output in tokenizer_pb2.DetokenizeResponse.FromString(message).outputs:
+            self._deliver(output)
+
+    def _settle(self, call: DuplexCall) -> None:
+        # With nothing to detokenize no answer will say that the call stands.
+        if not call.ended:
+            self._lost_since = None
+            self._stands = True
+
+    def _schedule(self) -> None:
+        """Sends what there is once everything that is ready now was handled; a moment later where many come."""
+        if not self._flushing:
+            self._flushing = True
+            loop = asyncio.get_running_loop()
+            if self._last_inputs >= _MANY and loop.time() - self._flushed < _GATHERING:
+                loop.call_later(_GATHERING, self._flush)
+            else:
+                loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        self._flushed = asyncio.get_running_loop().time()
+        call = self._call
+        while call is not None and call.ready and (self._dirty or self._cancelled):
+            request = self._next_request()
+            self._last_inputs = len(request.inputs)
+            call.write(request.SerializeToString())
+
+    def _next_request(self) -> tokenizer_pb2.DetokenizeRequest:
+        request = tokenizer_pb2.DetokenizeRequest()
+        for stream_id in self._cancelled:
+            request.inputs.add(stream_id=stream_id, cancel=True)
+        self._cancelled.clear()
+        budget = _TOKENS_A_MESSAGE
+        while self._dirty and budget > 0:
+            _, stream = self._dirty.popitem()
+            budget -= self._add_input(request, stream, budget)
+        return request
+
+    def _add_input(self, request: tokenizer_pb2.DetokenizeRequest, stream: DetokenizeStream, budget: int) -> int:
+        upto = min(len(stream.token_ids), stream.written + budget)
+        cost = upto - stream.written
+        complete = upto == len(stream.token_ids)
+        end = stream.end_pushed and complete and not stream.end_written
+        item = request.inputs.add(
+            stream_id=stream.stream_id, token_ids=stream.token_ids[stream.written : upto], end=end
+        )
+        if not stream.opened:
+            stream.opened = True
+            options = to_options(stream.options)
+            item.options.CopyFrom(options)
+            cost += options.ByteSize() // _BYTES_A_TOKEN
+        stream.end_written = stream.end_written or end
+        stream.wrote(upto)
+        if not complete:
+            self._dirty[stream.stream_id] = stream
+        return cost
+
+    def _deliver(self, output: tokenizer_pb2.DetokenizeOutput) -> None:
+        stream = self._streams.get(output.stream_id)
+        if stream is None:
+            return  # closed here while this was on its way
+        if output.HasField("error"):
+            stream.opened = False
+            stream.fail(detokenizer_error(stream_error(output.error)))
+            return
+        if output.ended:
+            self._streams.pop(output.stream_id)
+            self._dirty.pop(output.stream_id, None)
+            self._end_if_finished()
+        stream.deliver(
+            output_of(output),
+            output.tokens_consumed,
+            ended=output.ended,
+            stop_match=output.stop_match if output.HasField("stop_match") else None,
+        )
+
+    def _on_dirty(self, stream: DetokenizeStream) -> None:
+        self._dirty[stream.stream_id] = stream
+        self._schedule()
+
+    def _on_close(self, stream: DetokenizeStream) -> None:
+        self._streams.pop(stream.stream_id, None)
+        self._dirty.pop(stream.stream_id, None)
+        if stream.opened:
+            self._cancelled.append(stream.stream_id)
+            self._schedule()
+        self._end_if_finished()
+
+    def _end_if_finished(self) -> None:
+        if self._finishing and not self._streams:
+            self.abandon("its replica left")

@@ -1,0 +1,186 @@
+"""One Encode call to a replica of the tokenizer, shared by the requests whose prompts it encodes.
+
+What the requests of one turn of the event loop ask goes out together, and costs a fraction of the CPU time of grpcio's calls. A
+lost call takes its items with it: they are UNAVAILABLE, and their requests ask another replica, or this one again. Until the call
+stands, and of a tokenizer that does not know the method, ``up`` is false.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+
+import grpc
+
+from sapwood.v1 import tokenizer_pb2
+from sapwood_common.errors import DeadlineExceededError, UnavailableError
+from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
+from sapwood_common.network.channel import Dialer
+from sapwood_router.edges.grpc.convert import stream_error
+from sapwood_router.transport.duplex_dial import open_call
+
+logger = logging.getLogger(__name__)
+
+_METHOD = "/sapwood.v1.Tokenizer/Encode"
+_RETRY_INTERVAL = 0.1
+_UNKNOWN_INTERVAL = 2.0
+"""Seconds until a tokenizer is asked again that did not know the method."""
+_OPEN_TIMEOUT = 2.0
+_BYTES_A_MESSAGE = 512 * 1024
+_LONGEST_MS = 2**32 - 1
+
+Result = tokenizer_pb2.EncodeResult
+
+
+class EncodeSession:
+    """Asks over one call while :meth:`run` runs.
+
+    Args:
+        address: Where the replica is.
+        dialer: Connects to it.
+    """
+
+    MOST_BYTES = 256 * 1024
+    """The most an item may have; what is larger would hold up the others and goes in a call of its own."""
+
+    def __init__(self, address: str, dialer: Dialer) -> None:
+        self._address = address
+        self._dialer = dialer
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Result]] = {}
+        self._unsent: dict[int, tokenizer_pb2.EncodeItem] = {}
+        self._flushing = False
+        self._call: DuplexCall | None = None
+        self._stands = False
+        self._finishing = False
+
+    @property
+    def up(self) -> bool:
+        """Whether the call stands, and items are taken."""
+        return self._stands and not self._finishing
+
+    @property
+    def load(self) -> int:
+        """Items under way."""
+        return len(self._waiting)
+
+    async def ask(self, item: tokenizer_pb2.EncodeItem, deadline: float) -> Result:
+        """What the tokenizer answers to an item, whose id and time are filled in here; call it only while ``up``.
+
+        Args:
+            item: Of at most :attr:`MOST_BYTES`.
+            deadline: On the loop's clock.
+
+        Raises:
+            SapwoodError: The tokenizer's own error; UnavailableError if the call is lost; DeadlineExceededError.
+        """
+        loop = asyncio.get_running_loop()
+        item_id = item.id = next(self._ids)
+        item.timeout_ms = min(max(0, int((deadline - loop.time()) * 1000)), _LONGEST_MS)
+        answer: asyncio.Future[Result] = loop.create_future()
+        self._waiting[item_id] = answer
+        self._unsent[item_id] = item
+        self._schedule()
+        timer = loop.call_at(deadline, _expire, answer)
+        try:
+            result = await answer
+        finally:
+            timer.cancel()
+            if self._waiting.pop(item_id, None) is not None:
+                self._cancel(item_id)
+        if result.WhichOneof("outcome") == "error":
+            raise stream_error(result.error)
+        return result
+
+    def abandon(self, problem: str) -> None:
+        """Gives the call up, if there is one: the replica does not answer."""
+        if self._call is not None:
+            self._call.close(problem)
+
+    def finish(self) -> None:
+        """Nothing will be asked any more: :meth:`run` returns once all is answered."""
+        self._finishing = True
+        self._end_if_finished()
+
+    async def run(self) -> None:
+        """Keeps the call open until :meth:`finish`; cancel it to stop."""
+        try:
+            while not (self._finishing and not self._waiting):
+                end = await self._carry_one_call()
+                if self._stands or self._waiting:
+                    logger.info("the encoding call to %s was lost with %d items: %s", self._address, self.load, end)
+                self._lose(f"tokenizer {self._address}: {end}")
+                unknown = end.code is grpc.StatusCode.UNIMPLEMENTED
+                if not self._finishing:
+                    await asyncio.sleep(_UNKNOWN_INTERVAL if unknown else _RETRY_INTERVAL)
+        finally:
+            self._lose("this router stops")
+
+    async def _carry_one_call(self) -> CallEndedError:
+        try:
+            call = self._call = await open_call(self._address, _METHOD, self._dialer, _OPEN_TIMEOUT)
+        except CallEndedError as error:
+            return error
+        try:
+            call.follow(self._take, self._flush)
+            self._end_if_finished()
+            return await call.wait_ended()
+        finally:
+            call.close()
+            self._call = None
+
+    def _take(self, message: bytes) -> None:
+        self._stands = True  # the first has no results and comes at once
+        waiting = self._waiting
+        for result in tokenizer_pb2.EncodeResponse.FromString(message).results:
+            answer = waiting.pop(result.id, None)
+            if answer is not None and not answer.done():
+                answer.set_result(result)
+        self._end_if_finished()
+
+    def _lose(self, problem: str) -> None:
+        self._stands = False
+        waiting, self._waiting = self._waiting, {}
+        self._unsent.clear()
+        for answer in waiting.values():
+            if not answer.done():
+                answer.set_exception(UnavailableError(problem, retry_after=1.0))
+
+    def _cancel(self, item_id: int) -> None:
+        """Its request left, or its deadline passed."""
+        if self._unsent.pop(item_id, None) is None:
+            self._unsent[item_id] = tokenizer_pb2.EncodeItem(id=item_id, cancel=True)
+            self._schedule()
+        self._end_if_finished()
+
+    def _schedule(self) -> None:
+        """Sends what there is once everything that is ready now was handled."""
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        call, unsent = self._call, self._unsent
+        while unsent and call is not None and call.ready:
+            if len(unsent) == 1:
+                _, item = unsent.popitem()
+                call.write(tokenizer_pb2.EncodeRequest(items=(item,)).SerializeToString())
+                return
+            request = tokenizer_pb2.EncodeRequest()
+            size = 0
+            while unsent and size < _BYTES_A_MESSAGE:
+                item = unsent.pop(next(iter(unsent)))
+                request.items.append(item)
+                size += item.ByteSize()
+            call.write(request.SerializeToString())
+
+    def _end_if_finished(self) -> None:
+        if self._finishing and not self._waiting:
+            self.abandon("its replica left")
+
+
+def _expire(answer: asyncio.Future[Result]) -> None:
+    if not answer.done():
+        answer.set_exception(DeadlineExceededError("the deadline passed while the prompt was tokenized"))

@@ -1,0 +1,170 @@
+"""One process of the tokenizer service: its channel, its health, and what it has under way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from sapwood_common.errors import UnavailableError
+from sapwood_common.network.channel import Dialer, request_metadata
+from sapwood_common.status import from_rpc_error
+from sapwood_common.telemetry.logs import traceparent_var
+from sapwood_router.tokenizer.encode_session import EncodeSession
+from sapwood_router.transport.health import NOT_SERVING, check
+
+if TYPE_CHECKING:  # the generated stubs know this name, the generated code does not
+    from sapwood.v1.tokenizer_pb2_grpc import TokenizerAsyncStub
+
+Stub: TypeAlias = "TokenizerAsyncStub"
+
+logger = logging.getLogger(__name__)
+
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT")
+
+SERVICE = "sapwood.v1.Tokenizer"
+_DOWN_INTERVAL = 0.25
+
+
+class TokenizerReplica:
+    """A replica, as far as this router knows it. Lives on one event loop.
+
+    Args:
+        address: Where it is.
+        dialer: Connects to it.
+        problem: What is known of it.
+
+    Attributes:
+        channel: To it; closed by whoever made this.
+        encodings: Encodes prompts; run and finished by whoever made this.
+
+    Raises:
+        ConfigError: The TLS files are of no use.
+    """
+
+    def __init__(self, address: str, dialer: Dialer, problem: str | None = "not checked yet") -> None:
+        self.address = address
+        self.dialer = dialer
+        self.channel = channel = dialer.open(address)
+        self.stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+        self.encodings = EncodeSession(address, dialer)
+        self.problem = problem
+        """Why it cannot be used; None while it is well. Written by :meth:`monitor` only."""
+        self._health = health_pb2_grpc.HealthStub(channel)
+        self._running: set[grpc.aio.Call] = set()
+        self._dropped: set[grpc.aio.Call] = set()
+        self._free = asyncio.Event()
+        self._free.set()
+
+    @property
+    def load(self) -> int:
+        """Unary calls and items under way."""
+        return len(self._running) + self.encodings.load
+
+    @property
+    def answers(self) -> bool:
+        """Whether it is well, or drains: what it has it finishes."""
+        return self.problem in (None, NOT_SERVING)
+
+    async def tokenize(
+        self, request: tokenizer_pb2.TokenizeRequest, request_id: str, deadline: float
+    ) -> tokenizer_pb2.TokenizeResponse:
+        """Encodes texts: over the session where that is up, else with a call. ``deadline`` on the loop's clock.
+
+        Raises:
+            SapwoodError: As :meth:`call`; DeadlineExceededError.
+        """
+        if not self._by_session(request):
+            return await self.call(
+                lambda stub, timeout: stub.Tokenize(request, timeout=timeout, metadata=request_metadata(request_id)),
+                deadline,
+            )
+        item = tokenizer_pb2.EncodeItem(
+            tokenize=request, request_id=request_id, traceparent=traceparent_var.get() or ""
+        )
+        return (await self.encodings.ask(item, deadline)).tokenize
+
+    async def apply_chat_template(
+        self, request: tokenizer_pb2.ApplyChatTemplateRequest, request_id: str, deadline: float
+    ) -> tokenizer_pb2.ApplyChatTemplateResponse:
+        """Renders and encodes a conversation, likewise.
+
+        Raises:
+            SapwoodError: As :meth:`tokenize`.
+        """
+        if not self._by_session(request):
+            return await self.call(
+                lambda stub, timeout: stub.ApplyChatTemplate(
+                    request, timeout=timeout, metadata=request_metadata(request_id)
+                ),
+                deadline,
+            )
+        item = tokenizer_pb2.EncodeItem(
+            apply_chat_template=request, request_id=request_id, traceparent=traceparent_var.get() or ""
+        )
+        return (await self.encodings.ask(item, deadline)).apply_chat_template
+
+    def _by_session(self, request: tokenizer_pb2.TokenizeRequest | tokenizer_pb2.ApplyChatTemplateRequest) -> bool:
+        return self.encodings.up and request.ByteSize() <= EncodeSession.MOST_BYTES
+
+    async def call(
+        self, start: Callable[[Stub, float], grpc.aio.UnaryUnaryCall[RequestT, AnswerT]], deadline: float
+    ) -> AnswerT:
+        """Makes a call; ``start`` is given the seconds it may take.
+
+        Raises:
+            SapwoodError: The replica's own error; UnavailableError if it is gone, or found not to answer while it has the call.
+        """
+        running = start(self.stub, deadline - asyncio.get_running_loop().time())
+        self._running.add(running)
+        self._free.clear()
+        try:
+            answer: AnswerT = await running
+            return answer
+        except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+            if running in self._dropped:  # by the monitor: this task goes on
+                raise UnavailableError(f"tokenizer {self.address} does not answer", retry_after=1.0) from None
+            if isinstance(error, grpc.aio.AioRpcError):
+                raise from_rpc_error(error) from error
+            raise
+        finally:
+            self._running.discard(running)
+            self._dropped.discard(running)
+            if not self._running:
+                self._free.set()
+
+    async def idle(self) -> None:
+        """Returns once no call is under way."""
+        await self._free.wait()
+
+    async def monitor(self, interval: float, on_change: Callable[[TokenizerReplica], None]) -> None:
+        """Keeps ``problem`` true for ever; cancel it to stop.
+
+        ``on_change`` is called when the replica comes or goes, and when one that drained does not answer any more.
+
+        A replica that does not answer its checks loses its calls: they can be made elsewhere.
+        """
+        while True:
+            hangs = False
+            try:
+                problem = await check(self._health, SERVICE)
+            except TimeoutError:
+                problem, hangs = "health checks time out", True
+            changed = (problem is None) != (self.problem is None)
+            answered, self.problem = self.answers, problem
+            if hangs:
+                self.encodings.abandon("health checks time out")
+                self._dropped |= self._running
+                for running in tuple(self._running):
+                    running.cancel()
+            if changed:
+                logger.info("tokenizer %s is %s", self.address, "up" if problem is None else f"down: {problem}")
+            if changed or (answered and not self.answers):
+                on_change(self)
+            await asyncio.sleep(interval if problem is None else min(interval, _DOWN_INTERVAL))

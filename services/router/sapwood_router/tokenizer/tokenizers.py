@@ -1,0 +1,66 @@
+"""Which tokenizer service is whose: one for all models, and those that models have of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sapwood_common.errors import SapwoodError
+from sapwood_router.fleet.registry import Registry
+from sapwood_router.tokenizer.client import TokenizerClient
+from sapwood_router.tokenizer.detokenize_pool import DetokenizePool
+from sapwood_router.tokenizer.replicas import TokenizerReplicas
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """One tokenizer service, whatever its number of replicas: of one vocabulary and one chat template.
+
+    Attributes:
+        replicas: As they come and go.
+        client: Makes tokens of prompts.
+        outputs: Makes text of tokens.
+    """
+
+    replicas: TokenizerReplicas
+    client: TokenizerClient
+    outputs: DetokenizePool
+
+
+class Tokenizers:
+    """All of them.
+
+    Args:
+        usual: For models that have none of their own.
+        of_models: Models' own.
+        registry: Knows which model is meant where a request names none.
+    """
+
+    def __init__(self, usual: Tokenizer, of_models: Mapping[str, Tokenizer], registry: Registry) -> None:
+        self._usual = usual
+        self._of_models = of_models
+        self._registry = registry
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can be tokenized; None while one of them is well."""
+        problems = [("", self._usual), *((f" of {model}", own) for model, own in self._of_models.items())]
+        if any(item.client.problem is None for _, item in problems):
+            return None
+        return "; ".join(f"tokenizer{whose} {item.client.problem}" for whose, item in problems)
+
+    def of(self, model: str | None) -> Tokenizer:
+        """The tokenizer of a model, as a request names it."""
+        if not self._of_models:
+            return self._usual
+        if model is None:
+            try:
+                model = self._registry.resolve(None)
+            except SapwoodError:  # there is none yet, or the request must say: it will be told
+                return self._usual
+        return self._of_models.get(model, self._usual)
+
+    def start(self) -> None:
+        """Begins to look for all replicas."""
+        for tokenizer in (self._usual, *self._of_models.values()):
+            tokenizer.replicas.start()

@@ -1,0 +1,1 @@
+"""How the router reaches other services: calls, health, names, errors. Knows no request."""

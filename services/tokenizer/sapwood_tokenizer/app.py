@@ -1,0 +1,201 @@
+"""The whole tokenizer service: loads, listens, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import uvloop
+
+from sapwood.v1 import tokenizer_pb2_grpc
+from sapwood_common.errors import ConfigError
+from sapwood_common.network.tls import server_tls
+from sapwood_common.serving.rpc_telemetry import RpcTelemetry
+from sapwood_common.serving.server import ServiceServer, serve_until_stopped
+from sapwood_common.telemetry.logs import announce, setup_logging
+from sapwood_common.telemetry.metrics import MetricSet, MetricsServer, metrics_port
+from sapwood_common.telemetry.tracing_start import start_tracing
+from sapwood_tokenizer.config import TokenizerConfig
+from sapwood_tokenizer.encode.encoder import Encoder, EncoderOptions
+from sapwood_tokenizer.output.parser_defaults import ParserDefaults, parser_defaults
+from sapwood_tokenizer.serve.compile_grammar import Grammars, build_grammars
+from sapwood_tokenizer.serve.metrics import add_metrics
+from sapwood_tokenizer.serve.process_group import ProcessGroup, reserve_port
+from sapwood_tokenizer.serve.service import DETOKENIZE, SERVICE, Limits, TokenizerService
+from sapwood_tokenizer.vocab.loader import LoadedTokenizer, load_tokenizer, resolve_tokenizer, table_of, tokenizer_name
+from sapwood_tokenizer.vocab.token_bytes import TokenBytes
+
+logger = logging.getLogger(__name__)
+
+USUAL_METRICS_PORT = 9152
+
+_SWITCH_SECONDS = 0.0005
+"""After so long a thread hands the interpreter on. With Python's own 5 ms, a template that runs on costs every other request
+twice that: once for its arrival and once for its answer."""
+
+_MOST_THREADS = 8
+"""Encoding threads unless told otherwise; more than the event loop can feed are of no use."""
+
+
+def build_encoder(loaded: LoadedTokenizer, config: TokenizerConfig) -> Encoder:
+    """The encoder as configured.
+
+    Raises:
+        ConfigError: The tokenizer cannot be used.
+    """
+    # The encoder spreads texts over its own threads; the library's would only get in the way. It asks at each call.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return Encoder(
+        loaded.tokenizer,
+        EncoderOptions(
+            max_text_bytes=config.max_text_bytes,
+            max_text_tokens=config.max_text_tokens,
+            threads=config.encode_threads or min(_MOST_THREADS, os.cpu_count() or 1),
+            exact_cache_bytes=int(config.exact_cache_mb * 2**20),
+            prefix_cache_bytes=int(config.prefix_cache_mb * 2**20),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is read before anything is served."""
+
+    name: str
+    loaded: LoadedTokenizer
+    table: TokenBytes | None
+    parsers: ParserDefaults
+    grammars: Grammars
+
+
+def load_model(config: TokenizerConfig) -> Model:
+    """Reads the model's files.
+
+    Raises:
+        ConfigError: They cannot be used.
+    """
+    name = config.served_model_name or tokenizer_name(config.model)
+    path = resolve_tokenizer(config.model)
+    loaded = load_tokenizer(path, config.chat_template)
+    table = table_of(loaded)
+    parsers = parser_defaults(config.tool_parser, config.reasoning_parser, loaded.chat_template)
+    return Model(name, loaded, table, parsers, build_grammars(path, loaded, config))
+
+
+def run(config: TokenizerConfig) -> int:
+    """Runs the service until it is told to stop.
+
+    Returns:
+        The exit code: 0 after a signal, 1 if it could not start.
+    """
+    started = time.monotonic()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        model = load_model(config)
+        gc.freeze()  # what is loaded stays: collections need not look at it, nor processes copy it
+        if config.processes == 1:
+            return uvloop.run(serve(config, model, lambda port: announce_model(config.host, port, model, started)))
+        return _run_group(config, model, started)
+    except ConfigError as error:
+        logger.error("%s", error)
+        return 1
+
+
+def _run_group(config: TokenizerConfig, model: Model, started: float) -> int:
+    with reserve_port(config.host, config.port) as reserved:
+        port = reserved.getsockname()[1]
+        metrics = metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
+
+        def serve_one(number: int, on_serving: Callable[[], None]) -> int:
+            setup_logging(f"tokenizer {number}", config.log_level, config.log_format)
+            changes = {"port": port, "metrics_port": metrics + number if metrics else 0}
+            try:
+                return uvloop.run(
+                    serve(config.model_copy(update=changes), model, lambda _: on_serving(), reuse_port=True)
+                )
+            except ConfigError as error:
+                logger.error("%s", error)
+                return 1
+
+        group = ProcessGroup(config.processes, serve_one, lambda: announce_model(config.host, port, model, started))
+        return group.run()
+
+
+def announce_model(host: str, port: int, model: Model, started: float) -> None:
+    """Says where the service listens; ``started`` on the monotonic clock."""
+    announce(
+        logger,
+        "listening on %s:%d with %s: %d tokens, loaded in %.1f s",
+        host,
+        port,
+        model.name,
+        model.loaded.vocab_size,
+        time.monotonic() - started,
+    )
+
+
+async def serve(
+    config: TokenizerConfig, model: Model, on_serving: Callable[[int], None], *, reuse_port: bool = False
+) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code.
+
+    Args:
+        config: The configuration.
+        model: What is served.
+        on_serving: Called with the port once calls are taken.
+        reuse_port: Whether other processes listen on the same port.
+
+    Raises:
+        ConfigError: It cannot start.
+    """
+    metrics = MetricSet()
+    tracing = start_tracing("sapwood-tokenizer", config.trace_endpoint, config.trace_ratio)
+    telemetry = RpcTelemetry(metrics, tracing)
+    server = ServiceServer(
+        config.host,
+        config.port,
+        [SERVICE],
+        uncounted=frozenset({DETOKENIZE}),
+        telemetry=telemetry,
+        tls=server_tls(config.tls_cert, config.tls_key, config.tls_client_ca),
+        reuse_port=reuse_port,
+        health_address=config.health_address,
+    )
+    limits = Limits(config.max_text_bytes, config.max_open_streams, config.template_timeout)
+    encoder = build_encoder(model.loaded, config)
+    service = TokenizerService(
+        model.loaded,
+        model.table,
+        model.name,
+        model.parsers,
+        encoder,
+        limits,
+        server.draining,
+        model.grammars,
+        telemetry,
+    )
+    tokenizer_pb2_grpc.add_TokenizerServicer_to_server(service, server.grpc)
+    add_metrics(
+        metrics,
+        lambda: {"exact": encoder.exact_cache, "prefix": encoder.prefix_cache},
+        lambda: service.open_streams,
+    )
+    exposed = MetricsServer(
+        metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
+    )
+    port = await server.start()
+    await server.set_serving(True)
+    on_serving(port)
+    logger.info("metrics at http://%s:%d/metrics", config.host, exposed.port)
+    await serve_until_stopped(server, drain_timeout=config.drain_timeout, drained=service.drained)
+    service.close()
+    await model.grammars.close()
+    await asyncio.to_thread(tracing.close)
+    await asyncio.to_thread(exposed.close)
+    return 0

@@ -1,0 +1,122 @@
+"""One token stream on its way to text: whole characters only, special tokens skipped, stop strings honoured.
+
+Algorithm: tokens become bytes (``token_bytes``), bytes become characters as soon as they are whole (UTF-8 is self-delimiting:
+at most three bytes wait), characters are released as soon as they cannot belong to a stop string. O(1) a token.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sapwood_tokenizer.decode.stop import StopMatcher
+from sapwood_tokenizer.vocab.token_bytes import TokenBytes
+
+
+@dataclass(slots=True)
+class Piece:
+    """What became certain.
+
+    Attributes:
+        text: New text.
+        tokens: How many tokens of the stream all text so far accounts for.
+        stop_match: The stop string that ended the text.
+    """
+
+    text: str
+    tokens: int
+    stop_match: str | None = None
+
+
+class Detokenizer:
+    """Decodes one stream. Nothing may be pushed after a piece with a ``stop_match`` or after :meth:`finish`.
+
+    Args:
+        table: Bytes of each token.
+        stop: Stop strings, none empty.
+        skipped: Token ids that leave no text.
+    """
+
+    def __init__(self, table: TokenBytes, stop: Sequence[str], skipped: frozenset[int]) -> None:
+        self._table = table
+        self._skipped = skipped
+        self._matcher = StopMatcher(stop) if stop else None
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._at_start = table.strips_leading_space
+        self._incomplete = False  # bytes of a character wait for the rest of it
+        self._tokens = 0
+        self._consumed = 0
+        # With stop strings, for the tokens not yet accounted for: how many characters must be out until they are, and how
+        # many tokens of the stream they and those before them are. One entry for all tokens that wait for the same character.
+        self._boundaries: deque[tuple[int, int]] = deque()
+        self._decoded = 0
+        self._released = 0
+
+    def push(self, token_ids: Sequence[int]) -> Piece:
+        """Takes new tokens; returns the text that became certain, possibly none."""
+        if self._matcher is not None:
+            return self._push_matched(token_ids, self._matcher)
+        text = ""
+        for token_id in token_ids:
+            text += self._decode(token_id)
+            self._tokens += 1
+            if not self._incomplete:
+                self._consumed = self._tokens
+        return Piece(text, self._consumed)
+
+    def _push_matched(self, token_ids: Sequence[int], matcher: StopMatcher) -> Piece:
+        texts: list[str] = []
+        for token_id in token_ids:
+            text = self._decode(token_id)
+            self._tokens += 1
+            if text:
+                self._decoded += len(text)
+                released, match = matcher.push(text)
+                texts.append(released)
+                self._released += len(released)
+                if match is not None:
+                    # The tokens up to this one were needed to see the match; what follows is not the text's any more.
+                    return Piece("".join(texts), self._tokens, match)
+            self._account()
+        return Piece("".join(texts), self._consumed)
+
+    def finish(self) -> Piece:
+        """No more tokens come: releases what was held back; half a character becomes U+FFFD."""
+        rest = self._decoder.decode(b"", final=True)
+        if self._matcher is None:
+            return Piece(rest, self._tokens)
+        released, match = self._matcher.push(rest)
+        if match is not None:
+            return Piece(released, self._tokens, match)
+        return Piece(released + self._matcher.finish(), self._tokens)
+
+    def _decode(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        if not self._incomplete and not self._at_start:
+            text = self._table.text(token_id)
+            if text is not None:
+                return text
+        raw = self._table.of(token_id)
+        if self._at_start and raw:
+            self._at_start = False
+            raw = raw.removeprefix(b" ")
+        text = self._decoder.decode(raw)
+        self._incomplete = bool(self._decoder.getstate()[0])
+        return text
+
+    def _account(self) -> None:
+        """Counts the last token, at once or when the text that it is part of is out."""
+        boundary = self._decoded + self._incomplete
+        waiting = self._boundaries
+        if boundary <= self._released:
+            waiting.clear()
+            self._consumed = self._tokens
+            return
+        if waiting and waiting[-1][0] == boundary:
+            waiting.pop()
+        waiting.append((boundary, self._tokens))
+        while waiting[0][0] <= self._released:
+            self._consumed = waiting.popleft()[1]

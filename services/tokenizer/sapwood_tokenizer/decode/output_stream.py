@@ -1,0 +1,57 @@
+"""One token stream on its way to text, reasoning and tool calls: detokenizer, then output parser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sapwood_tokenizer.decode.detokenizer import Detokenizer, Piece
+from sapwood_tokenizer.output.incremental.events import Event
+from sapwood_tokenizer.output.output_parser import OutputParser, ParserOptions
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """How a stream is decoded.
+
+    Attributes:
+        stop: Stop strings, none empty; looked for in all that the model writes, before it is parsed.
+        skip_special_tokens: Leave special tokens out, those that a parser needs aside.
+        parsers: Which parsers.
+    """
+
+    stop: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    parsers: ParserOptions = field(default_factory=ParserOptions)
+
+
+StreamPiece = tuple[list[Event], int, str | None]
+"""What became certain: text, reasoning and calls; how many tokens of the stream were decoded to whole characters so far (what a
+parser still holds back of them counts); the stop string that ended the stream."""
+
+
+class OutputStream:
+    """Decodes and parses one stream. Nothing may be pushed after a piece with a ``stop_match`` or after :meth:`finish`.
+
+    Args:
+        detokenizer: Used by nobody else.
+        parser: Used by nobody else.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, parser: OutputParser) -> None:
+        self._detokenizer = detokenizer
+        self._parser = parser
+
+    def push(self, token_ids: Sequence[int]) -> StreamPiece:
+        """Takes new tokens; returns what became certain, possibly nothing."""
+        piece = self._detokenizer.push(token_ids)
+        if piece.stop_match is not None:
+            return self._parse_end(piece)
+        return self._parser.feed(piece.text), piece.tokens, None
+
+    def finish(self) -> StreamPiece:
+        """No more tokens come: releases what was held back."""
+        return self._parse_end(self._detokenizer.finish())
+
+    def _parse_end(self, piece: Piece) -> StreamPiece:
+        return self._parser.feed(piece.text) + self._parser.finish(), piece.tokens, piece.stop_match

@@ -1,0 +1,281 @@
+"""Encodes texts for many callers at once, off the event loop.
+
+Two lanes, each with threads of its own, so that a short text never waits for a long one:
+
+- Short texts: a free thread takes all that waits, up to a bound, as one batch; what arrives while all threads are busy becomes
+  the next one. So batches grow with the load and a lone request waits for nothing. A request of many short texts goes in
+  parts, in turn with the others'.
+- Long texts, which take up to seconds, one by one.
+
+A batch is encoded on the thread that took it: the library's own pool (``TOKENIZERS_PARALLELISM``, off unless set) costs more
+than it gives for short texts, and a long text would take all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from tokenizers import Tokenizer
+
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_tokenizer.encode.batch_encoder import BatchEncoder, Encoded, PartKey
+from sapwood_tokenizer.encode.encode_cache import CacheStats, EncodeCache
+
+logger = logging.getLogger(__name__)
+
+_SHORT_COST = 64 * 1024
+"""The most of one caller's that goes into one batch, in characters. A text that costs more is a long one."""
+_BATCH_COST = 256 * 1024
+"""The most that goes into one batch: bounds how long the next one waits."""
+_COST_A_TEXT = 64
+"""What a text costs besides its characters."""
+_LONGEST_LOOKED_UP = 256 * 1024
+"""Characters of the longest text that L0 is asked about: hashing it is done on the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderOptions:
+    """Limits and sizes.
+
+    Attributes:
+        max_text_bytes: The longest text taken, in bytes of UTF-8.
+        max_text_tokens: The most tokens a text may have, those around it included; None is no limit.
+        threads: How many encode short texts; half as many, at least one, encode long ones.
+        exact_cache_bytes: Budget of L0, whole texts.
+        prefix_cache_bytes: Budget of L1, parts of texts.
+    """
+
+    max_text_bytes: int
+    max_text_tokens: int | None = None
+    threads: int = 2
+    exact_cache_bytes: int = 0
+    prefix_cache_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeOptions:
+    """What is wanted of one request.
+
+    Attributes:
+        add_special_tokens: Put the model's own special tokens, such as BOS, around each text.
+        parse_special_tokens: Read the text of a special token as that token; else it is text like any other.
+        offsets: Tell where in the text each token is. Then no cache is asked.
+        max_tokens: The most tokens a text may have, if fewer than the service's own limit.
+        salt: What is kept of a text is found only under the same one.
+    """
+
+    add_special_tokens: bool = True
+    parse_special_tokens: bool = True
+    offsets: bool = False
+    max_tokens: int | None = None
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    reason: str
+    """What the library said."""
+
+
+_Result = Encoded | _Failed
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    texts: Sequence[str]
+    salt: str
+    cost: int
+    kind: tuple[bool, bool]
+    """Whether special tokens are parsed, and whether offsets are wanted: one batch is of one kind."""
+    done: asyncio.Future[list[_Result]]
+
+
+class Encoder:
+    """Encodes for many callers at once. Lives on one event loop.
+
+    Args:
+        tokenizer: Changed by nobody from now on.
+        options: Limits and sizes.
+
+    Raises:
+        ConfigError: The tokenizer cannot be used; see BatchEncoder.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, options: EncoderOptions) -> None:
+        self._options = options
+        self._exact: EncodeCache[tuple[str, bool, str]] = EncodeCache(options.exact_cache_bytes)
+        self._parts: EncodeCache[PartKey] = EncodeCache(options.prefix_cache_bytes)
+        self._batches = BatchEncoder(tokenizer, self._parts)
+        self._free_threads = options.threads
+        self._waiting: deque[_Job] = deque()
+        self._short_threads = ThreadPoolExecutor(options.threads, thread_name_prefix="encode")
+        self._long_threads = ThreadPoolExecutor(max(1, options.threads // 2), thread_name_prefix="encode-long")
+
+    @property
+    def exact_cache(self) -> CacheStats:
+        """What L0 did."""
+        return self._exact.stats()
+
+    @property
+    def prefix_cache(self) -> CacheStats:
+        """What L1 did."""
+        return self._parts.stats()
+
+    async def encode(
+        self, texts: Sequence[str], options: EncodeOptions = EncodeOptions(), *, field: str = "texts"
+    ) -> list[Encoded]:
+        """The tokens of each text.
+
+        Args:
+            texts: Any number of texts.
+            options: What is wanted.
+            field: How the caller spells the texts, for errors.
+
+        Raises:
+            InvalidArgumentError: A text is too long, in bytes or in tokens, or holds half a surrogate pair, or the library
+                fails on it; its index is named.
+        """
+        for index, text in enumerate(texts):
+            try:
+                size = len(text) if text.isascii() else len(text.encode())
+            except UnicodeEncodeError as error:
+                raise InvalidArgumentError(
+                    "the text holds half a surrogate pair, which is no text", field=_name(field, index)
+                ) from error
+            if size > self._options.max_text_bytes:
+                raise InvalidArgumentError(
+                    f"a text of {size} bytes is longer than the limit of {self._options.max_text_bytes}",
+                    field=_name(field, index),
+                )
+        kind, salt = (options.parse_special_tokens, options.offsets), options.salt
+        results = await (self._run(texts, salt, kind) if options.offsets else self._look_up_or_run(texts, salt, kind))
+        for index, result in enumerate(results):
+            if isinstance(result, _Failed):
+                raise InvalidArgumentError(
+                    f"the tokenizer cannot encode the text: {result.reason}", field=_name(field, index)
+                )
+        encoded = [result for result in results if isinstance(result, Encoded)]
+        if options.add_special_tokens:
+            encoded = [self._batches.with_tokens_around(one) for one in encoded]
+        limits = [limit for limit in (options.max_tokens, self._options.max_text_tokens) if limit is not None]
+        if limits:
+            for index, one in enumerate(encoded):
+                if len(one.ids) > min(limits):
+                    raise InvalidArgumentError(
+                        f"a text of {len(one.ids)} tokens is longer than the limit of {min(limits)}",
+                        field=_name(field, index),
+                    )
+        return encoded
+
+    def close(self) -> None:
+        """Lets the threads go; what waits is cancelled, and nothing may be encoded any more."""
+        self._short_threads.shutdown(wait=False, cancel_futures=True)
+        self._long_threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _look_up_or_run(self, texts: Sequence[str], salt: str, kind: tuple[bool, bool]) -> list[_Result]:
+        if not self._exact.enabled:
+            return await self._run(texts, salt, kind)
+        parse, _ = kind
+        results: list[_Result | None] = []
+        for text in texts:
+            ids = self._exact.get((salt, parse, text)) if len(text) <= _LONGEST_LOOKED_UP else None
+            results.append(None if ids is None else Encoded(ids))
+        missing = [index for index, result in enumerate(results) if result is None]
+        encoded = await self._run([texts[index] for index in missing], salt, kind)
+        for index, result in zip(missing, encoded, strict=True):
+            results[index] = result
+            if isinstance(result, Encoded) and len(texts[index]) <= _LONGEST_LOOKED_UP:
+                self._exact.put((salt, parse, texts[index]), texts[index], result.ids)
+        return [result for result in results if result is not None]
+
+    async def _run(self, texts: Sequence[str], salt: str, kind: tuple[bool, bool]) -> list[_Result]:
+        loop = asyncio.get_running_loop()
+        results: list[_Result] = []
+        for part, cost in _parts(texts):
+            if cost > _SHORT_COST:
+                salts = [salt] * len(part)
+                results += await loop.run_in_executor(self._long_threads, self._encode, part, salts, kind)
+            else:
+                job = _Job(part, salt, cost, kind, loop.create_future())
+                self._waiting.append(job)
+                self._start_batches()
+                results += await job.done
+        return results
+
+    def _start_batches(self) -> None:
+        while self._free_threads and (batch := self._next_batch()):
+            self._free_threads -= 1
+            texts = [text for job in batch for text in job.texts]
+            salts = [job.salt for job in batch for _ in job.texts]
+            running = asyncio.get_running_loop().run_in_executor(
+                self._short_threads, self._encode, texts, salts, batch[0].kind
+            )
+            running.add_done_callback(partial(self._end_batch, batch))
+
+    def _next_batch(self) -> list[_Job]:
+        batch: list[_Job] = []
+        others: list[_Job] = []
+        cost = 0
+        while self._waiting and cost < _BATCH_COST:
+            job = self._waiting.popleft()
+            if job.done.done():
+                continue  # its caller is gone
+            if batch and (job.kind != batch[0].kind or cost + job.cost > _BATCH_COST):
+                others.append(job)
+                if job.kind == batch[0].kind:
+                    break
+            else:
+                batch.append(job)
+                cost += job.cost
+        self._waiting.extendleft(reversed(others))
+        return batch
+
+    def _end_batch(self, batch: Sequence[_Job], running: asyncio.Future[list[_Result]]) -> None:
+        self._free_threads += 1
+        if not running.cancelled():
+            self._start_batches()
+        error = asyncio.CancelledError() if running.cancelled() else running.exception()
+        at = 0
+        for job in batch:
+            if not job.done.done():
+                if error is not None:
+                    job.done.set_exception(error)
+                else:
+                    job.done.set_result(running.result()[at : at + len(job.texts)])
+            at += len(job.texts)
+
+    def _encode(self, texts: Sequence[str], salts: Sequence[str], kind: tuple[bool, bool]) -> list[_Result]:
+        parse_special_tokens, offsets = kind
+        try:
+            return [*self._batches.encode(texts, salts, parse_special_tokens=parse_special_tokens, offsets=offsets)]
+        except BaseException as error:  # a panic in the library is no Exception
+            if len(texts) > 1:  # which of them is it?
+                single = zip(texts, salts, strict=True)
+                return [result for text, salt in single for result in self._encode([text], [salt], kind)]
+            logger.error("the tokenizer library failed on a text", exc_info=error)
+            return [_Failed(str(error))]
+
+
+def _name(field: str, index: int) -> str:
+    return f"{field}[{index}]" if field == "texts" else field
+
+
+def _parts(texts: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
+    """The texts in order, in parts that cost at most _SHORT_COST; a text that costs more alone is a part."""
+    part: list[str] = []
+    total = 0
+    for text in texts:
+        cost = len(text) + _COST_A_TEXT
+        if part and total + cost > _SHORT_COST:
+            yield part, total
+            part, total = [], 0
+        part.append(text)
+        total += cost
+    if part:
+        yield part, total

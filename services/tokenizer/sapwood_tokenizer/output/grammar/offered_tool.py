@@ -1,0 +1,76 @@
+"""A tool on offer, as far as the grammar of its calls needs it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.grammar.json_schema import GrammarError, to_engine_schema
+from sapwood_common.grammar.source import GrammarOptions
+from sapwood_tokenizer.output.tool_parser.base import NAME_LIMIT
+from sapwood_tokenizer.output.tool_parser.tools import Tools, load_tools
+
+_NAME = re.compile(r"[\w.:/\-]+")
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A function that the model may call.
+
+    Attributes:
+        name: Its name.
+        schema: What its arguments, an object, must match. No parameters given: none are taken.
+        strict: The caller wants the schema enforced, or refused.
+    """
+
+    name: str
+    schema: dict[str, Any]
+    strict: bool
+
+
+def offered_tools(text: str) -> list[OfferedTool]:
+    """From a JSON array in the form of OpenAI's ``tools``.
+
+    Raises:
+        InvalidArgumentError: It is not such an array, or a strict tool's schema cannot be enforced. The field is
+            "tools[i]...".
+    """
+    objects = load_tools(text)
+    Tools.from_objects(objects)  # names every other fault
+    return [_offered(item.get("function", item), index) for index, item in enumerate(objects)]
+
+
+def named(tools: Sequence[OfferedTool], name: str) -> list[OfferedTool]:
+    """The tools called ``name``.
+
+    Raises:
+        InvalidArgumentError: There is none. The field is "name".
+    """
+    found = [tool for tool in tools if tool.name == name]
+    if not found:
+        raise InvalidArgumentError(f"there is no tool {name!r} among the tools", field="name")
+    return found[:1]
+
+
+def _offered(function: dict[str, Any], index: int) -> OfferedTool:
+    field = f"tools[{index}].function"
+    name, schema, strict = function["name"], function.get("parameters"), function.get("strict") is True
+    if len(name) > NAME_LIMIT or not _NAME.fullmatch(name):
+        raise InvalidArgumentError(
+            f"the name of a tool that is to be called by a grammar has at most {NAME_LIMIT} letters, digits and ._:/-",
+            field=f"{field}.name",
+        )
+    if schema is None:
+        schema = NO_PARAMETERS
+    if not isinstance(schema, dict):
+        raise InvalidArgumentError("a tool's parameters are a JSON schema", field=f"{field}.parameters")
+    try:
+        to_engine_schema(json.dumps(schema), GrammarOptions(lenient=not strict))
+    except GrammarError as error:
+        raise InvalidArgumentError(str(error), field=f"{field}.parameters") from None
+    return OfferedTool(name, {"type": "object", **schema}, strict)

@@ -1,0 +1,112 @@
+"""Arguments that stand one by one between tags, or as keywords: the parts of an object schema, each with its own format.
+
+Strings are written without quotes between tags, so of their schema only ``enum`` and ``const`` are enforced there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_tokenizer.output.grammar.formats import ANYTHING, Format, either, json_value, optional, sequence, tag, text
+from sapwood_tokenizer.output.grammar.offered_tool import OfferedTool
+from sapwood_tokenizer.output.tool_parser.tools import schema_types
+
+_LONGEST_CHAIN = 16
+_NAME = re.compile(r"\w[\w.\-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of a tool.
+
+    Attributes:
+        name: Its name.
+        schema: What its value must match, with the definitions it may refer to.
+        required: Whether it must be there.
+        is_string: Whether it can only be a string; None where the schema does not say which type it has.
+        lenient: What of the schema cannot be enforced is ignored.
+    """
+
+    name: str
+    schema: dict[str, Any]
+    required: bool
+    is_string: bool | None
+    lenient: bool
+
+
+def arguments_of(tool: OfferedTool) -> list[Argument]:
+    """The named properties of a tool's schema, in its order.
+
+    Raises:
+        InvalidArgumentError: A name cannot be written between tags. The field is "tools".
+    """
+    schema = tool.schema
+    properties = schema.get("properties")
+    required = schema.get("required")
+    definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    found = []
+    for key, value in (properties if isinstance(properties, dict) else {}).items():
+        if not _NAME.fullmatch(key):
+            raise InvalidArgumentError(f"the model's format has no place for a parameter named {key!r}", field="tools")
+        kinds = schema_types(_resolved(value, definitions))
+        found.append(
+            Argument(
+                name=key,
+                schema={**(value if isinstance(value, dict) else {}), **definitions},
+                required=isinstance(required, list) and key in required,
+                is_string=kinds == {"string"} if kinds else None,
+                lenient=not tool.strict,
+            )
+        )
+    return found
+
+
+def _resolved(schema: Any, definitions: dict[str, Any]) -> Any:
+    """What a chain of references to the definitions leads to."""
+    for _ in range(_LONGEST_CHAIN):
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        if not isinstance(reference, str):
+            return schema
+        _, group, name = (*reference.split("/", 2), "", "")[:3]
+        named = definitions.get(group)
+        schema = named.get(name) if isinstance(named, dict) else None
+    return None
+
+
+def tagged(arguments: Sequence[Argument], begin: Callable[[Argument], str], end: str) -> Format:
+    """The arguments between tags, in their order; those that are not required may be missing."""
+    parts = [_between(argument, begin(argument), end) for argument in arguments]
+    wanted = [part if argument.required else optional(part) for argument, part in zip(arguments, parts, strict=True)]
+    return sequence(*wanted) if wanted else text("")
+
+
+def keywords(arguments: Sequence[Argument]) -> Format:
+    """``a=1, b="x"``: values in JSON; those that are required first."""
+    parts = [_keyword(argument) for argument in arguments if argument.required]
+    rest = [_keyword(argument) for argument in arguments if not argument.required]
+    if parts:
+        later = [optional(sequence(text(", "), part)) for part in rest]
+        return sequence(parts[0], *(sequence(text(", "), part) for part in parts[1:]), *later)
+    starts = [
+        sequence(part, *(optional(sequence(text(", "), other)) for other in rest[index + 1 :]))
+        for index, part in enumerate(rest)
+    ]
+    return either([*starts, text("")]) if starts else text("")
+
+
+def _keyword(argument: Argument) -> Format:
+    return tag(f"{argument.name}=", json_value(argument.schema, argument.lenient))
+
+
+def _between(argument: Argument, begin: str, end: str) -> Format:
+    schema = argument.schema
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
+        return tag(begin, either([text(choice) for choice in choices]), end)
+    if argument.is_string is False:
+        return tag(begin, json_value(schema, argument.lenient), end)
+    return tag(begin, ANYTHING, end)

@@ -1,0 +1,144 @@
+"""The reading side of a parser: a text that arrives in pieces, read by generators that wait for more.
+
+A parser is written as if the whole text were there: ``tag = yield from source.accept("<a>", "<b>")``. Where the text
+so far does not decide the answer, the primitive yields, and goes on when more text has come or the text has ended.
+Every primitive's result depends only on the text from the place where it was called, never on how it was cut; so does
+the result of a parser made of them. Only the size of the pieces handed to ``emit`` depends on the cuts.
+
+What is read is consumed at once, so what is kept between two pieces is bounded by the longest string a primitive
+looks for, and the time for a whole text is linear in its length. A parser that is not yet sure keeps what it reads in a
+record (``start_recording``), to give it back as text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+from sapwood_tokenizer.output.incremental.markers import Markers
+
+T = TypeVar("T")
+
+Steps = Generator[None, None, T]
+"""A computation that yields when it needs more text, and returns a ``T``."""
+
+Emit = Callable[[str], None]
+"""Takes the next piece of something that is streamed."""
+
+_SPACE = re.compile(r"\s+")
+
+
+class Source:
+    """A text that arrives in pieces, and the place up to which it has been read."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._position = 0
+        self._closed = False
+        self._record: list[str] | None = None
+
+    def feed(self, text: str) -> None:
+        """Append the next piece."""
+        assert not self._closed, "the text has ended"
+        self._text = self._text[self._position :] + text
+        self._position = 0
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        self._closed = True
+
+    def start_recording(self, read_before: str = "") -> None:
+        """Forget what was recorded; from now on keep what is read, after ``read_before``."""
+        self._record = [read_before]
+
+    def stop_recording(self) -> str:
+        """What was read since ``start_recording``, or "" if nothing is being recorded."""
+        record, self._record = self._record, None
+        return "".join(record) if record else ""
+
+    def take(self, count: int) -> str:
+        """Read ``count`` characters that are known to be there."""
+        piece = self._text[self._position : self._position + count]
+        self._position += len(piece)
+        if self._record is not None:
+            self._record.append(piece)
+        return piece
+
+    def take_run(self, pattern: re.Pattern[str]) -> str:
+        """Read what matches here of the text that is there; "" if nothing does.
+
+        ``pattern`` is a run of characters of one class, so that two matches side by side are as good as one.
+        """
+        match = pattern.match(self._text, self._position)
+        return self.take(match.end() - self._position) if match else ""
+
+    def more(self) -> Steps[bool]:
+        """Wait for at least one character. False at the end of the text."""
+        while self._position == len(self._text):
+            if self._closed:
+                return False
+            yield
+        return True
+
+    def peek(self, count: int = 1) -> Steps[str]:
+        """The next ``count`` characters without reading them; fewer only at the end of the text."""
+        while len(self._text) - self._position < count and not self._closed:
+            yield
+        return self._text[self._position : self._position + count]
+
+    def accept(self, *literals: str) -> Steps[str]:
+        """Read the one of ``literals`` that comes next. "" and nothing read if none does.
+
+        No literal may be the beginning of another.
+        """
+        longest = max(map(len, literals))
+        while True:
+            ahead = self._text[self._position : self._position + longest]
+            for literal in literals:
+                if ahead.startswith(literal):
+                    return self.take(len(literal))
+            if self._closed or not any(literal.startswith(ahead) for literal in literals):
+                return ""
+            yield
+
+    def word(self, pattern: re.Pattern[str], limit: int) -> Steps[str]:
+        """Read a run of the characters of ``pattern``, at most ``limit`` of them."""
+        pieces: list[str] = []
+        left = limit
+        while left and (yield from self.more()):
+            match = pattern.match(self._text, self._position, self._position + left)
+            if not match:
+                break
+            pieces.append(self.take(match.end() - self._position))
+            left -= len(pieces[-1])
+        return "".join(pieces)
+
+    def whitespace(self) -> Steps[None]:
+        """Read white space."""
+        while (yield from self.more()) and self.take_run(_SPACE):
+            pass
+
+    def until(self, markers: Markers, emit: Emit) -> Steps[str]:
+        """Stream the text before the first of ``markers`` to ``emit``, read the marker and return it.
+
+        Returns "" at the end of the text. What may be the beginning of a marker is held back.
+        """
+        while True:
+            match = markers.find(self._text, self._position)
+            if match:
+                if match.start() > self._position:
+                    emit(self.take(match.start() - self._position))
+                return self.take(len(match.group()))
+            held = 0 if self._closed else markers.held(self._text, self._position)
+            ready = len(self._text) - self._position - held
+            if ready:
+                emit(self.take(ready))
+            if self._closed:
+                return ""
+            yield
+
+    def rest(self, emit: Emit) -> Steps[None]:
+        """Stream all that comes."""
+        while (yield from self.more()):
+            emit(self.take(len(self._text) - self._position))

@@ -1,0 +1,28 @@
+"""The families, a row each; whose template is recognised by its signs, most telling first."""
+
+from __future__ import annotations
+
+from sapwood_tokenizer.output.reasoning_parser.base import ReasoningFamily
+
+FAMILIES: tuple[ReasoningFamily, ...] = (
+    # Kimi-VL and the models before K2.
+    ReasoningFamily("kimi", "◁think▷", "◁/think▷", signs=("◁think▷",)),
+    # Magistral.
+    ReasoningFamily("mistral", "[THINK]", "[/THINK]", signs=("[THINK]",)),
+    # K2 Thinking, which may call tools without closing its reasoning first.
+    ReasoningFamily(
+        "kimi_k2",
+        "<think>",
+        "</think>",
+        implied_by=("<|tool_calls_section_begin|>",),
+        signs=("<think>", "<|tool_calls_section_begin|>"),
+    ),
+    # GLM 4.5 to 4.7: the model writes the tags.
+    ReasoningFamily("glm45", "<think>", "</think>", signs=("<think>", "<arg_key>")),
+    # DeepSeek V3.1 and later: the template opens or closes them as the request wants.
+    ReasoningFamily("deepseek_v3", "<think>", "</think>", signs=("<think>", "</think>", "<｜Assistant｜>", "thinking")),
+    # DeepSeek R1 and its distillations: the template has usually written the first.
+    ReasoningFamily("deepseek_r1", "<think>", "</think>", starts_open=True, signs=("</think>", "<｜Assistant｜>")),
+    # Qwen3 and QwQ: the model writes the tags, or the template opens them for those that always think.
+    ReasoningFamily("qwen3", "<think>", "</think>", signs=("<think>", "<|im_start|>")),
+)

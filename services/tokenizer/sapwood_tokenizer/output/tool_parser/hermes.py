@@ -1,0 +1,25 @@
+"""Hermes and Qwen: ``<tool_call>{"name": "f", "arguments": {...}}</tool_call>``, one block a call.
+
+Source: the function-calling format published with the Hermes 2 Pro model card, and Qwen2.5's and Qwen3's templates.
+"""
+
+from __future__ import annotations
+
+from sapwood_tokenizer.output.incremental.emitter import Emitter
+from sapwood_tokenizer.output.incremental.source import Source, Steps
+from sapwood_tokenizer.output.tool_parser.base import CallMarkers, ToolFamily, marked_calls
+from sapwood_tokenizer.output.tool_parser.call_object import parse_call_object
+from sapwood_tokenizer.output.tool_parser.tools import Tools
+
+_MARKERS = CallMarkers.of(openers=("<tool_call>",), closers=("</tool_call>",))
+
+
+def _script(source: Source, out: Emitter, _tools: Tools) -> Steps[None]:
+    def attempt(_marker: str) -> Steps[bool]:
+        yield from source.whitespace()
+        return (yield from parse_call_object(source, out))
+
+    yield from marked_calls(source, out, _MARKERS, attempt)
+
+
+HERMES = ToolFamily("hermes", _script, frozenset(_MARKERS.all.literals))

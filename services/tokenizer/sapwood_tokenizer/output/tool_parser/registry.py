@@ -1,0 +1,81 @@
+"""The tool-call families by name, and which one a chat template speaks of; packages add theirs as entry points of ``GROUP``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+
+from sapwood_common.errors import ConfigError, InvalidArgumentError
+from sapwood_common.plugins import find_part, part_names
+from sapwood_tokenizer.output.tool_parser.base import ToolFamily
+from sapwood_tokenizer.output.tool_parser.deepseek import DEEPSEEK
+from sapwood_tokenizer.output.tool_parser.deepseek_v32 import DEEPSEEK_V32
+from sapwood_tokenizer.output.tool_parser.glm45 import GLM45
+from sapwood_tokenizer.output.tool_parser.gpt_oss import GPT_OSS
+from sapwood_tokenizer.output.tool_parser.hermes import HERMES
+from sapwood_tokenizer.output.tool_parser.kimi_k2 import KIMI_K2
+from sapwood_tokenizer.output.tool_parser.llama3_json import LLAMA3_JSON
+from sapwood_tokenizer.output.tool_parser.mistral import MISTRAL
+from sapwood_tokenizer.output.tool_parser.pythonic import PYTHONIC
+from sapwood_tokenizer.output.tool_parser.qwen3_coder import QWEN3_CODER
+
+GROUP = "sapwood.tool_parsers"
+
+FAMILIES: Mapping[str, ToolFamily] = MappingProxyType(
+    {
+        family.name: family
+        for family in (
+            DEEPSEEK,
+            DEEPSEEK_V32,
+            GLM45,
+            GPT_OSS,
+            HERMES,
+            KIMI_K2,
+            LLAMA3_JSON,
+            MISTRAL,
+            PYTHONIC,
+            QWEN3_CODER,
+        )
+    }
+)
+NAMES = tuple(sorted(FAMILIES))
+
+SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (GPT_OSS.name, ("<|channel|>", "<|start|>")),
+    (KIMI_K2.name, ("<|tool_calls_section_begin|>",)),
+    (DEEPSEEK_V32.name, ("｜DSML｜",)),
+    (DEEPSEEK.name, ("<｜tool▁calls▁begin｜>",)),
+    (MISTRAL.name, ("[TOOL_CALLS]",)),
+    (GLM45.name, ("<tool_call>", "<arg_key>")),
+    (QWEN3_CODER.name, ("<tool_call>", "<function=")),
+    (HERMES.name, ("<tool_call>",)),
+    (PYTHONIC.name, ("<|python_start|>",)),
+    (LLAMA3_JSON.name, ("<|start_header_id|>", '"parameters"')),
+)
+"""A family and the strings that only its templates hold, most telling first; docs/parsers.md lists them."""
+
+
+def names() -> tuple[str, ...]:
+    """All there are, those of other packages included."""
+    return part_names(GROUP, FAMILIES)
+
+
+@lru_cache(maxsize=64)
+def tool_family(name: str) -> ToolFamily:
+    """The family called ``name``.
+
+    Raises:
+        InvalidArgumentError: There is none. The field is "tool_parser".
+    """
+    try:
+        return find_part(GROUP, name, FAMILIES)
+    except ConfigError as error:
+        raise InvalidArgumentError(f"no tool parser: {error}", field="tool_parser") from None
+
+
+def detect_tool_parser(template: str) -> str:
+    """The name of the family whose chat template this is; "" if it is none of them, or knows no tools."""
+    if "tools" not in template:
+        return ""
+    return next((name for name, signs in SIGNS if all(sign in template for sign in signs)), "")

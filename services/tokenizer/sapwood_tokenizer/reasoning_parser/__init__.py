@@ -1,1 +1,0 @@
-"""Telling a model's reasoning from its answer: a family is a row of the table in ``families``."""

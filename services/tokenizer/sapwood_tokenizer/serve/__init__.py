@@ -1,0 +1,1 @@
+"""The gRPC service: calls, streams, processes. The only room that knows protobuf."""

@@ -1,0 +1,218 @@
+"""Between the proto messages and what the service works with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from sapwood.v1 import common_pb2, tokenizer_pb2
+from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_common.status import code_number
+from sapwood_tokenizer.decode.output_stream import StreamOptions
+from sapwood_tokenizer.encode.encode_cache import CacheStats
+from sapwood_tokenizer.encode.encoder import EncodeOptions
+from sapwood_tokenizer.output.grammar.source import CallsWanted
+from sapwood_tokenizer.output.incremental.events import Event, ReasoningDelta, TextDelta, ToolCallStart
+from sapwood_tokenizer.output.output_parser import ParserOptions
+from sapwood_tokenizer.output.tool_parser.tools import Tools
+
+MOST_STOP_STRINGS = 16
+LONGEST_STOP_STRING = 1024
+MOST_SALT = 256
+
+
+class CallArguments(dict[str, Any]):
+    """The arguments of a call, for chat templates.
+
+    Most templates treat them as a mapping, some put them into the prompt as text; as text they are the JSON they came as.
+
+    Args:
+        text: A JSON object.
+
+    Raises:
+        ValueError: It is none.
+    """
+
+    def __init__(self, text: str) -> None:
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise ValueError("not a JSON object")
+        super().__init__(value)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: object) -> str:
+        return self._text + str(other)
+
+    def __radd__(self, other: object) -> str:
+        return str(other) + self._text
+
+
+def to_messages(messages: Sequence[common_pb2.ChatMessage]) -> list[dict[str, Any]]:
+    """A conversation in the form that chat templates expect, which is that of OpenAI's API.
+
+    A message without content has None where it has tool calls, else "". Reasoning goes by both names that templates use.
+
+    Raises:
+        InvalidArgumentError: The arguments of a call are no JSON object. The field is
+            "messages[i].tool_calls[j].arguments".
+    """
+    return [_to_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _to_message(message: common_pb2.ChatMessage, field: str) -> dict[str, Any]:
+    has_content = message.HasField("content") or not message.tool_calls
+    turn: dict[str, Any] = {"role": message.role, "content": message.content if has_content else None}
+    if message.HasField("name"):
+        turn["name"] = message.name
+    if message.HasField("tool_call_id"):
+        turn["tool_call_id"] = message.tool_call_id
+    if message.HasField("reasoning"):
+        turn |= dict.fromkeys(("reasoning_content", "thinking"), message.reasoning)
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            _to_call(call, f"{field}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
+        ]
+    return turn
+
+
+def _to_call(call: common_pb2.ToolCall, field: str) -> dict[str, Any]:
+    try:
+        arguments = CallArguments(call.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(
+            f"the arguments of a call are a JSON object: {error}", field=f"{field}.arguments"
+        ) from None
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def to_variables(text: str) -> dict[str, Any]:
+    """Variables for a chat template, from a JSON object; "" is none.
+
+    Raises:
+        InvalidArgumentError: It is no JSON object. The field is "template_variables".
+    """
+    try:
+        variables = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"template_variables is not JSON: {error}", field="template_variables") from None
+    if not isinstance(variables, dict):
+        raise InvalidArgumentError("template_variables is a JSON object", field="template_variables")
+    return variables
+
+
+def to_encode_options(request: tokenizer_pb2.TokenizeRequest) -> EncodeOptions:
+    """What is wanted of a request.
+
+    Raises:
+        InvalidArgumentError: Its salt is too long.
+    """
+    return EncodeOptions(
+        add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else True,
+        parse_special_tokens=request.parse_special_tokens if request.HasField("parse_special_tokens") else True,
+        offsets=request.return_offsets,
+        max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+        salt=checked_salt(request.cache_salt),
+    )
+
+
+def checked_salt(salt: str) -> str:
+    """The salt. Raises InvalidArgumentError where it is too long."""
+    if len(salt) > MOST_SALT:
+        raise InvalidArgumentError(f"cache_salt has more than {MOST_SALT} characters", field="cache_salt")
+    return salt
+
+
+def to_calls_wanted(message: tokenizer_pb2.ToolCallGrammar) -> CallsWanted:
+    """Which calls an output may hold."""
+    return CallsWanted(
+        tools=message.tools,
+        name=message.name,
+        required=message.required,
+        parallel=message.parallel,
+        tool_parser=message.tool_parser,
+    )
+
+
+def add_offsets(response: tokenizer_pb2.TokenizeResponse, offsets: Sequence[tuple[int, int]]) -> None:
+    """Put the places of one sequence's tokens into a response."""
+    response.offsets.add(starts=[start for start, _ in offsets], ends=[end for _, end in offsets])
+
+
+def to_cache_stats(stats: CacheStats) -> tokenizer_pb2.EncodeCacheStats:
+    """As the proto has it."""
+    return tokenizer_pb2.EncodeCacheStats(
+        hits=stats.hits,
+        misses=stats.misses,
+        evictions=stats.evictions,
+        tokens_reused=stats.tokens_reused,
+        entries=stats.entries,
+        bytes=stats.bytes,
+        capacity_bytes=stats.capacity_bytes,
+    )
+
+
+def to_stream_options(options: tokenizer_pb2.DetokenizeOptions, id_seed: str) -> StreamOptions:
+    """How one stream is decoded. ``id_seed`` is used where the options give none.
+
+    Raises:
+        InvalidArgumentError: Too many or impossible stop strings, or tools in a wrong form. The field begins with
+            "options.".
+    """
+    if len(options.stop) > MOST_STOP_STRINGS:
+        raise InvalidArgumentError(f"more than {MOST_STOP_STRINGS} stop strings", field="options.stop")
+    for stop in options.stop:
+        if not 1 <= len(stop) <= LONGEST_STOP_STRING:
+            raise InvalidArgumentError(
+                f"a stop string must have 1 to {LONGEST_STOP_STRING} characters", field="options.stop"
+            )
+    with within_options():
+        tools = Tools.from_json(options.tools)
+    return StreamOptions(
+        stop=tuple(options.stop),
+        skip_special_tokens=options.skip_special_tokens if options.HasField("skip_special_tokens") else True,
+        parsers=ParserOptions(
+            tool_parser=options.tool_parser,
+            reasoning_parser=options.reasoning_parser,
+            reasoning_open=options.reasoning_open if options.HasField("reasoning_open") else None,
+            tools=tools,
+            id_seed=options.tool_call_id_seed or id_seed,
+        ),
+    )
+
+
+@contextmanager
+def within_options() -> Iterator[None]:
+    """Names the fields of errors as parts of the options."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(error.message, field=f"options.{error.field}") from error
+
+
+def add_events(output: tokenizer_pb2.DetokenizeOutput, events: Iterable[Event]) -> None:
+    """Put events into an output: texts of a kind joined, calls in order, a call's start with what follows of it."""
+    for event in events:
+        if isinstance(event, TextDelta):
+            output.text = output.text + event.text if output.text else event.text
+        elif isinstance(event, ReasoningDelta):
+            output.reasoning += event.text
+        elif isinstance(event, ToolCallStart):
+            output.tool_calls.add(index=event.index, id=event.id, name=event.name)
+        elif output.tool_calls and output.tool_calls[-1].index == event.index:
+            output.tool_calls[-1].arguments += event.fragment
+        else:
+            output.tool_calls.add(index=event.index, arguments=event.fragment)
+
+
+def write_error(error: SapwoodError, message: tokenizer_pb2.StreamError) -> None:
+    """Fills in what befell one stream, or one item, of a call."""
+    message.code = code_number(error)
+    message.message = error.message
+    message.field = error.field or ""
+    if error.retry_after is not None:
+        message.retry_after_ms = round(error.retry_after * 1000)

@@ -1,0 +1,38 @@
+"""The tokenizer's metrics; docs/metrics.md lists them. All are read when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from sapwood_common.telemetry.metrics import MetricSet, OneOf, Reading
+from sapwood_tokenizer.encode.encode_cache import CacheStats
+
+Caches = Callable[[], dict[str, CacheStats]]
+
+
+def add_metrics(metrics: MetricSet, caches: Caches, open_streams: Callable[[], int]) -> None:
+    """Makes them.
+
+    Args:
+        metrics: Where they are made.
+        caches: What the encode caches (``exact``, ``prefix``) did.
+        open_streams: How many Detokenize streams are open.
+    """
+
+    def polled(kind: str, name: str, text: str, read: Callable[[CacheStats], float]) -> None:
+        def readings() -> Iterable[Reading]:
+            return [((level,), read(stats)) for level, stats in caches().items()]
+
+        metrics.polled(kind, f"sapwood_tokenizer_{name}", text, readings, cache=OneOf("exact", "prefix"))
+
+    polled("counter", "cache_hits_total", "Texts (exact) or parts of texts (prefix) found.", lambda stats: stats.hits)
+    polled("counter", "cache_misses_total", "Texts or parts of texts not found.", lambda stats: stats.misses)
+    polled("counter", "cache_evictions_total", "Entries that made room for others.", lambda stats: stats.evictions)
+    polled("counter", "cached_tokens_total", "Tokens that were not encoded again.", lambda stats: stats.tokens_reused)
+    polled("gauge", "cache_bytes", "Bytes that the cache holds.", lambda stats: stats.bytes)
+    metrics.polled(
+        "gauge",
+        "sapwood_tokenizer_open_streams",
+        "Detokenize streams open, in all calls.",
+        lambda: [((), open_streams())],
+    )

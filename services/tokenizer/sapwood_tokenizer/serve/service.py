@@ -1,0 +1,293 @@
+"""The tokenizer's gRPC front."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from sapwood_common.errors import InvalidArgumentError, UnimplementedError
+from sapwood_common.serving.rpc_telemetry import RpcTelemetry
+from sapwood_common.settings.flags import service_flag
+from sapwood_tokenizer.decode.detokenizer import Detokenizer
+from sapwood_tokenizer.decode.output_stream import OutputStream, StreamOptions
+from sapwood_tokenizer.encode.encoder import EncodeOptions, Encoder
+from sapwood_tokenizer.output.output_parser import OutputParser
+from sapwood_tokenizer.output.parser_defaults import ParserDefaults
+from sapwood_tokenizer.output.reasoning_parser import registry as reasoning_parsers
+from sapwood_tokenizer.output.tool_parser import registry as tool_parsers
+from sapwood_tokenizer.output.tool_parser.tools import load_tools
+from sapwood_tokenizer.serve.compile_grammar import Grammars
+from sapwood_tokenizer.serve.convert import (
+    add_offsets,
+    checked_salt,
+    to_cache_stats,
+    to_encode_options,
+    to_messages,
+    to_variables,
+)
+from sapwood_tokenizer.serve.detokenize_call import DetokenizeCall
+from sapwood_tokenizer.serve.encode_call import EncodeCall
+from sapwood_tokenizer.serve.open_streams import OpenStreams
+from sapwood_tokenizer.template.chat_template import MOST_CHARACTERS, ChatTemplate
+from sapwood_tokenizer.template.render_threads import RenderThreads
+from sapwood_tokenizer.template.sandbox import Budget
+from sapwood_tokenizer.vocab.loader import LoadedTokenizer
+from sapwood_tokenizer.vocab.token_bytes import TokenBytes
+
+SERVICE = "sapwood.v1.Tokenizer"
+DETOKENIZE = f"/{SERVICE}/Detokenize"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_MOST_TEXTS = 16384
+_MOST_TOKENS = 65536
+_MOST_OPTION_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What clients may ask for.
+
+    Attributes:
+        max_text_bytes: The longest text that is encoded, and the longest conversation that is rendered.
+        max_open_streams: Detokenize streams open at a time, in all calls together.
+        template_timeout: Seconds that a chat template may take.
+    """
+
+    max_text_bytes: int
+    max_open_streams: int
+    template_timeout: float
+
+
+class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
+    """Implements ``sapwood.v1.Tokenizer``; see the proto for what each method does.
+
+    Args:
+        loaded: The tokenizer.
+        table: What answers are decoded with; None: there are none.
+        model: The name clients use.
+        parsers: The parsers that fit the model.
+        encoder: Encodes texts.
+        limits: What clients may ask for.
+        draining: Set when the service is about to stop.
+        grammars: Compiles grammars.
+        telemetry: Measures what comes as items of one call.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedTokenizer,
+        table: TokenBytes | None,
+        model: str,
+        parsers: ParserDefaults,
+        encoder: Encoder,
+        limits: Limits,
+        draining: asyncio.Event,
+        grammars: Grammars,
+        telemetry: RpcTelemetry,
+    ) -> None:
+        self._loaded = loaded
+        self._model = model
+        self._parsers = parsers
+        self._draining = draining
+        self._grammars = grammars
+        self._telemetry = telemetry
+        self._limits = limits
+        self._encoder = encoder
+        self._render_threads = RenderThreads()
+        self._table = table
+        self._template = (
+            ChatTemplate(loaded.chat_template, loaded.special_tokens, loaded.template_origin)
+            if loaded.chat_template is not None
+            else None
+        )
+        self._skipped: dict[frozenset[str], frozenset[int]] = {}
+        self._open_streams = OpenStreams(limits.max_open_streams, _MOST_OPTION_BYTES)
+
+    @property
+    def open_streams(self) -> int:
+        """How many Detokenize streams are open."""
+        return self._open_streams.count
+
+    async def drained(self) -> None:
+        """Returns once no Detokenize stream is open."""
+        await self._open_streams.wait_until_none()
+
+    def close(self) -> None:
+        """Lets the threads go. No call may be running."""
+        self._encoder.close()
+        self._render_threads.close()
+
+    async def Tokenize(
+        self, request: tokenizer_pb2.TokenizeRequest, context: Context
+    ) -> tokenizer_pb2.TokenizeResponse:
+        """Encodes a batch of texts."""
+        return await self._tokenize(request)
+
+    async def ApplyChatTemplate(
+        self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: Context
+    ) -> tokenizer_pb2.ApplyChatTemplateResponse:
+        """Renders and encodes a conversation."""
+        return await self._apply_chat_template(request)
+
+    def Encode(
+        self, request_iterator: AsyncIterator[tokenizer_pb2.EncodeRequest], context: Context
+    ) -> AsyncIterator[tokenizer_pb2.EncodeResponse]:
+        """Both, for many requests over one call."""
+        call = EncodeCall(self._tokenize, self._apply_chat_template, self._telemetry, self._draining)
+        return call.answer(request_iterator)
+
+    async def _tokenize(self, request: tokenizer_pb2.TokenizeRequest) -> tokenizer_pb2.TokenizeResponse:
+        if len(request.texts) > _MOST_TEXTS:
+            raise InvalidArgumentError(f"more than {_MOST_TEXTS} texts in one request", field="texts")
+        encoded = await self._encoder.encode(request.texts, to_encode_options(request))
+        response = tokenizer_pb2.TokenizeResponse()
+        for sequence in encoded:
+            response.sequences.add(ids=sequence.ids)
+            if sequence.offsets is not None:
+                add_offsets(response, sequence.offsets)
+        return response
+
+    async def _apply_chat_template(
+        self, request: tokenizer_pb2.ApplyChatTemplateRequest
+    ) -> tokenizer_pb2.ApplyChatTemplateResponse:
+        if not request.messages:
+            raise InvalidArgumentError("messages is empty", field="messages")
+        salt = checked_salt(request.cache_salt)
+        if self._template is None:
+            raise InvalidArgumentError(
+                f"the model has no chat template; {service_flag('tokenizer', 'chat-template')} names a file with one",
+                field="messages",
+            )
+        continued = request.continue_final_message
+        prompted = request.add_generation_prompt if request.HasField("add_generation_prompt") else not continued
+        if continued and prompted:
+            raise InvalidArgumentError(
+                "a message that is continued is not followed by a generation prompt", field="continue_final_message"
+            )
+        size, most = request.ByteSize(), self._limits.max_text_bytes
+        if size > most:
+            raise InvalidArgumentError(
+                f"a conversation of {size} bytes is longer than the limit of {most}", field="messages"
+            )
+        place = await self._render_threads.enter()
+        budget = Budget(self._limits.template_timeout, MOST_CHARACTERS, place)
+
+        def render(template: ChatTemplate = self._template) -> str:
+            return template.render(
+                to_messages(request.messages),
+                add_generation_prompt=prompted,
+                tools=load_tools(request.tools),
+                continue_final_message=continued,
+                variables=to_variables(request.template_variables),
+                budget=budget,
+            )
+
+        try:
+            text = await self._render_threads.run(place, render)
+        except asyncio.CancelledError:
+            budget.cancel()
+            raise
+        # The template writes the special tokens itself.
+        options = EncodeOptions(
+            add_special_tokens=False,
+            max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+            salt=salt,
+        )
+        (encoded,) = await self._encoder.encode([text], options, field="messages")
+        response = tokenizer_pb2.ApplyChatTemplateResponse(text=text)
+        response.tokens.ids.extend(encoded.ids)
+        reasoning_open = reasoning_parsers.ends_in_reasoning(text, request.messages[-1].content if continued else "")
+        if reasoning_open is not None:
+            response.reasoning_open = reasoning_open
+        return response
+
+    async def Detokenize(
+        self, request_iterator: AsyncIterator[tokenizer_pb2.DetokenizeRequest], context: Context
+    ) -> AsyncIterator[tokenizer_pb2.DetokenizeResponse]:
+        """Decodes the streams of one call; all outputs of one message go out as one, unless they are many."""
+        call = DetokenizeCall(self._open_stream, self._loaded.vocab_size, self._open_streams)
+        requests = aiter(request_iterator)
+        draining = asyncio.ensure_future(self._draining.wait())
+        upcoming: asyncio.Future[tokenizer_pb2.DetokenizeRequest] | None = None
+        try:
+            while not (draining.done() and call.idle):
+                upcoming = upcoming or asyncio.ensure_future(anext(requests))
+                waited: set[asyncio.Future[Any]] = {upcoming} if draining.done() else {upcoming, draining}
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                if not upcoming.done():
+                    continue
+                try:
+                    request = upcoming.result()
+                except StopAsyncIteration:
+                    return
+                upcoming = None
+                for number, response in enumerate(call.process(request)):
+                    if number:
+                        await asyncio.sleep(0)  # other calls' turn
+                    if response.outputs:
+                        yield response
+        finally:
+            call.close()
+            draining.cancel()
+            if upcoming is not None:
+                upcoming.cancel()
+
+    async def CompileGrammar(
+        self, request: tokenizer_pb2.CompileGrammarRequest, context: Context
+    ) -> tokenizer_pb2.CompileGrammarResponse:
+        """Compiles a grammar; the caller's deadline and its cancellation hold for the compilation."""
+        return await self._grammars.compile(request, context.time_remaining())
+
+    async def GetTokenBytes(
+        self, request: tokenizer_pb2.GetTokenBytesRequest, context: Context
+    ) -> tokenizer_pb2.GetTokenBytesResponse:
+        """The bytes of tokens."""
+        if len(request.token_ids) > _MOST_TOKENS:
+            raise InvalidArgumentError(f"more than {_MOST_TOKENS} tokens in one request", field="token_ids")
+        if self._table is None:
+            raise UnimplementedError("this tokenizer's tokens cannot be decoded")
+        return tokenizer_pb2.GetTokenBytesResponse(
+            tokens=map(self._table.of, request.token_ids),
+            special=sorted(self._loaded.special_ids.intersection(request.token_ids)),
+        )
+
+    async def GetInfo(self, request: tokenizer_pb2.GetInfoRequest, context: Context) -> tokenizer_pb2.GetInfoResponse:
+        """Describes the tokenizer."""
+        loaded = self._loaded
+        return tokenizer_pb2.GetInfoResponse(
+            model=self._model,
+            vocab_size=loaded.vocab_size,
+            bos_token_id=loaded.bos_token_id,
+            eos_token_ids=loaded.eos_token_ids,
+            has_chat_template=self._template is not None,
+            tool_parsers=tool_parsers.names(),
+            reasoning_parsers=reasoning_parsers.NAMES,
+            tool_parser=self._parsers.tool_parser,
+            reasoning_parser=self._parsers.reasoning_parser,
+            exact_cache=to_cache_stats(self._encoder.exact_cache),
+            prefix_cache=to_cache_stats(self._encoder.prefix_cache),
+        )
+
+    def _open_stream(self, options: StreamOptions) -> OutputStream:
+        if self._table is None:
+            raise UnimplementedError(
+                "the tokens of this model cannot be decoded one by one; the service's log says why"
+            )
+        parser = OutputParser(options.parsers)
+        skipped = self._skipped_for(parser.special_tokens) if options.skip_special_tokens else frozenset[int]()
+        return OutputStream(Detokenizer(self._table, options.stop, skipped), parser)
+
+    def _skipped_for(self, needed: frozenset[str]) -> frozenset[int]:
+        # One set for all streams whose parsers need the same tokens: models have thousands of special tokens.
+        found = self._skipped.get(needed)
+        if found is None:
+            ids = map(self._loaded.tokenizer.token_to_id, needed)
+            found = self._loaded.special_ids.difference(index for index in ids if index is not None)
+            self._skipped[needed] = found
+        return found

@@ -1,0 +1,146 @@
+"""Renders a conversation with the model's Jinja template, in a sandbox, as Hugging Face's transformers does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+
+from sapwood_common.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError
+from sapwood_tokenizer.template.sandbox import BUDGET, Budget, BudgetError, TemplateSandbox
+
+MOST_CHARACTERS = 16 * 1024 * 1024
+"""The longest text that a rendering makes."""
+_DEFAULT_SECONDS = 10.0
+_LONGEST_MESSAGE = 400
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", BUDGET)
+"""Variables that every template is given."""
+_CONTINUE_HERE = "\ue0a0continue here\ue0a0"
+"""Marks the end of the message to continue; private-use characters, which nobody writes."""
+
+
+class ChatTemplate:
+    """A compiled template. Thread-safe: rendering changes nothing.
+
+    Args:
+        source: Jinja source.
+        special_tokens: ``bos_token`` and the like, for the template's use.
+        origin: Where the source is from, for the error.
+
+    Raises:
+        ConfigError: The source is not a Jinja template; the message has the origin and the line.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, str], origin: str = "the model") -> None:
+        environment = TemplateSandbox()
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"{origin}: the chat template is wrong at line {error.lineno}: {error.message}"
+            ) from error
+        except (RecursionError, SyntaxError) as error:  # what Jinja's own parser lets through
+            raise ConfigError(f"{origin}: the chat template cannot be compiled: {error}") from error
+        self._special_tokens = special_tokens
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[dict[str, Any]] = (),
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        budget: Budget | None = None,
+    ) -> str:
+        """The conversation as one text.
+
+        Args:
+            messages: In the form of OpenAI's API; not changed.
+            add_generation_prompt: End with the opening of the assistant's turn.
+            tools: On offer; in the form of OpenAI's API.
+            continue_final_message: End where the last message's content does, so that the model goes on with it.
+            variables: Further ones for the template; they may replace special tokens' names, but nothing else it is given.
+            budget: What it may take, not yet started; ten seconds unless given.
+
+        Raises:
+            InvalidArgumentError: A variable has the name of something else; the template refuses the messages, or it takes
+                more than its budget; or the last message is to be continued and has no content, or the template does not
+                show it.
+            ResourceExhaustedError: It takes long, and so do too many others in the budget's place.
+        """
+        budget = budget or Budget(_DEFAULT_SECONDS, MOST_CHARACTERS)
+        given = {**self._special_tokens, **(variables or {})}
+        taken = next((name for name in _GIVEN if name in given), None)
+        if taken is not None:
+            raise InvalidArgumentError(f"{taken} is no variable of the caller's", field="template_variables")
+        given |= {"tools": list(tools) or None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        if not continue_final_message:
+            return self._render({**given, "messages": messages}, budget)
+        last = messages[-1]
+        if not isinstance(last.get("content"), str):
+            raise InvalidArgumentError("the last message has no content to go on with", field="continue_final_message")
+        marked = {**last, "content": last["content"] + _CONTINUE_HERE + " "}
+        text = self._render({**given, "messages": [*messages[:-1], marked]}, budget)
+        before, mark, after = text.rpartition(_CONTINUE_HERE)
+        if not mark:
+            raise InvalidArgumentError(
+                "the chat template does not show the last message's content", field="continue_final_message"
+            )
+        # A template that keeps the space after the mark keeps the content's own; one that trims it trims that, too.
+        return before if after.startswith(" ") else before.rstrip()
+
+    def _render(self, variables: Mapping[str, Any], budget: Budget) -> str:
+        parts: list[str] = []
+        budget.start()
+        try:
+            for part in self._template.generate({**variables, BUDGET: budget}):
+                budget.add(len(part))
+                parts.append(part)
+        except BudgetError as error:
+            raise InvalidArgumentError(f"the chat template was stopped: {error}", field="messages") from error
+        except ResourceExhaustedError:
+            raise
+        except Exception as error:  # a template is a program: what it trips over may be of any class
+            raise InvalidArgumentError(
+                f"the chat template refuses the messages: {_shortened(error)}", field="messages"
+            ) from error
+        text = "".join(parts)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # of JSON, in which clients write arguments and tools
+            raise InvalidArgumentError(
+                "the conversation holds half a surrogate pair, which is no text", field="messages"
+            ) from error
+        return text
+
+
+def _shortened(error: Exception) -> str:
+    # Templates put messages, or a word of a client's, into what they raise.
+    message = (str(error) or type(error).__name__).encode(errors="replace").decode()
+    return message if len(message) <= _LONGEST_MESSAGE else message[:_LONGEST_MESSAGE] + "..."
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML characters; models were not trained on that.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

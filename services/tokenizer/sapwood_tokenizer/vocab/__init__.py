@@ -1,0 +1,1 @@
+"""Vocabularies from every kind of file, with what belongs to them. Knows no request and no gRPC."""

@@ -1,0 +1,159 @@
+"""Builds a ``tokenizers.Tokenizer`` from the vocabulary inside a GGUF file.
+
+Two kinds of vocabulary exist in generative models' files:
+
+- ``tokenizer.ggml.model`` = ``llama``: a SentencePiece BPE vocabulary (Gemma, Llama 2, Mistral): tokens with scores.
+- ``gpt2``: byte-level BPE (Llama 3, Qwen). The file holds the merges and the name of the pre-tokenizer.
+
+The key names are those of the GGUF specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
+
+from sapwood_tokenizer.vocab.sentencepiece_vocab import (
+    NORMAL,
+    UNKNOWN,
+    SentencePieceVocabulary,
+    add_special_tokens,
+    build_sentencepiece,
+)
+from sapwood_tokenizer.vocab.split_patterns import PATTERNS, split_as_gpt2, split_at
+
+# What llama.cpp's converter calls the pre-tokenizer -> the family of expressions; None is GPT-2's own.
+_FAMILIES: dict[str, str | None] = {
+    **dict.fromkeys(("default", "gpt-2"), None),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "glm4", "chatglm-bpe"), "cl100k"),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
+    **dict.fromkeys(("gpt-4o", "llama4"), "o200k"),
+    "tekken": "tekken",
+    "kimi-k2": "kimi",
+    "deepseek-v3": "deepseek",
+}
+_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "gpt-4o", "llama4", "tekken", "kimi-k2"})
+"""Those that take a word that is a token whole, whatever the merges say."""
+_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "llama4", "tekken", "deepseek-v3"})
+"""Those that begin a text with BOS where the file does not say."""
+
+
+class VocabularyError(Exception):
+    """The metadata describe no vocabulary that can be built; the message says why."""
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that a GGUF file's metadata describe.
+
+    Args:
+        metadata: ``GgufFile.metadata``.
+
+    Raises:
+        VocabularyError: A key is missing or its kind of vocabulary is not supported.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = _required(metadata, "tokenizer.ggml.tokens")
+    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise VocabularyError("tokenizer.ggml.token_type and tokenizer.ggml.tokens differ in length")
+    names = _distinct(tokens)
+    if kind == "llama":
+        tokenizer = _sentencepiece(metadata, names, types)
+        adds_bos = True
+    elif kind == "gpt2":
+        pre = metadata.get("tokenizer.ggml.pre", "default")
+        tokenizer = _byte_level(metadata, names, pre)
+        adds_bos = pre in _BOS
+    else:
+        raise VocabularyError(f"tokenizer.ggml.model is {kind!r}; 'llama' and 'gpt2' are supported")
+    add_special_tokens(tokenizer, names, types)
+    before = ["bos"] if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else []
+    after = ["eos"] if metadata.get("tokenizer.ggml.add_eos_token", False) else []
+    _add_post_processor(tokenizer, metadata, names, before, after)
+    return tokenizer
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
+    scores = _required(metadata, "tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise VocabularyError("tokenizer.ggml.scores and tokenizer.ggml.tokens differ in length")
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    if unknown is None:
+        unknown = next((index for index, kind in enumerate(types) if kind == UNKNOWN), None)
+    return build_sentencepiece(
+        SentencePieceVocabulary(
+            tokens=tokens,
+            scores=scores,
+            types=types,
+            unknown_id=unknown,
+            adds_prefix=metadata.get("tokenizer.ggml.add_space_prefix", True),
+        )
+    )
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], pre: str) -> Tokenizer:
+    if pre not in _FAMILIES:
+        raise VocabularyError(f"tokenizer.ggml.pre is {pre!r}; supported are: {', '.join(sorted(_FAMILIES))}")
+    family = _FAMILIES[pre]
+    merges: list[tuple[str, str]] = []
+    for merge in _required(metadata, "tokenizer.ggml.merges"):
+        left, separator, right = merge.partition(" ")
+        if not separator:
+            raise VocabularyError(f"tokenizer.ggml.merges holds {merge!r}, which is no pair")
+        merges.append((left, right))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=merges,
+            ignore_merges=pre in _WHOLE_WORDS,
+        )
+    )
+    if family == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = split_as_gpt2() if family is None else split_at(PATTERNS[family])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _add_post_processor(
+    tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], before: list[str], after: list[str]
+) -> None:
+    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in (*before, *after)}
+    known = {name: index for name, index in ids.items() if index is not None and index < len(tokens)}
+    special = {tokens[index]: index for index in known.values()}
+    if not special:
+        return
+    opening = [tokens[known[name]] for name in before if name in known]
+    closing = [tokens[known[name]] for name in after if name in known]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*opening, "$A", *closing],
+        pair=[*opening, "$A", *closing, *(f"{token}:1" for token in opening), "$B:1", *(f"{t}:1" for t in closing)],
+        special_tokens=list(special.items()),
+    )
+
+
+def _distinct(tokens: Sequence[str]) -> Sequence[str]:
+    """The tokens, with a name of its own for each that is a duplicate or no Unicode text, so that ids stay as they are."""
+    if len(set(tokens)) == len(tokens) and all(tokens) and _is_unicode("".join(tokens)):
+        return tokens
+    seen: set[str] = set()
+    distinct: list[str] = []
+    for index, token in enumerate(tokens):
+        if token in seen or not token or not _is_unicode(token):
+            token = f"<|sapwood_unnamed_{index}|>"
+        seen.add(token)
+        distinct.append(token)
+    return distinct
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in set(text))
+
+
+def _required(metadata: Mapping[str, Any], key: str) -> list[Any]:
+    value = metadata.get(key)
+    if not isinstance(value, list) or not value:
+        raise VocabularyError(f"{key} is missing")
+    return value

@@ -1,0 +1,264 @@
+"""Loads a tokenizer and what belongs to it: chat template, special tokens, ids that end a text.
+
+From a Hugging Face directory or a vocabulary file (``vocabulary_files``), or from the vocabulary inside a GGUF file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, models
+
+from sapwood_common.errors import ConfigError
+from sapwood_common.models.gguf_file import GgufError, GgufFile
+from sapwood_common.models.model_files import model_name, resolve_model
+from sapwood_tokenizer.vocab.gguf_vocab import build_tokenizer
+from sapwood_tokenizer.vocab.token_bytes import TokenBytes
+from sapwood_tokenizer.vocab.vocabulary_files import load_vocabulary
+
+logger = logging.getLogger(__name__)
+
+_TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>")
+"""Tokens that end an assistant's turn, whatever the model calls its end of text."""
+
+_DEFAULT_TEMPLATES = {"gemma3": "gemma.jinja"}
+"""Templates for GGUF files that hold none, by architecture."""
+
+_VOCABULARY_SUFFIXES = (".json", ".model", ".tiktoken")
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTokenizer:
+    """A tokenizer and what belongs to it.
+
+    Attributes:
+        tokenizer: Encodes and decodes.
+        origin: The file it is from.
+        vocab_size: Every id is below it.
+        bos_token_id: Beginning of text, if the model has one.
+        eos_token_ids: The model's end tokens.
+        special_ids: Tokens left out of text when special tokens are skipped.
+        chat_template: Jinja source, if there is one.
+        template_origin: The file it is from.
+        special_tokens: Names that chat templates use (``bos_token``, ``eos_token``, ...), with their text.
+        only_encodes: Whether nothing is ever decoded with it: its model makes embeddings.
+    """
+
+    tokenizer: Tokenizer
+    origin: str
+    vocab_size: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    special_ids: frozenset[int]
+    chat_template: str | None
+    template_origin: str
+    special_tokens: dict[str, str]
+    only_encodes: bool = False
+
+
+def resolve_tokenizer(model: str) -> Path:
+    """The file or folder that ``--model`` names: as every service knows it, or a vocabulary file, or a folder with one.
+
+    Raises:
+        ConfigError: There is nothing there; the message says what to do.
+    """
+    path = Path(model).expanduser()
+    return path if path.is_dir() or (path.suffix in _VOCABULARY_SUFFIXES and path.is_file()) else resolve_model(model)
+
+
+def tokenizer_name(model: str) -> str:
+    """The name clients use for a model unless the configuration gives another: the file's own name, or its folder's."""
+    path = resolve_tokenizer(model)
+    if path.suffix in _VOCABULARY_SUFFIXES and path.is_file():
+        return path.resolve().parent.name if path.stem in ("tokenizer", "tekken", "tiktoken") else path.stem
+    return model_name(model) if path.is_file() else path.resolve().name
+
+
+def load_tokenizer(path: Path, chat_template: Path | None = None) -> LoadedTokenizer:
+    """Loads the tokenizer of a model.
+
+    Args:
+        path: A ``.gguf`` file, a Hugging Face model directory or a vocabulary file; the files that Hugging Face directories
+            have are looked for beside it.
+        chat_template: A file whose template replaces the model's own.
+
+    Raises:
+        ConfigError: A file is missing or cannot be used; the message names it and says why.
+    """
+    given = (
+        None if chat_template is None else _Template(_read_text(chat_template, "--chat-template: "), str(chat_template))
+    )
+    return _from_gguf(path, given) if path.suffix == ".gguf" and not path.is_dir() else _from_files(path, given)
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    source: str
+    origin: str
+
+
+def _from_gguf(path: Path, template: _Template | None) -> LoadedTokenizer:
+    try:
+        file = GgufFile(path)
+    except GgufError as error:
+        raise ConfigError(str(error)) from error
+    metadata = file.metadata
+    file.close()
+    try:
+        tokenizer = build_tokenizer(metadata)
+    except Exception as error:  # a VocabularyError, or what other values than expected lead to, here or in the library
+        raise ConfigError(f"{path}: its vocabulary cannot be used: {error}") from error
+    if template is None:
+        template = _template_of_gguf(path, metadata)
+    ids = {
+        name: _known_id(tokenizer, metadata.get(f"tokenizer.ggml.{name}_token_id"))
+        for name in ("bos", "eos", "eot", "unknown", "padding")
+    }
+    named = {"bos_token": ids["bos"], "eos_token": ids["eos"], "unk_token": ids["unknown"], "pad_token": ids["padding"]}
+    texts = {name: _text_of(tokenizer, index) for name, index in named.items() if index is not None}
+    return _loaded(path, tokenizer, ids["bos"], [ids["eos"], ids["eot"]], template, texts)
+
+
+def _template_of_gguf(path: Path, metadata: dict[str, Any]) -> _Template | None:
+    own = metadata.get("tokenizer.chat_template")
+    if isinstance(own, str):
+        return _Template(own, str(path))
+    name = _DEFAULT_TEMPLATES.get(str(metadata.get("general.architecture")))
+    if name is None:
+        return None
+    return _Template(
+        resources.files("sapwood_tokenizer.template").joinpath("templates", name).read_text(encoding="utf-8"), name
+    )
+
+
+def _from_files(path: Path, template: _Template | None) -> LoadedTokenizer:
+    directory = path if path.is_dir() else path.parent
+    settings = _read_json(directory / "special_tokens_map.json") | _read_json(directory / "tokenizer_config.json")
+    vocabulary = load_vocabulary(path, settings)
+    tokenizer = vocabulary.tokenizer
+    generation, model = _read_json(directory / "generation_config.json"), _read_json(directory / "config.json")
+    if template is None:
+        template = _template_of_directory(directory, settings)
+    texts = vocabulary.special_tokens | {
+        name: text for name in _NAMED_TOKENS if (text := _token_text(settings.get(name))) is not None
+    }
+    ends = generation.get("eos_token_id", model.get("eos_token_id"))
+    # The tokenizer's own end token first: it is the one that chat templates mean.
+    eos = [_own_id(tokenizer, texts.get("eos_token")), *(ends if isinstance(ends, list) else [ends])]
+    bos = _own_id(tokenizer, texts.get("bos_token"))
+    bos = _known_id(tokenizer, model.get("bos_token_id")) if bos is None else bos
+    first_eos = next((index for index in eos if index is not None), None)
+    for name, given in (("bos_token", bos), ("eos_token", first_eos)):
+        index = _known_id(tokenizer, given)
+        if index is not None:
+            texts.setdefault(name, _text_of(tokenizer, index))
+    # A file saved after training or evaluation may cut or pad what it encodes; prompts are never cut in silence.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    rows = model.get("vocab_size")
+    loaded = _loaded(vocabulary.file, tokenizer, bos, eos, template, texts, rows if isinstance(rows, int) else 0)
+    return replace(loaded, only_encodes=_only_encodes(tokenizer, model.get("architectures")))
+
+
+def table_of(loaded: LoadedTokenizer) -> TokenBytes | None:
+    """What answers are decoded with; None where it cannot be made and no answers are to be.
+
+    Raises:
+        ConfigError: It cannot be made, but has to be; the message names the file and says why.
+    """
+    try:
+        return TokenBytes(loaded.tokenizer, loaded.origin)
+    except ConfigError as error:
+        if not loaded.only_encodes:
+            raise
+        logger.info("%s; Detokenize is refused", error)
+        return None
+
+
+def _only_encodes(tokenizer: Tokenizer, architectures: Any) -> bool:
+    if isinstance(architectures, list) and architectures:
+        return not any(end in str(architectures[0]) for end in ("ForCausalLM", "ForConditionalGeneration"))
+    return isinstance(tokenizer.model, models.WordPiece)  # what encoders have, and nothing else
+
+
+def _loaded(
+    path: Path,
+    tokenizer: Tokenizer,
+    bos: int | None,
+    ends: list[Any],
+    template: _Template | None,
+    special_tokens: dict[str, str],
+    model_vocab_size: int = 0,
+) -> LoadedTokenizer:
+    added = tokenizer.get_added_tokens_decoder()
+    # A model may have more rows than its tokenizer has tokens; such an id has no text, but it is no error.
+    vocab_size = max(tokenizer.get_vocab_size(), max(added, default=-1) + 1, model_vocab_size)
+    eos = [index for index in ends if isinstance(index, int) and 0 <= index < vocab_size]
+    turn_ends = map(tokenizer.token_to_id, _TURN_ENDS)
+    eos += [index for index in turn_ends if index is not None and index in added]
+    return LoadedTokenizer(
+        tokenizer=tokenizer,
+        origin=str(path),
+        vocab_size=vocab_size,
+        bos_token_id=bos,
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        special_ids=frozenset(index for index, token in added.items() if token.special),
+        chat_template=None if template is None else template.source,
+        template_origin="" if template is None else template.origin,
+        special_tokens=special_tokens,
+    )
+
+
+def _template_of_directory(path: Path, settings: dict[str, Any]) -> _Template | None:
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return _Template(_read_text(file), str(file))
+    file = path / "tokenizer_config.json"
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several named ones: the default is the one for plain chat
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    return _Template(template, str(file)) if isinstance(template, str) else None
+
+
+def _known_id(tokenizer: Tokenizer, index: Any) -> int | None:
+    return index if isinstance(index, int) and index >= 0 and tokenizer.id_to_token(index) is not None else None
+
+
+def _own_id(tokenizer: Tokenizer, token: str | None) -> int | None:
+    return None if token is None else tokenizer.token_to_id(token)
+
+
+def _text_of(tokenizer: Tokenizer, index: int) -> str:
+    return tokenizer.id_to_token(index) or ""
+
+
+def _token_text(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _read_text(path: Path, prefix: str = "") -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{prefix}cannot read {path}: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+    return content

@@ -1,0 +1,160 @@
+"""Loads a tokenizer from whichever file of the known kinds a directory holds.
+
+``tokenizer.json`` is taken where it is; else a SentencePiece ``tokenizer.model``, a tiktoken file, a ``tekken.json``; else
+transformers is asked, if it is installed: it turns the older files (``vocab.json`` and ``merges.txt``, ``vocab.txt``,
+``spiece.model``) into one of the library's tokenizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, processors
+
+from sapwood_common.errors import ConfigError
+from sapwood_tokenizer.vocab.ranked_vocab import (
+    RankedVocabularyError,
+    is_tiktoken,
+    load_tekken,
+    load_tiktoken,
+    special_ids,
+)
+from sapwood_tokenizer.vocab.sentencepiece_vocab import SentencePieceError, load_sentencepiece
+
+_TOKENIZER_JSON = "tokenizer.json"
+_TEKKEN = "tekken.json"
+_OTHERS = "tokenizer.json, tokenizer.model, *.tiktoken, tiktoken.model or tekken.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A tokenizer and the file it is from.
+
+    Attributes:
+        tokenizer: Encodes and decodes.
+        file: Where it is from.
+        special_tokens: The texts of ``bos_token`` and the like, as far as the file knows them.
+    """
+
+    tokenizer: Tokenizer
+    file: Path
+    special_tokens: dict[str, str] = field(default_factory=dict)
+
+
+def load_vocabulary(path: Path, settings: Mapping[str, Any]) -> Vocabulary:
+    """The tokenizer of a directory or file.
+
+    Args:
+        path: A directory, or a vocabulary file of a known kind.
+        settings: What the ``tokenizer_config.json`` beside it says.
+
+    Raises:
+        ConfigError: There is no vocabulary, or it cannot be used; the message names the file and says why.
+    """
+    file = _file_in(path) if path.is_dir() else path
+    if file is None:
+        return _through_transformers(path)
+    try:
+        if file.suffix == ".json":
+            return _from_tekken(file, settings) if file.name == _TEKKEN else _from_json(file)
+        return _from_tiktoken(file, settings) if is_tiktoken(file) else _from_sentencepiece(file, settings)
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    except (RankedVocabularyError, SentencePieceError) as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _file_in(directory: Path) -> Path | None:
+    named = [directory / name for name in (_TOKENIZER_JSON, "tokenizer.model", "tiktoken.model", _TEKKEN)]
+    tiktoken = sorted(directory.glob("*.tiktoken"))
+    return next((file for file in (*named[:3], *tiktoken, named[3]) if file.is_file()), None)
+
+
+def _from_json(file: Path) -> Vocabulary:
+    try:
+        return Vocabulary(Tokenizer.from_file(str(file)), file)
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _from_sentencepiece(file: Path, settings: Mapping[str, Any]) -> Vocabulary:
+    model = load_sentencepiece(file)
+    _add_listed(model.tokenizer, special_ids(settings), settings, file)
+    named = {"bos_token": model.bos, "eos_token": model.eos, "unk_token": model.unknown}
+    named |= {name: text for name in named if isinstance(text := _text(settings.get(name)), str)}
+    _put_around(model.tokenizer, named["bos_token"], named["eos_token"], settings)
+    return Vocabulary(model.tokenizer, file, {name: text for name, text in named.items() if text is not None})
+
+
+def _from_tiktoken(file: Path, settings: Mapping[str, Any]) -> Vocabulary:
+    tokenizer, bos = load_tiktoken(file, special_ids(settings))
+    bos = _text(settings.get("bos_token")) or bos
+    _put_around(tokenizer, bos, None, settings)
+    return Vocabulary(tokenizer, file, {} if bos is None else {"bos_token": bos})
+
+
+def _from_tekken(file: Path, settings: Mapping[str, Any]) -> Vocabulary:
+    tokenizer = load_tekken(file)
+    _put_around(tokenizer, "<s>", "</s>", settings)
+    return Vocabulary(tokenizer, file, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
+
+
+def _through_transformers(directory: Path) -> Vocabulary:
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    except ImportError as error:
+        raise ConfigError(
+            f"--model: {directory} holds no {_OTHERS}; other tokenizers are loaded through transformers, which is not "
+            "installed: pip install transformers"
+        ) from error
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of any class
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"--model: {directory} holds no {_OTHERS}, and transformers finds no tokenizer in it: {reason}"
+        ) from error
+    if not isinstance(loaded, PreTrainedTokenizerFast):
+        raise ConfigError(
+            f"--model: {directory}: transformers has its tokenizer, {type(loaded).__name__}, in Python only, which is not "
+            "supported; convert it to a tokenizer.json"
+        )
+    named = {name: text for name, text in loaded.special_tokens_map.items() if isinstance(text, str)}
+    return Vocabulary(loaded.backend_tokenizer, directory, named)
+
+
+def _add_listed(tokenizer: Tokenizer, listed: Mapping[str, int], settings: Mapping[str, Any], file: Path) -> None:
+    """Adds the tokens that the settings list and the file does not have."""
+    attributes = settings.get("added_tokens_decoder", {})
+    for text, index in sorted(listed.items(), key=lambda item: item[1]):
+        one = attributes[str(index)]
+        flags = {name: bool(one.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "normalized")}
+        token = AddedToken(text, special=bool(one.get("special", False)), **flags)
+        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
+        if tokenizer.token_to_id(text) != index:
+            raise ConfigError(
+                f"{file}: tokenizer_config.json gives {text!r} the id {index}, but it has {tokenizer.token_to_id(text)}"
+            )
+
+
+def _put_around(tokenizer: Tokenizer, bos: str | None, eos: str | None, settings: Mapping[str, Any]) -> None:
+    """Texts begin with BOS unless the settings say otherwise, and end with EOS if they say so."""
+    opening = [bos] if bos is not None and settings.get("add_bos_token", True) else []
+    closing = [eos] if eos is not None and settings.get("add_eos_token", False) else []
+    known = {token: tokenizer.token_to_id(token) for token in (*opening, *closing)}
+    special = [(token, index) for token, index in known.items() if index is not None]
+    if special:
+        around = [token for token in opening if known[token] is not None], [t for t in closing if known[t] is not None]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*around[0], "$A", *around[1]],
+            pair=[*around[0], "$A", *around[1], "$B:1"],
+            special_tokens=special,
+        )
+
+
+def _text(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

@@ -1,0 +1,213 @@
+"""The whole worker: scheduler process, engine, gRPC front, and how they start and end together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from sapwood.v1 import worker_pb2_grpc
+from sapwood_common.errors import ConfigError
+from sapwood_common.grammar.compiler import CompilerLimits
+from sapwood_common.models.model_files import model_name
+from sapwood_common.network.tls import server_tls
+from sapwood_common.serving.rpc_telemetry import RpcTelemetry
+from sapwood_common.serving.server import ServiceServer, serve_until_stopped
+from sapwood_common.telemetry.logs import announce
+from sapwood_common.telemetry.metrics import MetricSet, MetricsServer, metrics_port
+from sapwood_common.telemetry.tracing_start import start_tracing
+from sapwood_worker.config import WorkerConfig
+from sapwood_worker.front.engine import Engine
+from sapwood_worker.front.kv_event_publisher import KvEventPublisher
+from sapwood_worker.front.metrics import WorkerMetrics
+from sapwood_worker.front.observer import EngineObserver
+from sapwood_worker.front.request_grammars import RequestGrammars
+from sapwood_worker.front.service import SERVICE, UNCOUNTED, ServedModel, WorkerService
+from sapwood_worker.ipc.launch import MODEL_RUNNER, SchedulerProcess
+from sapwood_worker.ipc.supervisor import Supervisor
+from sapwood_worker.ipc.vitals import Vitals
+from sapwood_worker.records.model_info import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+USUAL_METRICS_PORT = 9161
+
+_LAST_WORDS_SECONDS = 1.0
+"""What running calls get to say UNAVAILABLE when the scheduler is gone."""
+_LAST_MESSAGE_SECONDS = 0.1
+"""What sessions get to hand over their last outputs."""
+
+
+async def serve(config: WorkerConfig, runner: str = MODEL_RUNNER) -> int:
+    """Runs a worker until it is told to stop.
+
+    It listens at once, but is healthy, and says that it is listening, when the model is loaded. A scheduler that dies is started
+    anew.
+
+    Args:
+        config: The configuration.
+        runner: What makes the runner in the scheduler process.
+
+    Returns:
+        The exit code: 0 after a signal, 1 if the scheduler could not start or dies again and again.
+    """
+    try:
+        name = config.served_model_name or model_name(config.model)
+        scheduler = Supervisor(
+            lambda: SchedulerProcess(config, runner), config.watchdog_timeout, config.watchdog_restart
+        )
+        try:
+            return await _serve(config, name, scheduler)
+        finally:
+            await scheduler.stop()
+    except ConfigError as error:
+        logger.error("%s", error)
+        return 1
+
+
+async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
+    await scheduler.start()
+    metrics = MetricSet()
+    tracing = start_tracing("sapwood-worker", config.trace_endpoint, config.trace_ratio)
+    worker_metrics = WorkerMetrics(metrics)
+    server = ServiceServer(
+        config.host,
+        config.port,
+        [SERVICE],
+        uncounted=UNCOUNTED,
+        telemetry=RpcTelemetry(metrics, tracing),
+        tls=server_tls(config.tls_cert, config.tls_key, config.tls_client_ca),
+        health_address=config.health_address,
+    )
+    engine = Engine(scheduler.send, EngineObserver(worker_metrics, tracing))
+    health = _Health(server, engine.vitals)
+    worker_metrics.watch(lambda: engine.load)
+    worker_metrics.watch_vitals(engine.vitals)
+    exposed = MetricsServer(
+        metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
+    )
+    logger.info("metrics at http://%s:%d/metrics", config.host, exposed.port)
+    service = WorkerService(engine, server.draining, health.drain)
+    worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
+    running: asyncio.Future[int] | None = None
+    serving: asyncio.Future[None] | None = None
+    lagging = asyncio.ensure_future(engine.vitals.lag.run())
+    try:
+        port = await server.start()
+        serving = asyncio.ensure_future(
+            serve_until_stopped(server, drain_timeout=config.drain_timeout, drained=service.wait_idle)
+        )
+        running = asyncio.ensure_future(_run(config, name, port, scheduler, engine, service, server, health))
+        ends: set[asyncio.Future[Any]] = {running, serving}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            await serving
+            return 0
+        return await running
+    finally:
+        if running is not None:
+            running.cancel()
+            await asyncio.wait({running})
+        if serving is not None:
+            serving.cancel()
+        lagging.cancel()
+        await server.stop()
+        await asyncio.to_thread(tracing.close)
+        await asyncio.to_thread(exposed.close)
+
+
+async def _run(
+    config: WorkerConfig,
+    name: str,
+    port: int,
+    scheduler: Supervisor,
+    engine: Engine,
+    service: WorkerService,
+    server: ServiceServer,
+    health: _Health,
+) -> int:
+    """Serves one scheduler process after the other; returns the exit code when that makes no sense any more."""
+    grammars: RequestGrammars | None = None
+    publisher: KvEventPublisher | None = None
+    replays: asyncio.Future[None] | None = None
+
+    try:
+        while True:
+            started = time.monotonic()
+            info = await scheduler.ready()
+            logger.info(
+                "%s (%s, %s) loaded in %.1f s: %d pages of %d tokens",
+                *(name, info.architecture, info.dtype, time.monotonic() - started, info.num_pages, info.page_size),
+            )
+            if grammars is None:
+                grammars = RequestGrammars(info, CompilerLimits(timeout=config.grammar_timeout))
+                publisher = _publisher(config, engine, info)
+                replays = None if publisher is None else asyncio.ensure_future(publisher.serve_replays())
+            epoch = time.time_ns()
+            engine.scheduler_started(epoch)
+            service.model = ServedModel(name, info, epoch, grammars, config.max_running)
+            await health.loaded(True)
+            announce(logger, "listening on %s:%d", config.host, port)
+            reason = await scheduler.run(engine.receive, engine.vitals, health.changed)
+            logger.error("the scheduler process stopped: %s", reason)
+            service.model = None
+            engine.scheduler_lost(reason)
+            await health.loaded(False)
+            if scheduler.hopeless:
+                await server.drain(_LAST_WORDS_SECONDS)
+                await asyncio.sleep(_LAST_MESSAGE_SECONDS)
+                return 1
+            await scheduler.start()
+    finally:
+        if replays is not None:
+            replays.cancel()
+        if publisher is not None:
+            publisher.close()
+        if grammars is not None:
+            await grammars.close()
+
+
+class _Health:
+    """What grpc.health says: healthy while a scheduler is ready and well and nobody drains the worker."""
+
+    def __init__(self, server: ServiceServer, vitals: Vitals) -> None:
+        self._server = server
+        self._vitals = vitals
+        self._is_loaded = False
+        self._telling: asyncio.Future[None] | None = None
+
+    async def loaded(self, is_loaded: bool) -> None:
+        """A scheduler is ready, or has ended."""
+        self._is_loaded = is_loaded
+        await self._tell()
+
+    def changed(self) -> None:
+        """The scheduler process got well, or no longer is."""
+        self._telling = asyncio.ensure_future(self._tell())
+
+    async def drain(self) -> None:
+        """Nothing new is to come."""
+        self._server.draining.set()
+        await self._tell()
+
+    async def _tell(self) -> None:
+        draining = self._server.draining.is_set()
+        await self._server.set_serving(self._is_loaded and self._vitals.well and not draining)
+
+
+def _publisher(config: WorkerConfig, engine: Engine, info: ModelInfo) -> KvEventPublisher | None:
+    """The ZeroMQ publisher of KV events, if one is asked for, subscribed to the engine's."""
+    if config.kv_events_port is None:
+        return None
+    publisher = KvEventPublisher(
+        config.host,
+        config.kv_events_port,
+        config.kv_events_replay_port,
+        topic=config.kv_events_topic,
+        keep=config.kv_events_keep,
+        block_size=info.page_size,
+    )
+    engine.kv_events.listen(publisher.publish)
+    announce(logger, "KV events on %s, replay on %s", publisher.address, publisher.replay_address or "no port")
+    return publisher

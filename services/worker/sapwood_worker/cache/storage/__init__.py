@@ -1,1 +1,0 @@
-"""The third tier: pages in a store that workers share and that outlives them."""

@@ -1,0 +1,329 @@
+"""The tiers below the device's pages: what is copied where, and when.
+
+The radix tree is the first tier. This is told what enters and leaves it, keeps the key of every page in it, and decides: a page
+goes to the second tier (host memory) when it is cached (``write_through``), when it has been asked for again
+(``write_through_selective``) or when it is evicted (``write_back``). A request that starts is given, beyond what the tree has,
+what the second tier has: those pages are copied back before the step computes.
+
+It only decides. The copies go out with the step (:class:`Copies`) and are carried out by the runner; stores may end steps later,
+loads are in place for the step they go with. So that nothing can give a wrong token:
+
+- A page is found in the second tier only when its store is reported done, and only under its exact key.
+- A device page that leaves the tree while it is being stored raises the *fence*: the step that may overwrite it waits.
+- What a load reads is pinned from the match to the end of its step.
+
+Complexity: O(pages of the request) when a row opens or its pages are cached, O(1) a page evicted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from sapwood_worker.core.cache.host_pages import HostPage, HostPages
+from sapwood_worker.core.cache.page_key import PageChain, PageName
+from sapwood_worker.core.cache.storage.tier import StorageTier
+from sapwood_worker.records.kv_events import KvEventLog
+from sapwood_worker.records.page_copies import CacheLoad, Copies, CopyReport, PageCopy, PageIds
+
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+
+_SELECTIVE_HITS = 2
+"""Times a page must have been wanted, its computation included, before ``write_through_selective`` stores it."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """Of a running request: its keys so far and the host pages that are kept for it or being loaded."""
+
+    chain: PageChain
+    found: list[HostPage]
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What has happened since the start, in pages.
+
+    Attributes:
+        device_hits: Found in the first tier when a request started.
+        host_hits: Found in the second tier, beyond those.
+        stored: Copied to the second tier.
+        store_failures: Meant to be, but the copy failed.
+        no_room: Not copied because the second tier had no page to give.
+        fences: Steps that had to wait for the stores before them.
+        store_seconds: Time that copies to the second tier took.
+        load_seconds: Time that copies from it took.
+    """
+
+    device_hits: int = 0
+    host_hits: int = 0
+    stored: int = 0
+    store_failures: int = 0
+    no_room: int = 0
+    fences: int = 0
+    store_seconds: float = 0.0
+    load_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Store:
+    """Pages to copy to the second tier; ``unwanted``: they are to be forgotten once they are there."""
+
+    device: list[int] = field(default_factory=list)
+    host: list[HostPage] = field(default_factory=list)
+    unwanted: bool = False
+
+
+class HierarchicalCache:
+    """Implements :class:`~sapwood_worker.core.cache.prefix_cache.LowerTiers`. Lives in the scheduler; single-threaded.
+
+    Args:
+        host: The second tier.
+        num_device_pages: Pages of the first tier.
+        page_size: Tokens a page.
+        policy: When pages are copied to the second tier.
+        storage: The third tier; None: there cannot be one.
+
+    Attributes:
+        host: The second tier.
+        storage: The third tier.
+        counters: What has happened so far.
+    """
+
+    def __init__(
+        self,
+        host: HostPages,
+        num_device_pages: int,
+        page_size: int,
+        policy: WritePolicy = "write_through",
+        storage: StorageTier | None = None,
+    ) -> None:
+        self.host = host
+        self.storage = storage
+        self.counters = TierCounters()
+        self._page_size = page_size
+        self._policy: WritePolicy = policy
+        self._threshold = {"write_through": 1, "write_through_selective": _SELECTIVE_HITS}.get(policy)
+        # Of the tree's pages: what they hold, and how often they were wanted. Of other pages: anything.
+        self._names: list[PageName | None] = [None] * num_device_pages
+        self._wanted = np.zeros(num_device_pages, np.int32)
+        self._rows: dict[int, _Row] = {}
+        self._next = _Store()
+        self._loads: list[tuple[PageIds, list[HostPage]]] = []
+        self._started: list[CacheLoad] = []
+        self._given = 0
+        self._fence = False
+        self._stores: dict[int, _Store] = {}
+        self._storing: dict[int, int] = {}
+        self._numbers = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies wait to be taken, or stores or the third tier's calls to be reported."""
+        return self._copying or (self.storage is not None and self.storage.busy)
+
+    @property
+    def _copying(self) -> bool:
+        return bool(self._next.device or self._loads or self._stores)
+
+    def announce(self, events: KvEventLog) -> None:
+        """From now on ``events`` takes note of what comes to and goes from these tiers; called before anything does."""
+        self.host.announce(events)
+        if self.storage is not None:
+            self.storage.known.announce(events)
+
+    def queued(self, serial: int, token_ids: array[int], namespace: bytes, cached: int) -> bool:
+        """A request has been let in: what the first two tiers lack of it is looked for in the third.
+
+        Args:
+            serial: The request.
+            token_ids: All of its tokens that may come from the cache.
+            namespace: Within which to look.
+            cached: Pages of it that the first tier has.
+
+        Returns:
+            Whether it is to wait until :meth:`poll` names it.
+        """
+        if self.storage is None or self.storage.connection is None:
+            return False
+        chain = PageChain(namespace, self._page_size)
+        chain.extend(token_ids, len(token_ids))
+        found = self.host.match(chain.keys[cached:])
+        self.host.touch(found)
+        return self.storage.prefetch(serial, chain.pages[cached + len(found) :])
+
+    def settle(self, serial: int) -> None:
+        """A request has started (its :meth:`load` was the last), or has ended before that."""
+        fetched = None if self.storage is None else self.storage.settle(serial)
+        if self._given:
+            self._started.append(CacheLoad(serial, self._given, *(fetched or ())))
+            self._given = 0
+
+    def poll(self) -> list[int]:
+        """Takes what the third tier has done; returns the requests that need not wait for it any longer. Never blocks."""
+        return [] if self.storage is None else self.storage.poll()
+
+    def open(self, slot: int, token_ids: array[int], namespace: bytes, pages: PageIds) -> None:
+        """See LowerTiers."""
+        known = [self._name(page) for page in pages.tolist()]
+        chain = PageChain(namespace, self._page_size, list(known))
+        chain.extend(token_ids, len(token_ids))
+        found = self.host.match(chain.keys[len(known) :])
+        self.host.pin(found)
+        above = [entry for name in known if (entry := self.host.find(name.key)) is not None]
+        self.host.touch(above + found)
+        self._rows[slot] = _Row(chain, found)
+        self._wanted[pages] += 1
+        if self._threshold is not None and len(above) < len(known):
+            self._store(pages[self._wanted[pages] >= self._threshold])
+        self.counters.device_hits += len(known)
+        self.counters.host_hits += len(found)
+
+    def load(self, slot: int, pages: PageIds) -> int:
+        """See LowerTiers."""
+        found = self._rows[slot].found
+        assert len(found) <= len(pages)
+        if found:
+            self._loads.append((pages[: len(found)].copy(), found))
+        self._given = len(found)
+        return len(found)
+
+    def loaded(self, slot: int) -> None:
+        """See LowerTiers."""
+        row = self._rows[slot]
+        self.host.unpin(row.found)
+        row.found = []
+
+    def cached(self, slot: int, token_ids: array[int], start: int, pages: PageIds, new: PageIds) -> None:
+        """See LowerTiers."""
+        chain = self._rows[slot].chain
+        chain.extend(token_ids, (start + len(pages)) * self._page_size)
+        for index, page in enumerate(pages.tolist(), start):
+            self._names[page] = chain.pages[index]
+        self._wanted[new] = 1
+        if self._threshold == 1:
+            self._store(new)
+
+    def close(self, slot: int) -> None:
+        """See LowerTiers."""
+        self.host.unpin(self._rows.pop(slot).found)
+
+    def evicted(self, pages: PageIds) -> None:
+        """See LowerTiers."""
+        if self._policy == "write_back":
+            self._store(pages)
+        self.dropped(pages)
+
+    def dropped(self, pages: PageIds) -> None:
+        """See LowerTiers."""
+        if self._storing and not self._storing.keys().isdisjoint(pages.tolist()):
+            self._fence = True
+
+    def clear_host(self) -> None:
+        """Forgets what the second tier has, and what is on its way there from the device."""
+        store, self._next = self._next, _Store()
+        self._stop_storing(store)
+        self.host.abandon(store.host)
+        self.host.clear()
+        for store in self._stores.values():
+            store.unwanted = True
+
+    def take(self) -> Copies | None:
+        """What the coming step has to copy; None if there is nothing to copy and no store to wait for."""
+        if not self._copying:
+            return None
+        store, self._next = self._next, _Store()
+        loads, self._loads = self._loads, []
+        started, self._started = self._started, []
+        fence, self._fence = self._fence, False
+        self.counters.fences += fence
+        stored = loaded = None
+        if store.device:
+            stored = self._copy(store.device, store.host)
+            self._stores[stored.number] = store
+        if loads:
+            loaded = self._copy(
+                np.concatenate([pages for pages, _ in loads]), [each for _, row in loads for each in row]
+            )
+        return Copies(stored, loaded, fence, tuple(started))
+
+    def ended(self, report: CopyReport) -> None:
+        """Takes the runner's report of copies that have ended."""
+        self.counters.store_seconds += report.store_seconds
+        self.counters.load_seconds += report.load_seconds
+        for number in report.done:
+            unwanted = self._stores[number].unwanted
+            entries = self._end(number)
+            if unwanted:
+                self.host.abandon(entries)
+                continue
+            self.host.written(entries)
+            self.counters.stored += len(entries)
+            if self.storage is not None:
+                self.storage.write(entries)
+        for number in report.failed:
+            entries = self._end(number)
+            self.host.abandon(entries)
+            self.counters.store_failures += len(entries)
+
+    def check(self) -> None:
+        """Compares everything with everything; for tests.
+
+        Raises:
+            AssertionError: Something is wrong.
+        """
+        self.host.check()
+        stores = [*self._stores.values(), self._next]
+        pins = {} if self.storage is None else self.storage.check()
+        fetching = 0 if self.storage is None else self.storage.fetching
+        putting = 0 if self.storage is None else self.storage.writing
+        writing = {entry.page for store in stores for entry in store.host}
+        unready = {entry.page for entry in self.host.entries() if not entry.ready}
+        assert writing <= unready and len(unready) == len(writing) + fetching, "a host page waits for nobody"
+        storing: dict[int, int] = {}
+        for store in stores:
+            for page in store.device:
+                storing[page] = storing.get(page, 0) + 1
+        assert storing == self._storing
+        for row in self._rows.values():
+            for entry in row.found:
+                pins[entry.page] = pins.get(entry.page, 0) + 1
+        extra = [entry.pins - pins.get(entry.page, 0) for entry in self.host.entries()]
+        assert min(extra, default=0) >= 0 and sum(extra) == putting, "pins are not balanced"
+
+    def _name(self, page: int) -> PageName:
+        known = self._names[page]
+        assert known is not None, f"page {page} is cached, but nobody said so"
+        return known
+
+    def _store(self, pages: PageIds) -> None:
+        """Has those of the tree's pages copied that the second tier does not have."""
+        place = {self._name(page).key: page for page in pages.tolist()}
+        wanted = [self._name(page) for page in pages.tolist() if not self.host.has(self._name(page).key)]
+        reserved = self.host.reserve(wanted)
+        self.counters.no_room += len(wanted) - len(reserved)
+        for entry in reserved:
+            page = place[entry.key]
+            self._next.device.append(page)
+            self._next.host.append(entry)
+            self._storing[page] = self._storing.get(page, 0) + 1
+
+    def _end(self, number: int) -> list[HostPage]:
+        store = self._stores.pop(number)
+        self._stop_storing(store)
+        return store.host
+
+    def _stop_storing(self, store: _Store) -> None:
+        for page in store.device:
+            left = self._storing[page] - 1
+            if left:
+                self._storing[page] = left
+            else:
+                del self._storing[page]
+
+    def _copy(self, device: PageIds | list[int], host: list[HostPage]) -> PageCopy:
+        number, self._numbers = self._numbers, self._numbers + 1
+        return PageCopy(number, np.asarray(device, np.int32), np.array([entry.page for entry in host], np.int32))

@@ -1,0 +1,67 @@
+"""Names of pages outside the device: what a page holds, in a form that can be checked.
+
+Algorithm: two chained hashes a page, each over the page's tokens and the hash of the page before it. ``hash`` is the xxh3 chain
+that router and workers share (``sapwood_common.contract.page_hash``): quick, and the name under which a page is found.
+``proof`` is a SHA-256 chain that nobody can collide on purpose: whoever takes a page compares it, so a page is only ever used
+for exactly the tokens, in exactly the namespace, that it was computed for. O(tokens), once a page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from typing import NamedTuple
+
+import xxhash
+
+from sapwood_common.contract.page_hash import lora_of
+
+
+class PageKey(NamedTuple):
+    """A page's name: 16 bytes of ``hash``, 32 bytes of ``proof``; each covers all pages before it as well."""
+
+    hash: bytes
+    proof: bytes
+
+
+class PageName(NamedTuple):
+    """A page: its key, the hash of the page before it (empty: none), its tokens as native uint32, its LoRA."""
+
+    key: PageKey
+    parent: bytes
+    token_ids: bytes
+    lora: str
+
+
+class PageChain:
+    """The keys of the full pages of one token sequence, first page first; grows with the sequence.
+
+    Args:
+        namespace: Sequences of different namespaces share no keys.
+        page_size: Tokens a page.
+        known: The first pages, where they are known already.
+
+    Attributes:
+        pages: All pages so far.
+    """
+
+    def __init__(self, namespace: bytes, page_size: int, known: list[PageName] | None = None) -> None:
+        self._page_size = page_size
+        self._root = PageKey(namespace, hashlib.sha256(namespace).digest())
+        self._lora = lora_of(namespace)
+        self.pages: list[PageName] = [] if known is None else known
+
+    @property
+    def keys(self) -> list[PageKey]:
+        """The keys of all pages so far."""
+        return [page.key for page in self.pages]
+
+    def extend(self, token_ids: array[int], end: int) -> None:
+        """Adds the full pages among the sequence's first ``end`` tokens that are still missing."""
+        size = self._page_size
+        parent = self.pages[-1].key if self.pages else self._root
+        for start in range(len(self.pages) * size, end - size + 1, size):
+            page = token_ids[start : start + size].tobytes()
+            before = parent
+            parent = PageKey(xxhash.xxh3_128_digest(parent.hash + page), hashlib.sha256(parent.proof + page).digest())
+            self.pages.append(PageName(parent, b"" if before is self._root else before.hash, page, self._lora))

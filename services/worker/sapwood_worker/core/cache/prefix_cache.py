@@ -1,0 +1,370 @@
+"""The prefix cache: radix tree, ledger and page table together, so that a page changes hands in all of them at once.
+
+A row of the page table begins with pages that are the tree's, locked for the row, and goes on with pages of its own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from sapwood_common.errors import ResourceExhaustedError
+from sapwood_worker.core.cache.eviction import EvictionName
+from sapwood_worker.core.cache.page_allocator import (
+    CACHE,
+    FREE,
+    TRANSFER,
+    LedgerError,
+    PageAllocator,
+    PageHandle,
+    PageIds,
+)
+from sapwood_worker.core.cache.page_table import PageTable
+from sapwood_worker.core.cache.radix_tree import Node, RadixTree
+from sapwood_worker.records.kv_events import KvEventLog
+
+
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    """The locked end of a pinned prefix, and until when it is pinned."""
+
+    node: Node
+    until: float | None
+
+
+class LowerTiers(Protocol):
+    """What the prefix cache tells the tiers below it, and asks of them. All but ``evicted`` concern one row."""
+
+    def open(self, slot: int, token_ids: array[int], namespace: bytes, pages: PageIds) -> None:
+        """A row begins with these cached pages; what the tiers have of ``token_ids`` beyond them is to be kept for it."""
+        ...
+
+    def load(self, slot: int, pages: PageIds) -> int:
+        """Has the row's next pages filled before the coming step computes, as many as :meth:`open` kept; returns how many."""
+        ...
+
+    def loaded(self, slot: int) -> None:
+        """The step that filled them is done."""
+        ...
+
+    def cached(self, slot: int, token_ids: array[int], start: int, pages: PageIds, new: PageIds) -> None:
+        """The row's pages from entry ``start`` on are cached now, as ``pages``; ``new`` of these were not before."""
+        ...
+
+    def close(self, slot: int) -> None:
+        """The row ends."""
+        ...
+
+    def evicted(self, pages: PageIds) -> None:
+        """These pages, with what is still in them, are about to be given to somebody else."""
+        ...
+
+    def dropped(self, pages: PageIds) -> None:
+        """As :meth:`evicted`, but what is in them is to be forgotten, not to be kept."""
+        ...
+
+
+@dataclass(slots=True)
+class _Row:
+    """Of an open row: the locked end of its shared prefix, how many pages that prefix has, and which pages after it are being
+    filled from the tiers below."""
+
+    node: Node
+    shared: int
+    loading: PageHandle | None = None
+
+
+class PrefixCache:
+    """Pages of prompts and answers kept for requests to come.
+
+    Attributes:
+        enabled: If not, nothing is kept and nothing found.
+
+    Args:
+        allocator: The ledger.
+        page_table: Rows of the running requests.
+        page_size: Tokens a page.
+        enabled: See above.
+        eviction: What goes first when room is needed.
+        below: The tiers below; None: there are none.
+        events: Takes note of what comes and goes; None: nobody asks.
+    """
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        page_table: PageTable,
+        page_size: int,
+        *,
+        enabled: bool = True,
+        eviction: EvictionName = "lru",
+        below: LowerTiers | None = None,
+        events: KvEventLog | None = None,
+    ) -> None:
+        self._allocator = allocator
+        self._table = page_table
+        self._tree = RadixTree(page_size, eviction, events, alone=below is None)
+        self._page_size = page_size
+        self.enabled = enabled
+        self._below = below if enabled else None
+        self._rows: dict[int, _Row] = {}
+        self._pins: dict[str, _Pin] = {}
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that eviction could free now."""
+        return self._tree.num_evictable
+
+    @property
+    def num_available(self) -> int:
+        """Pages that :meth:`allocate` could give now: free ones and evictable ones."""
+        return self._allocator.num_free + self._tree.num_evictable
+
+    def probe(self, token_ids: array[int], namespace: bytes) -> tuple[int, int]:
+        """What :meth:`open` would find: pages, and how many of these count as available now. Changes nothing."""
+        return self._tree.probe(self._key(token_ids, 0, self._usable(token_ids)), namespace)
+
+    def path(self, token_ids: array[int], namespace: bytes) -> list[int]:
+        """What the prefix that :meth:`open` would find runs through: a number for each node of the tree, from the root."""
+        return self._tree.path(self._key(token_ids, 0, self._usable(token_ids)), namespace)
+
+    def open(self, slot: int, name: str, token_ids: array[int], namespace: bytes) -> int:
+        """Begins an empty row with the longest cached prefix, locked, leaving at least one token to compute.
+
+        Args:
+            slot: The row.
+            name: What to call its owner in errors.
+            token_ids: All that is known of the sequence.
+            namespace: Within which to look.
+
+        Returns:
+            The number of tokens found.
+        """
+        match = self._tree.match(self._key(token_ids, 0, self._usable(token_ids)), namespace)
+        self._tree.lock(match.node)
+        self._allocator.name(slot, f"request {name}")
+        self._table.append(slot, match.pages)
+        self._rows[slot] = _Row(match.node, len(match.pages))
+        if self._below is not None:
+            self._below.open(slot, token_ids[: self._usable(token_ids)], namespace, match.pages)
+        return len(match.pages) * self._page_size
+
+    def allocate(self, slot: int, count: int) -> bool:
+        """Adds ``count`` pages to a row, evicting if need be; False, and nothing done, if there are not as many."""
+        missing = count - self._allocator.num_free
+        if missing > self._tree.num_evictable:
+            return False
+        if missing > 0:
+            pages = self._tree.evict(missing)
+            if self._below is not None:
+                self._below.evicted(pages)
+            self._allocator.free(pages, CACHE)
+        self._table.append(slot, self._allocator.allocate(count, slot))
+        return True
+
+    def load(self, slot: int) -> int:
+        """Has the first pages of a row's own filled from the tiers below, before the coming step computes.
+
+        Called once, after :meth:`open` and :meth:`allocate`. Until the next commit, which follows the step, the transfer
+        owns the pages.
+
+        Returns:
+            The number of tokens that come so.
+        """
+        if self._below is None:
+            return 0
+        row = self._rows[slot]
+        own = self._table.pages(slot, row.shared)
+        loading = own[: self._below.load(slot, own)].copy()
+        if len(loading):
+            self._allocator.move(loading, slot, TRANSFER)
+            row.loading = self._allocator.handle(loading)
+        return len(loading) * self._page_size
+
+    def written_by(self, slots: list[int], ends: list[int]) -> PageHandle:
+        """A handle of the pages in which rows write the tokens before these positions: what a step computes last of each."""
+        places = (np.array(ends, np.intp) - 1) // self._page_size
+        return self._allocator.handle(self._table.rows[np.array(slots, np.intp), places])
+
+    def confirm(self, handle: PageHandle) -> None:
+        """Checks that its pages are still those that they were; raises LedgerError if not."""
+        self._allocator.confirm(handle)
+
+    def commit(self, slot: int, token_ids: array[int], computed: int) -> None:
+        """Shares the full pages of a row's first ``computed`` tokens, whose KV must be in place.
+
+        Where the tree has a page already, the row takes the tree's and frees its own.
+        """
+        row = self._rows[slot]
+        self._arrived(slot, row)
+        start, end = row.shared, computed // self._page_size
+        if not self.enabled or end <= start:
+            return
+        own = self._table.pages(slot, start)[: end - start].copy()
+        cached = self._tree.insert(row.node, self._key(token_ids, start * self._page_size, computed), own)
+        taken = cached.pages == own
+        self._allocator.move(own[taken], slot, CACHE)
+        if not taken.all():
+            self._table.replace(slot, start, cached.pages)
+            self._allocator.free(own[~taken], slot)
+        if self._below is not None:
+            self._below.cached(slot, token_ids, start, cached.pages, own[taken])
+        self._tree.lock(cached.node)
+        self._tree.unlock(row.node)
+        row.node, row.shared = cached.node, end
+        self._balance(slot)
+
+    def close(self, slot: int) -> None:
+        """Ends a row: unlocks its prefix and frees the pages that are its own."""
+        row = self._rows.pop(slot)
+        self._arrived(slot, row)
+        if self._below is not None:
+            self._below.close(slot)
+        self._tree.unlock(row.node)
+        self._allocator.free(self._table.pages(slot, row.shared), slot)
+        self._allocator.ended(slot)
+        self._balance(slot)
+
+    def pin(self, name: str, token_ids: array[int], namespace: bytes, most: int, until: float | None) -> int:
+        """Locks what is cached of a prefix; a pin of the same name is replaced.
+
+        Args:
+            name: The pin's.
+            token_ids: The prefix.
+            namespace: Within which to look.
+            most: Pages that may be pinned in all.
+            until: When :meth:`expire_pins` takes it back; None: never.
+
+        Returns:
+            The number of tokens pinned, in whole pages.
+
+        Raises:
+            ResourceExhaustedError: More than ``most`` pages would be pinned; nothing changed.
+        """
+        match = self._tree.match(self._key(token_ids, 0, len(token_ids)), namespace)
+        old = self._pins.get(name)
+        kept = [pin.node for pin in self._pins.values() if pin is not old]
+        needed = sum(len(node.pages) for node in _and_above([*kept, match.node]))
+        if needed > most:
+            raise ResourceExhaustedError(f"{needed} pages would be pinned; at most {most} can be", field="token_ids")
+        self._tree.lock(match.node)
+        self._pins[name] = _Pin(match.node, until)
+        if old is not None:
+            self._tree.unlock(old.node)
+        return len(match.pages) * self._page_size
+
+    def unpin(self, name: str) -> bool:
+        """Takes a pin back; returns whether there was one of this name."""
+        pin = self._pins.pop(name, None)
+        if pin is not None:
+            self._tree.unlock(pin.node)
+        return pin is not None
+
+    def expire_pins(self, now: float) -> None:
+        """Takes back the pins whose time is over. O(pins)."""
+        for name in [name for name, pin in self._pins.items() if pin.until is not None and pin.until <= now]:
+            self.unpin(name)
+
+    def flush(self, *, keep: bool = False) -> int:
+        """Forgets everything that no running request and no pin holds; returns the number of pages freed.
+
+        Args:
+            keep: The tiers below may take what is in them, as when room is made.
+        """
+        pages = self._tree.evict(self._tree.num_evictable, reset=True)
+        if self._below is not None:
+            (self._below.evicted if keep else self._below.dropped)(pages)
+        self._allocator.free(pages, CACHE)
+        return len(pages)
+
+    def check_idle(self) -> None:
+        """Checks that nothing is held while no row is open; vectorised, O(pages).
+
+        Raises:
+            AssertionError: A page leaked or a lock was left behind; the message names the requests.
+        """
+        self._allocator.check()
+        assert not self._rows, f"rows {sorted(self._rows)} are open, though nothing runs"
+        pins = _and_above([pin.node for pin in self._pins.values()])
+        pinned = sum(len(node.pages) for node in pins)
+        if self._tree.num_evictable + pinned != self._tree.num_pages:
+            locked = [node.pages for node in self._tree.nodes() if node.locks and node not in pins]
+            raise LedgerError(f"a lock was left behind on pages {self._allocator.describe(np.concatenate(locked))}")
+        if self._allocator.num_used != self._tree.num_pages:
+            cached = np.concatenate([np.empty(0, np.int32), *(node.pages for node in self._tree.nodes())])
+            leaked = np.setdiff1d(self._allocator.used(), cached)
+            raise LedgerError(f"nothing runs, yet there are pages {self._allocator.describe(leaked)}")
+
+    def check(self) -> None:
+        """Compares tree, ledger and rows page by page; for tests.
+
+        Raises:
+            AssertionError: They disagree.
+        """
+        ends: dict[Node, int] = {}
+        owners = np.full(self._allocator.num_pages, FREE, dtype=np.int32)
+        held = 0
+        for slot, row in self._rows.items():
+            ends[row.node] = ends.get(row.node, 0) + 1
+            pages = self._table.pages(slot)
+            at: Node | None = row.node
+            end = row.shared
+            while at is not None and at.parent is not None:
+                start = end - len(at.pages)
+                assert start >= 0 and (pages[start:end] == at.pages).all(), f"row {slot} does not begin with its prefix"
+                end, at = start, at.parent
+            assert end == 0, f"row {slot} does not begin with the prefix it locks"
+            loading = pages[:0] if row.loading is None else row.loading.pages
+            loaded = row.shared + len(loading)
+            assert (pages[row.shared : loaded] == loading).all(), f"row {slot} is not filled where it should be"
+            owners[loading] = TRANSFER
+            owners[pages[loaded:]] = slot
+            held += len(pages) - row.shared
+        for pin in self._pins.values():
+            ends[pin.node] = ends.get(pin.node, 0) + 1
+        cached = self._tree.check(ends)
+        owners[cached] = CACHE
+        # That the numbers agree too says that no page stands in two places.
+        self._allocator.check_owners(owners, held + len(cached))
+
+    def _balance(self, slot: int) -> None:
+        """Compares, after a row's move, how much is locked and cached with what should be. O(1).
+
+        Raises:
+            LedgerError: A lock or a page was lost, now, by this row.
+        """
+        locks = len(self._rows) + len(self._pins)
+        if self._tree.num_locks != locks:
+            name = self._allocator.name_of(slot)
+            raise LedgerError(f"{name}: {self._tree.num_locks} locks where rows and pins have {locks}")
+        if self._allocator.num_held(CACHE) != self._tree.num_pages:
+            raise LedgerError(f"{self._allocator.name_of(slot)}: the tree's pages are not those that the cache has")
+
+    def _arrived(self, slot: int, row: _Row) -> None:
+        if row.loading is not None and self._below is not None:
+            self._allocator.confirm(row.loading)
+            self._allocator.move(row.loading.pages, TRANSFER, slot)
+            row.loading = None
+            self._below.loaded(slot)
+
+    def _usable(self, token_ids: array[int]) -> int:
+        """Tokens that may come from the cache: the last one is computed again, for its logits."""
+        return len(token_ids) - 1 if self.enabled else 0
+
+    def _key(self, token_ids: array[int], start: int, end: int) -> bytes:
+        """The whole pages of ``token_ids[start:end]``; ``start`` is a multiple of the page."""
+        return token_ids[start : end // self._page_size * self._page_size].tobytes()
+
+
+def _and_above(ends: list[Node]) -> set[Node]:
+    """These nodes and all above them."""
+    found: set[Node] = set()
+    for node in ends:
+        at: Node | None = node
+        while at is not None and at not in found:
+            found.add(at)
+            at = at.parent
+    return found

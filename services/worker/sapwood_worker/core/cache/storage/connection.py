@@ -1,0 +1,113 @@
+"""One attached store: its calls, how they end, and whether to make any."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sapwood_worker.core.cache.storage.backend import StorageBackend, StorageError
+from sapwood_worker.core.cache.storage.breaker import CircuitBreaker
+from sapwood_worker.core.cache.storage.executor import Executor
+
+NEVER = 1 << 40
+"""A number of pages that no request has."""
+CALL_SECONDS = 10.0
+"""A call that takes longer counts as failed, whether or not it ends some day."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    began: float | None = None
+    late: bool = False
+
+
+class Connection:
+    """Makes calls to a store elsewhere and takes their ends here; keeps the circuit breaker told.
+
+    Args:
+        backend: The store.
+        executor: Where calls run.
+        namespace: Of all object names; see ``record.namespace_of``.
+        min_pages: Fewer than this are computed sooner than fetched; NEVER: that is always so.
+        clock: Seconds, monotonic.
+        store_id: Names the store, for all who share it.
+    """
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        executor: Executor,
+        namespace: str,
+        min_pages: int,
+        clock: Callable[[], float],
+        store_id: str = "",
+    ) -> None:
+        self.backend = backend
+        self.namespace = namespace
+        self.min_pages = min_pages
+        self.store_id = store_id
+        self.breaker = CircuitBreaker(clock)
+        self.failures = 0
+        """Calls that failed or took too long."""
+        self.last_error = ""
+        self._executor = executor
+        self._clock = clock
+        self._calls: set[_Call] = set()
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether anything is ever read."""
+        return self.min_pages < NEVER
+
+    @property
+    def pending(self) -> int:
+        """Calls that have not ended."""
+        return len(self._calls)
+
+    def call(self, job: Callable[[], Any], done: Callable[[Any], None], *, urgent: bool) -> None:
+        """Has ``job`` run; ``done`` is called in a later :meth:`poll` with its result, or with None if it failed."""
+        call = _Call()
+        self._calls.add(call)
+
+        def timed() -> Any:
+            call.began = self._clock()
+            return job()
+
+        def ended(result: Any, error: Exception | None) -> None:
+            self._calls.remove(call)
+            if error is None:
+                self.breaker.succeeded()
+            elif not call.late:
+                self._failed(error)
+            done(result)
+
+        self._executor.submit(timed, ended, urgent=urgent)
+
+    def poll(self) -> None:
+        """Takes the ends of calls and notices those that take too long."""
+        self._executor.poll()
+        now = self._clock()
+        for call in self._calls:
+            if call.began is not None and not call.late and now - call.began > CALL_SECONDS:
+                call.late = True
+                self._failed(StorageError(f"no answer within {CALL_SECONDS:g} s"))
+
+    def wait(self, seconds: float) -> None:
+        """Returns when a call has ended, or after so many seconds."""
+        self._executor.wait(seconds)
+
+    def close(self) -> None:
+        """No call follows; :meth:`poll` goes on until none is pending, then :meth:`release`."""
+        self._executor.close()
+
+    def release(self) -> None:
+        """Lets go of the store, once nothing is pending; the caller does not wait for it."""
+        assert not self._calls
+        threading.Thread(target=self.backend.close, daemon=True).start()
+
+    def _failed(self, error: Exception) -> None:
+        self.failures += 1
+        self.last_error = str(error) or type(error).__name__
+        self.breaker.failed()

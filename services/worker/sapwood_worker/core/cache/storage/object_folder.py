@@ -1,0 +1,186 @@
+"""Objects as files in a folder that any number of processes and machines may share; who moves their bytes is not said here.
+
+An object is written beside its place and renamed, so that a reader sees all of it or nothing. Which object is used how
+recently is its file's modification time. When the files outgrow the cap, one process at a time (a lock file sees to it)
+removes the least recently used ones down to nine tenths of the cap. Each process counts what it writes itself and looks
+at the whole folder each time it has written a sixteenth of the cap: n processes exceed it by n sixteenths at most.
+
+Complexity: one or two file operations an object, besides its bytes; a look at the folder is O(objects).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from sapwood_worker.core.cache.storage.backend import StorageError
+
+_KEEP = 0.9
+_TOUCH_SECONDS = 60.0
+_STALE_SECONDS = 3600.0
+
+
+class ObjectFolder:
+    """The folder. Called from several threads at once.
+
+    Args:
+        folder: Made if it is not there.
+        capacity: The most bytes of objects it is to hold.
+
+    Raises:
+        StorageError: The folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, capacity: int) -> None:
+        self._folder = folder
+        self._objects = folder / "objects"
+        self._writing = folder / "writing"
+        self._capacity = capacity
+        self._guard = threading.Lock()
+        self._unseen = 0
+        try:
+            for each in (self._objects, self._writing):
+                each.mkdir(parents=True, exist_ok=True)
+            self._total = sum(size for _, size, _ in self._files())
+        except OSError as error:
+            raise StorageError(f"cannot use the folder {folder}: {error}") from error
+
+    def exists(self, names: Sequence[str]) -> int:
+        """See StorageBackend."""
+        return next((count for count, name in enumerate(names) if not self._path(name).is_file()), len(names))
+
+    @contextlib.contextmanager
+    def reading(self, names: Sequence[str], sizes: Sequence[int]) -> Iterator[list[int | None]]:
+        """Descriptors to read objects from, open within the block; None: there is no object of that size.
+
+        Raises:
+            StorageError: The folder does not answer, or an OSError ended the block.
+        """
+        files: list[int | None] = []
+        try:
+            files += (self._open(self._path(name), size) for name, size in zip(names, sizes, strict=True))
+            yield files
+        except OSError as error:
+            raise StorageError(str(error)) from error
+        finally:
+            for file in files:
+                if file is not None:
+                    os.close(file)
+
+    @contextlib.contextmanager
+    def writing(self, names: Sequence[str], sizes: Sequence[int]) -> Iterator[list[int | None]]:
+        """Descriptors to write new objects to, open within the block; None: it is there already. When the block has ended
+        well all of them are there, else none.
+
+        Raises:
+            StorageError: The folder does not answer or is full, or an OSError ended the block.
+        """
+        new: list[tuple[Path, Path, int] | None] = []
+        try:
+            try:
+                for name in names:
+                    new.append(self._create(self._path(name)))  # noqa: PERF401 -- on an error those before are closed
+                yield [None if each is None else each[2] for each in new]
+            finally:
+                for each in new:
+                    if each is not None:
+                        os.close(each[2])
+            for each in new:
+                if each is not None:
+                    each[1].parent.mkdir(parents=True, exist_ok=True)
+                    each[0].replace(each[1])
+            self._account(sum(size for each, size in zip(new, sizes, strict=True) if each is not None))
+        except BaseException as error:
+            for each in new:
+                if each is not None:
+                    each[0].unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise StorageError(str(error)) from error
+            raise
+
+    def remove(self, names: Sequence[str]) -> None:
+        """See StorageBackend."""
+        for name in names:
+            with contextlib.suppress(OSError):
+                self._path(name).unlink()
+
+    def clear(self, namespace: str) -> None:
+        """See StorageBackend."""
+        shutil.rmtree(self._objects / namespace, ignore_errors=True)
+
+    def _path(self, name: str) -> Path:
+        namespace, _, key = name.rpartition("/")
+        return self._objects / namespace / key[:2] / key
+
+    def _open(self, path: Path, size: int) -> int | None:
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        status = os.fstat(file)
+        if status.st_size != size:
+            os.close(file)
+            return None
+        if time.time() - status.st_mtime > _TOUCH_SECONDS:
+            with contextlib.suppress(OSError):  # it may belong to somebody else, or be gone by now
+                os.utime(path)
+        return file
+
+    def _create(self, path: Path) -> tuple[Path, Path, int] | None:
+        """A new file: where it is, where it belongs, its descriptor; None: it is there."""
+        if path.is_file():
+            return None
+        beside = self._writing / uuid.uuid4().hex
+        return beside, path, os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def _account(self, written: int) -> None:
+        with self._guard:
+            self._total += written
+            self._unseen += written
+            if self._total <= self._capacity and self._unseen < self._capacity // 16:
+                return
+            self._unseen = 0
+            with (self._folder / "lock").open("w") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:  # somebody else makes room just now
+                    return
+                self._total = self._make_room()
+
+    def _make_room(self) -> int:
+        files = sorted(self._files())
+        total = sum(size for _, size, _ in files)
+        if total > self._capacity:
+            for _, size, path in files:
+                if total <= _KEEP * self._capacity:
+                    break
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)  # noqa: PTH108 -- a string here, as scandir gives it
+                total -= size
+        for left in os.scandir(self._writing):  # of processes that were killed
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+                    os.unlink(left.path)  # noqa: PTH108
+        return total
+
+    def _files(self) -> Iterator[tuple[float, int, str]]:
+        """Modification time, size and path of every object."""
+        folders = [str(self._objects)]
+        while folders:
+            try:
+                with os.scandir(folders.pop()) as entries:
+                    for entry in entries:
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(entry.path)
+                        else:
+                            status = entry.stat(follow_symlinks=False)
+                            yield status.st_mtime, status.st_size, entry.path
+            except FileNotFoundError:  # removed meanwhile
+                continue

@@ -1,0 +1,236 @@
+"""Opens stores at start-up and at run time, and finds out from how many pages on fetching beats computing.
+
+Both are measured: the seconds that computing a token takes, by running some (``measure_prefill``), and the seconds that the store
+takes for one page and for several, on pages made up for it. Fetching n pages takes ``fixed + n * each``; it pays from
+``n > fixed / (seconds to compute a page - each)`` on, and never if the store is slower than the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.cache.storage.backend import StorageBackend, StorageError
+from sapwood_worker.core.cache.storage.connection import NEVER, Connection
+from sapwood_worker.core.cache.storage.executor import ThreadExecutor
+from sapwood_worker.core.cache.storage.factory import parse_storage
+from sapwood_worker.core.cache.storage.record import namespace_of
+from sapwood_worker.core.cache.storage.tier import StorageTier
+from sapwood_worker.model.pools.host_pool import HEADER_BYTES, SCRATCH_PAGES, HostPool
+from sapwood_worker.records.step import Runner, ScheduledRequest, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY, _LAST_RETRY = 1.0, 60.0
+_PROBE_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class StorageFacts:
+    """What opening a store needs to know of its worker.
+
+    Attributes:
+        pool: The host pages.
+        page_size: Tokens a page.
+        identity: What the content of pages depends on besides tokens; may take long.
+        seconds_per_token: What computing a token takes.
+        min_tokens: Fewer than this are not fetched; None: measured.
+    """
+
+    pool: HostPool
+    page_size: int
+    identity: Callable[[], str]
+    seconds_per_token: float
+    min_tokens: int | None
+
+
+class StorageOpener:
+    """Attaches stores to a tier. One that does not answer is tried again, at growing intervals, until another takes its place.
+
+    Args:
+        tier: The tier.
+        facts: See :class:`StorageFacts`.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, tier: StorageTier, facts: StorageFacts, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tier = tier
+        self._facts = facts
+        self._clock = clock
+        self._executor: ThreadExecutor | None = None
+        self._url = ""
+        self._error = ""
+        self._done: Callable[[str], None] | None = None
+        self._retry_at = math.inf
+        self._pause = _FIRST_RETRY
+
+    @property
+    def url(self) -> str:
+        """The store that is attached or is to be; empty: none."""
+        return self._url
+
+    @property
+    def error(self) -> str:
+        """Why the store could not be opened; empty: it could, or nobody knows yet."""
+        return self._error
+
+    @property
+    def opening(self) -> bool:
+        """Whether a store is being opened just now."""
+        return self._executor is not None
+
+    def open(self, url: str, done: Callable[[str], None] | None = None) -> None:
+        """Detaches the store there is and has this one opened; :meth:`poll` attaches it.
+
+        Args:
+            url: See ``factory.parse_storage``.
+            done: Called in :meth:`poll` after the first try, with what went wrong; empty: nothing.
+
+        Raises:
+            ConfigError: It is not a store's URL; nothing has changed.
+        """
+        parse_storage(url)
+        self.close()
+        self._url, self._done = url, done
+        self._begin()
+
+    def close(self) -> None:
+        """Detaches the store, if there is one, or stops trying to open it."""
+        self._tier.detach()
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None
+        self._url, self._error, self._retry_at, self._pause = "", "", math.inf, _FIRST_RETRY
+        self._tell("another store was attached, or this one detached")
+
+    def poll(self) -> None:
+        """Attaches the store once it is open, or tries again to open it when it is time. Never blocks."""
+        if self._executor is not None:
+            self._executor.poll()
+        elif self._clock() >= self._retry_at:
+            self._begin()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until the store has been opened or could not be, for so many seconds at most."""
+        until = self._clock() + seconds
+        while self.opening and self._clock() < until:
+            if self._executor is not None:
+                self._executor.wait(0.05)
+            self.poll()
+
+    def _begin(self) -> None:
+        self._retry_at = math.inf
+        executor = self._executor = ThreadExecutor(threads=1)
+        connect = parse_storage(self._url)
+
+        def ended(connection: Connection | None, error: Exception | None) -> None:
+            if self._executor is not executor:  # another has taken its place
+                if connection is not None:
+                    connection.close()
+                    connection.backend.close()
+                return
+            self._executor = None
+            executor.close()
+            if connection is None:
+                self._error = str(error) or type(error).__name__
+                self._retry_at = self._clock() + self._pause
+                logger.warning("%s: %s; trying again in %g s", self._url, self._error, self._pause)
+                self._pause = min(_LAST_RETRY, 2 * self._pause)
+                self._tell(self._error)
+                return
+            self._error, self._pause = "", _FIRST_RETRY
+            tokens = connection.min_pages * self._facts.page_size
+            worth = (
+                "slower than computing, so nothing is read"
+                if not connection.worthwhile
+                else f"used from {tokens} tokens on"
+            )
+            logger.info("%s is the KV cache's third tier, %s", self._url, worth)
+            self._tier.attach(connection)
+            self._tell("")
+
+        executor.submit(lambda: open_connection(connect(), self._facts, self._clock), ended, urgent=True)
+
+    def _tell(self, error: str) -> None:
+        done, self._done = self._done, None
+        if done is not None:
+            done(error)
+
+
+def open_connection(backend: StorageBackend, facts: StorageFacts, clock: Callable[[], float]) -> Connection:
+    """A connection to an open store, measured; blocks.
+
+    Raises:
+        StorageError: The store does not answer.
+    """
+    namespace = namespace_of("1", facts.identity(), facts.page_size, facts.pool.page_bytes)
+    try:
+        backend.register(facts.pool.records)
+        fixed, each = _measure_store(backend, facts.pool, namespace)
+        store_id = _store_id(backend, facts.pool, namespace)
+    except BaseException:
+        backend.close()
+        raise
+    if facts.min_tokens is not None:
+        min_pages = -(-facts.min_tokens // facts.page_size)
+    else:
+        min_pages = break_even(fixed, each, facts.seconds_per_token * facts.page_size)
+    return Connection(backend, ThreadExecutor(), namespace, min_pages, clock, store_id)
+
+
+def break_even(fixed: float, each: float, compute: float) -> int:
+    """From how many pages on fetching them is quicker than computing them; all arguments are seconds, the last two a page's."""
+    return NEVER if each >= compute else max(1, math.ceil(fixed / (compute - each)))
+
+
+def measure_prefill(runner: Runner, page_size: int, num_pages: int, most_tokens: int) -> float:
+    """Seconds that computing a token of a prompt takes; runs the model twice, before any request is let in."""
+    count = max(1, min(_PROBE_TOKENS, most_tokens, num_pages * page_size))
+    rows = np.arange(-(-count // page_size), dtype=np.int32)[None]
+    sampling = SamplingParams(temperature=0.0)
+    best = math.inf
+    for _ in range(2):
+        request = ScheduledRequest("start-up", 0, [1] * count, 0, True, sampling)
+        began = time.perf_counter()
+        runner.execute(SchedulerOutput(0, rows, [request]))
+        best = min(best, time.perf_counter() - began)
+    return best / count
+
+
+def _measure_store(backend: StorageBackend, pool: HostPool, namespace: str) -> tuple[float, float]:
+    """Seconds that any read takes, and each page more; uses the scratch pages."""
+    records = [pool.record(pool.num_pages + index) for index in range(SCRATCH_PAGES)]
+    for record in records:
+        record[:HEADER_BYTES] = bytes(HEADER_BYTES)
+    names = [f"{namespace}/{index:032x}" for index in range(SCRATCH_PAGES)]
+    if not all(backend.put(names, records)):
+        raise StorageError("the store does not take objects: it may be full")
+    seconds = []
+    for count in (1, 1, SCRATCH_PAGES):  # the first warms the way up
+        began = time.perf_counter()
+        if not all(backend.get(names[:count], records[:count])):
+            raise StorageError("the store does not give back what was written a moment ago")
+        seconds.append(time.perf_counter() - began)
+    each = max(0.0, (seconds[2] - seconds[1]) / (SCRATCH_PAGES - 1))
+    return max(0.0, seconds[1] - each), each
+
+
+def _store_id(backend: StorageBackend, pool: HostPool, namespace: str) -> str:
+    """The store's name among those who share it: an object in it, made up by whoever comes first. Uses a scratch page.
+
+    A URL would not do: the same folder's name may be another folder elsewhere.
+    """
+    name, record = f"{namespace}/{SCRATCH_PAGES:032x}", pool.record(pool.num_pages)
+    if not backend.exists([name]):
+        record[:HEADER_BYTES] = uuid.uuid4().bytes.ljust(HEADER_BYTES, b"\0")
+        backend.put([name], [record])  # somebody else's stays if it was quicker
+    if not all(backend.get([name], [record])):
+        raise StorageError("the store does not give back what was written a moment ago")
+    return bytes(record[:16]).hex()

@@ -1,0 +1,386 @@
+"""The third tier as the scheduler sees it: pages go to a store from the second tier and come back while a request queues.
+
+A request that is let in and finds neither in the first nor in the second tier what may be in the store has it
+*prefetched*: the store is asked how many of its next pages it has, host pages are reserved for them, and they are read
+in batches. What has arrived and passed its check is an ordinary page of the second tier, pinned until the request
+starts. Whether the request waits for it: ``best_effort`` no; ``timeout`` until a time that grows with the prompt;
+``wait_complete`` until all is there (a minute at most).
+
+Nothing here blocks: calls to the store run elsewhere (``executor.py``). Whatever a store does, pages are given back
+when their call has ended and not before, what it returned is checked byte by byte (``record.py``), and a request is
+released in time.
+
+Bound: prefetches hold at most ``share`` of the host pages, writes to the store pin at most as many again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from sapwood_worker.core.cache.host_pages import HostPage, HostPages
+from sapwood_worker.core.cache.page_key import PageName
+from sapwood_worker.core.cache.storage.backend import StorageError
+from sapwood_worker.core.cache.storage.connection import Connection
+from sapwood_worker.core.cache.storage.known import KnownObjects
+from sapwood_worker.core.cache.storage.record import object_name, seal, verify
+from sapwood_worker.model.pools.host_pool import HostPool
+
+PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
+
+_BATCH = 32
+_KNOWN_FOR_EACH_HOST_PAGE = 4
+_LONGEST_WAIT = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchOptions:
+    """How requests wait for what is in the store.
+
+    Attributes:
+        policy: See the module.
+        timeout: Of ``timeout``: seconds, whatever the prompt.
+        timeout_per_1k: And seconds more for each 1000 tokens that are looked for.
+        share: The most of the host pages that prefetches hold at once.
+    """
+
+    policy: PrefetchPolicy = "timeout"
+    timeout: float = 1.0
+    timeout_per_1k: float = 0.25
+    share: float = 0.5
+
+
+@dataclass(slots=True)
+class StorageCounters:
+    """What has happened since the start, in pages unless it says otherwise.
+
+    Attributes:
+        fetched: Read and good.
+        rejected: Read, but not what they should be.
+        missing: Asked for, but gone.
+        written: Written, or there already.
+        dropped: Not written: too many writes were pending, or the store was failing.
+        skipped: Requests that were not looked up because the store was failing or no host pages were left for it.
+        timeouts: Requests that stopped waiting before all was there.
+        seconds_reading: Time that reads took, summed over calls.
+        seconds_writing: The same of writes.
+    """
+
+    fetched: int = 0
+    rejected: int = 0
+    missing: int = 0
+    written: int = 0
+    dropped: int = 0
+    skipped: int = 0
+    timeouts: int = 0
+    seconds_reading: float = 0.0
+    seconds_writing: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Prefetch:
+    """What one waiting request is looking for. Before ``cursor`` nothing is being fetched any more."""
+
+    wanted: list[PageName]
+    began: float
+    deadline: float
+    connection: Connection
+    ended: float = 0.0
+    looking: bool = True
+    cancelled: bool = False
+    cursor: int = 0
+    pinned: list[HostPage] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    good: list[bool]
+    rejected: int
+    seconds: float
+
+
+class StorageTier:
+    """See the module. Single-threaded, but for the jobs it has run.
+
+    Args:
+        host: The second tier's pages.
+        pool: Their memory.
+        page_size: Tokens a page.
+        options: How requests wait.
+        clock: Seconds, monotonic.
+
+    Attributes:
+        counters: What has happened so far.
+        connection: The attached store; None: there is none.
+        known: What it is known to hold.
+        page_bytes: Bytes of a page's content.
+    """
+
+    def __init__(
+        self, host: HostPages, pool: HostPool, page_size: int, options: PrefetchOptions, clock: Callable[[], float]
+    ) -> None:
+        self.counters = StorageCounters()
+        self.connection: Connection | None = None
+        self.known = KnownObjects(_KNOWN_FOR_EACH_HOST_PAGE * host.num_pages)
+        self._host = host
+        self.page_bytes = pool.page_bytes
+        self._past_failures = 0
+        self._pool = pool
+        self._page_size = page_size
+        self._options = options
+        self._clock = clock
+        self._limit = int(options.share * host.num_pages)
+        self._prefetches: dict[int, _Prefetch] = {}
+        self._held: set[int] = set()
+        self._fetching: set[bytes] = set()
+        self._occupied = 0
+        self._writing = 0
+        self._closing: list[Connection] = []
+
+    @property
+    def failures(self) -> int:
+        """Calls that failed or took too long, of all stores so far."""
+        return self._past_failures + (0 if self.connection is None else self.connection.failures)
+
+    @property
+    def store_id(self) -> str:
+        """Names the attached store for all who share it; empty: there is none, or nothing is read from it."""
+        connection = self.connection
+        return connection.store_id if connection is not None and connection.worthwhile else ""
+
+    @property
+    def busy(self) -> bool:
+        """Whether the ends of calls are due soon."""
+        return bool(self._closing) or (
+            self.connection is not None and self.connection.pending > 0 and not self.connection.breaker.is_open
+        )
+
+    def attach(self, connection: Connection) -> None:
+        """From now on pages come from and go to this store; the one before is detached."""
+        self.detach()
+        self.connection = connection
+
+    def detach(self) -> None:
+        """From now on there is no store. What is on its way ends by itself."""
+        if self.connection is not None:
+            self.connection.close()
+            self._past_failures += self.connection.failures
+            self._closing.append(self.connection)
+            self.connection = None
+            self.known.clear()
+
+    def prefetch(self, serial: int, wanted: list[PageName]) -> bool:
+        """Looks for pages that a new request lacks; returns whether the request is to wait until :meth:`poll` names it."""
+        connection = self.connection
+        if connection is None or len(wanted) < connection.min_pages:
+            return False
+        wanted = wanted[: max(0, self._limit - self._occupied)]
+        if len(wanted) < max(1, connection.min_pages) or not connection.breaker.allow():
+            self.counters.skipped += 1
+            return False
+        options, now = self._options, self._clock()
+        patience = options.timeout + options.timeout_per_1k * len(wanted) * self._page_size / 1000
+        deadline = now + (patience if options.policy == "timeout" else _LONGEST_WAIT)
+        prefetch = self._prefetches[serial] = _Prefetch(wanted, now, deadline, connection)
+        names = [object_name(connection.namespace, name.key) for name in wanted]
+        connection.call(partial(connection.backend.exists, names), partial(self._found, prefetch), urgent=True)
+        if options.policy == "best_effort":
+            return False
+        self._held.add(serial)
+        return True
+
+    def settle(self, serial: int) -> tuple[int, float, float] | None:
+        """A request has started or ended: nothing more is fetched for it, and what was is not kept for it any longer.
+
+        Returns:
+            The pages that were, when that began, and when the last had come; None if there were none.
+        """
+        prefetch = self._prefetches.pop(serial, None)
+        self._held.discard(serial)
+        if prefetch is not None:
+            prefetch.cancelled = True
+            self._host.unpin(prefetch.pinned)
+            self._occupied -= len(prefetch.pinned)
+            if prefetch.pinned:
+                return len(prefetch.pinned), prefetch.began, prefetch.ended
+        return None
+
+    def write(self, entries: Sequence[HostPage]) -> None:
+        """Writes pages that the second tier has to the store, some time."""
+        connection = self.connection
+        if connection is None:
+            return
+        for batch in _batches(entries):
+            if self._writing + len(batch) > max(_BATCH, self._limit) or not connection.breaker.allow():
+                self.counters.dropped += len(batch)
+                continue
+            self._host.pin(batch)
+            self._writing += len(batch)
+            connection.call(
+                partial(self._put, connection, batch), partial(self._written, connection, batch), urgent=False
+            )
+
+    def clear(self, done: Callable[[str], None]) -> None:
+        """Has this model's objects removed from the store; ``done`` is called with what went wrong, in a later :meth:`poll`."""
+        connection = self.connection
+        if connection is None:
+            done("no store is attached")
+            return
+
+        def ended(fine: bool | None) -> None:
+            if fine and connection is self.connection:
+                self.known.clear()
+            done("" if fine else connection.last_error or "the store did not do it")
+
+        def job() -> bool:
+            connection.backend.clear(connection.namespace)
+            return True
+
+        connection.call(job, ended, urgent=True)
+
+    def poll(self) -> list[int]:
+        """Takes the ends of calls; returns the requests that need not wait any longer."""
+        for connection in (*self._closing, *(() if self.connection is None else (self.connection,))):
+            connection.poll()
+        for connection in [each for each in self._closing if not each.pending]:
+            connection.release()
+            self._closing.remove(connection)
+        now = self._clock()
+        released = []
+        for serial in self._held:
+            prefetch = self._prefetches[serial]
+            unfinished = self._is_fetching(prefetch)
+            if unfinished and now < prefetch.deadline and not prefetch.connection.breaker.is_open:
+                continue
+            self.counters.timeouts += unfinished
+            released.append(serial)
+        self._held.difference_update(released)
+        return released
+
+    def wait(self, seconds: float) -> None:
+        """Returns when something has happened, or after so many seconds."""
+        for connection in (*self._closing[:1], *(() if self.connection is None else (self.connection,))):
+            connection.wait(seconds)
+
+    def check(self) -> dict[int, int]:
+        """Compares the counts with what is held; returns the pins by host page. For tests.
+
+        Raises:
+            AssertionError: They disagree.
+        """
+        pins: dict[int, int] = {}
+        for prefetch in self._prefetches.values():
+            for entry in prefetch.pinned:
+                pins[entry.page] = pins.get(entry.page, 0) + 1
+        held = sum(len(prefetch.pinned) for prefetch in self._prefetches.values())
+        assert self._occupied == held + len(self._fetching), "prefetched pages were miscounted"
+        assert self._occupied <= self._limit, "prefetches hold more than their share"
+        assert self._held <= self._prefetches.keys()
+        self.known.check()
+        return pins
+
+    @property
+    def writing(self) -> int:
+        """Pages pinned because they are being written to the store."""
+        return self._writing
+
+    @property
+    def fetching(self) -> int:
+        """Host pages that are reserved for reads that have not ended."""
+        return len(self._fetching)
+
+    def _is_fetching(self, prefetch: _Prefetch) -> bool:
+        """Whether any of its pages is still being fetched, for itself or for another request."""
+        if prefetch.looking:
+            return True
+        while prefetch.cursor < len(prefetch.wanted):
+            if prefetch.wanted[prefetch.cursor].key.hash in self._fetching:
+                return True
+            prefetch.cursor += 1
+        return False
+
+    def _found(self, prefetch: _Prefetch, count: int | None) -> None:
+        connection = prefetch.connection
+        prefetch.looking = False
+        if count is not None and connection is self.connection:  # looked for only where it is worthwhile
+            self.known.add(prefetch.wanted[:count])
+            if count < len(prefetch.wanted):
+                self.known.forget(prefetch.wanted[count])
+        count = min(count or 0, max(0, self._limit - self._occupied))
+        del prefetch.wanted[count:]
+        if prefetch.cancelled or connection is not self.connection or count < connection.min_pages:
+            prefetch.wanted.clear()
+            return
+        entries = self._host.reserve(prefetch.wanted)
+        self._occupied += len(entries)
+        self._fetching.update(entry.key.hash for entry in entries)
+        for batch in _batches(entries):
+            connection.call(partial(self._get, prefetch, batch), partial(self._got, prefetch, batch), urgent=True)
+
+    def _get(self, prefetch: _Prefetch, batch: list[HostPage]) -> _Fetched | None:
+        """Runs elsewhere: reads and checks pages."""
+        if prefetch.cancelled:
+            return None
+        began = self._clock()
+        connection = prefetch.connection
+        names = [object_name(connection.namespace, entry.key) for entry in batch]
+        records = [self._pool.record(entry.page) for entry in batch]
+        read = connection.backend.get(names, records)
+        good = [
+            there and verify(record, entry.key, connection.namespace)
+            for there, record, entry in zip(read, records, batch, strict=True)
+        ]
+        bad = [name for name, there, fine in zip(names, read, good, strict=True) if there and not fine]
+        if bad:
+            with contextlib.suppress(StorageError):  # else it would be in the way of a good one for ever
+                connection.backend.remove(bad)
+        return _Fetched(good, len(bad), self._clock() - began)
+
+    def _got(self, prefetch: _Prefetch, batch: list[HostPage], fetched: _Fetched | None) -> None:
+        good = fetched.good if fetched is not None else [False] * len(batch)
+        arrived = [entry for entry, fine in zip(batch, good, strict=True) if fine]
+        self._fetching.difference_update(entry.key.hash for entry in batch)
+        self._host.written(arrived)
+        self._host.abandon([entry for entry, fine in zip(batch, good, strict=True) if not fine])
+        if prefetch.cancelled:
+            self._occupied -= len(batch)
+        else:
+            self._occupied -= len(batch) - len(arrived)
+            self._host.pin(arrived)
+            prefetch.pinned += arrived
+            prefetch.ended = self._clock()
+        if fetched is not None:
+            for entry, fine in zip(batch, good, strict=True):
+                if not fine:
+                    self.known.forget(entry.name)
+            self.counters.fetched += len(arrived)
+            self.counters.rejected += fetched.rejected
+            self.counters.missing += len(batch) - len(arrived) - fetched.rejected
+            self.counters.seconds_reading += fetched.seconds
+
+    def _put(self, connection: Connection, batch: list[HostPage]) -> tuple[list[bool], float]:
+        """Runs elsewhere: seals and writes pages; whether each is there now, and the seconds it took."""
+        began = self._clock()
+        records = [self._pool.record(entry.page) for entry in batch]
+        for entry, record in zip(batch, records, strict=True):
+            seal(record, entry.key, connection.namespace)
+        names = [object_name(connection.namespace, entry.key) for entry in batch]
+        return connection.backend.put(names, records), self._clock() - began
+
+    def _written(self, connection: Connection, batch: list[HostPage], result: tuple[list[bool], float] | None) -> None:
+        self._host.unpin(batch)
+        self._writing -= len(batch)
+        there, seconds = result if result is not None else ([False] * len(batch), 0.0)
+        if connection is self.connection and connection.worthwhile:
+            self.known.add([entry.name for entry, fine in zip(batch, there, strict=True) if fine])
+        self.counters.written += sum(there)
+        self.counters.dropped += len(batch) - sum(there)
+        self.counters.seconds_writing += seconds
+
+
+def _batches(entries: Sequence[HostPage]) -> Iterator[list[HostPage]]:
+    for start in range(0, len(entries), _BATCH):
+        yield list(entries[start : start + _BATCH])

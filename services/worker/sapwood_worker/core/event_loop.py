@@ -1,0 +1,283 @@
+"""The scheduler process's loop: take messages, plan a step, run it, hand out its tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections import deque
+from contextlib import suppress
+from typing import Protocol
+
+from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_common.settings.flags import service_flag
+from sapwood_worker.core.operations import Operations
+from sapwood_worker.core.pending_grammars import PendingGrammars
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.core.step_clock import StepClock
+from sapwood_worker.core.tiering import Tiering, device_report
+from sapwood_worker.ipc.messages import (
+    CACHE_FIELDS,
+    Abort,
+    Answered,
+    CacheCommand,
+    CallFailed,
+    FromScheduler,
+    Refused,
+    Shutdown,
+    Step,
+    Submit,
+    ToScheduler,
+)
+from sapwood_worker.ipc.progress import StepProgress
+from sapwood_worker.model.grammar.matcher import GrammarMatcher
+from sapwood_worker.model.grammar.store import GrammarStore
+from sapwood_worker.records.load import Load
+from sapwood_worker.records.step import LaunchedStep, RequestOutput, Runner
+
+logger = logging.getLogger(__name__)
+
+MOST_FAILURES = 3
+"""Failed steps in a row after which the runner is beyond help: a broken GPU context fails for ever."""
+
+
+_GRAMMAR_WAIT_SECONDS = 0.001
+"""How long an idle loop waits for a grammar to be built before it looks at its messages again."""
+
+_STORAGE_WAIT_SECONDS = 0.001
+"""How long a loop with nothing to compute waits for the third tier of the KV cache before it looks at its messages again."""
+
+
+class Mailbox(Protocol):
+    """Where the loop gets its messages and sends its answers."""
+
+    def receive(self, *, wait: bool) -> list[ToScheduler]:
+        """Removes and returns all messages that are there.
+
+        Args:
+            wait: If there is none, wait for one; may still return an empty list.
+        """
+        ...
+
+    def send(self, message: FromScheduler) -> None:
+        """Hands a message on, in order; never blocks."""
+        ...
+
+
+class EventLoop:
+    """Runs one scheduler and one runner: step by step (the normal loop), or overlapped.
+
+    Overlapped, the host plans and launches step N + 1 while the device computes step N, then hands out N's tokens. Ends and
+    aborts that N brings are seen one step late: what N + 1 computes of such a request is thrown away. The outputs are the
+    same. Requests with a grammar go step by step, as a grammar must see each token before the next.
+
+    A step that the runner fails ends the requests in it; an error of the scheduler itself ends the process.
+
+    Args:
+        scheduler: The core.
+        runner: The model.
+        mailbox: The way to the gRPC front.
+        grammars: Makes the matchers of requests with a grammar; without it none come.
+        operations: Carries out what operators ask for; None: flush, pin and pause, but no profile.
+        progress: Is told when a round of the loop, a step with all around it, begins and ends; None: nobody watches.
+        tiering: The KV cache's lower tiers, which the scheduler knows; None: there are none.
+        overlap: Plan and launch a step while the one before is computed, if the runner computes by itself.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        mailbox: Mailbox,
+        grammars: GrammarStore | None = None,
+        operations: Operations | None = None,
+        progress: StepProgress | None = None,
+        tiering: Tiering | None = None,
+        *,
+        overlap: bool = True,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._mailbox = mailbox
+        self._grammars: PendingGrammars[Submit] | None = None if grammars is None else PendingGrammars(grammars)
+        self._operations = operations or Operations(scheduler)
+        self._progress = progress
+        self._tiering = tiering
+        self._clock = StepClock()
+        self._overlap = overlap and runner.asynchronous
+        self._launched: deque[LaunchedStep] = deque()
+        self._failures = 0
+        self._reported: Load | None = None
+
+    def run(self) -> None:
+        """Loops until told to shut down.
+
+        Raises:
+            RuntimeError: The runner failed several steps in a row; its state cannot be trusted.
+            AssertionError: The scheduler found a page leaked or freed twice.
+        """
+        self._report([])
+        while True:
+            idle = not self._busy and not self._grammars
+            if idle and self._progress is not None:
+                self._progress.idle()
+            messages = self._mailbox.receive(wait=idle)
+            # Whatever may get stuck is between these two: an operation, a cache tier, a plan, the model.
+            if self._progress is not None:
+                self._progress.begin()
+            for message in messages:
+                if isinstance(message, Shutdown):
+                    return
+                self._take(message)
+            self._turn()
+            if self._progress is not None:
+                self._progress.end()
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a step is due, or the opening of a store is to be waited for as if for a step."""
+        opening = self._tiering is not None and self._tiering.busy
+        return opening or self._scheduler.can_step or self._scheduler.has_copies or bool(self._launched)
+
+    def _turn(self) -> None:
+        """One round of the loop, but for its messages."""
+        self._admit_built()
+        if self._tiering is not None:
+            self._tiering.poll()
+        worked = self._scheduler.has_work
+        outputs = self._scheduler.expire()
+        if self._busy:
+            outputs += self._step()
+        self._report(outputs)
+        if worked and not self._scheduler.has_work:
+            self._scheduler.check_idle()
+
+    def _take(self, message: ToScheduler) -> None:
+        match message:
+            case Submit(grammar=b""):
+                self._add(message, None)
+            case Submit(serial, grammar=compiled, output_tokens=count):
+                assert self._grammars is not None, "the front lets no grammar through without a vocabulary"
+                generated = array("I", message.token_ids)[-count:] if count else ()
+                self._grammars.start(serial, message, compiled, generated)
+            case Abort(serial):
+                self._clock.aborted(serial)
+                if self._grammars is None or not self._grammars.abort(serial):
+                    self._scheduler.abort(serial)
+            case Shutdown():
+                raise AssertionError("the loop ends before")
+            case CacheCommand():
+                self._command(message)
+            case operation:
+                self._mailbox.send(self._operations.run(operation))
+
+    def _command(self, command: CacheCommand) -> None:
+        """Carries out a command on the cache's tiers; some are answered later."""
+        call, verb, argument = command.call, command.verb, command.argument
+
+        def answer(error: str) -> None:
+            load = self._scheduler.load()
+            tiers = device_report(load) if self._tiering is None else self._tiering.report(load)
+            failed = CallFailed(call, InvalidArgumentError.__name__, error, CACHE_FIELDS.get(verb))
+            self._mailbox.send(failed if error else Answered(call, tiers=tiers))
+
+        if verb == "clear" and argument in ("device", "all"):
+            self._scheduler.clear_device()
+        if self._tiering is not None:
+            self._tiering.command(verb, argument, answer)
+        else:
+            known = verb == "stats" or (verb == "clear" and argument in ("device", "all"))
+            flag = service_flag("worker", "host-cache-ratio")
+            answer("" if known else f"this worker's KV cache has no second tier: {flag} gives it one")
+
+    def _admit_built(self) -> None:
+        """Lets the requests in whose grammar has been built."""
+        if not self._grammars:  # none is pending
+            return
+        for message, built in self._grammars.poll(0.0 if self._scheduler.has_work else _GRAMMAR_WAIT_SECONDS):
+            if isinstance(built, SapwoodError):
+                self._refuse(message.serial, built)
+            elif built.finished:  # it goes on from where nothing was left to say
+                built.close()
+                done = RequestOutput(message.serial, [], "stop", len(array("I", message.token_ids)))
+                self._mailbox.send(Step([done], self._scheduler.load()))
+            else:
+                self._add(message, built)
+
+    def _add(self, message: Submit, grammar: GrammarMatcher | None) -> None:
+        prompt = array("I", message.token_ids)
+        terms = message.terms
+        request = Request(
+            message.serial,
+            message.request_id,
+            prompt,
+            message.sampling,
+            terms.namespace,
+            grammar,
+            message.output_tokens,
+            priority=terms.priority,
+            tenant=terms.tenant,
+            deadline=None if terms.seconds is None else time.monotonic() + terms.seconds,
+            pooling=message.pooling,
+        )
+        try:
+            self._scheduler.add(request)
+            self._clock.submitted(message.serial)
+        except SapwoodError as error:
+            if grammar is not None:
+                grammar.close()
+            self._refuse(message.serial, error)
+
+    def _refuse(self, serial: int, error: SapwoodError) -> None:
+        self._mailbox.send(Refused(serial, type(error).__name__, error.message, error.field, error.retry_after))
+
+    def _step(self) -> list[RequestOutput]:
+        """Launches a step, if there is one, and takes the results of those before it; without overlap its own too."""
+        outputs: list[RequestOutput] = []
+        if not self._scheduler.plans_ahead:
+            outputs += self._take_results(0)
+        planned = self._scheduler.schedule()
+        if planned:
+            self._clock.planned(planned)
+            try:
+                self._launched.append(self._runner.launch(planned))
+            except Exception as error:
+                return outputs + self._take_results(0) + self._fail(error)
+        elif not self._launched:  # all there was to do has been aborted, or waits for the cache's third tier
+            self._scheduler.wait_for_storage(_STORAGE_WAIT_SECONDS)
+        return outputs + self._take_results(1 if planned and self._overlap else 0)
+
+    def _take_results(self, keep: int) -> list[RequestOutput]:
+        """Waits for the launched steps, oldest first, but for ``keep`` of them."""
+        outputs: list[RequestOutput] = []
+        while len(self._launched) > keep:
+            try:
+                result = self._launched.popleft().result()
+            except Exception as error:
+                while self._launched:  # what follows a failed step is worth nothing, but is to be over
+                    with suppress(Exception):
+                        self._launched.popleft().result()
+                return outputs + self._fail(error)
+            self._failures = 0
+            outputs += self._scheduler.update(result)
+            self._clock.done(result.copied.load_seconds)
+        return outputs
+
+    def _fail(self, error: Exception) -> list[RequestOutput]:
+        """Ends what is in flight."""
+        names = ", ".join(self._scheduler.in_flight())
+        outputs = self._scheduler.fail_step("the model failed to compute this step; the worker's log has the details")
+        self._clock.failed()
+        logger.error("a step failed; it was computing the requests %s", names, exc_info=error)
+        self._failures += 1
+        if self._failures >= MOST_FAILURES:
+            raise RuntimeError(f"{MOST_FAILURES} steps in a row failed") from error
+        return outputs
+
+    def _report(self, outputs: list[RequestOutput]) -> None:
+        load = self._scheduler.load()
+        events = self._scheduler.take_kv_events()
+        if outputs or events or load != self._reported:
+            self._reported = load
+            self._mailbox.send(Step(outputs, load, events, self._clock.take()))

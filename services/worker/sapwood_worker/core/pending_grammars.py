@@ -1,0 +1,55 @@
+"""Requests whose grammar is being built: they are not scheduled before it is there, and hold nobody up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Generic, TypeVar
+
+from sapwood_common.errors import SapwoodError
+from sapwood_worker.model.grammar.matcher import GrammarMatcher
+from sapwood_worker.model.grammar.store import GrammarStore
+
+ItemT = TypeVar("ItemT")
+
+
+class PendingGrammars(Generic[ItemT]):
+    """Builds matchers in threads. The methods are called from one thread, the loop's.
+
+    Args:
+        store: Makes them.
+        threads: How many are built at a time.
+    """
+
+    def __init__(self, store: GrammarStore, threads: int = 2) -> None:
+        self._store = store
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+        self._pending: dict[int, tuple[ItemT, Future[GrammarMatcher]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def start(self, serial: int, item: ItemT, compiled: bytes, generated: Sequence[int]) -> None:
+        """Begins to build; :meth:`poll` gives ``item`` back with the result."""
+        self._pending[serial] = (item, self._threads.submit(self._store.build, compiled, generated))
+
+    def abort(self, serial: int) -> bool:
+        """Forgets a request; returns whether it was here."""
+        found = self._pending.pop(serial, None)
+        if found is not None:
+            found[1].cancel()  # if it runs already, its matcher is dropped
+        return found is not None
+
+    def poll(self, wait_seconds: float) -> list[tuple[ItemT, GrammarMatcher | SapwoodError]]:
+        """Those that are done since the last call, in the order of their start; waits at most so long for one."""
+        if wait_seconds:
+            wait([future for _, future in self._pending.values()], wait_seconds, FIRST_COMPLETED)
+        done = [serial for serial, (_, future) in self._pending.items() if future.done()]
+        results: list[tuple[ItemT, GrammarMatcher | SapwoodError]] = []
+        for serial in done:
+            item, future = self._pending.pop(serial)
+            try:
+                results.append((item, future.result()))
+            except SapwoodError as error:
+                results.append((item, error))
+        return results

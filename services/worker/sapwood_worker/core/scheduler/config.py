@@ -1,0 +1,48 @@
+"""What a scheduler must know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sapwood_worker.core.cache.eviction import EvictionName
+from sapwood_worker.core.scheduler.waiting.policy import PolicyName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """The limits, the model's facts and the choices.
+
+    Attributes:
+        page_size: Tokens a page.
+        num_pages: Pages in the pool.
+        context_length: Most tokens of prompt and output together.
+        eos_token_ids: The model's end tokens.
+        max_running: Most requests in a batch.
+        max_waiting: Most requests in the queue.
+        max_step_tokens: Token budget of a step; a decode counts one. Prefill always gets at least one token.
+        policy: Order of admission.
+        starved_after: Steps of waiting after which a request is not overtaken by what the policy prefers.
+        prefix_cache: Whether finished work is kept for requests to come.
+        eviction: Which cached prefix goes first when room is needed.
+        kv_events: Whether to note what the prefix cache stores and removes; :meth:`Scheduler.take_kv_events` must then be
+            called after each step.
+        whole_prompts: Whether a prompt must be computed in one step, however long it is.
+        jump_forward: Whether a token that a grammar forces is appended without asking the model.
+        conservativeness: How much of the pages that running requests are expected to need is kept for them at admission.
+    """
+
+    page_size: int
+    num_pages: int
+    context_length: int
+    eos_token_ids: frozenset[int] = frozenset()
+    max_running: int = 64
+    max_waiting: int = 1024
+    max_step_tokens: int = 512
+    policy: PolicyName = "fcfs"
+    starved_after: int = 1024
+    prefix_cache: bool = True
+    eviction: EvictionName = "lru"
+    kv_events: bool = False
+    conservativeness: float = 1.0
+    whole_prompts: bool = False
+    jump_forward: bool = True

@@ -1,0 +1,220 @@
+"""One request inside the scheduler."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.scheduler.state import RequestState, check_transition
+from sapwood_worker.records.grammar_state import GrammarState
+from sapwood_worker.records.step import Pooling, ScheduledRequest, TokenLogprobs
+
+_NO_PART = ScheduledRequest("", -1, [], 0, False, SamplingParams())
+
+
+class Request:
+    """A prompt on its way to its end.
+
+    Prefill, decode and recomputation after a retraction are one thing: ``token_ids`` is all that is known, ``computed`` how
+    much of it has its KV in place, and a step that reaches the end samples the next token.
+
+    Attributes:
+        serial: What the scheduler knows it by, unique for ever.
+        request_id: What its client calls it, for messages to people.
+        token_ids: Prompt and output so far, uint32.
+        prompt_length: Tokens of the prompt.
+        sampling: How to sample, and when to end.
+        namespace: Requests of different namespaces share no cached pages.
+        priority: The higher goes first, where priorities count.
+        tenant: Who it is for; tenants get equal shares.
+        deadline: By the scheduler's clock: it ends then, wherever it stands; None: never.
+        pooling: How its hidden states become an embedding, which is then all it gets; empty: it generates.
+        pooled: What the chunks so far brought.
+        whole: Whether it must be computed in one step.
+        grammar: What the output must match; stays while the request waits or is retracted, closed when it ends.
+        max_length: Tokens of prompt and output at which it ends at the latest; set when it is let in.
+        computed: Leading tokens whose KV is in the request's pages.
+        cached: Prompt tokens found in the prefix cache when the request first ran; None before.
+        slot: Row in the page table while running, else -1.
+        arrival: Order of arrival.
+        queued_at: Step at which it was last put into the queue.
+        waited: Steps that it waited in the queue before it ran last.
+        rank: Set when it is admitted; the lower it is the later it is retracted.
+        retractions: How often it was sent back to the queue.
+        capacity: Tokens that its pages hold; 0 without a row.
+        stops: The tokens that end it; set when it is let in.
+        jumps: Whether tokens that its grammar forces are appended without asking the model; set when it is let in.
+        part: What the runner was told of it last; set with the row.
+        spare: The same of the step before, to be written for the next.
+        over: It has ended for its client, but steps in flight still compute it: it keeps its row until they are done.
+        planned: As ``computed``, steps in flight included.
+        in_flight: Steps in flight that compute it.
+        unknown: Tokens that steps in flight sample for it; 0 or 1 when a step is planned.
+        shared: Whether what is computed of it may be shared when it ends.
+        held: It waits for pages that are being fetched and is not to be admitted meanwhile.
+        output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of before.
+        admission: Unique for each time it is given a row.
+        prompt_logprobs: Those that no output carried yet.
+
+    Args:
+        serial: See above.
+        request_id: See above.
+        prompt: Token ids, at least one.
+        sampling: See above.
+        namespace: See above.
+        grammar: See above.
+        output_tokens: So many of the prompt, at its end, are output of before.
+        priority: See above.
+        tenant: See above.
+        deadline: See above.
+        pooling: See above.
+    """
+
+    __slots__ = (
+        "_scored",
+        "_state",
+        "admission",
+        "arrival",
+        "cached",
+        "capacity",
+        "computed",
+        "deadline",
+        "grammar",
+        "held",
+        "in_flight",
+        "jumps",
+        "max_length",
+        "namespace",
+        "output_start",
+        "over",
+        "part",
+        "planned",
+        "pooled",
+        "pooling",
+        "priority",
+        "prompt_length",
+        "prompt_logprobs",
+        "queued_at",
+        "rank",
+        "request_id",
+        "retractions",
+        "sampling",
+        "serial",
+        "shared",
+        "slot",
+        "spare",
+        "stops",
+        "tenant",
+        "token_ids",
+        "unknown",
+        "waited",
+        "whole",
+    )
+
+    def __init__(
+        self,
+        serial: int,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        namespace: bytes = b"",
+        grammar: GrammarState | None = None,
+        output_tokens: int = 0,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        deadline: float | None = None,
+        pooling: Pooling = "",
+    ) -> None:
+        self.serial = serial
+        self.request_id = request_id
+        self.token_ids = array("I", prompt)
+        self.prompt_length = len(prompt)
+        self.sampling = sampling
+        self.namespace = namespace
+        self.grammar = grammar
+        self.max_length = len(prompt) + sampling.max_tokens
+        self.computed = 0
+        self.cached: int | None = None
+        self.slot = -1
+        self.arrival = 0
+        self.queued_at = 0
+        self.waited = 0
+        self.rank = (0, 0)
+        self.priority = priority
+        self.tenant = tenant
+        self.deadline = deadline
+        self.pooling: Pooling = pooling
+        self.pooled: npt.NDArray[np.float32] | None = None
+        self.whole = False
+        self.retractions = 0
+        self.over = False
+        self.planned = 0
+        self.in_flight = 0
+        self.unknown = 0
+        self.shared = True
+        self.held = False
+        self.output_start = len(prompt) - output_tokens
+        self.admission = -1
+        self.capacity = 0
+        self.jumps = False
+        self.stops: frozenset[int] = frozenset()
+        self.part = self.spare = _NO_PART
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self._scored = 0
+        self._state = RequestState.WAITING
+
+    @property
+    def state(self) -> RequestState:
+        """Where the request is."""
+        return self._state
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose KV no step computes yet; 1 while it decodes."""
+        return len(self.token_ids) + self.unknown - self.planned
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """The alternatives wanted for each prompt token, while there are prompt tokens without log probabilities."""
+        return self.sampling.prompt_logprobs if self._scored < self.prompt_length - 1 else None
+
+    @property
+    def reusable(self) -> array[int]:
+        """The tokens to look for in the prefix cache, and one more: log probabilities of the prompt need its computation."""
+        if self.pooling in ("mean", "cls"):
+            return self.token_ids[:1]
+        return self.token_ids if self.wanted_prompt_logprobs is None else self.token_ids[: self._scored + 1]
+
+    def add_pooled(self, start: int, chunk: npt.NDArray[np.float32]) -> None:
+        """Joins what the chunk from ``start`` on brings with what the chunks before it brought."""
+        if self.pooled is None or start == 0 or self.pooling == "last":
+            self.pooled = chunk
+        elif self.pooling == "mean":
+            self.pooled = self.pooled + chunk
+
+    @property
+    def embedding(self) -> bytes:
+        """What its chunks came to, native float32; all of them must be there."""
+        assert self.pooled is not None
+        return (self.pooled / (self.prompt_length if self.pooling == "mean" else 1)).astype(np.float32).tobytes()
+
+    def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
+        """Adds those of the prompt tokens after ``start``; the first of them may be there already, from before a retraction."""
+        new = logprobs[self._scored - start :]
+        self._scored += len(new)
+        self.prompt_logprobs += new
+
+    @property
+    def generated(self) -> int:
+        """Tokens of output."""
+        return len(self.token_ids) - self.prompt_length
+
+    def become(self, state: RequestState) -> None:
+        """Changes the state; an illegal transition raises IllegalTransitionError."""
+        check_transition(self.request_id, self._state, state)
+        self._state = state

@@ -1,0 +1,96 @@
+"""Fills what a step's decodes leave of the token budget with chunks of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.running.retraction import NewTokenRatio
+from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
+
+WORTH_WAITING = 32
+"""Tokens of a prefix another request is computing for which it pays to wait a step or more (SGLang's threshold)."""
+
+
+class PrefillAdder:
+    """One step's prefill.
+
+    Args:
+        running: The running requests; admitted ones join them.
+        budget: Tokens this step may prefill.
+        ratio: How much of their ``max_tokens`` requests will generate; pages for that stay in reserve.
+        computing: What steps in flight compute, as ``chunks``.
+
+    Attributes:
+        chunks: What was added: a request and how many of its tokens.
+    """
+
+    def __init__(
+        self,
+        running: RunningBatch,
+        budget: int,
+        ratio: NewTokenRatio,
+        computing: Sequence[tuple[Request, int]] = (),
+    ) -> None:
+        self._running = running
+        self._computing = computing
+        self._budget = budget
+        self._ratio = ratio
+        self._reserved: int | None = None
+        self.chunks: list[tuple[Request, int]] = []
+
+    @property
+    def num_admissible(self) -> int:
+        """At most how many waiting requests this step could admit yet."""
+        return min(self._budget, self._running.num_free_slots)
+
+    def continue_running(self, requests: Sequence[Request]) -> None:
+        """Adds the next chunk of each of these running requests, by rank, which are not through their prompts."""
+        for request in requests:
+            if self._budget > 0 and request.slot >= 0:  # else it has been retracted
+                self._add(request)
+
+    def should_wait(self, request: Request) -> bool:
+        """Whether a waiting request does better to wait because one in this step or in flight computes much of its prompt.
+
+        That one goes on in every step and shares each chunk when it is done, so the wait ends, with a cache hit.
+        """
+        return any(
+            self._running.tokens_gained(request, other) >= WORTH_WAITING
+            for other, count in chain(self.chunks, self._computing)
+            if count > 1
+        )
+
+    def admit(self, request: Request) -> bool:
+        """Starts a waiting request if there are pages for all that is known of it; its first chunk is added.
+
+        With nothing running it always fits. Otherwise there must also be pages for what it and the running requests are
+        expected to generate, at least one for each.
+        """
+        if request.whole and request.remaining > self._budget and self.chunks:
+            return False  # it has a step of its own
+        if not self.fits(request):
+            return False
+        growth = self._growth(request)
+        self._running.start(request)
+        self._reserved = (self._reserved or 0) + growth
+        self._add(request)
+        return True
+
+    def fits(self, request: Request) -> bool:
+        """Whether :meth:`admit` would admit it."""
+        if not len(self._running):
+            return True
+        if self._reserved is None:
+            self._reserved = sum(map(self._growth, self._running.requests))
+        needed = self._running.pages_to_start(request) + self._growth(request)
+        return needed + self._reserved <= self._running.num_available_pages
+
+    def _growth(self, request: Request) -> int:
+        return max(1, self._running.pages_for(self._ratio.expected_tokens(request)))
+
+    def _add(self, request: Request) -> None:
+        count = request.remaining if request.whole else min(request.remaining, self._budget)
+        self._budget -= count
+        self.chunks.append((request, count))

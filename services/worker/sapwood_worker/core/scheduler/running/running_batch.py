@@ -1,0 +1,129 @@
+"""The running requests and their rows of the page table."""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+
+import numpy as np
+import numpy.typing as npt
+
+from sapwood_worker.core.cache.page_table import PageTable
+from sapwood_worker.core.cache.prefix_cache import PrefixCache
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.running.step_in_flight import make_part
+from sapwood_worker.core.scheduler.state import RequestState
+
+
+class RunningBatch:
+    """Requests that have a row, by rank: the last one is the first to be retracted.
+
+    Args:
+        table: The page table.
+        cache: Where pages come from and go to.
+        page_size: Tokens a page.
+    """
+
+    def __init__(self, table: PageTable, cache: PrefixCache, page_size: int) -> None:
+        self._table = table
+        self._cache = cache
+        self._page_size = page_size
+        # Not from 0: one runner may serve several schedulers, one after the other.
+        self._admissions = time.monotonic_ns()
+        self.requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def rows(self) -> npt.NDArray[np.int32]:
+        """The page table itself, int32 [max_running, max_pages]."""
+        return self._table.rows
+
+    @property
+    def num_free_slots(self) -> int:
+        """How many more requests could run."""
+        return self._table.num_free
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that could be given to requests now."""
+        return self._cache.num_available
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold this many tokens."""
+        return -(-tokens // self._page_size)
+
+    def pages_to_start(self, request: Request) -> int:
+        """By how many the available pages would shrink if the request started: new ones, and cached ones it would lock."""
+        found, unlocked = self._cache.probe(request.reusable, request.namespace)
+        return self.pages_for(len(request.token_ids)) - found + unlocked
+
+    def tokens_gained(self, request: Request, other: Request) -> int:
+        """Tokens more that the request would find in the cache once the other has computed all of its own."""
+        if not self._cache.enabled or request.namespace != other.namespace:
+            return 0
+        limit = min(len(request.reusable) - 1, len(other.token_ids))
+        start = self._cache.probe(request.reusable, request.namespace)[0] * self._page_size
+        first_page = slice(start, start + self._page_size)
+        if start >= limit or request.token_ids[first_page] != other.token_ids[first_page]:
+            return 0
+        mine, theirs = (np.frombuffer(tokens, np.uint32, limit) for tokens in (request.token_ids, other.token_ids))
+        differing = mine != theirs
+        common = int(differing.argmax()) if differing.any() else limit
+        return max(0, common // self._page_size * self._page_size - start)
+
+    def start(self, request: Request) -> None:
+        """Gives a request a row, what is cached of it, and pages for the rest of what is known of it.
+
+        There must be a free slot and as many pages as :meth:`pages_to_start` says.
+        """
+        request.become(RequestState.RUNNING)
+        request.slot = self._table.open()
+        request.admission = self._admissions
+        self._admissions += 1
+        request.computed = self._cache.open(request.slot, request.request_id, request.reusable, request.namespace)
+        missing = self.pages_for(len(request.token_ids)) - self._table.length(request.slot)
+        allocated = self._cache.allocate(request.slot, missing)
+        assert allocated, f"request {request.request_id} was started without pages for it"
+        request.computed += self._cache.load(request.slot)
+        request.planned = request.computed
+        request.capacity = self.capacity(request)
+        request.part, request.spare = make_part(request), make_part(request)
+        insort(self.requests, request, key=lambda other: other.rank)
+
+    def capacity(self, request: Request) -> int:
+        """Tokens that the pages of a running request hold."""
+        return self._table.length(request.slot) * self._page_size
+
+    def make_room(self, request: Request, tokens: int) -> bool:
+        """Sees to pages for so many tokens of a request; False, and nothing done, if there are none."""
+        if tokens <= request.capacity:
+            return True
+        missing = self.pages_for(tokens) - self._table.length(request.slot)
+        if not self._cache.allocate(request.slot, missing):
+            return False
+        request.capacity += missing * self._page_size
+        return True
+
+    def commit(self, request: Request) -> None:
+        """Shares the full pages of what is computed of a request with those to come."""
+        # Of a request that was aborted with steps in flight more is computed than its known tokens.
+        known = len(request.token_ids)
+        self._cache.commit(request.slot, request.token_ids, min(request.computed, known))
+
+    def stop(self, request: Request, state: RequestState, *, keep: bool = True) -> None:
+        """Takes a request's row; what it computed stays in the cache, unlocked, unless ``keep`` is false.
+
+        No step in flight may compute it.
+        """
+        assert not request.in_flight, f"request {request.request_id} is still being computed"
+        if keep:
+            self.commit(request)
+        self._cache.close(request.slot)
+        self._table.close(request.slot)
+        self.requests.remove(request)
+        request.slot = -1
+        request.capacity = 0
+        request.computed = request.planned = request.unknown = 0
+        request.become(state)

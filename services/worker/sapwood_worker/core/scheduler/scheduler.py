@@ -1,0 +1,378 @@
+"""Continuous batching: decides, step by step, which tokens of which requests are computed.
+
+Algorithm (iteration-level scheduling as in Orca, chunked prefill as in Sarathi-Serve, paged KV as in vLLM): a step takes one
+token of every request that decodes, then fills its token budget with chunks of prompts, running requests before waiting
+ones. Waiting requests are admitted in order (``admission_order.py``) while rows, budget and pages last; one that does not fit, or
+that waits for a prefix which a running request is computing, is not overtaken. When pages run out, prefixes nobody uses are
+evicted; if that is not enough, requests are retracted (``retraction.py``, where it stands why every request ends). Where
+priorities count, requests are also retracted to make room for one of a higher priority.
+
+Complexity: a step costs O(running) and what the radix tree takes for the admitted prompts; it does not depend on the number of
+cached tokens. Bound: at most ``max_running`` rows and ``max_waiting`` queued requests.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from sapwood_worker.core.cache.hierarchical import HierarchicalCache
+from sapwood_worker.core.cache.page_allocator import PageAllocator
+from sapwood_worker.core.cache.page_table import PageTable
+from sapwood_worker.core.cache.prefix_cache import PrefixCache
+from sapwood_worker.core.scheduler.admission import Admission
+from sapwood_worker.core.scheduler.completion import end_output, take_token
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.consistency import check_requests
+from sapwood_worker.core.scheduler.lifecycle import Lifecycle
+from sapwood_worker.core.scheduler.load_meter import measure_load
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.running.prefill_adder import PrefillAdder
+from sapwood_worker.core.scheduler.running.retraction import NewTokenRatio, Retraction
+from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
+from sapwood_worker.core.scheduler.running.running_plan import plan_running
+from sapwood_worker.core.scheduler.running.step_in_flight import StepInFlight
+from sapwood_worker.core.scheduler.state import RequestState
+from sapwood_worker.core.scheduler.waiting.admission_order import AdmissionOrder
+from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
+from sapwood_worker.core.scheduler.waiting.policy import make_policy
+from sapwood_worker.core.scheduler.waiting.waiting_queue import WaitingQueue
+from sapwood_worker.records.kv_events import KvEvent, KvEventLog
+from sapwood_worker.records.load import Load
+from sapwood_worker.records.step import ModelOutput, RequestOutput, SchedulerOutput
+
+
+class Scheduler:
+    """The core of the worker. Single-threaded.
+
+    ``schedule`` and ``update`` alternate, or ``schedule`` runs ahead of ``update`` by one step.
+
+    Args:
+        config: See :class:`SchedulerConfig`.
+        clock: Seconds; what the deadlines of requests go by.
+        tiers: The KV cache's tiers below the device's pages; None: there are none.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        tiers: HierarchicalCache | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._tiers = tiers
+        self._limit = min(config.context_length, config.num_pages * config.page_size)
+        self._allocator = PageAllocator(config.num_pages)
+        table = PageTable(config.max_running, -(-self._limit // config.page_size))
+        self._kv_events = KvEventLog() if config.kv_events else None
+        if tiers is not None and self._kv_events is not None:
+            tiers.announce(self._kv_events)
+        self._cache = PrefixCache(
+            self._allocator,
+            table,
+            config.page_size,
+            enabled=config.prefix_cache,
+            eviction=config.eviction,
+            below=tiers,
+            events=self._kv_events,
+        )
+        self._waiting = WaitingQueue(config.max_waiting)
+        self._running = RunningBatch(table, self._cache, config.page_size)
+        self._fairness = TenantFairness()
+        self._order = AdmissionOrder(
+            make_policy(config.policy, self._match_length, self._match_path),
+            self._fairness,
+            by_priority=config.policy == "priority",
+            starved_after=config.starved_after,
+        )
+        self._ratio = NewTokenRatio(config.conservativeness)
+        self._retraction = Retraction(self._running, self._waiting, self._ratio)
+        self._admission = Admission(
+            self._waiting, self._running, self._order, self._fairness, self._retraction, self._ratio, tiers
+        )
+        self._lifecycle = Lifecycle(
+            config, self._limit, self._waiting, self._running, self._fairness, self._cache, tiers
+        )
+        self._requests = self._lifecycle.requests
+        self._in_flight: deque[StepInFlight] = deque()
+        self._steps = 0
+        self._forced_tokens = 0
+        self._paused = self._retract_all = False
+
+    @property
+    def num_retractions(self) -> int:
+        """Retractions for want of pages since the start."""
+        return self._retraction.num_retractions
+
+    @property
+    def num_preemptions(self) -> int:
+        """Retractions to make room for a higher priority since the start."""
+        return self._retraction.num_preemptions
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._requests)
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is scheduled until :meth:`resume`."""
+        return self._paused
+
+    @property
+    def can_step(self) -> bool:
+        """Whether :meth:`schedule` would have something to do for a request."""
+        return bool(self._requests) and (not self._paused or self._retract_all)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a step is due even without requests, because pages wait to be copied or a copy's end to be reported."""
+        return self._tiers is not None and self._tiers.busy
+
+    def wait_for_storage(self, seconds: float) -> None:
+        """Returns when the cache's third tier has something for the next step, or after so many seconds."""
+        if self._tiers is not None and self._tiers.storage is not None and self._tiers.storage.busy:
+            self._tiers.storage.wait(seconds)
+        else:
+            time.sleep(seconds)
+
+    def add(self, request: Request) -> None:
+        """Lets a request in; its first tokens are computed in one of the next steps. Raises as :meth:`Lifecycle.add`."""
+        self._lifecycle.add(request, self._steps)
+
+    def abort(self, serial: int) -> bool:
+        """Ends a request; its pages are free before the next step (after the steps in flight, if it is part of one).
+
+        Returns:
+            Whether there was such a request. It gets no further output.
+        """
+        return self._lifecycle.abort(serial)
+
+    def expire(self) -> list[RequestOutput]:
+        """Ends the requests whose deadline has passed, as :meth:`abort` does; what they get."""
+        self._cache.expire_pins(self._clock())
+        return self._lifecycle.expire(self._clock())
+
+    def pause(self, *, retract: bool = False) -> None:
+        """Schedules nothing until :meth:`resume`; requests may still come, end by the step in flight, and be aborted.
+
+        Args:
+            retract: Send the running requests back to the queue, so that no page is held, now or, if a step is in flight, when
+                :meth:`schedule` is called next; else they keep theirs.
+        """
+        self._paused = True
+        self._retract_all = retract
+        self._halt()
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._paused = self._retract_all = False
+
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether the next step may be planned while one is in flight: a grammar must see each token before the next."""
+        return len(self._in_flight) < 2 and not any(step.awaits_grammar for step in self._in_flight)
+
+    def schedule(self) -> SchedulerOutput:
+        """Plans the next step; it is false if there is nothing to do, or nothing until :meth:`update`.
+
+        With a step in flight (``plans_ahead`` must be true then) the next one goes on where that one will end: its tokens are
+        taken to be no end tokens. What this computes too much is thrown away, and no request is retracted meanwhile.
+        """
+        assert self.plans_ahead, "a step in flight was not updated"
+        for serial in self._tiers.poll() if self._tiers is not None else ():
+            self._requests[serial].held = False
+        if self._paused:
+            self._halt()
+            return SchedulerOutput(self._steps, self._running.rows, [])
+        nothing = SchedulerOutput(self._steps, self._running.rows, [])
+        in_flight = bool(self._in_flight)
+        if self._admission.preempt(self._steps, in_flight=in_flight):
+            return nothing
+        retractions = self.num_retractions
+        plan = plan_running(self._running, self._retraction, self._steps, in_flight=in_flight)
+        if plan is None:
+            return nothing
+        budget = max(1, self._config.max_step_tokens - len(plan.decodes) - len(plan.last_tokens))
+        computing = [chunk for step in self._in_flight for chunk in step.chunks]
+        adder = PrefillAdder(self._running, budget, self._ratio, computing)
+        adder.continue_running(plan.unfinished)
+        if self.num_retractions == retractions:
+            self._ratio.step()
+            self._admission.admit(adder, self._steps)
+        copies = self._tiers.take() if self._tiers is not None else None
+        step = StepInFlight(plan.decodes, [*((request, 1) for request in plan.last_tokens), *adder.chunks], self._cache)
+        output = SchedulerOutput(self._steps, self._running.rows, step.parts, copies)
+        if output:
+            self._in_flight.append(step)
+            self._steps += 1
+        return output
+
+    def update(self, output: ModelOutput) -> list[RequestOutput]:
+        """Takes the tokens of the step longest in flight; returns what each request gets."""
+        assert output.step == self._steps - len(self._in_flight)
+        step = self._in_flight.popleft()
+        assert len(step) == len(output.token_ids)
+        self._cache.confirm(step.written)
+        if self._tiers is not None:
+            self._tiers.ended(output.copied)
+        outputs: list[RequestOutput] = []
+        self._fairness.charge_each(step.decodes)
+        logprobs = output.logprobs
+        for index, (request, token) in enumerate(zip(step.decodes, output.token_ids, strict=False)):
+            request.computed += 1
+            request.in_flight -= 1
+            request.unknown -= 1
+            if request.over:
+                if not request.in_flight:
+                    self._lifecycle.finish(request)
+                continue
+            taken = take_token(request, token, logprobs.get(index) if logprobs else None)
+            self._forced_tokens += max(0, len(taken.token_ids) - 1)
+            outputs.append(taken)
+            if taken.finish_reason is not None:
+                self._lifecycle.end(request)
+        first = len(step.decodes)
+        for index, ((request, count), samples) in enumerate(zip(step.chunks, step.samples, strict=True), first):
+            got = self._take_chunk(request, count, samples, index, output)
+            if got is not None:
+                outputs.append(got)
+        return outputs
+
+    def in_flight(self) -> list[str]:
+        """The ids of the requests that the steps in flight compute, each once."""
+        return list(
+            {request.serial: request.request_id for step in self._in_flight for request in step.requests}.values()
+        )
+
+    def fail_step(self, error: str) -> list[RequestOutput]:
+        """The steps in flight came to nothing: ends their requests, and nothing more of them is shared."""
+        outputs: list[RequestOutput] = []
+        failed = {request.serial: request for step in self._in_flight for request in step.requests}
+        self._in_flight.clear()
+        for request in failed.values():
+            if not request.over:
+                outputs.append(end_output(request, "error", error))
+            request.in_flight = 0
+            request.shared = False
+            self._lifecycle.finish(request)
+        return outputs
+
+    def flush_cache(self) -> int:
+        """Forgets what no running request and no pin holds, on the device and in the host's memory, but not in a store, which is
+        others' as well; returns the number of device pages freed."""
+        freed = self._cache.flush()
+        if self._tiers is not None:
+            self._tiers.clear_host()
+        return freed
+
+    def clear_device(self) -> int:
+        """The same of the device alone; the host's memory takes what it is to have when the device makes room."""
+        return self._cache.flush(keep=True)
+
+    def pin(self, name: str, token_ids: Sequence[int], namespace: bytes = b"", seconds: float | None = None) -> int:
+        """Keeps what is cached of a prefix from eviction until it is unpinned or its time is over.
+
+        Args:
+            name: What to call it; what was pinned under this name before no longer is.
+            token_ids: The prefix.
+            namespace: Of the requests that are to find it.
+            seconds: For how long; None: until it is unpinned.
+
+        Returns:
+            How many tokens are pinned: those that are cached, in whole pages.
+
+        Raises:
+            ResourceExhaustedError: There would not be enough pages left for the longest request; nothing changed.
+        """
+        until = None if seconds is None else self._clock() + seconds
+        most = self._config.num_pages - -(-self._limit // self._config.page_size)
+        return self._cache.pin(name, array("I", token_ids), namespace, most, until)
+
+    def unpin(self, name: str) -> bool:
+        """Lets go of a pinned prefix; returns whether there was one of this name."""
+        return self._cache.unpin(name)
+
+    def take_kv_events(self) -> list[KvEvent]:
+        """Removes and returns what the prefix cache stored and removed since the last call, in order."""
+        return [] if self._kv_events is None else self._kv_events.take()
+
+    def load(self) -> Load:
+        """The load now. O(running)."""
+        return measure_load(
+            self._waiting,
+            self._running,
+            self._admission,
+            self._allocator,
+            self._cache,
+            self._tiers,
+            self._config.page_size,
+            self._forced_tokens,
+        )
+
+    def check_idle(self) -> None:
+        """Checks that nothing is held while there is no work; vectorised.
+
+        Raises:
+            AssertionError: Something leaked.
+        """
+        assert not self._requests and not len(self._running) and not len(self._waiting), "there is work"
+        assert self._waiting.num_tokens == 0, "the queue's tokens were miscounted"
+        self._cache.check_idle()
+
+    def check(self) -> None:
+        """Checks everything against everything, page by page; for tests.
+
+        Raises:
+            AssertionError: Something is wrong.
+        """
+        self._cache.check()
+        if self._tiers is not None:
+            self._tiers.check()
+        check_requests(self._requests, self._waiting, self._running, self._in_flight)
+        if not self._requests:
+            self.check_idle()
+
+    def _halt(self) -> None:
+        if not self._in_flight:
+            while self._retract_all and self._running.requests:
+                self._retraction.put_back(self._running.requests[-1], self._steps)
+            self._retract_all = False
+
+    def _take_chunk(
+        self, request: Request, count: int, samples: bool, index: int, output: ModelOutput
+    ) -> RequestOutput | None:
+        """A chunk of a prompt has been computed, the step's ``index``-th part; what the request gets."""
+        start = request.computed
+        if index in output.prompt_logprobs:
+            request.add_prompt_logprobs(start, output.prompt_logprobs[index])
+        request.computed += count
+        request.in_flight -= 1
+        request.unknown -= samples
+        if request.over:
+            if not request.in_flight:
+                self._lifecycle.finish(request)
+            return None
+        taken: RequestOutput | None = None
+        if request.pooling:
+            request.add_pooled(start, output.pooled[index])
+            if request.computed == request.prompt_length:
+                taken = end_output(request, "stop", embedding=request.embedding)
+        elif samples:
+            self._fairness.charge(request.tenant, 1)
+            taken = take_token(request, output.token_ids[index], output.logprobs.get(index))
+            self._forced_tokens += max(0, len(taken.token_ids) - 1)
+        if taken is not None and taken.finish_reason is not None:
+            self._lifecycle.end(request)
+        if request.state is RequestState.RUNNING:
+            self._running.commit(request)  # who shares the prompt finds it from now on
+        return taken
+
+    def _match_length(self, request: Request) -> int:
+        return self._cache.probe(request.reusable, request.namespace)[0]
+
+    def _match_path(self, request: Request) -> list[int]:
+        return self._cache.path(request.reusable, request.namespace)

@@ -1,0 +1,122 @@
+"""Which waiting request is admitted next, over all tenants and priorities.
+
+From the outside in: priorities, the highest first (one level only, unless the policy is ``priority``); within one, requests that
+were sent back to the queue, by arrival, as they were admitted before; then the tenants, the one that got least first
+(``fairness.py``) and of equals the one whose next request is the oldest; within a tenant the policy's order.
+
+Starvation: a request that has waited ``starved_after`` steps, all its waits together, goes before its tenant's others, and
+counts as one of the highest priority there is and keeps that rank when it runs. Shares alone bound nothing, as tenants that
+are new without end each have a share to come: a tenant whose oldest request starves, and of whose new requests none was
+admitted for ``starved_after`` steps, is given one turn before all shares, by arrival. So the i-th oldest starved request of a
+tenant waits at most for i such periods and for all requests that are older.
+
+O(waiting) and what the policy takes, in steps that may admit something.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from itertools import takewhile
+
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
+from sapwood_worker.core.scheduler.waiting.policy import WINDOW, Policy
+from sapwood_worker.core.scheduler.waiting.waiting_queue import WaitingQueue
+
+TOP = 1 << 40
+"""The level of a starved request: above every priority."""
+
+
+class AdmissionOrder:
+    """The order of admission.
+
+    Args:
+        policy: Orders one tenant's requests.
+        fairness: Says which tenant is next.
+        by_priority: Whether priorities count.
+        starved_after: Steps of waiting after which a request is not overtaken any more.
+    """
+
+    def __init__(self, policy: Policy, fairness: TenantFairness, *, by_priority: bool, starved_after: int) -> None:
+        self._policy = policy
+        self._fairness = fairness
+        self.by_priority = by_priority
+        self._starved_after = starved_after
+
+    def level(self, request: Request, step: int) -> int:
+        """What counts before all else when requests compete for pages; 0 unless priorities count."""
+        if not self.by_priority:
+            return 0
+        return TOP if self._starved(request, step) else request.priority
+
+    def order(self, waiting: WaitingQueue, step: int) -> Iterator[Request]:
+        """The waiting requests, the one to admit first first. What it has yielded may be taken out of the queue meanwhile.
+
+        Args:
+            waiting: The queue.
+            step: The number of the step being planned.
+        """
+        levels: dict[int, list[Request]] = {}
+        for request in waiting.retracted():
+            levels.setdefault(self.level(request, step), []).append(request)
+        fresh: dict[int, dict[str, list[Request]]] = {}
+        for priority, tenant, queue in waiting.queues():
+            requests = [request for request in queue.values() if not request.held]
+            if not requests:
+                continue
+            # By arrival, hence the starved ones are the first.
+            starved = list(takewhile(lambda request: self._starved(request, step), requests[:WINDOW]))
+            if self.by_priority:
+                if starved:
+                    fresh.setdefault(TOP, {}).setdefault(tenant, []).extend(starved)
+                if len(requests) > len(starved):
+                    fresh.setdefault(priority, {})[tenant] = self._policy.sort(requests[len(starved) :])
+            else:
+                fresh.setdefault(0, {})[tenant] = starved + self._policy.sort(requests[len(starved) :])
+        for level in sorted(levels.keys() | fresh.keys(), reverse=True):
+            yield from sorted(levels.get(level, ()), key=_by_arrival)
+            tenants = fresh.get(level, {})
+            if level == TOP:
+                tenants = {tenant: sorted(requests, key=_by_arrival) for tenant, requests in tenants.items()}
+            yield from self._fair(tenants, step)
+
+    def _fair(self, tenants: dict[str, list[Request]], step: int) -> Iterator[Request]:
+        """Requests of several tenants: one of each that starves, then each time one of the tenant that will have got least."""
+        if len(tenants) == 1:
+            [requests] = tenants.values()
+            yield from requests
+            return
+        turns = [tenant for tenant, requests in tenants.items() if self._has_turn(requests[0], step)]
+        turns.sort(key=lambda tenant: tenants[tenant][0].arrival)
+        yield from (tenants[tenant][0] for tenant in turns)
+        heap: list[tuple[float, int, str, int]] = []
+        for tenant, requests in tenants.items():
+            served, first = self._fairness.served(tenant), 0
+            if tenant in turns:
+                served, first = served + requests[0].remaining, 1
+            if first < len(requests):
+                heap.append((served, requests[first].arrival, tenant, first))
+        heapq.heapify(heap)
+        while heap:
+            served, _, tenant, index = heap[0]
+            requests = tenants[tenant]
+            request = requests[index]
+            if index + 1 < len(requests):
+                following = served + request.remaining, requests[index + 1].arrival, tenant, index + 1
+                heapq.heapreplace(heap, following)
+            else:
+                heapq.heappop(heap)
+            yield request
+
+    def _has_turn(self, oldest: Request, step: int) -> bool:
+        """Whether a tenant with this request at its head goes before those who have got less."""
+        since = step - self._fairness.admitted_at(oldest.tenant)
+        return self._starved(oldest, step) and since >= self._starved_after
+
+    def _starved(self, request: Request, step: int) -> bool:
+        return request.waited + step - request.queued_at >= self._starved_after
+
+
+def _by_arrival(request: Request) -> int:
+    return request.arrival

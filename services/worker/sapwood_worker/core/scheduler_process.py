@@ -1,0 +1,236 @@
+"""The scheduler process: loads the model, then runs the event loop. Started by the gRPC front (``launch.py``).
+
+It knows no gRPC: nothing but the scheduler and the model takes its interpreter's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import importlib.util
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from sapwood_common.errors import ConfigError
+from sapwood_common.grammar.vocabulary import TokenVocabulary
+from sapwood_common.telemetry.logs import setup_logging
+from sapwood_worker.config import WorkerConfig
+from sapwood_worker.core.cache.hierarchical import HierarchicalCache
+from sapwood_worker.core.event_loop import EventLoop
+from sapwood_worker.core.operations import Operations, Profiler
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.core.tiering import TieredRunner, build_tiering
+from sapwood_worker.ipc.messages import Failed, FromScheduler, Ready, ToScheduler, encode, to_scheduler_decoder
+from sapwood_worker.ipc.progress import PROGRESS_FILE, Pulse, StepProgress
+from sapwood_worker.model.grammar.store import GrammarStore
+from sapwood_worker.records.model_info import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+_ORPHAN_POLL_MS = 1_000
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class LoadedRunner(TieredRunner, Protocol):
+    """A runner that knows its model.
+
+    Attributes:
+        info: Facts about it.
+        vocabulary: Its tokens, where its files hold them and structured output is wanted.
+    """
+
+    info: ModelInfo
+    vocabulary: TokenVocabulary | None
+
+
+RunnerFactory = Callable[[WorkerConfig], LoadedRunner]
+
+
+class OrphanedError(Exception):
+    """The front is gone."""
+
+
+class ZmqMailbox:
+    """The :class:`~sapwood_worker.core.event_loop.Mailbox` over two ZeroMQ sockets.
+
+    Args:
+        folder: Where the front's sockets are.
+        parent: The front's process id: waiting ends when it is gone.
+    """
+
+    def __init__(self, folder: Path, parent: int) -> None:
+        self._parent = parent
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.set_hwm(0)
+        self._inbox.connect(f"ipc://{folder}/to-scheduler")
+        self._outbox = self._context.socket(zmq.PUSH)
+        self._outbox.set_hwm(
+            0
+        )  # the front always reads, and merges what its clients do not: that is what bounds memory
+        self._outbox.setsockopt(zmq.LINGER, 2_000)
+        self._outbox.connect(f"ipc://{folder}/from-scheduler")
+
+    def receive(self, *, wait: bool) -> list[ToScheduler]:
+        """See Mailbox.
+
+        Raises:
+            OrphanedError: The front is gone.
+        """
+        if wait:
+            while not self._inbox.poll(_ORPHAN_POLL_MS):
+                if os.getppid() != self._parent:
+                    raise OrphanedError
+        messages: list[ToScheduler] = []
+        while True:
+            try:
+                messages.append(to_scheduler_decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+    def send(self, message: FromScheduler) -> None:
+        """See Mailbox."""
+        self._outbox.send(encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Sends what is queued and closes."""
+        self._inbox.close()
+        self._outbox.close()
+        self._context.term()
+
+
+def build_scheduler(config: WorkerConfig, info: ModelInfo, tiers: HierarchicalCache | None = None) -> Scheduler:
+    """The scheduler for a loaded model."""
+    return Scheduler(
+        SchedulerConfig(
+            page_size=info.page_size,
+            num_pages=info.num_pages,
+            context_length=info.context_length,
+            eos_token_ids=frozenset(info.eos_token_ids),
+            max_running=config.max_running,
+            max_waiting=config.max_waiting,
+            max_step_tokens=config.max_step_tokens,
+            policy=config.policy,
+            starved_after=config.starved_after,
+            prefix_cache=config.prefix_cache and info.generates,
+            whole_prompts=not info.generates,
+            eviction=config.eviction,
+            kv_events=True,
+            conservativeness=config.conservativeness,
+            jump_forward=config.jump_forward,
+        ),
+        tiers,
+    )
+
+
+def build_grammars(runner: LoadedRunner) -> GrammarStore | None:
+    """What makes the matchers of requests with a grammar, unless the runner has no vocabulary."""
+    if runner.vocabulary is None:
+        return None
+    return GrammarStore(runner.vocabulary, runner.info.vocab_size, runner.info.eos_token_ids)
+
+
+def _with_vocabulary(runner: LoadedRunner) -> ModelInfo:
+    if runner.vocabulary is None:
+        return runner.info
+    return msgspec.structs.replace(
+        runner.info,
+        vocabulary_fingerprint=runner.vocabulary.fingerprint,
+        special_tokens=runner.vocabulary.special_names,
+    )
+
+
+def main() -> int:
+    """Entry point; the exit code is 0 after an orderly shutdown, 1 if it could not start."""
+    parser = argparse.ArgumentParser(description="The scheduler process of a worker; started by sapwood_worker.")
+    parser.add_argument("--folder", type=Path, required=True, help="Folder of the sockets.")
+    parser.add_argument("--parent", type=int, required=True, help="Process id of the front.")
+    parser.add_argument("--config-class", required=True, help="module:class of the configuration.")
+    parser.add_argument("--config", required=True, help="The worker's configuration as JSON.")
+    parser.add_argument("--runner", required=True, help="module:function that makes the runner from the configuration.")
+    arguments = parser.parse_args()
+    _die_with_parent(arguments.parent)
+    # A terminal's Ctrl-C reaches the whole group; when to stop is the front's decision.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    config_class: type[WorkerConfig] = _load(arguments.config_class)
+    config = config_class.model_validate_json(arguments.config)
+    setup_logging("scheduler", config.log_level, config.log_format)
+    mailbox = ZmqMailbox(arguments.folder, arguments.parent)
+    try:
+        factory: RunnerFactory = _load(arguments.runner)
+        runner = factory(config)
+        tiering = build_tiering(config, runner)
+        scheduler = build_scheduler(config, runner.info, None if tiering is None else tiering.cache)
+        grammars = build_grammars(runner)
+    except Exception as error:
+        if not isinstance(error, ConfigError):
+            logger.exception("the model could not be loaded")
+        mailbox.send(Failed(str(error) or type(error).__name__))
+        mailbox.close()
+        return 1
+    mailbox.send(Ready(_with_vocabulary(runner)))
+    try:
+        progress = StepProgress(arguments.folder / PROGRESS_FILE, config.watchdog_timeout)
+        Pulse(arguments.folder / PROGRESS_FILE)
+        operations = Operations(scheduler, _profiler())
+        EventLoop(scheduler, runner, mailbox, grammars, operations, progress, tiering, overlap=config.overlap).run()
+    except OrphanedError:
+        logger.error("the gRPC front is gone")
+        return 1
+    mailbox.close()
+    return 0
+
+
+def _profiler() -> Profiler | None:
+    """torch's, where torch is; a worker without a model needs none."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    return LazyProfiler()
+
+
+class LazyProfiler:
+    """A :class:`~sapwood_worker.core.operations.Profiler` that imports torch when it is first used."""
+
+    def __init__(self) -> None:
+        self._profiler: Profiler | None = None
+
+    def start(self, folder: str) -> None:
+        """See Profiler."""
+        if self._profiler is None:
+            from sapwood_worker.model.runner.profiler import TorchProfiler
+
+            self._profiler = TorchProfiler()
+        self._profiler.start(folder)
+
+    def stop(self) -> str:
+        """See Profiler."""
+        assert self._profiler is not None
+        return self._profiler.stop()
+
+
+def _load(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return vars(importlib.import_module(module))[attribute]
+
+
+def _die_with_parent(parent: int) -> None:
+    """Asks Linux to kill this process when the front dies; elsewhere an idle scheduler notices it by itself."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before that
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""How long steps take and when requests leave the queue: taken in the scheduler process, told to the front with the outputs."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from sapwood_worker.records.page_copies import CacheLoad
+from sapwood_worker.records.step import SchedulerOutput
+
+
+class LoadTime(msgspec.Struct, frozen=True, array_like=True):
+    """What a request got from a tier of the cache below the device.
+
+    Attributes:
+        serial: The request.
+        tier: ``storage``: read from the store while the request queued; ``host``: copied to the device with its first step.
+        pages: How many.
+        began: On ``time.monotonic``'s clock.
+        ended: The same.
+    """
+
+    serial: int
+    tier: Literal["storage", "host"]
+    pages: int
+    began: float
+    ended: float
+
+
+class StepTime(msgspec.Struct, frozen=True, array_like=True):
+    """One step.
+
+    Attributes:
+        seconds: From its plan to its tokens.
+        prefill_tokens: Prompt tokens computed.
+        decode_tokens: Requests that decoded a token.
+        started: Requests (serials) of which it was the first, that is, which were waiting before.
+        at: When it was planned, on ``time.monotonic``'s clock, which all processes of a machine share.
+        loads: What requests that started with it got from the cache's lower tiers.
+    """
+
+    seconds: float
+    prefill_tokens: int
+    decode_tokens: int
+    started: list[int]
+    at: float
+    loads: list[LoadTime] = []
+
+
+class StepClock:
+    """Life cycle of a step: :meth:`planned`, then :meth:`done`; :meth:`take` gives what was measured since the last call.
+
+    Args:
+        clock: Seconds, monotonic, the same in all processes.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._waiting: set[int] = set()
+        self._times: list[StepTime] = []
+        self._current: deque[tuple[float, int, int, list[int], tuple[CacheLoad, ...]]] = deque()
+
+    def submitted(self, serial: int) -> None:
+        """A request waits."""
+        self._waiting.add(serial)
+
+    def aborted(self, serial: int) -> None:
+        """A request will not run any more."""
+        self._waiting.discard(serial)
+
+    def planned(self, output: SchedulerOutput) -> None:
+        """A step begins. O(requests in it)."""
+        started: list[int] = []
+        prefill = decode = 0
+        for item in output.requests:
+            if item.start and len(item.token_ids) == 1:
+                decode += 1
+            else:
+                prefill += len(item.token_ids)
+            if item.serial in self._waiting:
+                self._waiting.discard(item.serial)
+                started.append(item.serial)
+        loads = () if output.copies is None else output.copies.loads
+        self._current.append((self._clock(), prefill, decode, started, loads))
+
+    def done(self, load_seconds: float = 0.0) -> None:
+        """Of the steps that have not ended the one planned first has; its loads took so many seconds."""
+        at, prefill, decode, started, loads = self._current.popleft()
+        times: list[LoadTime] = []
+        for load in loads:
+            if load.fetched:
+                times.append(LoadTime(load.serial, "storage", load.fetched, load.began, load.ended))
+            times.append(LoadTime(load.serial, "host", load.pages, at, at + load_seconds))
+        self._times.append(StepTime(self._clock() - at, prefill, decode, started, at, times))
+
+    def failed(self) -> None:
+        """All steps that have not ended have failed."""
+        while self._current:
+            self.done()
+
+    def take(self) -> list[StepTime]:
+        """The steps since the last call; the caller owns the list."""
+        times, self._times = self._times, []
+        return times

@@ -1,0 +1,165 @@
+"""The tiers of a worker's KV cache: made from its configuration, watched and changed while it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from sapwood_common.errors import ConfigError
+from sapwood_worker.config import WorkerConfig
+from sapwood_worker.core.cache.hierarchical import HierarchicalCache
+from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.cache.storage.factory import parse_storage
+from sapwood_worker.core.cache.storage.opener import StorageFacts, StorageOpener, measure_prefill
+from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier
+from sapwood_worker.ipc.messages import CacheVerb
+from sapwood_worker.model.pools.host_pool import HostPool
+from sapwood_worker.records.load import Load
+from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.step import Runner
+from sapwood_worker.records.tier_report import TierReport
+
+_OPEN_SECONDS = 30.0
+"""How long start-up waits for the store; after that it goes on without, and the store joins when it answers."""
+
+
+class TieredRunner(Runner, Protocol):
+    """A runner with a second tier.
+
+    Attributes:
+        info: Facts about its model.
+        host_pool: The memory of the second tier; None: there is none.
+    """
+
+    info: ModelInfo
+    host_pool: HostPool | None
+
+    def cache_identity(self) -> str:
+        """What a page's content depends on besides its tokens, other than the page size."""
+        ...
+
+
+class Tiering:
+    """The tiers and the store that is attached.
+
+    Args:
+        config: The worker's configuration.
+        runner: The runner, before any request is let in: it is measured.
+        pool: Its host pool.
+
+    Attributes:
+        cache: What the scheduler works with.
+        opener: Attaches and detaches stores.
+
+    Raises:
+        ConfigError: ``--storage`` is not a store's URL.
+    """
+
+    def __init__(self, config: WorkerConfig, runner: TieredRunner, pool: HostPool) -> None:
+        info = runner.info
+        self._page_size, self._page_bytes = info.page_size, pool.page_bytes
+        options = PrefetchOptions(
+            policy=config.storage_prefetch,
+            timeout=config.storage_timeout,
+            timeout_per_1k=config.storage_timeout_per_1k,
+            share=config.storage_share,
+        )
+        if config.storage:
+            parse_storage(config.storage)
+        host = HostPages(pool.num_pages)
+        storage = self._storage = StorageTier(host, pool, info.page_size, options, time.monotonic)
+        self.cache = HierarchicalCache(host, info.num_pages, info.page_size, config.host_write_policy, storage)
+        speed = measure_prefill(
+            runner, info.page_size, info.num_pages, min(config.max_step_tokens, info.context_length - 1)
+        )
+        facts = StorageFacts(pool, info.page_size, runner.cache_identity, speed, config.storage_min_tokens)
+        self.opener = StorageOpener(storage, facts)
+        if config.storage:
+            self.opener.open(config.storage)
+            self.opener.wait(_OPEN_SECONDS)
+
+    def command(self, verb: CacheVerb, argument: str, answer: Callable[[str], None]) -> None:
+        """Carries out what an operator wants; ``answer`` is called once, now or in a later :meth:`poll`, with what went wrong."""
+        match verb:
+            case "attach":
+                try:
+                    self.opener.open(argument, answer)
+                except ConfigError as error:
+                    answer(str(error).removeprefix("--storage: "))
+            case "detach":
+                self.opener.close()
+                answer("")
+            case "clear":
+                if argument in ("host", "all"):
+                    self.cache.clear_host()
+                if argument == "storage" or (argument == "all" and self._storage.connection is not None):
+                    self._storage.clear(answer)
+                else:
+                    answer("")
+            case "stats":
+                answer("")
+
+    def report(self, load: Load) -> list[TierReport]:
+        """The tiers as they are now."""
+        counters, store, host, size = self.cache.counters, self._storage.counters, self.cache.host, self._page_size
+        connection, content = self._storage.connection, self._page_bytes
+        [device] = device_report(load)
+        failing = connection is not None and connection.breaker.is_open
+        state = (
+            "failing" if failing else "attached" if connection is not None else "opening" if self.opener.url else "none"
+        )
+        return [
+            msgspec.structs.replace(device, hit_tokens=counters.device_hits * size),
+            TierReport(
+                tier="host",
+                pages=host.num_ready,
+                capacity=host.num_pages,
+                hit_tokens=counters.host_hits * size,
+                bytes_in=counters.stored * content,
+                bytes_out=counters.host_hits * content,
+                seconds_in=counters.store_seconds,
+                seconds_out=counters.load_seconds,
+                failures=counters.store_failures,
+                dropped_pages=counters.no_room,
+            ),
+            TierReport(
+                tier="storage",
+                hit_tokens=store.fetched * size,
+                bytes_in=store.written * content,
+                bytes_out=store.fetched * content,
+                seconds_in=store.seconds_writing,
+                seconds_out=store.seconds_reading,
+                failures=connection.failures if connection is not None else 0,
+                dropped_pages=store.dropped,
+                rejected_pages=store.rejected,
+                url=self.opener.url,
+                state=state,
+                error=connection.last_error if connection is not None else self.opener.error,
+            ),
+        ]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a store is being opened."""
+        return self.opener.opening
+
+    def poll(self) -> None:
+        """Goes on with opening a store. Never blocks."""
+        self.opener.poll()
+
+
+def device_report(load: Load) -> list[TierReport]:
+    """The first tier, as far as the load tells."""
+    return [TierReport(tier="device", pages=load.used_pages, capacity=load.num_pages, hit_tokens=load.cached_tokens)]
+
+
+def build_tiering(config: WorkerConfig, runner: TieredRunner) -> Tiering | None:
+    """The tiers below the device's pages; None: there are none.
+
+    Raises:
+        ConfigError: See :class:`Tiering`.
+    """
+    return None if runner.host_pool is None or not config.prefix_cache else Tiering(config, runner, runner.host_pool)

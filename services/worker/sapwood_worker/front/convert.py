@@ -1,0 +1,266 @@
+"""Between protobuf and the worker's own types; requests are validated here."""
+
+from __future__ import annotations
+
+from array import array
+
+from msgspec.structs import replace
+
+from sapwood.v1 import common_pb2, worker_pb2
+from sapwood_common.contract.page_hash import cache_namespace
+from sapwood_common.contract.sampling import SamplingParams, check_tokens
+from sapwood_common.contract.sampling_message import from_message
+from sapwood_common.errors import InvalidArgumentError, NotFoundError
+from sapwood_common.telemetry.logs import is_valid_request_id
+from sapwood_worker.front.kv_event_stream import KvEventBatch, KvEventStream
+from sapwood_worker.records.kv_events import BlockRemoved, BlockStored, KvEvent, Medium, split_hashes
+from sapwood_worker.records.load import Load
+from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.step import Pooling, RequestOutput, TokenLogprobs
+from sapwood_worker.records.terms import Terms
+
+_FINISH = {
+    "stop": common_pb2.FINISH_REASON_STOP,
+    "length": common_pb2.FINISH_REASON_LENGTH,
+}
+
+
+_POOLING: dict[worker_pb2.Pooling, Pooling] = {
+    worker_pb2.POOLING_MEAN: "mean",
+    worker_pb2.POOLING_LAST: "last",
+    worker_pb2.POOLING_CLS: "cls",
+}
+MOST_INPUTS = 2048
+MOST_TENANT, MOST_SALT = 128, 256
+MOST_CONTINUATIONS = 128
+
+_MEDIUM: dict[Medium, worker_pb2.KvMedium] = {
+    "GPU": worker_pb2.KV_MEDIUM_GPU,
+    "CPU_TIER1": worker_pb2.KV_MEDIUM_CPU_TIER1,
+    "CPU_TIER2": worker_pb2.KV_MEDIUM_CPU_TIER2,
+}
+
+
+def check_prompt(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> None:
+    """Raises InvalidArgumentError naming ``request_id`` or ``token_ids`` if the prompt cannot be run."""
+    if not info.generates:
+        raise InvalidArgumentError("this model makes embeddings only")
+    if not request.request_id:
+        raise InvalidArgumentError("request_id is missing", field="request_id")
+    if not is_valid_request_id(request.request_id):
+        raise InvalidArgumentError("request_id is not 1 to 128 plain characters", field="request_id")
+    if not request.token_ids:
+        raise InvalidArgumentError("token_ids is empty: there is no prompt", field="token_ids")
+    largest = max(request.token_ids)
+    if largest >= info.vocab_size:
+        raise InvalidArgumentError(
+            f"token id {largest} is not below the vocabulary size {info.vocab_size}", field="token_ids"
+        )
+    if len(request.token_ids) >= info.context_length:
+        raise InvalidArgumentError(
+            f"prompt of {len(request.token_ids)} tokens leaves no room in the context of {info.context_length} tokens",
+            field="token_ids",
+        )
+    if request.output_tokens > len(request.token_ids):
+        raise InvalidArgumentError(
+            f"output_tokens is {request.output_tokens}, more than the {len(request.token_ids)} token_ids",
+            field="output_tokens",
+        )
+
+
+def to_inputs(request: worker_pb2.WorkerEmbedRequest, info: ModelInfo) -> list[list[int]]:
+    """The token ids of each input, cut where the model's files say so.
+
+    Raises:
+        InvalidArgumentError: One of them cannot be embedded; names ``inputs``.
+    """
+    if not info.embedding_size:
+        raise InvalidArgumentError("this model makes no embeddings")
+    if not 1 <= len(request.inputs) <= MOST_INPUTS:
+        raise InvalidArgumentError(f"{len(request.inputs)} inputs; there must be 1 to {MOST_INPUTS}", field="inputs")
+    limits = [limit for limit in (info.embedded_tokens, request.max_tokens) if limit]
+    inputs = [_cut(list(each.ids), min(limits, default=0), info.special_ids) for each in request.inputs]
+    for index, ids in enumerate(inputs):
+        if not 1 <= len(ids) <= info.context_length:
+            problem = f"has {len(ids)} tokens; there must be 1 to {info.context_length}"
+        elif max(ids) >= info.vocab_size:
+            problem = f"has a token id that is not below the vocabulary size {info.vocab_size}"
+        else:
+            continue
+        raise InvalidArgumentError(f"input {index} {problem}", field="inputs")
+    return inputs
+
+
+def _cut(token_ids: list[int], max_tokens: int, special_ids: tuple[int, ...]) -> list[int]:
+    """An input cut to so many tokens, as tokenizers do: the special tokens at its end stay.
+
+    Args:
+        token_ids: The input.
+        max_tokens: The most tokens; 0: it stays as it is.
+        special_ids: Special tokens.
+    """
+    if not max_tokens or len(token_ids) <= max_tokens:
+        return token_ids
+    end = 0
+    while end < max_tokens and token_ids[-1 - end] in special_ids:
+        end += 1
+    return token_ids[: max_tokens - end] + token_ids[len(token_ids) - end :]
+
+
+def to_dimensions(request: worker_pb2.WorkerEmbedRequest, info: ModelInfo) -> int | None:
+    """How many numbers of each vector are wanted; None: all.
+
+    Raises:
+        InvalidArgumentError: The model's vectors are not cut so.
+    """
+    wanted = request.dimensions
+    if wanted in (0, info.embedding_size):
+        return None
+    if info.shortened is None:
+        raise InvalidArgumentError(
+            f"this model's embeddings have {info.embedding_size} numbers and are not cut", field="dimensions"
+        )
+    if wanted > info.embedding_size or (info.shortened and wanted not in info.shortened):
+        allowed = ", ".join(map(str, info.shortened)) or f"at most {info.embedding_size}"
+        raise InvalidArgumentError(f"dimensions is {wanted}; it must be {allowed}", field="dimensions")
+    return int(wanted)
+
+
+def to_pooling(pooling: worker_pb2.Pooling, info: ModelInfo) -> Pooling:
+    """How to pool; the model's own way if the request does not say."""
+    return _POOLING[pooling or from_pooling(info)]
+
+
+def from_pooling(info: ModelInfo) -> worker_pb2.Pooling:
+    """The model's own way to pool."""
+    return next(number for number, name in _POOLING.items() if name == info.pooling)
+
+
+def to_terms(request: worker_pb2.WorkerGenerateRequest | worker_pb2.WorkerEmbedRequest, seconds: float | None) -> Terms:
+    """On what terms it is served; ``seconds`` are left to it, if they are limited.
+
+    Raises:
+        InvalidArgumentError: A name is too long.
+        NotFoundError: There is no such LoRA.
+    """
+    if len(request.tenant) > MOST_TENANT:
+        raise InvalidArgumentError(f"tenant has more than {MOST_TENANT} characters", field="tenant")
+    return Terms(request.priority, request.tenant, to_namespace(request.cache_salt, request.lora_name), seconds)
+
+
+def to_namespace(cache_salt: str, lora_name: str) -> bytes:
+    """Within which requests share cached pages; raises as :func:`to_terms`."""
+    if len(cache_salt) > MOST_SALT:
+        raise InvalidArgumentError(f"cache_salt has more than {MOST_SALT} characters", field="cache_salt")
+    if lora_name:
+        raise NotFoundError(f"no LoRA {lora_name!r} is loaded", field="lora_name")
+    return cache_namespace(cache_salt)
+
+
+def to_sampling(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> tuple[SamplingParams, int]:
+    """The sampling settings, and the number of continuations; ``max_tokens`` fits the context.
+
+    Raises:
+        InvalidArgumentError: A setting is out of range; its field is named.
+    """
+    params, count = from_message(request.sampling, request.output_tokens)
+    check_tokens(params, info.vocab_size)
+    for name, wanted in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        _require((wanted or 0) <= info.vocab_size, name, wanted or 0, f"at most the vocabulary size {info.vocab_size}")
+    max_tokens = min(info.context_length - len(request.token_ids), params.max_tokens)
+    most = max_tokens + request.output_tokens
+    _require(params.min_tokens <= most, "min_tokens", params.min_tokens, f"at most max_tokens, {most}")
+    _require(1 <= count <= MOST_CONTINUATIONS, "n", count, f"in 1 .. {MOST_CONTINUATIONS}")
+    return replace(params, max_tokens=max_tokens), count
+
+
+# A request's end token, be it the model's or one of stop_token_ids, is part of token_ids and counted in the usage: a client
+# that resumes from what it got then has all of it. Whoever turns tokens into text skips it.
+def to_response(output: RequestOutput) -> worker_pb2.WorkerGenerateResponse:
+    """One message of the answer; the first and the last carry the usage, the last the finish reason."""
+    response = worker_pb2.WorkerGenerateResponse(token_ids=output.token_ids, index=output.index)
+    if output.logprobs:
+        response.logprobs.extend(map(_to_token_logprobs, output.logprobs))
+    if output.prompt_logprobs:
+        response.prompt_logprobs.extend(map(_to_token_logprobs, output.prompt_logprobs))
+    if output.finish_reason is not None:
+        response.finish_reason = _FINISH[output.finish_reason]
+    if output.finish_reason is not None or output.completion_tokens == len(output.token_ids):
+        response.usage.prompt_tokens = output.prompt_tokens
+        response.usage.completion_tokens = output.completion_tokens
+        response.usage.cached_tokens = output.cached_tokens
+    return response
+
+
+def is_one_token(output: RequestOutput) -> bool:
+    """Whether :func:`to_response` would say nothing but one token of continuation 0."""
+    return (
+        len(output.token_ids) == 1
+        and output.completion_tokens > 1
+        and output.finish_reason is None
+        and not (output.index or output.logprobs or output.prompt_logprobs)
+    )
+
+
+def _to_token_logprobs(given: TokenLogprobs) -> worker_pb2.TokenLogprobs:
+    return worker_pb2.TokenLogprobs(logprob=given.logprob, top_ids=given.top_ids, top_logprobs=given.top_logprobs)
+
+
+def to_load_report(load: Load, kv: KvEventStream) -> worker_pb2.LoadReport:
+    """The load as a message."""
+    return worker_pb2.LoadReport(
+        running_requests=load.running_requests,
+        waiting_requests=load.waiting_requests,
+        queued_tokens=load.queued_tokens,
+        used_pages=load.used_pages,
+        evictable_pages=load.evictable_pages,
+        num_pages=load.num_pages,
+        prompt_tokens=load.prompt_tokens,
+        cached_tokens=load.cached_tokens,
+        epoch=kv.epoch,
+        kv_seq=kv.seq,
+        kv_digest=kv.digest,
+        host_used_pages=load.host_used_pages,
+        host_num_pages=load.host_num_pages,
+        device_hit_tokens=load.device_hit_tokens,
+        host_hit_tokens=load.host_hit_tokens,
+        storage_hit_tokens=load.storage_hit_tokens,
+        storage_id=load.storage_id,
+        running_tokens=load.running_tokens,
+    )
+
+
+def to_kv_events(batch: KvEventBatch, block_size: int, *, token_ids: bool) -> worker_pb2.SubscribeKvEventsResponse:
+    """A batch of KV events as a message; ``token_ids``: whether stored blocks come with their tokens."""
+    return worker_pb2.SubscribeKvEventsResponse(
+        epoch=batch.epoch,
+        seq=batch.seq,
+        events=[_to_kv_event(event, block_size, token_ids) for event in batch.events],
+        snapshot=batch.snapshot,
+        more=batch.more,
+        digest=batch.digest,
+    )
+
+
+def _to_kv_event(event: KvEvent, block_size: int, token_ids: bool) -> worker_pb2.KvEvent:
+    match event:
+        case BlockStored():
+            stored = worker_pb2.BlockStored(
+                block_hashes=split_hashes(event.hashes),
+                parent_hash=event.parent,
+                token_ids=array("I", event.token_ids) if token_ids else (),
+                block_size=block_size,
+                medium=_MEDIUM[event.medium],
+                lora_name=event.lora,
+            )
+            return worker_pb2.KvEvent(block_stored=stored)
+        case BlockRemoved(hashes, medium):
+            removed = worker_pb2.BlockRemoved(block_hashes=split_hashes(hashes), medium=_MEDIUM[medium])
+            return worker_pb2.KvEvent(block_removed=removed)
+        case _:
+            return worker_pb2.KvEvent(all_blocks_cleared=worker_pb2.AllBlocksCleared())
+
+
+def _require(condition: bool, name: str, value: float, expected: str) -> None:
+    if not condition:
+        raise InvalidArgumentError(f"sampling.{name} is {value:g}; it must be {expected}", field=f"sampling.{name}")

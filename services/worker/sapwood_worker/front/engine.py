@@ -1,0 +1,291 @@
+"""The front's side of the scheduler: submits requests and hands what comes back to their generations."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from sapwood_common import errors
+from sapwood_common.contract.child_seed import child_seed
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.front.embedding_calls import EmbeddingCalls
+from sapwood_worker.front.generation import Generation
+from sapwood_worker.front.kv_event_stream import KvEventStream
+from sapwood_worker.front.observer import EngineObserver
+from sapwood_worker.ipc.messages import (
+    Abort,
+    Answered,
+    CacheCommand,
+    CacheVerb,
+    CallFailed,
+    Flush,
+    FromScheduler,
+    Operation,
+    Pause,
+    Pin,
+    Refused,
+    Resume,
+    StartProfile,
+    Step,
+    StopProfile,
+    Submit,
+    ToScheduler,
+    Unpin,
+)
+from sapwood_worker.ipc.vitals import Vitals
+from sapwood_worker.records.load import Load
+from sapwood_worker.records.terms import USUAL, Terms
+from sapwood_worker.records.tier_report import TierReport
+
+_REFUSALS: dict[str, type[errors.SapwoodError]] = {
+    kind.__name__: kind for kind in (errors.InvalidArgumentError, errors.ResourceExhaustedError)
+}
+
+
+class Engine:
+    """Submits requests to the scheduler process and streams what comes back. Lives on one event loop.
+
+    Args:
+        send: Hands a message to the scheduler process; never blocks.
+        observer: Told what happens.
+    """
+
+    def __init__(self, send: Callable[[ToScheduler], None], observer: EngineObserver) -> None:
+        self._send = send
+        self._observer = observer
+        self._serials = itertools.count()
+        # By serial: the generation and which of its continuations.
+        self._running: dict[int, tuple[Generation, int]] = {}
+        self._by_id: dict[str, Generation] = {}
+        self._calls: dict[int, asyncio.Future[Answered]] = {}
+        self._preparing = 0
+        self._ended = asyncio.Event()
+        self.embeddings = EmbeddingCalls(send, self._serials, self._ended.set)
+        """Embedding requests."""
+        self._lost: str | None = None
+        self._load_changed = asyncio.Event()
+        self.kv_events = KvEventStream()
+        """What is cached."""
+        self.load = Load()
+        """The load after the last step."""
+        self.vitals = Vitals()
+        """How the scheduler process is, and this one."""
+        self.load_version = 0
+        """Goes up with each change of the load or of what is cached."""
+
+    def submit(
+        self,
+        request_id: str,
+        token_ids: Iterable[int],
+        sampling: SamplingParams,
+        grammar: bytes = b"",
+        output_tokens: int = 0,
+        count: int = 1,
+        traceparent: str | None = None,
+        terms: Terms = USUAL,
+    ) -> Generation:
+        """Starts a request; the caller owns it and must read it to its end or close it.
+
+        Several continuations go to the scheduler together: one of them computes the prompt, and the others find it cached.
+
+        Args:
+            request_id: Its client's name for it.
+            token_ids: The prompt.
+            sampling: How to sample.
+            grammar: A compiled grammar that the output must match; empty for none.
+            output_tokens: So many of ``token_ids``, at the end, are output of before.
+            count: How many continuations, each with a seed of its own.
+            traceparent: The trace context it belongs to.
+            terms: Its place among others.
+
+        Raises:
+            AlreadyExistsError: A request of this id is running.
+            UnavailableError: The scheduler process is gone.
+        """
+        self.check()
+        if request_id in self._by_id:
+            raise errors.AlreadyExistsError(f"request {request_id} is already running", field="request_id")
+        serials = [next(self._serials) for _ in range(count)]
+
+        def on_close(active: list[int]) -> None:
+            del self._by_id[request_id]
+            self._ended.set()
+            for index, serial in enumerate(serials):
+                del self._running[serial]
+                aborted = index in active and self._lost is None
+                self._observer.closed(serial, active=aborted)
+                if aborted:
+                    self._send(Abort(serial))
+
+        generation = self._by_id[request_id] = Generation(request_id, count, on_close)
+        prompt = array("I", token_ids).tobytes()
+        for index, serial in enumerate(serials):
+            self._running[serial] = generation, index
+            own = sampling if index == 0 else _continued(sampling, index)
+            self._observer.submitted(serial, request_id, traceparent)
+            self._send(Submit(serial, request_id, prompt, own, grammar, output_tokens, terms))
+        return generation
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request, whose reader gets RequestCancelledError. Returns whether there was one."""
+        generation = self._by_id.get(request_id)
+        if generation is None:
+            return False
+        generation.fail(errors.RequestCancelledError(f"request {request_id} was aborted"))
+        return True
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """A request that was let in is being prepared to be submitted: :meth:`wait_idle` waits for it too."""
+        self._preparing += 1
+        try:
+            yield
+        finally:
+            self._preparing -= 1
+            self._ended.set()
+
+    async def wait_idle(self) -> None:
+        """Returns once no request runs, neither a generation nor an embedding, and none is being prepared."""
+        while self._by_id or self._preparing or self.embeddings.running:
+            self._ended.clear()
+            await self._ended.wait()
+
+    async def flush_cache(self) -> int:
+        """Empties the prefix cache of what no request and no pin holds; returns the number of pages freed.
+
+        Like the other operations it raises UnavailableError if the scheduler process is or goes away.
+        """
+        return (await self._ask(Flush)).number
+
+    async def pin(self, name: str, token_ids: Iterable[int], namespace: bytes, seconds: float | None) -> int:
+        """Keeps what is cached of a prefix from eviction; returns how many tokens that is.
+
+        Raises:
+            ResourceExhaustedError: Too much would be pinned.
+        """
+        prefix = array("I", token_ids).tobytes()
+        return (await self._ask(lambda call: Pin(call, name, prefix, namespace, seconds))).number
+
+    async def unpin(self, name: str) -> bool:
+        """Lets go of a pinned prefix; returns whether there was one."""
+        return bool((await self._ask(lambda call: Unpin(call, name))).number)
+
+    async def pause(self, *, retract: bool) -> None:
+        """Has nothing computed until :meth:`resume`; ``retract``: and no pages held."""
+        await self._ask(lambda call: Pause(call, retract))
+
+    async def resume(self) -> None:
+        """Ends a pause."""
+        await self._ask(Resume)
+
+    async def start_profile(self, folder: str) -> None:
+        """Begins to record what the scheduler process does.
+
+        Raises:
+            InvalidArgumentError: It records already, or cannot write there.
+        """
+        await self._ask(lambda call: StartProfile(call, folder))
+
+    async def stop_profile(self) -> str:
+        """Ends the recording; returns the path of its file, on the worker's machine.
+
+        Raises:
+            InvalidArgumentError: Nothing is being recorded.
+        """
+        return (await self._ask(StopProfile)).text
+
+    async def _ask(self, make: Callable[[int], Operation | CacheCommand]) -> Answered:
+        self.check()
+        call = next(self._serials)
+        future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+        self._calls[call] = future
+        try:
+            self._send(make(call))
+            return await future
+        finally:
+            del self._calls[call]
+
+    async def cache_command(self, verb: CacheVerb, argument: str = "") -> list[TierReport]:
+        """Shows or changes the tiers of the KV cache; returns them as they are afterwards.
+
+        Raises:
+            InvalidArgumentError: It could not be done; the message says why.
+        """
+        return (await self._ask(lambda call: CacheCommand(call, verb, argument))).tiers
+
+    async def load_after(self, version: int) -> None:
+        """Returns once :attr:`load_version` is not ``version`` any more."""
+        while self.load_version == version:
+            await self._load_changed.wait()
+
+    def receive(self, message: FromScheduler) -> None:
+        """Takes a message of the scheduler process."""
+        match message:
+            case Step(outputs, load, kv_events, times):
+                self._observer.steps(times)
+                self._observer.outputs(outputs)
+                for output in outputs:
+                    self.embeddings.put(output)
+                    # One that was closed meanwhile is not there; its last tokens concern nobody.
+                    if (found := self._running.get(output.serial)) is not None:
+                        generation, index = found
+                        generation.put(index, output)
+                self.kv_events.apply(kv_events)
+                if kv_events or load != self.load:
+                    self._load_is(load)
+            case Refused(serial, kind, text, field, retry_after):
+                refusal = _REFUSALS.get(kind, errors.InternalError)(text, field=field, retry_after=retry_after)
+                self.embeddings.refuse(serial, refusal)
+                if (found := self._running.get(serial)) is not None:
+                    generation, index = found
+                    generation.refuse(index, refusal)
+            case Answered(call):
+                if (future := self._calls.get(call)) is not None and not future.done():
+                    future.set_result(message)
+            case CallFailed(call, kind, text, field):
+                if (future := self._calls.get(call)) is not None and not future.done():
+                    future.set_exception(_REFUSALS.get(kind, errors.InternalError)(text, field=field))
+
+    def scheduler_started(self, epoch: int) -> None:
+        """A scheduler process is ready, with nothing cached; requests may come."""
+        self._lost = None
+        self.kv_events.begin(epoch)
+        self._load_is(Load())
+
+    def scheduler_lost(self, reason: str) -> None:
+        """The scheduler process is gone: every request ends UNAVAILABLE, and so does every later one."""
+        self._lost = reason
+        self._load_is(Load())
+        for generation in tuple(self._by_id.values()):
+            generation.fail(self._gone())
+        self.embeddings.lost(self._gone())
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(self._gone())
+
+    def _load_is(self, load: Load) -> None:
+        self.load = load
+        self.load_version += 1
+        self._load_changed.set()
+        self._load_changed = asyncio.Event()
+
+    def check(self) -> None:
+        """Raises UnavailableError if the scheduler process is gone."""
+        if self._lost is not None:
+            raise self._gone()
+
+    def _gone(self) -> errors.UnavailableError:
+        return errors.UnavailableError(
+            f"the worker's scheduler stopped: {self._lost}; it is started anew", retry_after=1.0
+        )
+
+
+def _continued(sampling: SamplingParams, index: int) -> SamplingParams:
+    """The settings of a continuation but the first; the prompt's log probabilities come with the first."""
+    seed = child_seed(sampling.seed, index)
+    return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=None)

@@ -1,0 +1,141 @@
+"""The worker's metrics; docs/metrics.md lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sapwood_common.telemetry.metrics import MetricSet, OneOf
+from sapwood_worker.core.step_clock import StepTime
+from sapwood_worker.ipc.vitals import Vitals
+from sapwood_worker.records.load import Load
+
+_STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class WorkerMetrics:
+    """Makes them.
+
+    Args:
+        metrics: Where they are made.
+    """
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._metrics = metrics
+        self.requests = metrics.counter(
+            "sapwood_worker_requests_total",
+            "Generations that ended, by how.",
+            outcome=OneOf("stop", "length", "failed", "aborted"),
+        )
+        self.queue = metrics.histogram(
+            "sapwood_worker_queue_seconds", "From a request's arrival to the first step that computes it."
+        )
+        self.first_token = metrics.histogram(
+            "sapwood_worker_time_to_first_token_seconds", "From a request's arrival to its first token."
+        )
+        self._step = metrics.histogram(
+            "sapwood_worker_step_seconds",
+            "Duration of a step: of prompt chunks only (prefill), of decodes only (decode), or of both (mixed).",
+            buckets=_STEP_SECONDS,
+            kind=OneOf("prefill", "decode", "mixed"),
+        )
+        self._tokens = metrics.counter(
+            "sapwood_worker_step_tokens_total", "Tokens computed.", kind=OneOf("prefill", "decode")
+        )
+
+    def step(self, step: StepTime) -> None:
+        """Counts a step."""
+        kind = "decode" if not step.prefill_tokens else "mixed" if step.decode_tokens else "prefill"
+        self._step.at(kind=kind).observe(step.seconds)
+        self._tokens.at(kind="prefill").inc(step.prefill_tokens)
+        self._tokens.at(kind="decode").inc(step.decode_tokens)
+
+    def watch(self, load: Callable[[], Load]) -> None:
+        """Adds what is read from the load when it is asked for."""
+        gauges: dict[str, tuple[str, Callable[[Load], float]]] = {
+            "running_requests": ("Requests in the batch.", lambda now: now.running_requests),
+            "waiting_requests": ("Requests in the queue.", lambda now: now.waiting_requests),
+            "queued_tokens": ("Prompt tokens still to compute, of all requests.", lambda now: now.queued_tokens),
+            "pages": ("Pages of the KV cache.", lambda now: now.num_pages),
+            "used_pages": ("Of these, held by requests or the prefix cache.", lambda now: now.used_pages),
+            "evictable_pages": ("Of these, held by the prefix cache only.", lambda now: now.evictable_pages),
+        }
+        for name, (text, read) in gauges.items():
+            self._metrics.polled("gauge", f"sapwood_worker_{name}", text, _reader(load, read))
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_prompt_tokens_total",
+            "Prompt tokens of requests that have run.",
+            _reader(load, lambda now: now.prompt_tokens),
+        )
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_forced_tokens_total",
+            "Tokens of output that a grammar forced and that were not sampled.",
+            _reader(load, lambda now: now.forced_tokens),
+        )
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_cache_hit_tokens_total",
+            "Prompt tokens found in the cache, by where; those of a store (storage) are fetched into the host's memory and "
+            "are found there then.",
+            lambda: [
+                (("device",), load().device_hit_tokens),
+                (("host",), load().host_hit_tokens),
+                (("storage",), load().storage_hit_tokens),
+            ],
+            tier=OneOf("device", "host", "storage"),
+        )
+        self._watch_store(load)
+
+    def watch_vitals(self, vitals: Vitals) -> None:
+        """Adds what is read from the vitals when it is asked for."""
+        readings: dict[str, tuple[str, Callable[[], float]]] = {
+            "scheduler_frozen_seconds": (
+                "For how long the scheduler process has given no sign of life; 0 while it does.",
+                lambda: vitals.frozen,
+            ),
+            "current_step_seconds": ("For how long it has been at its current step.", lambda: vitals.step),
+            "loop_lag_seconds": (
+                "How late the gRPC front's event loop runs what is due: the most of late, halved every 10 s since.",
+                lambda: vitals.lag.recent,
+            ),
+        }
+        for name, (text, read) in readings.items():
+            self._metrics.polled("gauge", f"sapwood_worker_{name}", text, _reading(read))
+
+    def _watch_store(self, load: Callable[[], Load]) -> None:
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_store_bytes_total",
+            "KV cache read from the store that workers share, or written to it.",
+            lambda: [(("read",), load().store_read_bytes), (("written",), load().store_written_bytes)],
+            direction=OneOf("read", "written"),
+        )
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_store_errors_total",
+            "Calls to the store that failed or took too long (call), pages read that were not what they should be (rejected), "
+            "pages not written (dropped).",
+            lambda: [
+                (("call",), load().store_failures),
+                (("rejected",), load().store_rejected_pages),
+                (("dropped",), load().store_dropped_pages),
+            ],
+            error=OneOf("call", "rejected", "dropped"),
+        )
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_store_timeouts_total",
+            "Requests that stopped waiting for the store before all was there.",
+            _reader(load, lambda now: now.store_timeouts),
+        )
+
+
+def _reading(read: Callable[[], float]) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
+    return lambda: [((), read())]
+
+
+def _reader(
+    load: Callable[[], Load], read: Callable[[Load], float]
+) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
+    return _reading(lambda: read(load()))

@@ -1,0 +1,340 @@
+"""The worker's gRPC front."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NamedTuple, cast
+
+import grpc
+
+from sapwood.v1 import worker_pb2, worker_pb2_grpc
+from sapwood_common.errors import InvalidArgumentError, UnavailableError
+from sapwood_common.telemetry.logs import is_valid_traceparent, traceparent_var
+from sapwood_worker.front.convert import (
+    check_prompt,
+    from_pooling,
+    to_dimensions,
+    to_inputs,
+    to_kv_events,
+    to_load_report,
+    to_namespace,
+    to_pooling,
+    to_response,
+    to_sampling,
+    to_terms,
+)
+from sapwood_worker.front.convert_cache import to_tier_names, to_tier_stats
+from sapwood_worker.front.engine import Engine
+from sapwood_worker.front.generation import Generation
+from sapwood_worker.front.kv_event_stream import KvEventBatch
+from sapwood_worker.front.request_grammars import RequestGrammars
+from sapwood_worker.front.session import Session
+from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.tier_report import TierReport
+
+SERVICE = "sapwood.v1.Worker"
+UNCOUNTED = frozenset(f"/{SERVICE}/{method}" for method in ("WatchLoad", "Session", "SubscribeKvEvents"))
+"""Calls that last as long as the worker: a drain does not wait for them, they end by themselves."""
+
+MOST_NAME = 128
+"""Characters of a pin's name."""
+DEFAULT_INTERVAL_MS, LEAST_INTERVAL_MS = 100, 10
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ServedModel(NamedTuple):
+    """What is served: under which name, which model, since which start of the scheduler (its epoch), with which grammars."""
+
+    name: str
+    info: ModelInfo
+    epoch: int
+    grammars: RequestGrammars
+    max_running: int
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """Implements ``sapwood.v1.Worker``; see the proto for what each method does.
+
+    Args:
+        engine: The way to the scheduler.
+        draining: Set when the service is about to stop or has been told to drain.
+        begin_drain: Sets it and turns the service unhealthy.
+
+    Attributes:
+        model: Set once it is loaded; until then calls are refused UNAVAILABLE.
+    """
+
+    def __init__(self, engine: Engine, draining: asyncio.Event, begin_drain: Callable[[], Awaitable[None]]) -> None:
+        self._engine = engine
+        self._draining = draining
+        self._begin_drain = begin_drain
+        self.model: ServedModel | None = None
+        self._sessions: set[Session] = set()
+        self._idle = asyncio.Event()
+
+    async def Generate(
+        self, request: worker_pb2.WorkerGenerateRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.WorkerGenerateResponse]:
+        """Streams tokens. However the call ends, cancelled, past its deadline or broken, its request ends with it."""
+        generation = await self._start(request, context.time_remaining())
+        # A call that ends while its last message is being sent does not come back here.
+        context.add_done_callback(cast(Any, lambda _: generation.close()))
+        try:
+            async for output in generation:
+                yield to_response(output)
+        finally:
+            generation.close()
+
+    async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
+        """Ends a request by its id."""
+        if not request.request_id:
+            raise InvalidArgumentError("request_id is missing", field="request_id")
+        return worker_pb2.AbortResponse(found=self._engine.abort(request.request_id))
+
+    async def GetModelInfo(
+        self, request: worker_pb2.GetModelInfoRequest, context: Context
+    ) -> worker_pb2.GetModelInfoResponse:
+        """Describes the model."""
+        return self._info()
+
+    async def Session(
+        self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        """Many generations over one call."""
+        session = Session(self._start, self._engine, self._info(), self._epoch, self._draining, self._session_idle)
+        # A call that ends while a message is being sent does not come back here.
+        context.add_done_callback(cast(Any, lambda _: session.close()))
+        self._sessions.add(session)
+        try:
+            async for response in session.responses(request_iterator):
+                yield response
+        finally:
+            session.close()
+            self._sessions.discard(session)
+            self._session_idle()
+
+    async def wait_idle(self) -> None:
+        """Returns once no session has a generation running."""
+        while not all(session.idle for session in self._sessions):
+            self._idle.clear()
+            await self._idle.wait()
+
+    def _epoch(self) -> int | None:
+        return None if self.model is None else self.model.epoch
+
+    def _session_idle(self) -> None:
+        self._idle.set()
+
+    async def _start(self, request: worker_pb2.WorkerGenerateRequest, seconds: float | None) -> Generation:
+        _, info, _, grammars, _ = self._loaded()
+        if self._draining.is_set():
+            raise UnavailableError("this worker is draining", retry_after=1.0)
+        check_prompt(request, info)
+        sampling, count = to_sampling(request, info)
+        terms = to_terms(request, seconds)
+        with self._engine.preparing():
+            grammar = await grammars.compiled(request, seconds)
+            return self._engine.submit(
+                request.request_id,
+                request.token_ids,
+                sampling,
+                grammar,
+                request.output_tokens,
+                count,
+                request.traceparent if is_valid_traceparent(request.traceparent) else traceparent_var.get(),
+                terms,
+            )
+
+    def _info(self) -> worker_pb2.GetModelInfoResponse:
+        name, info, epoch, _, max_running = self._loaded()
+        return worker_pb2.GetModelInfoResponse(
+            model=name,
+            architecture=info.architecture,
+            dtype=info.dtype,
+            context_length=info.context_length,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+            page_size=info.page_size,
+            num_pages=info.num_pages,
+            epoch=epoch,
+            embedding_size=info.embedding_size,
+            pooling=from_pooling(info),
+            embeds_only=not info.generates,
+            embedded_tokens=info.embedded_tokens,
+            shortens_embeddings=info.shortened is not None,
+            embedding_dimensions=info.shortened or (),
+            max_running=max_running,
+        )
+
+    async def WatchLoad(
+        self, request: worker_pb2.WatchLoadRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
+        """Pushes the load until the client goes or the worker drains."""
+        interval = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
+        if 0 < interval < LEAST_INTERVAL_MS:
+            raise InvalidArgumentError(
+                f"interval_ms is {interval}; it must be 0 or at least {LEAST_INTERVAL_MS}", field="interval_ms"
+            )
+        self._loaded()
+        engine = self._engine
+        draining = asyncio.ensure_future(self._draining.wait())
+        change: asyncio.Future[None] | None = None
+        try:
+            while not draining.done():
+                version = engine.load_version
+                yield worker_pb2.WatchLoadResponse(load=to_load_report(engine.load, engine.kv_events))
+                if interval:
+                    await asyncio.wait({draining}, timeout=interval / 1000)
+                change = asyncio.ensure_future(engine.load_after(version))
+                await asyncio.wait({change, draining}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            draining.cancel()
+            if change is not None:
+                change.cancel()
+        raise UnavailableError("this worker is shutting down", retry_after=1.0)
+
+    async def FlushCache(
+        self, request: worker_pb2.FlushCacheRequest, context: Context
+    ) -> worker_pb2.FlushCacheResponse:
+        """Empties the prefix cache."""
+        self._loaded()
+        return worker_pb2.FlushCacheResponse(freed_pages=await self._engine.flush_cache())
+
+    async def GetCacheStats(
+        self, request: worker_pb2.GetCacheStatsRequest, context: Context
+    ) -> worker_pb2.GetCacheStatsResponse:
+        """Shows the tiers of the KV cache."""
+        self._loaded()
+        return worker_pb2.GetCacheStatsResponse(tiers=to_tier_stats(await self._engine.cache_command("stats")))
+
+    async def ClearCache(
+        self, request: worker_pb2.ClearCacheRequest, context: Context
+    ) -> worker_pb2.ClearCacheResponse:
+        """Empties tiers."""
+        self._loaded()
+        reports: list[TierReport] = []
+        for tier in to_tier_names(request):
+            reports = await self._engine.cache_command("clear", tier)
+        return worker_pb2.ClearCacheResponse(tiers=to_tier_stats(reports))
+
+    async def AttachStorage(
+        self, request: worker_pb2.AttachStorageRequest, context: Context
+    ) -> worker_pb2.AttachStorageResponse:
+        """Attaches a store; returns when it is, or fails with what the store said and goes on trying."""
+        self._loaded()
+        if not request.url:
+            raise InvalidArgumentError("url is missing", field="url")
+        return worker_pb2.AttachStorageResponse(
+            tiers=to_tier_stats(await self._engine.cache_command("attach", request.url))
+        )
+
+    async def DetachStorage(
+        self, request: worker_pb2.DetachStorageRequest, context: Context
+    ) -> worker_pb2.DetachStorageResponse:
+        """Detaches the store."""
+        self._loaded()
+        return worker_pb2.DetachStorageResponse(tiers=to_tier_stats(await self._engine.cache_command("detach")))
+
+    async def SubscribeKvEvents(
+        self, request: worker_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.SubscribeKvEventsResponse]:
+        """Pushes what is cached until the client goes or the worker drains."""
+        block_size = self._loaded().info.page_size
+        token_ids = request.token_ids if request.HasField("token_ids") else True
+        batches = self._engine.kv_events.subscribe()
+        draining = asyncio.ensure_future(self._draining.wait())
+        upcoming: asyncio.Future[KvEventBatch] | None = None
+        try:
+            while True:
+                upcoming = asyncio.ensure_future(anext(batches))
+                await asyncio.wait({upcoming, draining}, return_when=asyncio.FIRST_COMPLETED)
+                if draining.done():
+                    break
+                yield to_kv_events(upcoming.result(), block_size, token_ids=token_ids)
+        finally:
+            draining.cancel()
+            if upcoming is not None and not upcoming.done():
+                upcoming.cancel()
+                await asyncio.wait({upcoming})
+            await batches.aclose()
+        raise UnavailableError("this worker is shutting down", retry_after=1.0)
+
+    async def PinPrefix(self, request: worker_pb2.PinPrefixRequest, context: Context) -> worker_pb2.PinPrefixResponse:
+        """Keeps a cached prefix."""
+        self._loaded()
+        if not 0 < len(request.name) <= MOST_NAME:
+            raise InvalidArgumentError(f"name must have 1 to {MOST_NAME} characters", field="name")
+        namespace = to_namespace(request.cache_salt, request.lora_name)
+        seconds = float(request.ttl_seconds) if request.HasField("ttl_seconds") else None
+        pinned = await self._engine.pin(request.name, request.token_ids, namespace, seconds)
+        return worker_pb2.PinPrefixResponse(pinned_tokens=pinned)
+
+    async def UnpinPrefix(
+        self, request: worker_pb2.UnpinPrefixRequest, context: Context
+    ) -> worker_pb2.UnpinPrefixResponse:
+        """Lets go of a pinned prefix."""
+        self._loaded()
+        return worker_pb2.UnpinPrefixResponse(found=await self._engine.unpin(request.name))
+
+    async def Pause(self, request: worker_pb2.PauseRequest, context: Context) -> worker_pb2.PauseResponse:
+        """Stops computing."""
+        self._loaded()
+        await self._engine.pause(retract=request.retract)
+        return worker_pb2.PauseResponse()
+
+    async def Resume(self, request: worker_pb2.ResumeRequest, context: Context) -> worker_pb2.ResumeResponse:
+        """Goes on computing."""
+        self._loaded()
+        await self._engine.resume()
+        return worker_pb2.ResumeResponse()
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:
+        """Refuses what is new and waits for what runs."""
+        await self._begin_drain()
+        await self._engine.wait_idle()
+        return worker_pb2.DrainResponse()
+
+    async def StartProfile(
+        self, request: worker_pb2.StartProfileRequest, context: Context
+    ) -> worker_pb2.StartProfileResponse:
+        """Begins to record."""
+        self._loaded()
+        folder = request.folder or tempfile.mkdtemp(prefix="sapwood-profile-")
+        await self._engine.start_profile(folder)
+        return worker_pb2.StartProfileResponse(folder=folder)
+
+    async def StopProfile(
+        self, request: worker_pb2.StopProfileRequest, context: Context
+    ) -> worker_pb2.StopProfileResponse:
+        """Ends a recording."""
+        self._loaded()
+        return worker_pb2.StopProfileResponse(path=await self._engine.stop_profile())
+
+    async def Embed(self, request: worker_pb2.WorkerEmbedRequest, context: Context) -> worker_pb2.WorkerEmbedResponse:
+        """Embeds all inputs. A call that is cancelled takes its inputs out of the scheduler."""
+        info = self._loaded().info
+        if self._draining.is_set():
+            raise UnavailableError("this worker is draining", retry_after=1.0)
+        inputs = to_inputs(request, info)
+        self._engine.check()
+        pooling = to_pooling(request.pooling, info)
+        vectors = await self._engine.embeddings.embed(
+            request.request_id or "embed",
+            inputs,
+            pooling,
+            to_terms(request, context.time_remaining()),
+            dimensions=to_dimensions(request, info),
+            normalize=request.normalize if request.HasField("normalize") else info.normalizes,
+        )
+        return worker_pb2.WorkerEmbedResponse(
+            embeddings=[worker_pb2.Embedding(values=vector.tolist()) for vector in vectors],
+            prompt_tokens=sum(map(len, inputs)),
+        )
+
+    def _loaded(self) -> ServedModel:
+        if self.model is None:
+            raise UnavailableError("the model is being loaded", retry_after=1.0)
+        return self.model

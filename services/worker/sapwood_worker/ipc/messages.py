@@ -1,0 +1,188 @@
+"""What the gRPC front and the scheduler process say to each other: msgpack over ZeroMQ.
+
+A request goes by a serial number that the front gives it and never gives again: a client may use its request id anew the
+moment its old request is cancelled, while outputs of that are still on their way.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.step_clock import StepTime
+from sapwood_worker.records.kv_events import KvEvent
+from sapwood_worker.records.load import Load
+from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.step import Pooling, RequestOutput
+from sapwood_worker.records.terms import USUAL, Terms
+from sapwood_worker.records.tier_report import TierReport
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """A new request.
+
+    ``token_ids``: native uint32. ``grammar``: a compiled grammar, empty for none; ``output_tokens``: so many of
+    ``token_ids``, at the end, are output of before. ``terms``: its place among others.
+    ``pooling``: how its hidden states become an embedding; empty: it generates.
+    """
+
+    serial: int
+    request_id: str
+    token_ids: bytes
+    sampling: SamplingParams
+    grammar: bytes = b""
+    output_tokens: int = 0
+    terms: Terms = USUAL
+    pooling: Pooling = ""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End a request, if it has not ended; it gets no further output."""
+
+    serial: int
+
+
+class Flush(msgspec.Struct, frozen=True, tag="flush"):
+    """Empty the prefix cache. Like all operations it is answered with Answered or CallFailed of the same ``call``."""
+
+    call: int
+
+
+class Pin(msgspec.Struct, frozen=True, tag="pin"):
+    """Keep what is cached of a prefix (native uint32); answered with the number of tokens."""
+
+    call: int
+    name: str
+    token_ids: bytes
+    namespace: bytes
+    seconds: float | None
+
+
+class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
+    """Let go of a pinned prefix; answered with whether there was one."""
+
+    call: int
+    name: str
+
+
+class Pause(msgspec.Struct, frozen=True, tag="pause"):
+    """Compute nothing until Resume; ``retract``: and hold no pages."""
+
+    call: int
+    retract: bool
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    """End a pause."""
+
+    call: int
+
+
+class StartProfile(msgspec.Struct, frozen=True, tag="start-profile"):
+    """Record what the process does."""
+
+    call: int
+    folder: str
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag="stop-profile"):
+    """Write what was recorded; answered with the file's path."""
+
+    call: int
+
+
+Operation = Flush | Pin | Unpin | Pause | Resume | StartProfile | StopProfile
+
+
+CacheVerb = Literal["stats", "clear", "attach", "detach"]
+CACHE_FIELDS: dict[CacheVerb, str] = {"attach": "url", "clear": "tiers"}
+"""Which field of its caller's a command's argument comes from."""
+
+
+class CacheCommand(msgspec.Struct, frozen=True, tag="cache"):
+    """Show or change the tiers of the KV cache; answered like an operation, with the tiers as they are
+    then.
+
+    ``clear`` takes the name of a tier or ``all``, ``attach`` the URL of a store; the others take nothing.
+    """
+
+    call: int
+    verb: CacheVerb
+    argument: str = ""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Exit now."""
+
+
+ToScheduler = Submit | Abort | Operation | CacheCommand | Shutdown
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The model is loaded."""
+
+    info: ModelInfo
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The scheduler cannot start; it exits after this."""
+
+    message: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """A submitted request was not let in.
+
+    ``kind``: the name of its class in :mod:`sapwood_common.errors`; the scheduler process knows no gRPC status.
+    """
+
+    serial: int
+    kind: str
+    message: str
+    field: str | None
+    retry_after: float | None
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """What came of one scheduler step.
+
+    ``kv_events``: what the prefix cache stored and removed since the last; ``times``: how long this step, and those before it
+    that had nothing to say, took.
+    """
+
+    outputs: list[RequestOutput]
+    load: Load
+    kv_events: list[KvEvent] = []
+    times: list[StepTime] = []
+
+
+class Answered(msgspec.Struct, frozen=True, tag="answered"):
+    """An operation is done; what it brought."""
+
+    call: int
+    number: int = 0
+    text: str = ""
+    tiers: list[TierReport] = []
+
+
+class CallFailed(msgspec.Struct, frozen=True, tag="call-failed"):
+    """An operation was refused; see Refused."""
+
+    call: int
+    kind: str
+    message: str
+    field: str | None
+
+
+FromScheduler = Ready | Failed | Refused | Step | Answered | CallFailed
+
+to_scheduler_decoder = msgspec.msgpack.Decoder(ToScheduler)
+from_scheduler_decoder = msgspec.msgpack.Decoder(FromScheduler)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: ToScheduler | FromScheduler) -> bytes:
+    """The msgpack bytes of any of the messages above."""
+    return _encoder.encode(message)

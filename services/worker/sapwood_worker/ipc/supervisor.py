@@ -1,0 +1,119 @@
+"""Keeps a scheduler process running: starts it, sees its end, starts another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from sapwood_common.pacing.silence import Silence
+from sapwood_worker.ipc.launch import SchedulerProcess
+from sapwood_worker.ipc.messages import FromScheduler, ToScheduler
+from sapwood_worker.ipc.vitals import Vitals
+from sapwood_worker.records.model_info import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+MOST_LOSSES, WITHIN_SECONDS = 3, 120.0
+"""A scheduler that ends so often in so short a time will not get better."""
+
+_POLL_SECONDS = 0.1
+_LEAST_FROZEN = 0.5
+"""Seconds without a sign of life that are told: the pulse of one that is short of CPU comes late as well."""
+
+
+class Supervisor:
+    """The scheduler process of the moment.
+
+    Life cycle: construct, :meth:`start`, :meth:`ready`, then :meth:`run` and, when that returns, :meth:`start` and
+    :meth:`ready` again; :meth:`stop` in the end.
+
+    Args:
+        make: Makes a process.
+        watchdog_timeout: Seconds after which a step, or a process without a sign of life, counts as stuck.
+        watchdog_restart: Seconds after which the process is ended.
+    """
+
+    def __init__(self, make: Callable[[], SchedulerProcess], watchdog_timeout: float, watchdog_restart: float) -> None:
+        self._make = make
+        self._timeout = watchdog_timeout
+        self._restart = watchdog_restart
+        self._process: SchedulerProcess | None = None
+        self._losses: deque[float] = deque(maxlen=MOST_LOSSES)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it has ended so often lately that starting it anew makes no sense."""
+        return len(self._losses) == MOST_LOSSES and self._losses[-1] - self._losses[0] < WITHIN_SECONDS
+
+    async def start(self) -> None:
+        """Starts a process, after what is left of the last one is gone."""
+        await self.stop()
+        self._process = self._make()
+        self._process.start()
+
+    async def ready(self) -> ModelInfo:
+        """Waits until the process has loaded its model; raises ConfigError if it cannot."""
+        return await self._current.ready()
+
+    def send(self, message: ToScheduler) -> None:
+        """Queues a message for the process; never blocks."""
+        self._current.send(message)
+
+    async def run(self, receive: Callable[[FromScheduler], None], vitals: Vitals, on_change: Callable[[], None]) -> str:
+        """Runs until the process ends; returns how it ended.
+
+        Args:
+            receive: Gets each message.
+            vitals: Kept true.
+            on_change: Called when ``vitals.well`` has changed.
+        """
+        watching = asyncio.ensure_future(self._watch(self._current, vitals, on_change))
+        try:
+            return await self._current.run(receive)
+        finally:
+            watching.cancel()
+            vitals.reset()
+            on_change()
+            self._losses.append(time.monotonic())
+
+    async def stop(self) -> None:
+        """Ends the process, if there is one. Never fails."""
+        if self._process is not None:
+            await self._process.stop()
+            self._process = None
+
+    @property
+    def _current(self) -> SchedulerProcess:
+        assert self._process is not None
+        return self._process
+
+    async def _watch(self, process: SchedulerProcess, vitals: Vitals, on_change: Callable[[], None]) -> None:
+        interval = min(_POLL_SECONDS, self._timeout / 4)
+        silence = Silence(interval, time.monotonic)
+        signs = process.signs_of_life()
+        while True:
+            before, signs = signs, process.signs_of_life()
+            if signs != before:
+                silence.heard()
+            silent = silence.check()
+            was_well, was_stuck = vitals.well, vitals.stuck
+            vitals.frozen = silent if silent >= _LEAST_FROZEN else 0.0
+            vitals.step = process.progress.seconds()
+            worst = max(vitals.frozen, vitals.step)
+            vitals.stuck = worst > self._timeout
+            if vitals.stuck and not was_stuck:
+                logger.error("nothing done for %.1f s: the worker is stuck", worst)
+            elif was_stuck and not vitals.stuck:
+                logger.warning("the worker is no longer stuck")
+            elif vitals.well != was_well:
+                logger.warning("the scheduler process %s", "lives" if vitals.well else "gives no sign of life")
+            if vitals.well != was_well:
+                on_change()
+            if worst > self._restart:
+                logger.error("nothing done for %.1f s: its process is ended", worst)
+                process.kill()
+                return
+            await asyncio.sleep(interval)

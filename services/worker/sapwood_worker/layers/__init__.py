@@ -1,1 +1,0 @@
-"""The small layer library that models are built from."""

@@ -1,0 +1,208 @@
+"""Paged attention in plain torch operations, for any device.
+
+A step's queries are cut into *tiles*: one decode token, or up to ``_TILE`` consecutive tokens of a prompt chunk. A tile needs
+the keys of one contiguous range of positions: from its first token's window to its last token. Tiles of similar shape (the
+same powers of two) are padded to one shape and computed in one batched call, so padding less than doubles either side. A tile
+reads only the keys its tokens see; a prompt of N tokens costs O(N^2 / 2) without and O(N (window + tile)) with a window.
+
+The plan (which rows, which slots, which mask) is made once a step for each distinct window and shared by all layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLayer
+from sapwood_worker.model.pools.device_pool import DevicePool, KVDestination
+
+_TILE = 256
+# Tiles of at least this many queries are computed alone: there is nothing to gain by batching them, only padding to lose.
+_ALONE = 32
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Tiles computed in one call: B of them, N queries and M keys each.
+
+    Attributes:
+        rows: int64 [B * N]: the queries' rows of the step; None when they are all rows in order.
+        slots: int64 [B * M]: where their keys are.
+        mask: [B, 1, 1, N, M], 0 where a query sees a key and -inf where not; None when all see all.
+        kept: Positions in B * N that are not padding; None when all are kept.
+        kept_rows: ``rows[kept]``.
+        size: B.
+    """
+
+    rows: Tensor | None
+    slots: Tensor
+    mask: Tensor | None
+    kept: Tensor | None
+    kept_rows: Tensor | None
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Arrays [number of tiles]: request, first row, query count, position of the first query, first key, key count."""
+
+    request: IntArray
+    row: IntArray
+    queries: IntArray
+    position: IntArray
+    key: IntArray
+    keys: IntArray
+
+
+class TorchNativeBackend:
+    """Implements :class:`sapwood_worker.model.attention.backend.AttentionBackend`.
+
+    Args:
+        pool: Keys and values.
+        dtype: Of the queries.
+    """
+
+    def __init__(self, pool: DevicePool, dtype: torch.dtype) -> None:
+        self._pool = pool
+        self._dtype = dtype
+
+    def plan(self, batch: AttentionBatch) -> TorchNativePlan:
+        """See :class:`AttentionBackend`."""
+        return TorchNativePlan(self._pool, self._dtype, batch)
+
+
+class TorchNativePlan:
+    """A step planned by :class:`TorchNativeBackend`."""
+
+    def __init__(self, pool: DevicePool, dtype: torch.dtype, batch: AttentionBatch) -> None:
+        self._pool = pool
+        self._dtype = dtype
+        self._batch = batch
+        self._groups: dict[int | None, list[_Group]] = {}
+
+    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See :class:`sapwood_worker.model.attention.backend.AttentionPlan`."""
+        self.destination(layer).store(key, value)
+        return self.attend_cached(layer, query)
+
+    def destination(self, layer: AttentionLayer) -> KVDestination:
+        """See :class:`sapwood_worker.model.attention.backend.AttentionPlan`."""
+        self._pool.await_layer(layer.index)
+        return self._pool.destination(layer.index, self._batch.cache_slots)
+
+    def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:
+        """See :class:`sapwood_worker.model.attention.backend.AttentionPlan`."""
+        self._pool.await_layer(layer.index)
+        groups = self._groups.get(layer.window)
+        if groups is None:
+            groups = self._groups[layer.window] = self._plan(layer.window)
+        if len(groups) == 1 and groups[0].rows is None:
+            return self._attend(layer, query, groups[0])
+        result = torch.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype, device=query.device)
+        for group in groups:
+            assert group.rows is not None
+            part = self._attend(layer, query.index_select(0, group.rows), group)
+            if group.kept is None:
+                result.index_copy_(0, group.rows, part)
+            else:
+                assert group.kept_rows is not None
+                result.index_copy_(0, group.kept_rows, part.index_select(0, group.kept))
+        return result
+
+    def _attend(self, layer: AttentionLayer, query: Tensor, group: _Group) -> Tensor:
+        keys, values = self._pool.read(layer.index, group.slots, query.dtype)
+        return _attend(layer, query, keys, values, group)
+
+    def _plan(self, window: int | None) -> list[_Group]:
+        tiles = _cut(self._batch, window)
+        total = int(self._batch.query_starts[-1])
+        # Equal key: padded together. Large tiles get a key of their own.
+        number = np.arange(len(tiles.row))
+        kind = np.where(tiles.queries >= _ALONE, -1 - number, _log2(tiles.queries) * 64 + _log2(tiles.keys))
+        kinds, inverse = np.unique(kind, return_inverse=True)
+        return [self._group(tiles, np.flatnonzero(inverse == i), total, window) for i in range(len(kinds))]
+
+    def _group(self, tiles: _Tiles, chosen: IntArray, total: int, window: int | None) -> _Group:
+        queries, keys = tiles.queries[chosen], tiles.keys[chosen]
+        most_queries, most_keys = int(queries.max()), int(keys.max())
+        nth_query, nth_key = np.arange(most_queries), np.arange(most_keys)
+        # Padding repeats the last query and the last key, so it reads only what is written.
+        offset = np.minimum(nth_query[None], queries[:, None] - 1)
+        rows = tiles.row[chosen, None] + offset
+        query_at = tiles.position[chosen, None] + offset
+        key_at = tiles.key[chosen, None] + nth_key[None]
+        last = (tiles.key[chosen] + keys - 1)[:, None]
+        read_at = np.minimum(key_at, last)
+        size = self._pool.page_size
+        pages = self._batch.page_table[tiles.request[chosen, None], read_at // size]
+        slots = pages.astype(np.int64) * size + read_at % size
+        hidden = key_at[:, None] > query_at[..., None]
+        if window is not None:
+            hidden |= key_at[:, None] <= query_at[..., None] - window
+        in_order = rows.size == total and bool((rows.ravel() == np.arange(total)).all())
+        kept = None if int(queries.min()) == most_queries else np.flatnonzero((nth_query < queries[:, None]).ravel())
+        return _Group(
+            rows=None if in_order else self._tensor(rows.ravel()),
+            slots=self._tensor(slots.ravel()),
+            mask=self._mask(hidden) if hidden.any() else None,
+            kept=None if kept is None else self._tensor(kept),
+            kept_rows=None if kept is None else self._tensor(rows.ravel()[kept]),
+            size=len(chosen),
+        )
+
+    def _tensor(self, array: IntArray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._pool.device, non_blocking=True)
+
+    def _mask(self, hidden: npt.NDArray[np.bool_]) -> Tensor:
+        seen = torch.from_numpy(hidden).to(self._pool.device, non_blocking=True)[:, None, None]
+        return torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(seen, float("-inf"))
+
+
+def _cut(batch: AttentionBatch, window: int | None) -> _Tiles:
+    lengths = np.diff(batch.query_starts)
+    counts = -(-lengths // _TILE)
+    request = np.repeat(np.arange(len(lengths)), counts)
+    nth = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = nth * _TILE
+    queries = np.minimum(lengths[request] - first, _TILE)
+    row = batch.query_starts[:-1][request] + first
+    position = (batch.seq_lens - lengths)[request] + first
+    key = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
+    return _Tiles(request, row, queries, position, key, position + queries - key)
+
+
+def _log2(values: IntArray) -> IntArray:
+    return np.ceil(np.log2(values)).astype(np.int64)
+
+
+def _attend(layer: AttentionLayer, query: Tensor, keys: Tensor, values: Tensor, group: _Group) -> Tensor:
+    """[B * N, H, D], and keys and values [B * M, K, D] -> [B * N, H * D]."""
+    size, heads, dim = group.size, query.shape[1], query.shape[2]
+    shared = heads // keys.shape[1]
+    # [B, K, shared, N, D]; key and value [B, K, 1, M, D].
+    query = query.view(size, -1, keys.shape[1], shared, dim).permute(0, 2, 3, 1, 4)
+    key = keys.view(size, -1, keys.shape[1], dim).transpose(1, 2)
+    value = values.view(size, -1, keys.shape[1], dim).transpose(1, 2)
+    count = query.shape[3]
+    # The heads that share a key head become further queries of it, so keys are not repeated.
+    stacked = query.reshape(size, keys.shape[1], shared * count, dim)
+    mask = group.mask
+    if mask is not None:
+        mask = mask.expand(-1, -1, shared, -1, -1).reshape(size, 1, shared * count, -1)
+    if layer.softcap is None:
+        result = F.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=layer.scale)
+    else:
+        scores = torch.matmul(stacked, key.transpose(2, 3)).mul_(layer.scale / layer.softcap).tanh_()
+        scores.mul_(layer.softcap)
+        if mask is not None:
+            scores += mask
+        result = torch.matmul(scores.softmax(-1), value)
+    result = result.view(size, keys.shape[1], shared, count, dim)
+    return result.permute(0, 3, 1, 2, 4).reshape(size * count, heads * dim)

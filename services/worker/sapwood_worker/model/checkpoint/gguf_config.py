@@ -1,0 +1,80 @@
+"""Reads a model's configuration from GGUF metadata."""
+
+from __future__ import annotations
+
+from sapwood_common.errors import ConfigError
+from sapwood_common.models.gguf_file import GgufFile
+from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.gguf_values import GgufValues
+from sapwood_worker.model.families.registry import families
+
+# Ends of a turn, which chat models emit instead of the end of the text.
+_TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+def read_gguf_config(file: GgufFile, rope_divisors: tuple[float, ...] | None = None) -> tuple[ModelFamily, ModelConfig]:
+    """The family and the configuration of a GGUF model.
+
+    Args:
+        file: The open file.
+        rope_divisors: The values of its tensor ``rope_freqs.weight``, if it has one.
+
+    Raises:
+        ConfigError: The architecture or something in it is not supported, or a key is missing; names the file.
+    """
+    name = file.metadata.get("general.architecture")
+    known = {family.name: family for family in families() if family.in_gguf}
+    family = known.get(str(name))
+    if family is None:
+        raise ConfigError(f"{file.path}: architecture {name} is not supported (supported: {', '.join(known)})")
+    try:
+        values = GgufValues(file, family.name, rope_divisors)
+        return family, family.adapt_gguf(_usual(values), values)
+    except KeyError as error:
+        raise ConfigError(f"{file.path}: {error.args[0]!r} is missing") from error
+    except ValueError as error:
+        raise ConfigError(f"{file.path}: {error}") from error
+
+
+def read_gguf_eos(file: GgufFile) -> tuple[int, ...]:
+    """End tokens: those the metadata names, and the usual ends of a turn that are special tokens of the vocabulary."""
+    found = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    ids = {int(token) for token in found if token is not None}
+    tokens: list[str] = file.metadata.get("tokenizer.ggml.tokens", [])
+    kinds: list[int] = file.metadata.get("tokenizer.ggml.token_type", [])
+    special = (i for i, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED))
+    ids.update(i for i in special if tokens[i] in _TURN_ENDS)
+    return tuple(sorted(ids))
+
+
+def _usual(values: GgufValues) -> ModelConfig:
+    """As a Llama would have it."""
+    get, tensors = values.get, values.file.tensors
+    hidden, heads, layers = get("embedding_length"), get("attention.head_count"), get("block_count")
+    head_dim = get("attention.key_length", hidden // heads)
+    if get("attention.value_length", head_dim) != head_dim:
+        raise ValueError("keys and values of different size are not supported")
+    if get("rope.dimension_count", head_dim) != head_dim:
+        raise ValueError("rotary embedding of part of a head is not supported")
+    return ModelConfig(
+        architecture=values.architecture,
+        vocab_size=tensors["token_embd.weight"].shape[0],
+        hidden_size=hidden,
+        intermediate_size=get("feed_forward_length"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=get("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
+        max_position=get("context_length"),
+        rope=values.rope(10_000.0),
+        local_rope=None,
+        windows=(None,) * layers,
+        activation="silu",
+        tie_word_embeddings="output.weight" not in tensors,
+        attention_scale=head_dim**-0.5,
+        final_softcap=values.file.metadata.get(f"{values.architecture}.final_logit_softcapping"),
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+    )

@@ -1,0 +1,143 @@
+"""Weights of a GGUF file, dequantised.
+
+Tensor names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. GGUF stores Gemma norms as the factor itself (1 + w),
+and the query and key rows of Llama in interleaved rotary order, which is undone here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sapwood_common.errors import ConfigError
+from sapwood_common.models.gguf_file import GgufError, GgufFile, GgufTensor
+from sapwood_worker.model.config import ModelConfig
+
+ROPE_DIVISORS = "rope_freqs.weight"
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_BLOCK = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+}
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)")
+# Elements dequantised at a time: small enough that temporary arrays stay in the processor's cache.
+_CHUNK = 1 << 18
+_Q8_0_SIZE = 32
+
+
+class GgufSource:
+    """Implements :class:`sapwood_worker.model.checkpoint.weights.WeightSource`.
+
+    Args:
+        file: The open file; it must stay open.
+        config: Read from the same file.
+        norms: Names of a layer's norms in the file, beside ``attn_norm``, and in Hugging Face's.
+        interleaved: Whether the rows of queries and keys are in interleaved rotary order.
+    """
+
+    def __init__(self, file: GgufFile, config: ModelConfig, norms: Mapping[str, str], *, interleaved: bool) -> None:
+        self._file = file
+        self._config = config
+        self._interleaved = interleaved
+        self._found = {
+            _canonical(name, norms): tensor for name, tensor in file.tensors.items() if name != ROPE_DIVISORS
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See :class:`WeightSource`."""
+        return {name: tensor.shape for name, tensor in self._found.items()}
+
+    def where(self, name: str) -> str:
+        """See :class:`WeightSource`."""
+        tensor = self._found.get(name)
+        return f"{self._file.path}: {tensor.name}" if tensor is not None else str(self._file.path)
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """See :class:`WeightSource`."""
+        tensor = self._found[name]
+        heads = self._interleaved_heads(name)
+        if heads is None and target.dtype == torch.float32 and target.device.type == "cpu" and target.is_contiguous():
+            dequantize_into(self._file, tensor, target.view(-1).numpy())
+            return
+        values = torch.from_numpy(read_tensor(self._file, tensor)).view(tensor.shape)
+        if heads is not None:
+            # Stored [heads, D / 2, 2, ...]: pairs side by side. Wanted: first halves, then second halves.
+            pairs = values.view(heads, -1, 2, *values.shape[1:])
+            values = pairs.transpose(1, 2).reshape(tensor.shape)
+        target.copy_(values)
+
+    def _interleaved_heads(self, name: str) -> int | None:
+        if not self._interleaved:
+            return None
+        if ".q_proj." in name:
+            return self._config.num_heads
+        return self._config.num_kv_heads if ".k_proj." in name else None
+
+
+def read_tensor(file: GgufFile, tensor: GgufTensor) -> npt.NDArray[np.float32]:
+    """A tensor's values, float32, flat.
+
+    Raises:
+        ConfigError: Its type is unknown or the file ends before it.
+    """
+    values = np.empty(math.prod(tensor.shape), dtype=np.float32)
+    dequantize_into(file, tensor, values)
+    return values
+
+
+def dequantize_into(file: GgufFile, tensor: GgufTensor, out: npt.NDArray[np.float32]) -> None:
+    """Writes a tensor's values to ``out``, flat and of its size.
+
+    Raises:
+        ConfigError: Its type is unknown or the file ends before it.
+    """
+    try:
+        kind = gguf.GGMLQuantizationType(tensor.type)
+        per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        raw = np.frombuffer(file.data(tensor, out.size // per_block * block_bytes), dtype=np.uint8)
+        blocks = raw.reshape(-1, block_bytes)
+        step = max(_CHUNK // per_block, 1)
+        for start in range(0, len(blocks), step):
+            part = blocks[start : start + step]
+            into = out[start * per_block : (start + len(part)) * per_block]
+            if kind == gguf.GGMLQuantizationType.Q8_0:
+                _q8_0(part, into)
+            else:
+                # As one row: gguf loops over rows in Python.
+                into[:] = gguf.dequantize(part.reshape(1, -1), kind)[0]
+    # NotImplementedError is what the gguf library raises for a type that it cannot widen.
+    except (ValueError, KeyError, NotImplementedError, GgufError) as error:
+        raise ConfigError(f"{file.path}: tensor {tensor.name} (type {tensor.type}) cannot be read: {error}") from error
+
+
+def _q8_0(blocks: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]) -> None:
+    """A block is a float16 scale and 32 int8. Several times faster than ``gguf.dequantize``."""
+    result = out.reshape(-1, _Q8_0_SIZE)
+    result[:] = blocks[:, 2:].view(np.int8)
+    result *= blocks[:, :2].copy().view(np.float16).astype(np.float32)
+
+
+def _canonical(stored: str, norms: Mapping[str, str]) -> str:
+    match = _NAME.fullmatch(stored)
+    if match is None:
+        return stored
+    block, part, kind = match.groups()
+    if block is None:
+        return f"{_TOP[part]}.{kind}" if part in _TOP else stored
+    ours = {**_BLOCK, **norms}.get(part)
+    return f"model.layers.{block}.{ours}.{kind}" if ours is not None else stored

@@ -1,0 +1,124 @@
+"""Weights of a Hugging Face directory: ``model.safetensors``, or shards named by ``model.safetensors.index.json``.
+
+Weights that are stored in float8 are widened as they are read: times their ``weight_scale`` (one for all, one a row or one a
+block) or ``weight_scale_inv``, as DeepSeek's checkpoints call the same thing for blocks of 128 x 128.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from sapwood_common.errors import ConfigError
+from sapwood_worker.model.families.hf_values import read_json
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# Multimodal checkpoints keep the language model under one of these; the rest of theirs is not loaded.
+_LANGUAGE_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+_OTHER_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+# Constants that some old checkpoints stored; scales of activations and of caches, which are found anew.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".input_scale", ".output_scale", ".k_scale", ".v_scale")
+_SCALE_SUFFIXES = ("_scale", "_scale_inv")
+_BLOCK = 128
+
+
+class SafetensorsSource:
+    """Implements :class:`sapwood_worker.model.checkpoint.weights.WeightSource`.
+
+    Args:
+        directory: Holds the files.
+        tied: The output head is the embedding, so a stored copy of it is not wanted.
+
+    Raises:
+        ConfigError: No such files, or one is damaged or missing.
+    """
+
+    def __init__(self, directory: Path, *, tied: bool) -> None:
+        self._files: dict[Path, Any] = {}
+        # Our name -> file and name there.
+        self._found: dict[str, tuple[Path, str]] = {}
+        # The same for the scales of a weight, by the weight's name.
+        self._scales: dict[str, tuple[Path, str]] = {}
+        self._directory = directory
+        for path in _paths(directory):
+            try:
+                # Mapped, not read; closed with the object.
+                self._files[path] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{path}: cannot be read: {error}") from error
+            for stored in self._files[path].keys():  # noqa: SIM118  (not a mapping)
+                name = _canonical(stored)
+                if name is None or (tied and name == "lm_head.weight"):
+                    continue
+                suffix = next((each for each in _SCALE_SUFFIXES if name.endswith(f".weight{each}")), None)
+                if suffix is None:
+                    self._found[name] = (path, stored)
+                else:
+                    self._scales[name.removesuffix(suffix)] = (path, stored)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See :class:`WeightSource`."""
+        return {
+            name: tuple(self._files[path].get_slice(stored).get_shape()) for name, (path, stored) in self._found.items()
+        }
+
+    def where(self, name: str) -> str:
+        """See :class:`WeightSource`."""
+        return str(self._found[name][0] if name in self._found else self._directory)
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """See :class:`WeightSource`."""
+        path, stored = self._found[name]
+        try:
+            tensor = self._files[path].get_tensor(stored)
+            if name in self._scales:
+                at, scale = self._scales[name]
+                tensor = _widened(tensor, self._files[at].get_tensor(scale))
+            target.copy_(tensor)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise ConfigError(f"{path}: tensor {stored} cannot be read: {error}") from error
+
+
+def _paths(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if index.is_file():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise ConfigError(f"{index}: holds no weight_map")
+        return [directory / name for name in sorted(set(shards.values()))]
+    if (directory / _SINGLE).is_file():
+        return [directory / _SINGLE]
+    raise ConfigError(f"{directory}: holds neither {_SINGLE} nor {_INDEX}")
+
+
+def _widened(weight: Tensor, scales: Tensor) -> Tensor:
+    """A float8 weight [N, K] times its scales: one, [N] or [N, 1], or one for each block of 128 x 128.
+
+    Raises:
+        ValueError: The scales are of another shape.
+    """
+    scales = scales.float()
+    rows, columns = weight.shape
+    if scales.numel() == 1:
+        return weight.float() * scales.view(())
+    if scales.shape in ((rows,), (rows, 1)):
+        return weight.float() * scales.view(-1, 1)
+    if scales.shape != (-(-rows // _BLOCK), -(-columns // _BLOCK)):
+        raise ValueError(f"its scales have shape {list(scales.shape)}")
+    return weight.float() * scales.repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
+
+
+def _canonical(stored: str) -> str | None:
+    if stored.startswith(_OTHER_PREFIXES) or stored.endswith(_IGNORED_SUFFIXES):
+        return None
+    for prefix, ours in _LANGUAGE_PREFIXES:
+        if stored.startswith(prefix):
+            return ours + stored.removeprefix(prefix)
+    return stored

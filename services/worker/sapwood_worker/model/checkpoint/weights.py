@@ -1,0 +1,102 @@
+"""Fills a model's weight slots from a checkpoint, or with random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sapwood_common.errors import ConfigError
+from sapwood_worker.model.layers.weight_slot import WeightSlots
+
+_DUMMY_STD = 0.02
+
+
+class WeightSource(Protocol):
+    """The tensors of a checkpoint under their Hugging Face names."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every tensor that is part of the language model."""
+        ...
+
+    def where(self, name: str) -> str:
+        """The file a tensor lies in, with its name there, for error messages."""
+        ...
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Writes a tensor into ``target`` [its shape], converted to its dtype. May run in several threads at once.
+
+        Raises:
+            ConfigError: It cannot be read.
+        """
+        ...
+
+
+def load_weights(slots: WeightSlots, source: WeightSource, norm_offset: float, threads: int) -> None:
+    """Fills every slot.
+
+    Args:
+        slots: Where tensors go; mutated.
+        source: Where they come from.
+        norm_offset: Added to norm weights as they are stored.
+        threads: Tensors read at once.
+
+    Raises:
+        ConfigError: A tensor is missing, unexpected or of another shape; names it and the file.
+    """
+    shapes = source.shapes()
+    missing = slots.keys() - shapes.keys()
+    if missing:
+        raise ConfigError(f"{source.where('')}: {_list(missing)} missing")
+    unexpected = shapes.keys() - slots.keys()
+    if unexpected:
+        raise ConfigError(
+            f"{source.where(min(unexpected))}: {_list(unexpected)} unexpected: the model has no such weight"
+        )
+    for name, slot in slots.items():
+        if shapes[name] != tuple(slot.target.shape):
+            raise ConfigError(
+                f"{source.where(name)}: tensor {name} has shape {list(shapes[name])}, "
+                f"the configuration asks for {list(slot.target.shape)}"
+            )
+
+    def read(name: str) -> None:
+        slot = slots[name]
+        # Inference mode is a property of the thread.
+        with torch.inference_mode():
+            source.read_into(name, slot.target)
+            if slot.norm and norm_offset:
+                slot.target.add_(norm_offset)
+
+    # The largest first, so that no thread ends with one while the others idle.
+    order = sorted(slots, key=lambda name: -slots[name].target.numel())
+    _run_all(read, order, threads)
+
+
+def fill_dummy_weights(slots: WeightSlots, seed: int) -> None:
+    """Fills every slot with random numbers (norms with 1): the same for the same seed and device kind. Mutates the slots."""
+    with torch.inference_mode():
+        for name in sorted(slots):
+            slot = slots[name]
+            if slot.norm:
+                slot.target.fill_(1.0)
+                continue
+            generator = torch.Generator(slot.target.device)
+            generator.manual_seed(seed)
+            seed += 1
+            slot.target.normal_(0.0, _DUMMY_STD, generator=generator)
+
+
+def _run_all(work: Callable[[str], None], items: Iterable[str], threads: int) -> None:
+    with ThreadPoolExecutor(max(threads, 1), thread_name_prefix="load") as executor:
+        for _ in executor.map(work, items):
+            pass
+
+
+def _list(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    shown = ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
+    return f"tensor {shown} is" if len(ordered) == 1 else f"tensors {shown} are"

@@ -1,0 +1,116 @@
+"""Gemma 3, text only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sapwood_worker.model.attention.backend import AttentionPlan
+from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.decoder import Angles, DecoderLayer
+from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.gguf_values import GgufValues
+from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.layers.rotary import RopeConfig
+
+
+class Gemma3DecoderLayer(DecoderLayer):
+    """Norms before and after attention and MLP.
+
+    Args:
+        config: The model's.
+        index: Which layer.
+        dtype: Of weights and activations.
+        device: Where the weights lie.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(config, index, dtype, device)
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = map(self.norm, self.norm_names())
+
+    @staticmethod
+    def norm_names() -> tuple[str, ...]:
+        """See :class:`DecoderLayer`."""
+        return (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        )
+
+    def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
+        """See :class:`DecoderLayer`."""
+        hidden += self.after_attention(self.attention(hidden, self.before_attention, angles, plan))
+        hidden += self.after_mlp(self.mlp(hidden, self.before_mlp))
+        return hidden
+
+
+# GGUF files do not state these.
+_LOCAL_THETA, _PATTERN, _27B_LAYERS = 10_000.0, 6, 62
+
+
+def _adapt(config: ModelConfig, found: HfValues) -> ModelConfig:
+    values = found.values
+    kinds = values.get("layer_types") or _kinds(config.num_layers, int(values["sliding_window_pattern"]))
+    # Old files: rope_scaling is for the full layers only. New files: one set of parameters for each kind of layer.
+    ropes = values.get("rope_parameters") or {}
+    full = ropes.get("full_attention") or values.get("rope_scaling")
+    return replace(
+        _common(config),
+        rope=found.rope(full, float(values["rope_theta"])),
+        local_rope=found.rope(ropes.get("sliding_attention"), float(values["rope_local_base_freq"])),
+        windows=found.windows(kinds),
+        activation=found.activation("hidden_activation"),
+        attention_scale=float(values["query_pre_attn_scalar"]) ** -0.5,
+        # transformers' Gemma 3 reads attn_logit_softcapping but never applies it; published files have none.
+        attention_softcap=None,
+        final_softcap=found.given.get("final_logit_softcapping"),
+    )
+
+
+def _adapt_gguf(config: ModelConfig, values: GgufValues) -> ModelConfig:
+    window = values.get("attention.sliding_window")
+    kinds = _kinds(config.num_layers, values.get("attention.sliding_window_pattern", _PATTERN))
+    scale = config.attention_scale
+    if config.num_layers == _27B_LAYERS:
+        scale = (config.hidden_size // config.num_heads) ** -0.5
+    return replace(
+        _common(config),
+        rope=values.rope(1_000_000.0),
+        local_rope=RopeConfig(float(values.get("rope.freq_base_swa", _LOCAL_THETA))),
+        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        activation="gelu_tanh",
+        attention_scale=scale,
+    )
+
+
+def _common(config: ModelConfig) -> ModelConfig:
+    return replace(config, qk_norm=True, embedding_scale=math.sqrt(config.hidden_size), norm_offset=1.0)
+
+
+def _kinds(layers: int, pattern: int) -> list[str]:
+    return ["full_attention" if (index + 1) % pattern == 0 else "sliding_attention" for index in range(layers)]
+
+
+GEMMA3 = ModelFamily(
+    name="gemma3",
+    architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    layer=Gemma3DecoderLayer,
+    defaults={
+        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        "sliding_window_pattern": 6, "tie_word_embeddings": True, "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+    },
+    adapt=_adapt,
+    adapt_gguf=_adapt_gguf,
+    gguf_norms={
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+)  # fmt: skip

@@ -1,0 +1,106 @@
+"""What ``config.json`` of a Hugging Face model says, and the parts of it that families read alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sapwood_common.errors import ConfigError
+from sapwood_worker.model.config import Activation
+from sapwood_worker.model.layers.rotary import RopeConfig
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ConfigError: Missing, not JSON or not an object; names the file.
+    """
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds no JSON object")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class HfValues:
+    """The settings of a model.
+
+    Attributes:
+        given: What the file says.
+        values: The same, with the family's defaults where it says nothing.
+    """
+
+    given: Mapping[str, Any]
+    values: Mapping[str, Any]
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        return int(self.values["num_hidden_layers"])
+
+    def activation(self, key: str) -> Activation:
+        """The activation that a setting names; ``silu`` if it names none.
+
+        Raises:
+            ValueError: It is not supported.
+        """
+        name = self.values.get(key, "silu")
+        if name not in _ACTIVATIONS:
+            raise ValueError(f"activation {name!r} is not supported")
+        return _ACTIVATIONS[name]
+
+    def windows(self, kinds: Sequence[str]) -> tuple[int | None, ...]:
+        """Each layer's window, by the kinds of layers as ``layer_types`` has them.
+
+        Raises:
+            ValueError: There are more or fewer than layers.
+        """
+        if len(kinds) != self.layers:
+            raise ValueError(f"layer_types has {len(kinds)} entries for {self.layers} layers")
+        window = int(self.values["sliding_window"])
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+    def rope(self, given: Mapping[str, Any] | None, theta: float) -> RopeConfig:
+        """A rotary embedding.
+
+        Args:
+            given: ``rope_scaling``, or ``rope_parameters`` of newer files; None: there is none.
+            theta: Its base where that does not say.
+
+        Raises:
+            ValueError: Its kind is not supported.
+        """
+        given = given or {}
+        theta = float(given.get("rope_theta", theta))
+        kind = given.get("rope_type", given.get("type", "default"))
+        if given.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError("partial_rotary_factor is not supported")
+        if kind == "default":
+            return RopeConfig(theta)
+        if kind == "linear":
+            return RopeConfig(theta, "linear", factor=float(given["factor"]))
+        if kind == "llama3":
+            longest = given.get("original_max_position_embeddings", self.values["max_position_embeddings"])
+            return RopeConfig(
+                theta,
+                "llama3",
+                factor=float(given["factor"]),
+                low_freq_factor=float(given["low_freq_factor"]),
+                high_freq_factor=float(given["high_freq_factor"]),
+                original_max_position=int(longest),
+            )
+        raise ValueError(f"rotary embedding type {kind!r} is not supported (default, linear and llama3 are)")

@@ -1,0 +1,47 @@
+"""Llama 2 and 3. Others have its layers, too, and differ in their configuration."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sapwood_worker.model.attention.backend import AttentionPlan
+from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.decoder import Angles, DecoderLayer
+from sapwood_worker.model.families.family import ModelFamily
+
+
+class LlamaDecoderLayer(DecoderLayer):
+    """Norms before attention and MLP.
+
+    Args:
+        config: The model's.
+        index: Which layer.
+        dtype: Of weights and activations.
+        device: Where the weights lie.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(config, index, dtype, device)
+        self.before_attention = self.norm("input_layernorm")
+        self.before_mlp = self.norm("post_attention_layernorm")
+
+    @staticmethod
+    def norm_names() -> tuple[str, ...]:
+        """See :class:`DecoderLayer`."""
+        return ("input_layernorm", "post_attention_layernorm")
+
+    def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
+        """See :class:`DecoderLayer`."""
+        self.attention.add_to(hidden, self.before_attention, angles, plan)
+        self.mlp.add_to(hidden, self.before_mlp)
+        return hidden
+
+
+LLAMA = ModelFamily(
+    name="llama",
+    architectures=("LlamaForCausalLM",),
+    layer=LlamaDecoderLayer,
+    defaults={"tie_word_embeddings": False, "rope_theta": 10_000.0},
+    gguf_interleaves=True,
+)

@@ -1,0 +1,25 @@
+"""Mistral: Llama's layers, with a window over all of them in its first versions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.families.llama import LlamaDecoderLayer
+
+
+def _adapt(config: ModelConfig, found: HfValues) -> ModelConfig:
+    window = found.values.get("sliding_window")
+    return config if window is None else replace(config, windows=(int(window),) * config.num_layers)
+
+
+MISTRAL = ModelFamily(
+    name="mistral",
+    architectures=("MistralForCausalLM",),
+    layer=LlamaDecoderLayer,
+    defaults={"tie_word_embeddings": False, "rope_theta": 10_000.0, "sliding_window": 4096},
+    adapt=_adapt,
+    in_gguf=False,  # such files call it llama
+)

@@ -1,0 +1,23 @@
+"""The families of models; packages add theirs as entry points of ``GROUP``, each a ``ModelFamily``."""
+
+from __future__ import annotations
+
+from sapwood_common.plugins import find_part, part_names
+from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.gemma3 import GEMMA3
+from sapwood_worker.model.families.llama import LLAMA
+from sapwood_worker.model.families.mistral import MISTRAL
+from sapwood_worker.model.families.qwen import QWEN2, QWEN3
+
+GROUP = "sapwood.model_families"
+
+_FAMILIES = {family.name: family for family in (GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3)}
+
+
+def families() -> tuple[ModelFamily, ...]:
+    """All there are, those of other packages included.
+
+    Raises:
+        ConfigError: One of those cannot be imported.
+    """
+    return tuple(find_part(GROUP, name, _FAMILIES) for name in part_names(GROUP, _FAMILIES))

@@ -1,0 +1,80 @@
+"""The grammars of a step's rows: their masks are filled while the model computes and then laid on its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from sapwood_kernels.device_copy import to_device
+from sapwood_kernels.token_bitmask import apply_token_bitmask
+from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.records.step import ScheduledRequest
+
+
+class StepMasks:
+    """The masks of one step, perhaps still being filled.
+
+    Use as a context manager around the step: when it is left, whatever befell it, no grammar is touched any more.
+
+    Args:
+        rows: Rows of the logits that have a grammar; each mask's, in order.
+        filled: int32 [G, W], once it is there; None: there are none.
+        count: Rows of the logits.
+    """
+
+    def __init__(self, rows: list[int], filled: Future[npt.NDArray[np.int32]] | None, count: int) -> None:
+        self._rows = rows
+        self._filled = filled
+        self._count = count
+
+    def __enter__(self) -> StepMasks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._filled is not None:
+            wait([self._filled])
+
+    def __bool__(self) -> bool:
+        """Whether any row has a grammar."""
+        return self._filled is not None
+
+    def apply(self, logits: Tensor) -> None:
+        """Forbids, in place, what the grammars forbid. Waits for the masks.
+
+        Args:
+            logits: float [R, V].
+        """
+        if self._filled is None:
+            return
+        bitmask = to_device(self._filled.result(), logits.device)
+        every = len(self._rows) == self._count
+        rows = None if every else to_device(np.array(self._rows), logits.device)
+        if logits.is_cuda:
+            from sapwood_kernels import triton_logits  # triton is there only with CUDA builds of torch
+
+            triton_logits.apply_token_bitmask(logits, bitmask, rows)
+        else:
+            apply_token_bitmask(logits, bitmask, rows)
+
+
+class GrammarMasks:
+    """Begins to fill the masks of each step.
+
+    Args:
+        vocab_size: Columns of the logits.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._words = -(-vocab_size // 32)
+        self._masks = TokenMasks()
+
+    def start(self, requests: Sequence[ScheduledRequest]) -> StepMasks:
+        """The masks of the rows that these requests sample, one row each, in order."""
+        rows = [row for row, request in enumerate(requests) if request.grammar is not None]
+        states = [request.grammar for request in requests if request.grammar is not None]
+        filled = self._masks.start(states, self._words) if states else None
+        return StepMasks(rows, filled, len(requests))

@@ -1,0 +1,109 @@
+"""From a path to a model that runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from sapwood_common.errors import ConfigError
+from sapwood_common.models.gguf_file import GgufError, GgufFile
+from sapwood_worker.model.checkpoint.gguf_config import read_gguf_config, read_gguf_eos
+from sapwood_worker.model.checkpoint.gguf_source import ROPE_DIVISORS, GgufSource, read_tensor
+from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_eos
+from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
+from sapwood_worker.model.checkpoint.weights import fill_dummy_weights, load_weights
+from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.decoder import DecoderModel
+from sapwood_worker.model.layers.linear import Quantization
+
+LoadFormat = Literal["auto", "dummy"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run.
+
+    Attributes:
+        model: Its weights are set.
+        config: What it is.
+        eos_token_ids: Its own end tokens.
+    """
+
+    model: DecoderModel
+    config: ModelConfig
+    eos_token_ids: tuple[int, ...]
+
+
+def load_model(
+    path: Path,
+    load_format: LoadFormat,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    context_length: int | None,
+    threads: int,
+    seed: int,
+    quantization: Quantization = "none",
+) -> LoadedModel:
+    """Loads a ``.gguf`` file or a Hugging Face directory.
+
+    Args:
+        path: The file or directory.
+        load_format: ``dummy`` reads the configuration only and makes weights up.
+        dtype: Of weights and activations.
+        device: Where the weights go.
+        context_length: Lowers the configuration's ``max_position`` to this, if it is less.
+        threads: Tensors read at once.
+        seed: Of made-up weights.
+        quantization: Of the linear layers, done once their weights are there.
+
+    Raises:
+        ConfigError: It cannot be read or is not supported; names the file and what.
+    """
+    if path.is_dir():
+        family, config = read_hf_config(path)
+        config = _limited(config, context_length)
+        model = DecoderModel(config, family.layer, dtype, device)
+        if load_format == "dummy":
+            fill_dummy_weights(model.weights(), seed)
+        else:
+            source = SafetensorsSource(path, tied=config.tie_word_embeddings)
+            load_weights(model.weights(), source, config.norm_offset, threads)
+        eos = read_hf_eos(path)
+    else:
+        file = _open_gguf(path)
+        divisors = file.tensors.get(ROPE_DIVISORS)
+        values = tuple(read_tensor(file, divisors).tolist()) if divisors is not None else None
+        family, config = read_gguf_config(file, values)
+        config = _limited(config, context_length)
+        model = DecoderModel(config, family.layer, dtype, device)
+        if load_format == "dummy":
+            fill_dummy_weights(model.weights(), seed)
+        else:
+            load_weights(
+                model.weights(),
+                GgufSource(file, config, family.gguf_norms, interleaved=family.gguf_interleaves),
+                0.0,
+                threads,
+            )
+        eos = read_gguf_eos(file)
+        file.close()
+    with torch.inference_mode():
+        model.prepare(quantization)
+    return LoadedModel(model, config, eos)
+
+
+def _limited(config: ModelConfig, context_length: int | None) -> ModelConfig:
+    if context_length is None or context_length >= config.max_position:
+        return config
+    return replace(config, max_position=context_length)
+
+
+def _open_gguf(path: Path) -> GgufFile:
+    try:
+        return GgufFile(path)
+    except GgufError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,187 @@
+"""CUDA graphs of the decode step: a ladder of batch sizes, captured once, replayed with new contents at the same addresses.
+
+A decode step of a small model is hundreds of kernels of a few microseconds; launched one by one the host is the bottleneck.
+A batch runs on the next larger size of the ladder; the rows that pad it compute on a scratch page of their own. All graphs share
+one memory pool, captured from the largest down, so the ladder costs little more memory than its largest size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sapwood_kernels.flashinfer_attention import DecodeAttention, Variant
+from sapwood_kernels.split_decode_attention import SplitDecodeAttention
+from sapwood_worker.model.attention.backend import AttentionBatch
+from sapwood_worker.model.attention.flashinfer import FlashInferBackend, FlashInferPlan, paged_keys
+from sapwood_worker.model.families.decoder import DecoderModel
+from sapwood_worker.model.pools.device_pool import DevicePool
+from sapwood_worker.model.sampling.sampler import row_max
+
+
+def ladder(largest: int) -> list[int]:
+    """Batch sizes to capture: 1, 2, 4, then steps that grow, so that padding stays under a fifth beyond 16."""
+    sizes = [1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, 257, 32), *range(320, 4097, 64)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeResult:
+    """What a replay leaves behind; views of the graph's own buffers, valid until the next replay.
+
+    Attributes:
+        logits: [B, vocab_size], float32 or the model's dtype.
+        largest: float32 [B]: each row's largest logit.
+        greedy: int64 [B]: where it is.
+        slots: int64 [B]: the rows of the page table, as given.
+    """
+
+    logits: Tensor
+    largest: Tensor
+    greedy: Tensor
+    slots: Tensor
+
+    def select(self, rows: Tensor) -> DecodeResult:
+        """Those of some rows, int64 [R]: new tensors."""
+        parts = (each.index_select(0, rows) for each in (self.logits, self.largest, self.greedy, self.slots))
+        return DecodeResult(*parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    attentions: dict[Variant, DecodeAttention | SplitDecodeAttention]
+    result: DecodeResult
+
+
+class DecodeGraphs:
+    """Captures and replays.
+
+    Args:
+        model: The model.
+        backend: Its attention; the pool must have a page beyond ``scratch_page`` - 1 that nobody else uses.
+        pool: Keys and values.
+        sizes: Batch sizes to capture, ascending; see :func:`ladder`.
+        scratch_page: The page that padding rows write to.
+        last_tokens: int64 [rows of the page table]: stands in where a request's token is not known on the host.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        backend: FlashInferBackend,
+        pool: DevicePool,
+        sizes: Sequence[int],
+        scratch_page: int,
+        last_tokens: Tensor,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._pool = pool
+        self._scratch_page = scratch_page
+        self._last_tokens = last_tokens
+        self._sizes = list(sizes)
+        # Rows: token ids, positions, cache slots, rows of the page table. One copy a step brings all four over.
+        self._inputs = torch.zeros(4, self._sizes[-1], dtype=torch.int64, device=pool.device)
+        self._staging = torch.zeros(4, self._sizes[-1], dtype=torch.int64).pin_memory()
+        self._captured: dict[int, _Captured] = {}
+        memory: Any = None  # torch's handle of the graphs' memory pool; its type is private
+        workspace = DecodeAttention.workspace(pool.device)
+        for size in reversed(self._sizes):
+            captured = self._capture(size, workspace, memory)
+            memory = captured.graph.pool()
+            self._captured[size] = captured
+
+    @property
+    def largest(self) -> int:
+        """The largest batch that :meth:`run` takes."""
+        return self._sizes[-1]
+
+    @property
+    def most_pages(self) -> int:
+        """How many pages the rows of a batch may name together."""
+        return len(self._backend.indices) - self.largest  # a padding row names one
+
+    def run(
+        self,
+        token_ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        page_table: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int64],
+    ) -> DecodeResult:
+        """Computes B tokens, writes their KV, and leaves their logits; asynchronous. Rows of one request may see each other.
+
+        Args:
+            token_ids: [B]; -1 for one that is among ``last_tokens`` only.
+            positions: [B].
+            page_table: [B, P]: pages in order; entries beyond the position's page are undefined.
+            slots: [B]: where each row's request's is in ``last_tokens``.
+        """
+        self._backend.begin_plan()
+        count = len(token_ids)
+        size = self._sizes[bisect_left(self._sizes, count)]
+        captured = self._captured[size]
+        page_size = self._pool.page_size
+        rows = np.arange(count)
+        staged = self._staging.numpy()
+        staged[:, :size] = 0
+        staged[0, :count], staged[1, :count] = token_ids, positions
+        staged[2, :count] = (
+            page_table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
+        )
+        staged[2, count:size] = self._scratch_page * page_size
+        staged[3, :count] = slots
+        self._inputs.copy_(self._staging, non_blocking=True)
+        lengths = np.ones(size, np.int64)
+        lengths[:count] = positions + 1
+        pages = np.full((size, page_table.shape[1]), self._scratch_page, np.int32)
+        pages[:count] = page_table
+        self._plan(captured.attentions, lengths, pages)
+        self._backend.end_plan()
+        captured.graph.replay()
+        result = captured.result
+        return DecodeResult(result.logits[:count], result.largest[:count], result.greedy[:count], result.slots[:count])
+
+    def _plan(
+        self,
+        attentions: dict[Variant, DecodeAttention | SplitDecodeAttention],
+        lengths: npt.NDArray[np.int64],
+        pages: npt.NDArray[np.int32],
+    ) -> None:
+        starts = np.arange(len(lengths) + 1)
+        batch = AttentionBatch(starts, lengths, pages, self._inputs[2])
+        keys = paged_keys(batch, self._pool.page_size, self._backend.indices)
+        for attention in attentions.values():
+            attention.plan(keys)
+
+    def _capture(self, size: int, workspace: Tensor, memory: Any) -> _Captured:
+        backend = self._backend
+        attentions = {kind: backend.decode_attention(size, workspace, kind) for kind in backend.kinds}
+        lengths, pages = np.ones(size, np.int64), np.full((size, 1), self._scratch_page, np.int32)
+        self._inputs[2].fill_(self._scratch_page * self._pool.page_size)
+        self._plan(attentions, lengths, pages)
+        plan = FlashInferPlan(self._pool, attentions, self._inputs[2, :size])
+        stream = torch.cuda.Stream(self._pool.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._step(size, plan)  # compiles kernels and settles cuBLAS before the capture
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory):
+            result = self._step(size, plan)
+        return _Captured(graph, attentions, result)
+
+    def _step(self, size: int, plan: FlashInferPlan) -> DecodeResult:
+        token_ids = self._inputs[0, :size]
+        token_ids = torch.where(token_ids < 0, self._last_tokens.index_select(0, self._inputs[3, :size]), token_ids)
+        hidden = self._model(token_ids, self._inputs[1, :size], plan)
+        logits = self._model.logits(hidden)
+        largest, greedy = row_max(logits)
+        return DecodeResult(logits, largest, greedy, self._inputs[3, :size])

@@ -1,0 +1,86 @@
+"""Runs an encoder on scheduler steps: whole prompts, embeddings only, no KV cache."""
+
+from __future__ import annotations
+
+import torch
+
+from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
+from sapwood_worker.model.families.bert import load_bert
+from sapwood_worker.model.pools.host_pool import HostPool
+from sapwood_worker.model.runner.model_runner import _DTYPES, RunnerOptions
+from sapwood_worker.model.runner.pooling import pool_chunk
+from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.step import CompletedStep, ModelOutput, SchedulerOutput
+
+
+class EncoderRunner:
+    """Implements :class:`sapwood_worker.records.step.Runner` for BERT-type models.
+
+    Pages mean nothing to it: the scheduler counts with them as ever, as many as all running requests can need.
+
+    Args:
+        options: What to run.
+
+    Raises:
+        ConfigError: The model cannot be loaded; names the file.
+    """
+
+    def __init__(self, options: RunnerOptions) -> None:
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        self._device = torch.device(options.device)
+        name = options.dtype
+        if name == "auto":
+            name = "float32" if self._device.type == "cpu" else "bfloat16"
+        self._model, config = load_bert(
+            options.model_path, _DTYPES[name], self._device, dummy=options.load_format == "dummy"
+        )
+        length = min(config.max_position_embeddings, options.context_length or config.max_position_embeddings)
+        sentences = read_sentence_config(options.model_path, "mean", length)
+        self.asynchronous = False
+        self.vocabulary = None
+        self.host_pool: HostPool | None = None
+        self.info = ModelInfo(
+            architecture="bert",
+            dtype=name,
+            context_length=length,
+            vocab_size=config.vocab_size,
+            eos_token_ids=(),
+            page_size=options.page_size,
+            num_pages=options.max_running * (-(-length // options.page_size) + 1),
+            embedding_size=config.hidden_size,
+            pooling=sentences.pooling,
+            normalizes=sentences.normalizes,
+            embedded_tokens=sentences.max_tokens,
+            shortened=sentences.shortened,
+            special_ids=sentences.special_ids,
+            generates=False,
+        )
+
+    def cache_identity(self) -> str:
+        """Nothing is cached."""
+        return ""
+
+    def launch(self, output: SchedulerOutput) -> CompletedStep:
+        """See Runner."""
+        return CompletedStep(self.execute(output))
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> ModelOutput:
+        """See Runner. O(longest prompt x requests): prompts are padded to the longest."""
+        requests = output.requests
+        if not requests:
+            return ModelOutput(output.step, [])
+        longest = max(len(request.token_ids) for request in requests)
+        tokens = torch.zeros(len(requests), longest, dtype=torch.int64)
+        mask = torch.zeros(len(requests), longest, dtype=torch.bool)
+        for row, request in enumerate(requests):
+            count = len(request.token_ids)
+            tokens[row, :count] = torch.tensor(request.token_ids)
+            mask[row, :count] = True
+        hidden = self._model(tokens.to(self._device), mask.to(self._device))
+        pooled = {
+            row: pool_chunk(hidden[row, : len(request.token_ids)], request.pooling).cpu().numpy()
+            for row, request in enumerate(requests)
+        }
+        return ModelOutput(output.step, [-1] * len(requests), pooled=pooled)

@@ -1,0 +1,75 @@
+"""Makes the runner that a worker's configuration asks for."""
+
+from __future__ import annotations
+
+import torch
+
+from sapwood_common.errors import ConfigError
+from sapwood_common.models.model_files import resolve_model
+from sapwood_common.settings.config import refuse_idle
+from sapwood_common.settings.needs import Needs
+from sapwood_worker.config import WorkerConfig
+from sapwood_worker.model.families.bert import is_bert
+from sapwood_worker.model.runner.encoder_runner import EncoderRunner
+from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+
+ON_CPU = (Needs(("memory_fraction", "overlap"), lambda config: False, "on a CPU"),)
+OF_ENCODERS = (
+    Needs(
+        (
+            *("quantization", "kv_cache_dtype", "kv_cache_gb", "num_pages", "page_size", "memory_fraction", "overlap"),
+            *("prefix_cache", "eviction", "kv_events_port", "kv_events_replay_port", "kv_events_topic"),
+            *("host_cache_gb", "host_cache_ratio", "host_write_policy", "storage", "storage_prefetch", "storage_share"),
+            *("storage_timeout", "storage_timeout_per_1k", "storage_min_tokens", "conservativeness"),
+            *("kv_events_keep", "structured_output", "jump_forward", "grammar_timeout"),
+        ),
+        lambda config: False,
+        "with a model that makes embeddings only and caches nothing",
+    ),
+    Needs(
+        ("policy",),
+        lambda config: config.policy in ("fcfs", "priority"),
+        "with a model that makes embeddings only and caches nothing, unless it is priority",
+    ),
+)
+
+
+def make_runner(config: WorkerConfig) -> ModelRunner | EncoderRunner:
+    """Loads the model.
+
+    Raises:
+        ConfigError: It cannot be loaded, there is no such device, or a setting has no effect on it.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device: no CUDA device is available here")
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    path = resolve_model(config.model)
+    kind: type[ModelRunner | EncoderRunner] = ModelRunner
+    if is_bert(path):
+        kind = EncoderRunner
+        refuse_idle(config, OF_ENCODERS)
+    if device == "cpu":
+        refuse_idle(config, ON_CPU)
+    return kind(
+        RunnerOptions(
+            model_path=path,
+            load_format=config.load_format,
+            device=device,
+            dtype=config.dtype,
+            page_size=config.page_size,
+            num_pages=config.num_pages,
+            kv_cache_bytes=None if config.kv_cache_gb is None else int(config.kv_cache_gb * (1 << 30)),
+            quantization=config.quantization,
+            kv_cache_dtype=config.kv_cache_dtype,
+            memory_fraction=config.memory_fraction,
+            max_step_tokens=config.max_step_tokens,
+            context_length=config.context_length,
+            max_running=config.max_running,
+            threads=config.threads or None,
+            structured_output=config.structured_output,
+            host_cache_gb=config.host_cache_gb if config.prefix_cache else 0.0,
+            host_cache_ratio=config.host_cache_ratio if config.prefix_cache else 0.0,
+        )
+    )

@@ -1,0 +1,89 @@
+"""Chooses the scales of a cache of float8: a trial prompt through the model, looking at the largest key and value of each layer.
+
+float8_e4m3 holds numbers from 2^-9 to 448, with full precision from 2^-6 on, so nearly every layer's keys and values fit as they
+are: a scale other than 1 is only for a layer whose largest number in the trial is under 2, of which many would be lost below the
+smallest, or over 224, which leaves less than a factor of 2 to what other prompts may bring. Scales are powers of 2, so that
+scaling adds no rounding. Numbers beyond what the type holds are cut off, never made infinite.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sapwood_kernels import reference
+from sapwood_worker.model.attention.backend import AttentionLayer
+from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.decoder import DecoderModel
+from sapwood_worker.model.pools.device_pool import KVDestination, KVScales
+
+_TOKENS = 256
+_LOW, _HIGH, _WANTED = 2.0, 224.0, 32.0
+
+
+def scale_for(largest: float) -> float:
+    """The scale of numbers up to ``largest``: a power of 2."""
+    if _LOW <= largest <= _HIGH or largest == 0.0 or not math.isfinite(largest):
+        return 1.0
+    return float(2.0 ** round(math.log2(largest / _WANTED)))
+
+
+class TrialPlan:
+    """Implements :class:`sapwood_worker.model.attention.backend.AttentionPlan` for one prompt, without a cache.
+
+    Attributes:
+        largest: For each layer that has attended, float32 [2]: its largest key and value.
+    """
+
+    def __init__(self) -> None:
+        self.largest: dict[int, Tensor] = {}
+        self._stored: KVDestination | None = None
+
+    def prepare(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        """Says what keys and values will be: [T, K, D]."""
+        keys, values = torch.zeros((2, *shape), dtype=dtype, device=device)
+        self._stored = KVDestination(keys, values, torch.arange(shape[0], device=device))
+
+    def destination(self, layer: AttentionLayer) -> KVDestination:
+        """See AttentionPlan."""
+        assert self._stored is not None
+        return self._stored
+
+    def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:
+        """See AttentionPlan."""
+        stored = self.destination(layer)
+        self.largest[layer.index] = torch.stack([each.float().abs().amax() for each in (stored.keys, stored.values)])
+        result = reference.attention(
+            query, stored.keys, stored.values, scale=layer.scale, window=layer.window, softcap=layer.softcap
+        )
+        return result.flatten(1)
+
+    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See AttentionPlan."""
+        self.destination(layer).store(key, value)
+        return self.attend_cached(layer, query)
+
+
+@torch.inference_mode()
+def calibrate(model: DecoderModel, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVScales:
+    """The scales for a model's cache, by a prompt of pseudo-random tokens that is always the same.
+
+    Args:
+        model: Ready to run.
+        config: Its.
+        dtype: Of its activations.
+        device: Where it is.
+    """
+    count = min(_TOKENS, config.max_position)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (count,), generator=generator).to(device)
+    plan = TrialPlan()
+    plan.prepare((count, config.num_kv_heads, config.head_dim), dtype, device)
+    model(tokens, torch.arange(count, device=device), plan)
+    largest = torch.stack([plan.largest[i] for i in range(config.num_layers)]).tolist()
+    return KVScales(
+        tuple(scale_for(key) for key, _ in largest),
+        tuple(scale_for(value) for _, value in largest),
+    )

@@ -1,0 +1,170 @@
+"""CUDA graphs of steps that compute prompts: all but the attention, in a piece for each layer.
+
+A layer is nine kernels, and launched one by one they take the host 0.3 to 0.4 ms, however little there is to compute: a step of
+a small model, or of few tokens, waits for the host. What lies between two layers' attention depends on the number of tokens
+only, so it is captured for a ladder of numbers and replayed as one launch; attention, whose shape differs from step to step, is
+launched by itself. Such graphs are known as piecewise. Rows that pad a step to the ladder's next number write to a scratch page.
+
+The captures share one memory pool: they are replayed in the order of their capture, one number of tokens at a time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sapwood_worker.model.attention.backend import AttentionLayer
+from sapwood_worker.model.families.decoder import DecoderModel
+from sapwood_worker.model.pools.device_pool import DevicePool, KVDestination
+from sapwood_worker.model.runner.forward_batch import ForwardBatch
+
+if TYPE_CHECKING:  # FlashInfer is there only with the extra [gpu]
+    from sapwood_worker.model.attention.flashinfer import FlashInferBackend
+
+_LAUNCH_SECONDS, _FLOAT8_LAUNCH_SECONDS = 12.5e-3, 20e-3
+"""About what the host takes to launch the kernels of 28 to 32 layers one by one."""
+_OPERATIONS_A_SECOND, _FLOAT8_OPERATIONS_A_SECOND = 6e14, 1.1e15
+"""What matrix products reach on the GPUs that this is for."""
+_FEWEST, _MOST = 256, 8192
+_APART = 512
+
+
+def worth_capturing(parameters: int, *, float8: bool = False) -> int:
+    """The number of tokens from which on a step takes the device longer than the host, for layers with so many parameters."""
+    seconds = _FLOAT8_LAUNCH_SECONDS if float8 else _LAUNCH_SECONDS
+    operations = _FLOAT8_OPERATIONS_A_SECOND if float8 else _OPERATIONS_A_SECOND
+    tokens = int(seconds * operations / (2 * parameters))
+    return min(max(tokens // 128 * 128, _FEWEST), _MOST)
+
+
+def token_ladder(largest: int) -> list[int]:
+    """Numbers of tokens to capture: 16 apart at first, then four to each doubling, so that padding stays under a quarter, and
+    not more than 512 apart."""
+    sizes = list(range(16, 129, 16))
+    while sizes[-1] < largest:
+        step = min(sizes[-1] // 4, _APART)
+        sizes += [sizes[-1] + step * part for part in (1, 2, 3, 4)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+class _Cut:
+    """A plan of attention that ends the capture of a piece wherever attention is due, and begins the next.
+
+    Args:
+        pool: Keys and values.
+        slots: int64 [T]: where they go.
+        query: [T, heads, head_dim]: where each piece leaves its queries.
+        context: [T, heads, head_dim]: where it finds what they attended to.
+        memory: The graphs' memory pool; None: nothing is captured, the pieces run as they are.
+    """
+
+    def __init__(self, pool: DevicePool, slots: Tensor, query: Tensor, context: Tensor, memory: Any) -> None:
+        self._pool = pool
+        self._slots = slots
+        self._query = query
+        self._context = context
+        self._memory = memory
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.layers: list[AttentionLayer] = []
+
+    def begin(self) -> None:
+        """What follows is a piece."""
+        if self._memory is not None:
+            self.graphs.append(torch.cuda.CUDAGraph())
+            self.graphs[-1].capture_begin(pool=self._memory)
+
+    def end(self) -> None:
+        """The piece is over."""
+        if self._memory is not None:
+            self.graphs[-1].capture_end()
+
+    def destination(self, layer: AttentionLayer) -> KVDestination:
+        """See :class:`sapwood_worker.model.attention.backend.AttentionPlan`."""
+        return self._pool.destination(layer.index, self._slots)
+
+    def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:
+        """See :class:`sapwood_worker.model.attention.backend.AttentionPlan`; what it returns is filled in between."""
+        self._query.copy_(query)
+        self.end()
+        self.layers.append(layer)
+        self.begin()
+        return self._context.view(len(self._context), -1)
+
+    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See :class:`sapwood_worker.model.attention.backend.AttentionPlan`."""
+        self.destination(layer).store(key, value)
+        return self.attend_cached(layer, query)
+
+
+class PiecewiseGraphs:
+    """Captures and replays.
+
+    Args:
+        model: The model.
+        backend: Its attention.
+        pool: Keys and values.
+        sizes: Numbers of tokens to capture, ascending; see :func:`token_ladder`.
+        scratch_page: The page that padding rows write to.
+    """
+
+    def __init__(
+        self, model: DecoderModel, backend: FlashInferBackend, pool: DevicePool, sizes: Sequence[int], scratch_page: int
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._pool = pool
+        self._sizes = list(sizes)
+        self._scratch_slot = scratch_page * pool.page_size
+        shape, most = backend.shape, self._sizes[-1]
+        # Rows: token ids, positions, cache slots.
+        self._inputs = torch.zeros(3, most, dtype=torch.int64, device=pool.device)
+        self._inputs[2].fill_(self._scratch_slot)
+        self._query = torch.zeros(most, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=pool.device)
+        self._context = torch.zeros_like(self._query)
+        self._captured: dict[int, tuple[_Cut, Tensor]] = {}
+        memory = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for size in reversed(self._sizes):
+                self._step(size, None)  # compiles kernels and settles cuBLAS before the capture
+                stream.synchronize()
+                self._captured[size] = self._step(size, memory)
+                for graph in self._captured[size][0].graphs:  # the first replay is slower
+                    graph.replay()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    @property
+    def largest(self) -> int:
+        """The most tokens that :meth:`run` takes."""
+        return self._sizes[-1]
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        """As :meth:`DecoderModel.forward`; asynchronous. The result is valid until the next call."""
+        plan = self._backend.plan(batch.attention)
+        count = len(batch.token_ids)
+        size = self._sizes[bisect_left(self._sizes, count)]
+        inputs = self._inputs
+        inputs[0, :count].copy_(batch.token_ids)
+        inputs[1, :count].copy_(batch.positions)
+        inputs[2, :count].copy_(batch.attention.cache_slots)
+        inputs[2, count:size].fill_(self._scratch_slot)
+        cut, hidden = self._captured[size]
+        query, context = self._query[:count], self._context[:count]
+        for graph, layer in zip(cut.graphs, cut.layers, strict=False):
+            graph.replay()
+            plan.attend_into(layer, query, context)
+        cut.graphs[-1].replay()
+        return hidden[:count]
+
+    def _step(self, size: int, memory: Any) -> tuple[_Cut, Tensor]:
+        token_ids, positions, slots = self._inputs[:, :size]
+        cut = _Cut(self._pool, slots, self._query[:size], self._context[:size], memory)
+        cut.begin()
+        hidden = self._model(token_ids, positions, cut)
+        cut.end()
+        return cut, hidden

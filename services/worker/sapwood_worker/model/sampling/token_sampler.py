@@ -1,0 +1,115 @@
+"""From a step's logits to its tokens: grammar, penalties, biases, the draw, and log probabilities.
+
+The order: log probabilities are taken of the logits as the model gave them; then grammar masks, penalties, biases and the ban
+on early ends change them in place; then temperature and the filters of ``model/sampling/sampler.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sapwood_kernels.device_copy import to_device
+from sapwood_worker.model.grammar.logit_masks import StepMasks
+from sapwood_worker.model.sampling.logprobs import Distribution, Logprobs
+from sapwood_worker.model.sampling.penalties import TokenCounts
+from sapwood_worker.model.sampling.row_settings import IntArray, RowSettings
+from sapwood_worker.model.sampling.sampler import row_max, sample
+from sapwood_worker.records.step import ScheduledRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """A step's tokens, still on the device.
+
+    Attributes:
+        tokens: int64 [R]; -1 for a row whose logits were not finite numbers, or all forbidden.
+        logprobs: Of those rows that asked.
+        rows: Which those are.
+        alternatives: How many alternatives each of those wants.
+    """
+
+    tokens: Tensor
+    logprobs: Logprobs | None = None
+    rows: tuple[int, ...] = ()
+    alternatives: tuple[int, ...] = ()
+
+
+class TokenSampler:
+    """Samples; keeps what it must know of each row of the page table.
+
+    Args:
+        rows: Rows of the page table.
+        vocab_size: Columns of the logits.
+        eos_token_ids: The model's end tokens.
+        device: Where the logits are.
+    """
+
+    def __init__(self, rows: int, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
+        self._settings = RowSettings(rows, vocab_size, eos_token_ids, device)
+        self._counts = TokenCounts(rows, vocab_size, device)
+        self._admissions = np.full(rows, -1, np.int64)
+        self._device = device
+
+    def sample(
+        self,
+        logits: Tensor,
+        requests: Sequence[ScheduledRequest],
+        masks: StepMasks,
+        greedy: tuple[Tensor, Tensor] | None = None,
+    ) -> SampledTokens:
+        """One token for each request, without waiting for the device.
+
+        Args:
+            logits: [R, V], contiguous; float32 ones are changed in place.
+            requests: Each row's request.
+            masks: The rows' grammars.
+            greedy: Each row's largest logit and its place, if that is known already.
+        """
+        slots, positions = self._enter(requests)
+        settings = self._settings
+        if settings.plain(slots) and not masks:
+            largest, tokens = greedy if greedy is not None else row_max(logits)
+            return SampledTokens(_valid(tokens, largest))
+        logits = logits.float()  # the likeliest is the same in fewer bits; whatever changes logits needs them all
+        wanted = settings.logprobs(slots)
+        distribution = None
+        if wanted is not None:
+            at = to_device(wanted[0], self._device)
+            distribution = Distribution(logits.index_select(0, at), int(wanted[1].max()))
+        masks.apply(logits)
+        penalties = settings.penalties(slots)
+        if penalties is not None:
+            self._counts.apply(logits, penalties)
+        for each in settings.additions(slots, positions):
+            logits.view(-1).scatter_add_(0, each.at, each.values)
+        tokens, largest = sample(logits, settings.sampling(slots, positions))
+        if penalties is not None:
+            self._counts.add(tokens, penalties)
+        if distribution is None or wanted is None:
+            return SampledTokens(_valid(tokens, largest))
+        logprobs = distribution.of(tokens.index_select(0, at))
+        return SampledTokens(_valid(tokens, largest), logprobs, tuple(wanted[0].tolist()), tuple(wanted[1].tolist()))
+
+    def _enter(self, requests: Sequence[ScheduledRequest]) -> tuple[IntArray, IntArray]:
+        """The rows of the page table and the positions of the tokens to come; rows that have a new request are told."""
+        count = len(requests)
+        slots = np.fromiter((request.slot for request in requests), np.int64, count)
+        positions = np.fromiter((request.start + len(request.token_ids) for request in requests), np.int64, count)
+        admissions = np.fromiter((request.admission for request in requests), np.int64, count)
+        new = (self._admissions[slots] != admissions) | (admissions < 0)
+        for index in np.flatnonzero(new).tolist():
+            request = requests[index]
+            self._settings.enter(request.slot, request.sampling, request.output_start)
+            if self._settings.penalised(request.slot):
+                self._counts.enter(request.slot, request.history, request.output_start)
+        self._admissions[slots] = admissions
+        return slots, positions
+
+
+def _valid(tokens: Tensor, largest: Tensor) -> Tensor:
+    return torch.where(largest.isfinite(), tokens, -1)

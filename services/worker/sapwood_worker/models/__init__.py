@@ -1,1 +1,0 @@
-"""Model architectures as plain torch modules, one family a file."""

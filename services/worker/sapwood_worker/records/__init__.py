@@ -1,0 +1,1 @@
+"""Plain records that the rooms hand one another: steps, outputs, loads, events. Knows no room and no torch."""

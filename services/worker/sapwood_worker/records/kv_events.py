@@ -1,0 +1,72 @@
+"""What the prefix cache tells the world: which blocks (pages) came and went, so that a subscriber can hold the same tree.
+
+The events are those that vLLM and SGLang publish. A block is named by the chained hash of
+``sapwood_common.contract.page_hash``; its parent's hash makes the tree. A stored block's parent is stored on the same medium; a
+block is removed with or after its children. O(pages) for what changes, nothing for what is cached.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from sapwood_common.contract.page_hash import HASH_BYTES
+
+Medium = Literal["GPU", "CPU_TIER1", "CPU_TIER2"]
+"""Where a block's KV is: on the device, in the host's memory, in a store."""
+
+MEDIA: tuple[Medium, ...] = ("GPU", "CPU_TIER1", "CPU_TIER2")
+
+
+class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored"):
+    """A run of blocks, each the next one's parent, is cached.
+
+    Attributes:
+        hashes: Their hashes, 16 bytes each, the first block's first.
+        parent: The hash of the block before them; empty at the start of a sequence.
+        token_ids: Their tokens, native uint32.
+        medium: Where.
+        lora: The LoRA they were computed with; empty: none.
+    """
+
+    hashes: bytes
+    parent: bytes
+    token_ids: bytes
+    medium: Medium = "GPU"
+    lora: str = ""
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemoved"):
+    """A run of blocks is not cached any more; ``hashes`` are 16 bytes each."""
+
+    hashes: bytes
+    medium: Medium = "GPU"
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
+    """Nothing is cached any more, on no medium: a reset. Room that was made is told by BlockRemoved, even if nothing is left."""
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KvEventLog:
+    """Events in the order they happened, until they are taken."""
+
+    def __init__(self) -> None:
+        self._events: list[KvEvent] = []
+
+    def add(self, event: KvEvent) -> None:
+        """Appends an event."""
+        self._events.append(event)
+
+    def take(self) -> list[KvEvent]:
+        """Removes and returns the events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+
+def split_hashes(hashes: bytes) -> list[bytes]:
+    """The single hashes of a run."""
+    return [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]

@@ -1,1 +1,0 @@
-"""Turns a step of the scheduler into a forward pass."""

@@ -1,1 +1,0 @@
-"""Choosing the next token. ``params`` is plain data; ``sampler`` needs torch."""

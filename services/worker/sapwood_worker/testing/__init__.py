@@ -1,1 +1,0 @@
-"""Aids for tests: a worker that needs no model."""

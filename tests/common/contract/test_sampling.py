@@ -1,0 +1,113 @@
+"""The one list of sampling fields, its ranges, and how far a field's name spreads."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sapwood.generation import Options
+from sapwood.v1 import common_pb2
+from sapwood_common.contract.sampling import FIELDS, USUAL, check_tokens, read_sampling
+from sapwood_common.contract.sampling_message import from_message, to_message
+from sapwood_common.errors import InvalidArgumentError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_messages_services_and_client_know_the_same_fields() -> None:
+    fields = set(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+    assert fields == FIELDS | {"n"}
+    assert fields <= set(Options.__annotations__)
+
+
+def test_a_field_is_named_in_few_files() -> None:
+    # docs/development.md lists them; the last is there for its flag, which a field need not have.
+    sources = [
+        path
+        for folder in ("protos", "sapwood", "services", "kernels")
+        for path in (ROOT / folder).rglob("*.*")
+        if path.suffix in (".py", ".proto") and "_pb2" not in path.name
+    ]
+    naming = {str(path.relative_to(ROOT)) for path in sources if re.search(r"\bmin_p\b", path.read_text())}
+    assert naming == {
+        "protos/sapwood/v1/common.proto",
+        "services/common/sapwood_common/contract/sampling.py",
+        "sapwood/generation.py",
+        "services/worker/sapwood_worker/model/sampling/row_settings.py",
+        "services/worker/sapwood_worker/model/sampling/sampler.py",
+        "kernels/sapwood_kernels/triton_sampling.py",
+        "sapwood/cli/request.py",
+    }
+
+
+GIVEN: dict[str, Any] = {
+    "temperature": 0.0, "top_k": 4, "top_p": 0.5, "min_p": 0.25, "seed": 0, "max_tokens": 9, "stop_token_ids": (1, 2),
+    "ignore_eos": True, "frequency_penalty": -2.0, "presence_penalty": 2.0, "repetition_penalty": 1.5,
+    "logit_bias": {5: -100.0, 7: 1.5}, "min_tokens": 3, "logprobs": 0, "prompt_logprobs": 20,
+}  # fmt: skip
+
+
+def test_every_field_survives_the_way_over_the_wire() -> None:
+    assert GIVEN.keys() == FIELDS
+    params = read_sampling(GIVEN)
+    assert from_message(to_message(params)) == (params, 1)
+    assert all(getattr(params, name) == value for name, value in GIVEN.items())
+
+
+def test_what_is_not_given_is_the_usual_and_a_seed_is_drawn() -> None:
+    empty = common_pb2.SamplingParams()
+    (one, count), (other, _) = from_message(empty), from_message(empty)
+    assert count == 1
+    assert one.seed != other.seed
+    assert to_message(USUAL) == common_pb2.SamplingParams(seed=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("top_k", 0),
+        ("top_k", True),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("min_p", 2),
+        ("seed", 2**64),
+        ("seed", -1),
+        ("max_tokens", 0),
+        ("max_tokens", 2**31),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [1] * 1025),
+        ("presence_penalty", math.nan),
+        ("repetition_penalty", 0),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {5: 101}),
+        ("logit_bias", dict.fromkeys(range(1025), 1)),
+        ("logprobs", 21),
+    ],
+)
+def test_what_is_out_of_range_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"^{field}") as caught:
+        read_sampling({field: value})
+    assert caught.value.field == f"sampling.{field}"
+
+
+def test_the_least_and_the_most_tokens_must_agree() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        read_sampling({"min_tokens": 4, "max_tokens": 3})
+    assert caught.value.field == "sampling.min_tokens"
+    # Of a request that goes on after 2 tokens, max_tokens is what is left.
+    assert read_sampling({"min_tokens": 4, "max_tokens": 3}, done=2).min_tokens == 4
+
+
+@pytest.mark.parametrize("given", [{"stop_token_ids": [3, 50]}, {"logit_bias": {50: 1.0}}])
+def test_tokens_the_model_lacks_are_refused(given: dict[str, Any]) -> None:
+    check_tokens(read_sampling(given), 51)
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_tokens(read_sampling(given), 50)
+    assert caught.value.field == f"sampling.{next(iter(given))}"

@@ -1,0 +1,108 @@
+"""Who has too much to do goes on later, in turn with others, and holds up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+
+from sapwood_common.pacing.time_share import SLICE, TimeShare
+
+
+class Clock:
+    """Stands still but for what work costs."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Worker:
+    """Has so many steps to do, each of which takes 0.4 of a slice, and writes its name down for each."""
+
+    def __init__(self, name: str, steps: int, clock: Clock, done: list[str], step: float = 0.4 * SLICE) -> None:
+        self.name, self.steps, self.clock, self.done, self.step = name, steps, clock, done, step
+
+    def go_on(self, until: float) -> bool:
+        while self.steps and self.clock() < until:
+            self.steps -= 1
+            self.clock.now += self.step
+            self.done.append(self.name)
+        return bool(self.steps)
+
+
+async def test_workers_take_turns_and_a_turn_of_the_loop_holds_one_slice() -> None:
+    clock, done = Clock(), []
+    share = TimeShare(clock)
+    for name in "abc":
+        share.add(Worker(name, 6, clock, done))
+    turns = []
+    while share.waiting:
+        before = clock.now
+        await asyncio.sleep(0)
+        turns.append(clock.now - before)
+    assert "".join(done) == "aaabbbccc" * 2
+    assert max(turns) < 1.5 * SLICE
+    await asyncio.sleep(0)
+    share.add(Worker("d", 1, clock, done))  # it begins again
+    await asyncio.sleep(0)
+    assert done[-1] == "d"
+
+
+async def test_who_has_little_left_leaves_the_turn_to_the_next() -> None:
+    clock, done = Clock(), []
+    share = TimeShare(clock)
+    for name in "abc":
+        share.add(Worker(name, 1, clock, done))
+    await asyncio.sleep(0)
+    assert done == ["a", "b", "c"]
+    assert not share.waiting
+
+
+async def test_who_is_added_twice_waits_once_and_who_is_gone_not_at_all() -> None:
+    clock, done = Clock(), []
+    share = TimeShare(clock)
+    first, second = Worker("a", 1, clock, done), Worker("b", 1, clock, done)
+    for worker in (first, second, first):
+        share.add(worker)
+    share.drop(second)
+    share.drop(second)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert done == ["a"]
+
+
+async def test_a_step_that_took_far_too_long_leaves_as_much_time_to_others() -> None:
+    clock, done = Clock(), []
+    share = TimeShare(clock)
+    share.add(Worker("long", 2, clock, done, step=20 * SLICE))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert done == ["long"]  # the second only after a while
+    while share.waiting:
+        await asyncio.sleep(0.001)
+    assert done == ["long", "long"]
+
+
+def spend(share: TimeShare, clock: Clock, seconds: float) -> bool:
+    """Works on what was just read; whether it had to stop."""
+    began = clock.now
+    while not (over := share.is_over()) and clock.now < began + seconds:
+        clock.now += SLICE / 10
+    share.end()
+    return over
+
+
+def test_what_was_just_read_has_a_slice_and_all_together_half_of_the_time() -> None:
+    clock = Clock()
+    share = TimeShare(clock)
+    assert not spend(share, clock, 0.5 * SLICE)
+    assert spend(share, clock, 2 * SLICE)
+    stopped_at_once = 0
+    for _ in range(20):  # of one turn
+        before = clock.now
+        assert spend(share, clock, 2 * SLICE)
+        stopped_at_once += clock.now == before
+    assert stopped_at_once > 10
+    clock.now += 20 * SLICE
+    assert not spend(share, clock, 0.5 * SLICE)

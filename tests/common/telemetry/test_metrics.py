@@ -1,0 +1,109 @@
+import json
+import logging
+import urllib.request
+
+import pytest
+
+from sapwood_common.errors import ConfigError
+from sapwood_common.telemetry import logs as telemetry
+from sapwood_common.telemetry.metrics import AtMost, MetricSet, MetricsServer, OneOf
+
+
+def test_a_label_value_nobody_knows_is_other() -> None:
+    metrics = MetricSet()
+    calls = metrics.counter("calls_total", "Calls.", code=OneOf("OK", "BAD"), worker=AtMost(2))
+    for code, worker in (("OK", "a"), ("OK", "a"), ("made-up", "b"), ("BAD", "c"), ("BAD", "d")):
+        calls.at(code=code, worker=worker).inc()
+
+    def value(code: str, worker: str) -> float | None:
+        return metrics.registry.get_sample_value("calls_total", {"code": code, "worker": worker})
+
+    assert value("OK", "a") == 2
+    assert value("other", "b") == 1
+    assert value("BAD", "other") == 2
+    assert value("BAD", "c") is None
+
+
+def test_a_value_that_is_forgotten_makes_room_for_another() -> None:
+    metrics, worker = MetricSet(), AtMost(1)
+    losses = metrics.counter("losses_total", "Losses.", worker=worker)
+    for name in ("a", "b"):
+        losses.at(worker=name).inc()
+        losses.remove(worker=name)
+        worker.forget(name)
+        assert metrics.registry.get_sample_value("losses_total", {"worker": name}) is None
+    losses.at(worker="c").inc()
+    losses.at(worker="d").inc()
+    losses.remove(worker="d")  # nobody's own series is "other"
+    assert metrics.registry.get_sample_value("losses_total", {"worker": "c"}) == 1
+    assert metrics.registry.get_sample_value("losses_total", {"worker": "other"}) == 1
+
+
+def test_polled_metrics_are_read_when_asked_and_bounded_too() -> None:
+    metrics = MetricSet()
+    load = {"a": 1.0, "b": 2.0, "c": 3.0}
+    metrics.polled(
+        "gauge", "load", "Load.", lambda: (((name,), value) for name, value in load.items()), worker=AtMost(2)
+    )
+    load["a"] = 5.0
+    assert metrics.registry.get_sample_value("load", {"worker": "a"}) == 5
+    load["d"] = 4.0
+    assert metrics.registry.get_sample_value("load", {"worker": "other"}) == 7
+
+
+def test_a_value_falls_into_every_bucket_it_is_not_above() -> None:
+    metrics = MetricSet()
+    seconds = metrics.histogram("seconds", "Seconds.", buckets=(0.1, 1.0, 5.0), code=OneOf("OK"))
+    for amount in (0.05, 0.1, 0.2, 1.0, 4.0, 7.0, 0.0):
+        seconds.at(code="OK").observe(amount)
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"seconds_{name}", {"code": "OK", **labels})
+
+    assert [value("bucket", le=le) for le in ("0.1", "1.0", "5.0", "+Inf")] == [3, 5, 6, 7]
+    assert (value("count"), value("sum")) == (7, pytest.approx(12.35))
+
+
+def test_two_sets_share_nothing() -> None:
+    first, second = MetricSet(), MetricSet()
+    first.gauge("level", "Level.").at().set(1)
+    second.gauge("level", "Level.").at().set(2)
+    assert (first.registry.get_sample_value("level"), second.registry.get_sample_value("level")) == (1, 2)
+
+
+def test_the_server_shows_the_registry_and_frees_its_port() -> None:
+    metrics = MetricSet()
+    metrics.gauge("level", "Level.").at().set(7)
+    server = MetricsServer(metrics.registry, "127.0.0.1", 0)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://127.0.0.1:{server.port}/metrics") as response:
+        assert "level 7.0" in response.read().decode()
+    with pytest.raises(ConfigError, match=str(server.port)):
+        MetricsServer(metrics.registry, "127.0.0.1", server.port)
+    server.close()
+    again = MetricsServer(metrics.registry, "127.0.0.1", server.port)
+    again.close()
+
+
+def test_json_logs_hold_request_and_trace_id(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    request = telemetry.request_id_var.set("req-1")
+    trace = telemetry.traceparent_var.set(f"00-{'ab' * 16}-{'cd' * 8}-01")
+    try:
+        telemetry.setup_logging("router", "info", "json")
+        try:
+            raise ValueError("no")
+        except ValueError:
+            logging.getLogger("x").exception("it said %r", "hallo\n")
+    finally:
+        telemetry.request_id_var.reset(request)
+        telemetry.traceparent_var.reset(trace)
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "it said" in line]
+    entry = json.loads(line)
+    assert entry["message"] == "it said 'hallo\\n'"
+    assert (entry["service"], entry["level"], entry["request_id"]) == ("router", "error", "req-1")
+    assert entry["trace_id"] == "ab" * 16
+    assert entry["exception"].endswith("ValueError: no")

@@ -1,0 +1,388 @@
+"""The OpenAI API over HTTP, with the official client as the judge of shapes."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import openai
+import pytest
+
+from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL, COMPLETION_NEUTRAL, EMBEDDING_NEUTRAL, IGNORED
+from sapwood_testing.router.fake_tokenizer import encode
+
+
+def events_of(body: str) -> list:
+    assert body.endswith("\n\n")
+    data = [event.removeprefix("data: ") for event in body.split("\n\n")[:-1]]
+    return [item if item == "[DONE]" else json.loads(item) for item in data]
+
+
+async def test_a_completion(cluster) -> None:
+    answer = await cluster.openai.completions.create(model="fake", prompt="hello", max_tokens=100)
+    assert answer.object == "text_completion"
+    assert answer.model == "fake"
+    (choice,) = answer.choices
+    assert (choice.index, choice.text, choice.finish_reason, choice.logprobs) == (0, "hello", "stop", None)
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (6, 6, 12)
+    assert usage.prompt_tokens_details.cached_tokens == 0
+
+
+async def test_a_completion_has_sixteen_tokens_unless_told_and_a_chat_as_many_as_fit(cluster) -> None:
+    text = "x" * 50
+    answer = await cluster.openai.completions.create(model="fake", prompt=text)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("x" * 16, "length")
+    messages = [{"role": "user", "content": text}]
+    answer = await cluster.openai.chat.completions.create(model="fake", messages=messages)
+    assert answer.choices[0].message.content == f"<user>{text}<assistant>"
+    assert [call.request.sampling.HasField("max_tokens") for call in cluster.calls()].count(False) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("abc", ["abc"]),
+        (["abc"], ["abc"]),
+        (["abc", "de", "f"], ["abc", "de", "f"]),
+        (encode("abc"), ["abc"]),
+        ([encode("abc"), encode("de")], ["abc", "de"]),
+    ],
+)
+async def test_every_kind_of_prompt_gives_its_choices_whole_and_streamed(cluster, prompt, texts) -> None:
+    answer = await cluster.openai.completions.create(model="fake", prompt=prompt)
+    assert [(c.index, c.text) for c in answer.choices] == list(enumerate(texts))
+    assert answer.usage.completion_tokens == sum(len(text) + 1 for text in texts)
+    streamed: dict[int, str] = {}
+    finishes = []
+    async for chunk in await cluster.openai.completions.create(model="fake", prompt=prompt, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] = streamed.get(choice.index, "") + choice.text
+            finishes += [choice.finish_reason] if choice.finish_reason else []
+    assert [streamed[index] for index in range(len(texts))] == texts
+    assert finishes == ["stop"] * len(texts)
+
+
+async def test_a_streamed_completion_is_sse_with_usage_last_and_done(cluster) -> None:
+    for worker in cluster.workers:
+        worker.script.delay = 0.02
+    body = {"model": "fake", "prompt": "héllo", "stream": True, "stream_options": {"include_usage": True}}
+    response = await cluster.http.post("/v1/completions", json=body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, usage, done = events_of(response.text)
+    assert done == "[DONE]"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "héllo"
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert usage["choices"] == []
+    assert usage["usage"]["total_tokens"] == 14
+    assert len(chunks) > 2
+
+
+async def test_a_streamed_chat_says_who_speaks_first_and_why_it_ended_last(cluster) -> None:
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    stream = await cluster.openai.chat.completions.create(
+        model="fake", messages=messages, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].object == "chat.completion.chunk"
+    assert chunks[0].choices[0].delta.role == "assistant"
+    *body, last, usage = chunks
+    text = "".join(chunk.choices[0].delta.content for chunk in body)
+    assert text == "<system>be brief<user>hi<assistant>"
+    assert last.choices[0].finish_reason == "stop"
+    assert last.choices[0].delta.content is None
+    assert usage.usage.completion_tokens == len(text) + 1
+    async with cluster.openai.chat.completions.stream(model="fake", messages=messages) as helper:
+        assert (await helper.get_final_completion()).choices[0].message.content == text
+
+
+async def test_parameters_reach_the_worker(cluster) -> None:
+    await cluster.openai.completions.create(
+        model="fake",
+        prompt="abc",
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        seed=-1,
+        user="someone",
+        extra_body={"top_k": 3, "min_p": 0.25, "stop_token_ids": [77], "ignore_eos": True},
+    )
+    sampling = cluster.calls()[0].request.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (7, 0.5, 2**64 - 1)
+    assert (round(sampling.top_p, 6), sampling.top_k, sampling.min_p) == (0.9, 3, 0.25)
+    assert (list(sampling.stop_token_ids), sampling.ignore_eos) == ([77], True)
+    await cluster.openai.completions.create(model="fake", prompt="abcd", extra_body={"top_k": -1})
+    sampling = next(call.request.sampling for call in cluster.calls() if call.request.sampling.max_tokens != 7)
+    assert not any(sampling.HasField(name) for name in ("temperature", "top_p", "top_k", "min_p", "ignore_eos"))
+    assert sampling.HasField("seed")  # drawn by the router, so that another worker can go on with the stream
+
+
+async def test_stop_strings(cluster) -> None:
+    for stop in ("c", ["zz", "c"]):
+        answer = await cluster.openai.completions.create(model="fake", prompt="abcdef", stop=stop)
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("ab", "stop")
+        assert answer.usage.completion_tokens == 3
+    await cluster.idle()
+
+
+async def test_both_limits_of_a_chat_are_understood_but_not_together(cluster) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    for name in ("max_tokens", "max_completion_tokens"):
+        answer = await cluster.openai.chat.completions.create(model="fake", messages=messages, **{name: 3})
+        assert answer.choices[0].message.content == "<us"
+        with pytest.raises(openai.BadRequestError) as caught:
+            await cluster.openai.chat.completions.create(model="fake", messages=messages, **{name: 0})
+        assert caught.value.param == name
+    with pytest.raises(openai.BadRequestError):
+        await cluster.openai.chat.completions.create(
+            model="fake", messages=messages, max_tokens=3, max_completion_tokens=3
+        )
+
+
+async def test_models(cluster) -> None:
+    models = [model async for model in cluster.openai.models.list()]
+    assert [(model.id, model.object, model.owned_by) for model in models] == [("fake", "model", "sapwood")]
+    found = await cluster.openai.models.retrieve("fake")
+    assert (found.id, found.root, found.parent, found.max_model_len) == ("fake", "fake", None, 100_000)
+    with pytest.raises(openai.NotFoundError) as caught:
+        await cluster.openai.models.retrieve("no/such")
+    assert caught.value.code == "model_not_found"
+
+
+async def test_an_unknown_model_is_404_and_names_the_parameter(cluster) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        await cluster.openai.completions.create(model="gpt-99", prompt="a")
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+
+WRONG = [
+    (COMPLETIONS, {}, "prompt"),
+    (COMPLETIONS, {"prompt": ""}, "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a", ""]}, "prompt[1]"),
+    (COMPLETIONS, {"prompt": ["a", 1]}, "prompt[1]"),
+    (COMPLETIONS, {"prompt": [[1, -2]]}, "prompt[0]"),
+    (COMPLETIONS, {"prompt": [2**32]}, "prompt"),
+    (COMPLETIONS, {"prompt": {"a": 1}}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a"] * 1025}, "prompt"),
+    (COMPLETIONS, {"prompt": "x" * 100_000}, "prompt"),
+    (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
+    (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "temperature"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 2**40}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p"),
+    (COMPLETIONS, {"prompt": "a", "top_k": -2}, "top_k"),
+    (COMPLETIONS, {"prompt": "a", "seed": 2**64}, "seed"),
+    (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 17}, "stop"),
+    (COMPLETIONS, {"prompt": "a", "stop": ""}, "stop"),
+    (COMPLETIONS, {"prompt": "a", "stop": [1]}, "stop[0]"),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids"),
+    (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options"),
+    (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "stream"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 0}, "best_of"),
+    (COMPLETIONS, {"prompt": "a", "n": 0}, "n"),
+    (COMPLETIONS, {"prompt": "a", "n": 129}, "n"),
+    (COMPLETIONS, {"prompt": ["a"] * 600, "n": 2}, "prompt"),
+    (COMPLETIONS, {"prompt": "a", "echo": 1}, "echo"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": True}, "logprobs"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+    (COMPLETIONS, {"prompt": "a", "frequency_penalty": -3}, "frequency_penalty"),
+    (COMPLETIONS, {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+    (COMPLETIONS, {"prompt": "a", "min_tokens": -1}, "min_tokens"),
+    (COMPLETIONS, {"prompt": "a", "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    (CHAT, {"messages": HI, "logprobs": 1}, "logprobs"),
+    (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs"),
+    (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT, {"messages": HI, "n": 1.5}, "n"),
+    (COMPLETIONS, {"prompt": "a", "suffix": "z"}, "suffix"),
+    (COMPLETIONS, {"prompt": "a", "temprature": 1}, "temprature"),
+    (CHAT, {}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": [{"content": "hi"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    (CHAT, {"messages": [*HI, {"role": "function", "content": "x", "name": "f"}]}, "messages[1].role"),
+    (CHAT, {"messages": [*HI, {"role": "system", "content": "late"}]}, "messages[1].role"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+    ),
+]
+
+
+async def test_a_wrong_parameter_is_named_and_the_service_goes_on(cluster) -> None:
+    for path, body, param in WRONG:
+        response = await cluster.http.post(path, json={"model": "fake", **body})
+        assert response.status_code == 400, (body, response.text)
+        error = response.json()["error"]
+        assert (error["param"], error["type"]) == (param, "invalid_request_error"), body
+        assert error["message"]
+    assert (await cluster.http.post(COMPLETIONS, json={"prompt": "ok"})).json()["choices"][0]["text"] == "ok"
+
+
+async def test_parameters_that_ask_for_nothing_are_taken(cluster) -> None:
+    neutral = {
+        "n": 1, "echo": False, "logprobs": None, "best_of": 1, "suffix": None, "logit_bias": {},
+        "presence_penalty": 0, "frequency_penalty": 0.0, "user": "me", "stream_options": None, "nobody_knows_it": None,
+    }  # fmt: skip
+    assert (await cluster.http.post(COMPLETIONS, json={"prompt": "a", **neutral})).status_code == 200
+    neutral = {
+        "n": 1, "logprobs": False, "response_format": {"type": "text"}, "tools": None, "nobody_knows_it": None,
+        "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True,
+    }  # fmt: skip
+    assert (await cluster.http.post(CHAT, json={"messages": HI, **neutral})).status_code == 200
+    assert (await cluster.http.post(CHAT, json={"messages": None})).json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "neutral"),
+    [(COMPLETIONS, {"prompt": "a"}, COMPLETION_NEUTRAL), (CHAT, {"messages": HI}, CHAT_NEUTRAL)],
+)
+async def test_what_other_servers_know_is_taken_where_it_asks_for_nothing(cluster, path, prompt, neutral) -> None:
+    for pick in (0, -1):
+        values = {name: values[pick] for name, values in neutral.items() if values}
+        answer = await cluster.http.post(path, json={**prompt, **dict.fromkeys(neutral), **values})
+        assert answer.status_code == 200, answer.text
+    answer = await cluster.http.post(path, json={**prompt, **dict.fromkeys(IGNORED, "x")})
+    assert answer.status_code == 200, answer.text
+    for name in neutral:
+        answer = await cluster.http.post(path, json={**prompt, name: "wanted"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+        assert name in answer.json()["error"]["message"]
+
+
+def test_the_documentation_names_what_is_not_served() -> None:
+    text = (Path(__file__).parents[4] / "docs" / "clients.md").read_text()
+    rows = {
+        row.split("|")[1].strip(): re.findall(r"`(\w+)`", row.split("|")[2])
+        for row in re.findall(r"^\|.*\|$", text, re.M)
+    }
+    ignored = next(names for title, names in rows.items() if title.startswith("ignored"))
+    both = next(names for title, names in rows.items() if title.startswith("taken only"))
+    assert set(ignored) == IGNORED
+    assert {*both, *rows["the same: completions"]} == {*COMPLETION_NEUTRAL}
+    assert {*both, *rows["the same: chat"]} == {*CHAT_NEUTRAL}
+    assert {*rows["the same: embeddings"]} == {*EMBEDDING_NEUTRAL}
+
+
+async def test_usage_so_far_is_told_in_every_chunk_where_asked(cluster) -> None:
+    for path, prompt in ((COMPLETIONS, {"prompt": ["hello", "hi"], "n": 2}), (CHAT, {"messages": HI, "n": 2})):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body = {**prompt, "stream": True, "stream_options": options, "max_tokens": 9}
+        answer = await cluster.http.post(path, json=body)
+        *events, done = [line[6:] for line in answer.text.split("\n\n") if line]
+        assert done == "[DONE]"
+        usages = [json.loads(event)["usage"] for event in events]
+        told = [usage["completion_tokens"] for usage in usages]
+        assert told == sorted(told) and told[0] < told[-1]
+        assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
+        assert usages[-1] == usages[-2]  # the last chunk with a choice knows all
+        options["include_usage"] = False
+        answer = await cluster.http.post(path, json=body)
+        assert "usage" not in answer.text
+    for options in ({"include_obfuscation": True}, {"include_usages": True}, {"include_usage": "yes"}):
+        answer = await cluster.http.post(CHAT, json={"messages": HI, "stream": True, "stream_options": options})
+        assert answer.json()["error"]["param"] == f"stream_options.{next(iter(options))}"
+
+
+BROKEN = [
+    (b"", None),
+    (b"{", None),
+    (b"[]", None),
+    (b"null", None),
+    (b'{"prompt": NaN}', None),
+    (b"[" * 100_000, None),
+    (b'{"prompt": "a\xff"}', "prompt"),
+    (b'{"prompt": "a\\ud800"}', "prompt"),
+    (b'{"prompt": "\\udc00 and more text here"}', "prompt"),
+    (b'{"prompt": "a", "stop": ["b", "\\ud83dx"]}', "stop[1]"),
+    (b'{"messages": [{"role": "user", "content": "\xc3("}]}', "messages[0].content"),
+    (b'{"pr\xffompt": "a"}', None),
+]
+
+
+async def test_a_body_that_is_not_json_or_not_unicode_is_refused(cluster) -> None:
+    for raw, param in BROKEN:
+        path = CHAT if b"messages" in raw else COMPLETIONS
+        response = await cluster.http.post(path, content=raw)
+        assert response.status_code == 400, (raw, response.text)
+        assert response.json()["error"]["param"] == param, raw
+
+
+async def test_a_body_over_the_limit_is_413(make_cluster) -> None:
+    async with make_cluster(1, max_body_bytes=2000) as cluster:
+        assert (await cluster.http.post(COMPLETIONS, json={"prompt": "x" * 2000})).status_code == 413
+
+        async def pieces():
+            for _ in range(10):
+                yield b"x" * 500
+
+        response = await cluster.http.post(COMPLETIONS, content=pieces())
+        assert response.status_code == 413
+        assert response.json()["error"]["type"] == "invalid_request_error"
+        assert (await cluster.http.post(COMPLETIONS, json={"prompt": "ok"})).status_code == 200
+
+
+async def test_unknown_paths_and_wrong_methods_are_json_too(cluster) -> None:
+    response = await cluster.http.get("/v2/nothing")
+    assert (response.status_code, response.json()["error"]["type"]) == (404, "invalid_request_error")
+    response = await cluster.http.get(COMPLETIONS)
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert "error" in response.json()
+    assert response.headers["x-request-id"]
+
+
+async def test_the_request_id_is_echoed_on_every_response_and_handed_on(cluster) -> None:
+    headers = {"x-request-id": "id-1"}
+    for call in (
+        cluster.http.post(COMPLETIONS, json={"prompt": "a"}, headers=headers),
+        cluster.http.post(COMPLETIONS, json={"prompt": "a", "stream": True}, headers=headers),
+        cluster.http.post(COMPLETIONS, json={"prompt": ""}, headers=headers),
+        cluster.http.get("/nowhere", headers=headers),
+        cluster.http.get("/health", headers=headers),
+    ):
+        assert (await call).headers["x-request-id"] == "id-1"
+    assert {call.request_id for call in cluster.calls()} == {"id-1"}
+    assert set(cluster.tokenizer.request_ids) == {"id-1"}
+    assert (await cluster.http.get("/health")).headers["x-request-id"]
+    response = await cluster.http.get("/health", headers={"x-request-id": "a b"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "x-request-id")
+
+
+async def test_sixty_four_streams_at_once_get_their_own_text(cluster) -> None:
+    for worker in cluster.workers:
+        worker.script.delay = 0.001
+
+    async def one(number: int) -> None:
+        text = f"[{number}] " + chr(0x4E00 + number) * 20
+        stream = await cluster.openai.completions.create(model="fake", prompt=text, max_tokens=500, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == text
+
+    await asyncio.gather(*(one(number) for number in range(64)))
+    await cluster.idle()
+    assert len(cluster.calls()) == 64
+    # Many requests' tokens share a message.
+    assert cluster.tokenizer.messages < sum(call.sent_tokens for call in cluster.calls()) / 2
+
+
+async def test_a_body_that_does_not_come_is_504(make_cluster) -> None:
+    async with make_cluster(1, request_timeout=0.2) as cluster:
+        reader, writer = await asyncio.open_connection("127.0.0.1", cluster.router.http_port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        assert b" 504 " in await reader.readline()
+        writer.close()

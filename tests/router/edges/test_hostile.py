@@ -1,0 +1,100 @@
+"""Requests that are wrong in every way, readers that do not read and clients that vanish: nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+import msgspec
+
+from sapwood_router.edges.openai.parameters import SAMPLING
+from sapwood_router.edges.openai.types import ChatRequest, CompletionRequest
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+GOOD = {
+    CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    COMPLETIONS: {"prompt": "hello"},
+}
+JUNK = [
+    {"x": 1}, {}, [], [[]], [1.5], "text", "", "\ud800", -1, 0, 1.5, 2**70, -(2**70), True, [None], [{"type": "x"}], "9" * 5000,
+]  # fmt: skip
+BODIES = [
+    b"", b"{", b"[]", b"null", b"5", b'"a"', b"\xff\xfe", b'{"messages": [' + b"[" * 5000, b'{"prompt": "\xff"}', b'{"a":1}',
+    b"[" * 100_000, b'{"prompt": "a", "prompt": }', b'{"prompt": NaN}', b'{"max_tokens": 1e999, "prompt": "a"}',
+]  # fmt: skip
+
+
+def fields(path: str) -> list[str]:
+    struct = ChatRequest if path == CHAT else CompletionRequest
+    sampling = SAMPLING - {*struct.__struct_fields__}
+    return [*struct.__struct_fields__, *sorted(sampling), "use_beam_search", "unknown"]
+
+
+def wrong_requests() -> list[tuple[str, bytes, str | None]]:
+    """Path, body, and the parameter at fault; None where the body as a whole is."""
+    made: list[tuple[str, bytes, str | None]] = []
+    for path, good in GOOD.items():
+        made += [(path, json.dumps({**good, name: junk}).encode(), name) for name in fields(path) for junk in JUNK]
+        made += [(path, body, None) for body in BODIES]
+    return made
+
+
+async def test_a_thousand_wrong_requests_are_refused_by_name_and_the_rest_is_served(cluster) -> None:
+    for worker in cluster.workers:
+        worker.script.tokens = lambda prompt: [104, 108] * 20
+    wrong = wrong_requests()
+    assert len(wrong) >= 1000
+    random.Random(0).shuffle(wrong)
+    refused = 0
+
+    async def flood(part: list[tuple[str, bytes, str | None]]) -> None:
+        nonlocal refused
+        for path, body, name in part:
+            response = await cluster.http.post(path, content=body)
+            if response.status_code == 200:
+                assert name is not None, body  # this value happens to be a good one
+                continue
+            assert response.status_code in (400, 404), (body[:200], response.text)
+            error = response.json()["error"]
+            assert error["message"]
+            if name is not None and "\\ud800" not in body.decode():
+                assert (error["param"] or "").partition(".")[0].partition("[")[0] == name, (body[:200], error)
+            refused += 1
+
+    async def serve() -> None:
+        for _ in range(40):
+            texts = [part.text async for part in await cluster.openai.completions.create(
+                model="fake", prompt="x", max_tokens=40, stream=True) for part in part.choices]  # fmt: skip
+            assert "".join(texts) == "ei" * 20
+
+    await asyncio.gather(serve(), *(flood(wrong[start::8]) for start in range(8)))
+    assert refused >= 800
+    await cluster.idle()
+
+
+async def test_readers_that_stall_and_clients_that_vanish_hold_up_nobody(cluster) -> None:
+    for worker in cluster.workers:
+        worker.script.tokens = lambda prompt: [104] * (100_000 if len(prompt) > 5 else 20)
+        worker.script.chunk = 50
+    host, port = "127.0.0.1", cluster.router.http_port
+    body = msgspec.json.encode({"prompt": "a very long answer", "stream": True, "max_tokens": 100_000})
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    stalled = []
+    for number in range(40):
+        reader, writer = await asyncio.open_connection(host, port, limit=1024)
+        writer.write(head.encode() + body)
+        await writer.drain()
+        if number % 2:
+            await reader.readexactly(200)
+            writer.transport.abort()
+        else:
+            stalled.append(writer)
+    answers = await asyncio.gather(
+        *(cluster.openai.completions.create(model="fake", prompt="x", max_tokens=20) for _ in range(50))
+    )
+    assert {answer.choices[0].text for answer in answers} == {"e" * 20}
+    for writer in stalled:
+        writer.transport.abort()
+    await cluster.idle()
+    assert all(call.outcome in ("finished", "cancelled") for call in cluster.calls())

@@ -1,0 +1,53 @@
+"""A session that goes wrong in a way nobody thought of costs that session, not the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+
+from sapwood_common.network.channel import Dialer
+from sapwood_common.pacing.loop_lag import LoopLag
+from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker
+from sapwood_router.fleet.connection import WorkerConnection
+from sapwood_router.fleet.registry import Registry
+from sapwood_router.fleet.silence_limit import SilenceLimit
+from sapwood_router.fleet.worker import Worker
+
+
+async def test_a_worker_that_answers_nonsense_is_asked_again(wait_until) -> None:
+    sessions = 0
+
+    async def session(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+        nonlocal sessions
+        sessions += 1
+        yield b"\xff\xff no SessionResponse"
+
+    server = grpc.aio.server()
+    handler = grpc.method_handlers_generic_handler(
+        "sapwood.v1.Worker", {"Session": grpc.stream_stream_rpc_method_handler(session)}
+    )
+    server.add_generic_rpc_handlers([handler])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    worker = Worker(f"127.0.0.1:{port}", CircuitBreaker(BreakerSettings(), time.monotonic), time.monotonic)
+    registry = Registry([worker])
+    limit = SilenceLimit(30.0, LoopLag())
+    connection = WorkerConnection(
+        worker, registry, 250, limit, lambda _: None, lambda _: None, time.monotonic, Dialer()
+    )
+    task = asyncio.create_task(connection.run())
+    try:
+        await wait_until(lambda: sessions >= 3 or task.done())
+        assert not task.done()
+        assert worker.problem is not None
+        assert "DecodeError" in worker.problem
+        assert not worker.available
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await server.stop(None)

@@ -1,0 +1,446 @@
+"""Real worker processes (around a runner without a model) killed and stopped under load: nobody notices but by a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from sapwood.v1 import router_pb2, router_pb2_grpc
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.network.channel import open_channel
+from sapwood_router.app import RouterApplication
+from sapwood_router.config import RouterConfig
+from sapwood_router.fleet.worker import Worker
+from sapwood_testing.router.fake_tokenizer import FakeTokenizer
+from sapwood_testing.router.ports import port_of_its_own
+from sapwood_testing.worker.fake_runner import continuation
+
+VOCAB = 131  # the fake tokenizer reads each as an ASCII character
+LENGTH = 60
+
+
+class WorkerProcess:
+    """One that can be killed and started again on its port.
+
+    Args:
+        namespace: The network it is in; None for this machine's own.
+    """
+
+    def __init__(self, namespace: Any | None = None) -> None:
+        self.port = port_of_its_own()
+        self.process: asyncio.subprocess.Process | None = None
+        self.namespace = namespace
+        self.host = "127.0.0.1" if namespace is None else namespace.host
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    async def start(self) -> None:
+        self.process = await asyncio.create_subprocess_exec(
+            *(() if self.namespace is None else ("ip", "netns", "exec", self.namespace.name)),
+            *(sys.executable, "-m", "sapwood_testing.worker.fake_worker", "--port", str(self.port)),
+            *(
+                "--host",
+                self.host,
+                "--metrics-port",
+                "0",
+                "--vocab-size",
+                str(VOCAB),
+                "--step-ms",
+                "10",
+                "--context-length",
+                "512",
+            ),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(60):
+            while line := (await self.process.stderr.readline()).decode():
+                if found := re.search(r"listening on \S+:(\d+)", line):
+                    self.port = int(found[1])
+                    self.drain = asyncio.ensure_future(self.process.stderr.read())
+                    return
+        raise AssertionError("the worker did not start")
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def send_to_scheduler(self, number: signal.Signals) -> None:
+        """To the process behind the one that speaks gRPC."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        os.kill(int(children.split()[0]), number)
+
+    async def kill(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+            await self.drain
+
+
+class Load:
+    """Streams requests without a pause and checks each answer."""
+
+    def __init__(self, stub: router_pb2_grpc.RouterStub, streams: int, seed: int) -> None:
+        self._stub = stub
+        self._rng = random.Random(seed)
+        self._tasks = [asyncio.ensure_future(self._run()) for _ in range(streams)]
+        self._stopping = False
+        self.done = self.resumed = 0
+
+    async def stop(self) -> None:
+        self._stopping = True
+        await asyncio.gather(*self._tasks)
+
+    def check(self) -> None:
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def _run(self) -> None:
+        while not self._stopping:
+            prompt = [self._rng.randrange(3, VOCAB) for _ in range(self._rng.randrange(1, 60))]
+            request = router_pb2.RouterGenerateRequest()
+            request.tokens.ids.extend(prompt)
+            request.sampling.seed, request.sampling.max_tokens = 7, LENGTH
+            call = self._stub.Generate(request, timeout=120)
+            tokens: list[int] = []
+            async for response in call:
+                tokens += response.token_ids
+            assert tokens == list(islice(continuation(prompt, SamplingParams(seed=7), VOCAB), LENGTH))
+            assert response.usage.completion_tokens == LENGTH
+            assert response.usage.prompt_tokens == len(prompt)
+            self.done += 1
+            self.resumed += int(dict(await call.trailing_metadata())["x-sapwood-resumptions"])
+
+
+@contextlib.asynccontextmanager
+async def cluster(workers: int, namespaces: Sequence[Any] = (), workers_file: Path | None = None, **settings):
+    tokenizer = FakeTokenizer()
+    await tokenizer.start()
+    processes = [WorkerProcess(namespace) for namespace in namespaces] or [WorkerProcess() for _ in range(workers)]
+    await asyncio.gather(*(process.start() for process in processes))
+    addresses = tuple(process.address for process in processes)
+    if workers_file is not None:
+        await asyncio.to_thread(workers_file.write_text, "\n".join(addresses))
+    # A worker that gets little of a core is silent for seconds: only where silence is the loss it counts, and then not so soon.
+    settings = {"worker_silence": 60, "resume_grace": 60, "tokenizer_grace": 60, "queue_wait": 120, **settings}
+    router = RouterApplication(
+        RouterConfig(
+            port=0,
+            http_port=0,
+            tokenizer=tokenizer.address,
+            workers=addresses if workers_file is None else (),
+            workers_file=workers_file,
+            **settings,
+        )
+    )
+    await router.start()
+    channel = open_channel(f"127.0.0.1:{router.grpc_port}")
+    try:
+        await available(router, workers)
+        yield router, processes, router_pb2_grpc.RouterStub(channel)
+    finally:
+        await channel.close()
+        await router.stop()
+        for process in processes:
+            await process.kill()
+        await tokenizer.kill()
+
+
+async def available(router: RouterApplication, count: int) -> None:
+    async with asyncio.timeout(60):
+        while len(router.registry.available("fake")) != count:
+            await asyncio.sleep(0.01)
+
+
+async def moved(router: RouterApplication, worker: WorkerProcess) -> None:
+    """Waits until what ran on a worker runs elsewhere."""
+    async with asyncio.timeout(60):
+        while known_as(router, worker).in_flight:
+            await asyncio.sleep(0.01)
+
+
+def known_as(router: RouterApplication, worker: WorkerProcess) -> Worker:
+    return next(known for known in router.registry.all() if known.address == worker.address)
+
+
+def losses_of(router: RouterApplication, worker: WorkerProcess) -> float:
+    return (
+        router._metrics.registry.get_sample_value("sapwood_router_worker_losses_total", {"worker": worker.address}) or 0
+    )
+
+
+async def progress(load: Load, requests: int) -> None:
+    goal = load.done + requests
+    async with asyncio.timeout(120):
+        while load.done < goal:
+            load.check()
+            await asyncio.sleep(0.01)
+
+
+async def kill_and_restart(router: RouterApplication, worker: WorkerProcess, workers: int, load: Load) -> None:
+    await worker.kill()
+    await available(router, workers - 1)
+    await progress(load, 4)
+    await worker.start()
+    await available(router, workers)
+
+
+async def stop_and_continue(router: RouterApplication, worker: WorkerProcess, workers: int, load: Load) -> None:
+    worker.send(signal.SIGSTOP)
+    await available(router, workers - 1)
+    await progress(load, 4)
+    worker.send(signal.SIGCONT)
+    await available(router, workers)
+
+
+async def freeze_and_thaw(router: RouterApplication, worker: WorkerProcess, workers: int, load: Load) -> None:
+    worker.send_to_scheduler(signal.SIGSTOP)
+    await available(router, workers - 1)
+    await moved(router, worker)
+    await progress(load, 4)
+    worker.send_to_scheduler(signal.SIGCONT)
+    await available(router, workers)
+
+
+async def part_and_mend(router: RouterApplication, worker: WorkerProcess, workers: int, load: Load) -> None:
+    assert worker.namespace is not None
+    worker.namespace.part()
+    await available(router, workers - 1)
+    await progress(load, 4)
+    worker.namespace.mend()
+    await available(router, workers)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("lose", "rounds"),
+    [
+        (kill_and_restart, 2),
+        (stop_and_continue, 2),
+        (freeze_and_thaw, 2),
+        pytest.param(kill_and_restart, 20, marks=pytest.mark.slow),
+        pytest.param(stop_and_continue, 20, marks=pytest.mark.slow),
+        pytest.param(freeze_and_thaw, 20, marks=pytest.mark.slow),
+        pytest.param(part_and_mend, 20, marks=pytest.mark.slow),
+    ],
+)
+async def test_no_request_fails_and_every_stream_is_as_if_undisturbed(lose, rounds, make_namespace) -> None:
+    count = 3 if rounds < 20 else 4
+    namespaces = [make_namespace() for _ in range(count)] if lose is part_and_mend else []
+    # Of the many seconds' silences some may be the machine's: those cost resumptions, too.
+    settings = {} if lose is kill_and_restart else {"worker_silence": 2, "most_resumptions": 20}
+    async with cluster(count, namespaces, **settings) as (router, workers, stub):
+        load = Load(stub, streams=16, seed=rounds)
+        rng = random.Random(rounds)
+        losses = 0
+        while losses < rounds or load.resumed < rounds:  # a worker may have said all before the router reads it
+            assert losses < 10 * rounds
+            await progress(load, 8)
+            await lose(router, rng.choice(workers), len(workers), load)
+            losses += 1
+        await progress(load, 8)
+        await load.stop()
+        assert all(worker.in_flight == 0 and worker.pending_tokens == 0 for worker in router.registry.all())
+
+
+async def test_restarting_all_workers_one_after_the_other_fails_no_request() -> None:
+    async with cluster(2) as (router, workers, stub):
+        load = Load(stub, streams=8, seed=1)
+        for worker in workers:
+            await progress(load, 4)
+            worker.send(signal.SIGTERM)
+            await available(router, 1)
+            await worker.process.wait()
+            assert worker.process.returncode == 0
+            await worker.start()
+            await available(router, 2)
+        await load.stop()
+        assert load.resumed == 0
+
+
+async def test_what_is_no_longer_named_finishes_what_it_has_and_what_is_removed_hands_it_on_at_no_cost(
+    tmp_path,
+) -> None:
+    file = tmp_path / "workers"
+    async with cluster(2, workers_file=file, most_resumptions=0) as (router, workers, stub):
+        load = Load(stub, streams=8, seed=1)
+        for worker in workers:
+            await progress(load, 4)
+            file.write_text("\n".join(other.address for other in workers if other is not worker))
+            async with asyncio.timeout(60):
+                while len(router.registry.all()) == 2:
+                    await asyncio.sleep(0.01)
+            await progress(load, 4)
+            file.write_text("\n".join(other.address for other in workers))
+            await available(router, 2)
+        await load.stop()
+        assert load.resumed == 0
+        request = router_pb2.RouterGenerateRequest()
+        request.tokens.ids.extend([5, 6, 7])
+        request.sampling.seed, request.sampling.max_tokens = 7, 200
+        moves = attempts = 0
+        while moves < 4:  # a worker may have said all before this process has moved it often enough
+            attempts += 1
+            assert attempts <= 10
+            call = stub.Generate(request, timeout=120)
+            tokens: list[int] = []
+            moves = 0
+            while (response := await call.read()) is not grpc.aio.EOF:
+                tokens += response.token_ids
+                busy = next((worker for worker in router.registry.all() if worker.in_flight), None)
+                if moves < 4 and busy is not None:
+                    await stub.RemoveWorker(router_pb2.RemoveWorkerRequest(address=busy.address))
+                    await stub.RegisterWorker(router_pb2.RegisterWorkerRequest(address=busy.address))
+                    moves += 1
+                    await available(router, 2)
+            assert tokens == list(islice(continuation([5, 6, 7], SamplingParams(seed=7), VOCAB), 200))
+            moves = int(dict(await call.trailing_metadata())["x-sapwood-resumptions"])
+            assert moves <= 4
+
+
+async def test_the_scheduler_of_a_worker_dies() -> None:
+    async with cluster(2) as (router, workers, stub):
+        load = Load(stub, streams=8, seed=1)
+        await progress(load, 4)
+        workers[0].send_to_scheduler(signal.SIGKILL)
+        await available(router, 1)
+        await progress(load, 8)
+        await load.stop()
+
+
+async def test_a_frozen_idle_worker_keeps_no_new_request_waiting() -> None:
+    async with cluster(2, worker_silence=1, policy="round_robin") as (router, workers, stub):
+        workers[0].send_to_scheduler(signal.SIGSTOP)
+        load = Load(stub, streams=8, seed=1)
+        async with asyncio.timeout(60):
+            while not known_as(router, workers[0]).in_flight:
+                await asyncio.sleep(0.01)
+        await available(router, 1)
+        await moved(router, workers[0])
+        await progress(load, 16)
+        await load.stop()
+        workers[0].send_to_scheduler(signal.SIGCONT)
+        await available(router, 2)
+        assert all(worker.in_flight == 0 for worker in router.registry.all())
+
+
+async def test_a_killed_routers_stream_just_breaks_and_with_its_seed_another_router_gives_the_same_answer() -> None:
+    async with cluster(2) as (router, workers, _):
+        doomed = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "sapwood_router", "--port", "0", "--http-port", "0", "--metrics-port", "0"),
+            *("--tokenizer", router._config.tokenizer, "--workers", *(worker.address for worker in workers)),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        line = ""
+        while not (found := re.search(r"HTTP listening on \S+:(\d+)", line)):
+            line = (await asyncio.wait_for(doomed.stderr.readline(), 60)).decode()
+        rest = asyncio.ensure_future(doomed.stderr.read())
+        body = {"prompt": [5, 6, 7], "max_tokens": LENGTH, "seed": 7, "stream": True, "detokenize": False}
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+            while (await http.get(f"http://127.0.0.1:{found[1]}/health")).status_code != 200:
+                await asyncio.sleep(0.02)
+            events: list[str] = []
+            with pytest.raises(httpx.TransportError):
+                async with http.stream("POST", f"http://127.0.0.1:{found[1]}/v1/completions", json=body) as answer:
+                    async for event in answer.aiter_lines():
+                        events += filter(None, [event])
+                        if len(events) == 3:
+                            doomed.kill()
+            await asyncio.gather(doomed.wait(), rest)
+            assert "[DONE]" not in events[-1] and "error" not in events[-1]
+            received = [token for event in events for token in json.loads(event[6:])["choices"][0]["token_ids"]]
+            again = await http.post(
+                f"http://127.0.0.1:{router.http_port}/v1/completions", json={**body, "stream": False}
+            )
+        answer = again.json()["choices"][0]["token_ids"]
+        assert len(answer) == LENGTH
+        assert 0 < len(received) < LENGTH
+        assert answer[: len(received)] == received
+
+
+async def test_a_deadline_holds_while_the_only_worker_hangs() -> None:
+    async with cluster(1, worker_silence=1, resume_grace=120) as (_, workers, stub):
+        request = router_pb2.RouterGenerateRequest()
+        request.tokens.ids.extend([5, 6])
+        request.sampling.max_tokens = 400
+        for seconds in (2, 20, 60):  # where the machine is slow, the first may pass before there is a token
+            call = aiter(stub.Generate(request, timeout=seconds))
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await anext(call)
+                break
+        workers[0].send(signal.SIGSTOP)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_worker_that_gets_its_cpu_in_pieces_is_not_lost_but_one_that_gets_none_is() -> None:
+    async with cluster(1, worker_silence=1) as (router, workers, stub):
+        (worker,) = workers
+
+        async def stop_for(seconds: float) -> float:
+            begun = time.monotonic()
+            worker.send(signal.SIGSTOP)
+            await asyncio.sleep(seconds)
+            worker.send(signal.SIGCONT)
+            return time.monotonic() - begun
+
+        load = Load(stub, streams=2, seed=1)
+        for _ in range(10):  # where the machine itself stands still, a stop takes longer than was meant
+            for _ in range(4):
+                await stop_for(0.4)
+                await asyncio.sleep(0.3)
+            before, limit = losses_of(router, worker), router._silence_limit.seconds(known_as(router, worker).loop_lag)
+            if await stop_for(1.3) < limit - 0.3:
+                break
+            await available(router, 1)
+        assert limit > 1.6
+        assert losses_of(router, worker) == before
+        await progress(load, 2)
+        await load.stop()
+        worker.send(signal.SIGSTOP)
+        await available(router, 0)
+        worker.send(signal.SIGCONT)
+        await available(router, 1)
+        assert losses_of(router, worker) == before + 1
+
+
+@pytest.mark.slow
+async def test_a_machine_with_too_much_to_do_loses_no_worker() -> None:
+    async with cluster(2, worker_silence=1) as (router, workers, stub):
+        hogs = [
+            await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
+            for _ in range(8 * (os.cpu_count() or 1))
+        ]
+        try:
+            load = Load(stub, streams=8, seed=1)
+            await progress(load, 60)
+            await load.stop()
+            assert load.resumed == 0
+            assert not any(losses_of(router, worker) for worker in workers)
+            workers[0].send(signal.SIGSTOP)
+            await available(router, 1)
+            workers[0].send(signal.SIGCONT)
+            await available(router, 2)
+        finally:
+            for hog in hogs:
+                hog.kill()
+                await hog.wait()

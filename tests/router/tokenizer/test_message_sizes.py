@@ -1,0 +1,65 @@
+"""What many requests bring together does not make a message that a service refuses: it would end the session of all."""
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from sapwood.v1 import tokenizer_pb2, worker_pb2
+from sapwood_common.http2.client.duplex_call import DuplexCall
+from sapwood_common.network.channel import MAX_MESSAGE_BYTES
+from sapwood_router.fleet.session import StreamSink, WorkerSession
+from sapwood_router.request.output import OutputOptions
+from sapwood_router.tokenizer.detokenize_session import DetokenizeSession
+from sapwood_router.tokenizer.replica import TokenizerReplica
+
+MOST = MAX_MESSAGE_BYTES / 8
+REQUESTS = 128
+MEGABYTE = 1 << 20
+
+
+class WrittenCall:
+    """A call that keeps what is written."""
+
+    ready = True
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def write(self, message: bytes) -> None:
+        self.written.append(message)
+
+
+async def test_many_large_grammars_for_one_worker_go_in_several_messages() -> None:
+    call = WrittenCall()
+    session = WorkerSession("w", cast(DuplexCall, call), lambda _: None, lambda _: None, 1.0, lambda: 0.0)
+    for _ in range(REQUESTS):
+        request = worker_pb2.WorkerGenerateRequest(token_ids=[1])
+        request.grammar.compiled = bytes(MEGABYTE)
+        session.open(request, 1.0, cast(StreamSink, None))  # nothing comes back
+    await asyncio.sleep(0)
+    assert max(map(len, call.written)) < MOST
+    submits = [item for message in call.written for item in worker_pb2.SessionRequest.FromString(message).submits]
+    assert [item.stream_id for item in submits] == list(range(1, REQUESTS + 1))
+
+
+async def test_many_large_tools_for_the_detokenizer_go_in_several_messages() -> None:
+    call = WrittenCall()
+    session = DetokenizeSession(cast(TokenizerReplica, None), 1.0, lambda session, first: None)
+    session._call = cast(DuplexCall, call)
+    for _ in range(REQUESTS):
+        session.open(OutputOptions(tools="x" * MEGABYTE), whole=False).push([1, 2])
+    await asyncio.sleep(0)
+    assert max(map(len, call.written)) < MOST
+    inputs = [item for message in call.written for item in tokenizer_pb2.DetokenizeRequest.FromString(message).inputs]
+    assert sorted(item.stream_id for item in inputs) == list(range(1, REQUESTS + 1))
+    assert all(item.token_ids == [1, 2] for item in inputs)
+
+
+@pytest.mark.parametrize("count", [1024, 1025])
+async def test_stop_tokens_are_bounded(cluster, count: int) -> None:
+    body = {"prompt": [65], "max_tokens": 2, "stop_token_ids": [5] * count}
+    answer = await cluster.http.post("/v1/completions", json=body)
+    assert (answer.status_code == 200) == (count == 1024), answer.text
+    if answer.status_code != 200:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stop_token_ids")

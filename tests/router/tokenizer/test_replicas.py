@@ -1,0 +1,220 @@
+"""Several replicas of the tokenizer: one that dies or hangs under load costs no request, and nothing comes twice."""
+
+import asyncio
+import contextlib
+import signal
+
+import grpc
+import openai
+import pytest
+
+from sapwood_router.app import RouterApplication
+from sapwood_router.config import RouterConfig
+from sapwood_router.transport.name_lookup import addresses_behind, name_in
+from sapwood_testing.router.fake_tokenizer import FakeTokenizer
+from sapwood_testing.router.fake_worker import FakeWorker
+
+TEXT = "Ünïcode " * 20
+REQUESTS = 12
+
+
+@contextlib.asynccontextmanager
+async def running_router(wait_until, tokenizers: str, worker: FakeWorker, lookup=addresses_behind):
+    await worker.start()
+    config = RouterConfig(
+        port=0, http_port=0, tokenizer=tokenizers, workers=(worker.address,), health_interval=0.1, request_timeout=120,
+        worker_silence=60, tokenizer_grace=60,
+    )  # fmt: skip
+    router = RouterApplication(config, lookup)
+    await router.start()
+    try:
+        await wait_until(lambda: router.problem() is None)
+        # Streams spread only over calls that are known to stand.
+        await wait_until(lambda: all(session.up for session in router._detokenizers._sessions.values()))
+        url = f"http://127.0.0.1:{router.http_port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+            yield router, client
+    finally:
+        await router.stop()
+        await worker.kill()
+
+
+async def complete(client: openai.AsyncOpenAI) -> str:
+    stream = await client.completions.create(model="fake", prompt=TEXT, stream=True, max_tokens=1000)
+    return "".join([chunk.choices[0].text async for chunk in stream])
+
+
+async def test_streams_move_to_another_replica_and_new_requests_go_there(wait_until) -> None:
+    fakes, worker = [FakeTokenizer(), FakeTokenizer()], FakeWorker()
+    worker.script.delay = 0.003
+    worker.script.gate, worker.script.gate_after = asyncio.Event(), 50  # none ends before all have begun
+    for fake in fakes:
+        await fake.start()
+    addresses = ",".join(fake.address for fake in fakes)
+    async with running_router(wait_until, addresses, worker) as (router, client):
+        answers = [asyncio.ensure_future(complete(client)) for _ in range(REQUESTS)]
+        await wait_until(lambda: all(len(fake.open_streams) == REQUESTS / 2 for fake in fakes))
+        await fakes[0].kill()
+        worker.script.gate.set()
+        assert await asyncio.gather(*answers) == [TEXT] * REQUESTS
+        assert router.problem() is None
+        assert await complete(client) == TEXT
+        await fakes[1].kill()
+        await wait_until(lambda: router.problem() is not None)
+        await fakes[0].start()
+        await wait_until(lambda: router.problem() is None)
+        assert await complete(client) == TEXT
+        await fakes[0].kill()
+
+
+class ResettingTokenizer(FakeTokenizer):
+    """Resets the first call, as a server may that stops."""
+
+    resets = 0
+
+    async def Tokenize(self, request, context):  # noqa: N802 - the method of the protocol
+        if not self.resets:
+            self.resets += 1
+            await context.abort(grpc.StatusCode.CANCELLED)
+        return await super().Tokenize(request, context)
+
+
+async def test_a_call_that_the_tokenizer_resets_is_made_again(wait_until) -> None:
+    fake, worker = ResettingTokenizer(), FakeWorker()
+    await fake.start()
+    try:
+        async with running_router(wait_until, fake.address, worker) as (_, client):
+            assert await complete(client) == TEXT
+        assert fake.resets == 1
+    finally:
+        await fake.kill()
+
+
+async def test_a_stream_waits_for_a_replica_where_none_is_left(wait_until) -> None:
+    fakes, worker = [FakeTokenizer(), FakeTokenizer()], FakeWorker()
+    worker.script.delay = 0.003
+    worker.script.gate, worker.script.gate_after = asyncio.Event(), 50
+    for fake in fakes:
+        await fake.start()
+    addresses = ", ".join(fake.address for fake in fakes)
+    async with running_router(wait_until, addresses, worker) as (_, client):
+        answers = [asyncio.ensure_future(complete(client)) for _ in range(4)]
+        await wait_until(lambda: all(len(fake.open_streams) == 2 for fake in fakes))
+        for fake in fakes:
+            await fake.kill()
+        worker.script.gate.set()
+        await asyncio.sleep(0.2)
+        await fakes[1].start()
+        assert await asyncio.gather(*answers) == [TEXT] * 4
+        await fakes[1].kill()
+
+
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
+async def test_a_real_replica_killed_or_stopped_under_load_fails_no_request(wait_until, start_tokenizer, how) -> None:
+    worker = FakeWorker()
+    worker.script.delay = 0.002
+    worker.script.tokens = list
+    with start_tokenizer() as first, start_tokenizer() as second:
+        addresses = f"{first.address},{second.address}"
+        async with running_router(wait_until, addresses, worker) as (_, client):
+            left = 60
+
+            async def user() -> list[str]:
+                nonlocal left
+                texts = []
+                while left > 0:
+                    left -= 1
+                    texts.append(await complete(client))
+                return texts
+
+            users = [asyncio.ensure_future(user()) for _ in range(12)]
+            await wait_until(lambda: left < 40)
+            first.process.send_signal(how)
+            texts = [text for texts in await asyncio.gather(*users) for text in texts]
+            assert texts == [TEXT] * 60
+
+
+async def test_a_replica_that_drains_finishes_its_streams_where_there_is_no_other(wait_until, start_tokenizer) -> None:
+    worker = FakeWorker()
+    worker.script.delay = 0.01
+    worker.script.tokens = list
+    with start_tokenizer() as only:
+        async with running_router(wait_until, only.address, worker) as (_, client):
+            stream = await client.completions.create(model="fake", prompt=TEXT, stream=True, max_tokens=1000)
+            texts = [chunk.choices[0].text async for chunk in _first(stream, 3)]
+            only.process.send_signal(signal.SIGTERM)
+            texts += [chunk.choices[0].text async for chunk in stream]
+            assert "".join(texts) == TEXT
+            await wait_until(lambda: only.process.poll() is not None, 60)
+            assert only.process.returncode == 0
+
+
+async def test_replicas_behind_one_name_share_the_work_and_leave_one_by_one_without_a_failed_request(
+    wait_until, start_tokenizer
+) -> None:
+    worker = FakeWorker()
+    worker.script.delay = 0.004
+    worker.script.tokens = list
+    with contextlib.ExitStack() as processes:
+        replicas = [processes.enter_context(start_tokenizer())]
+        port = int(replicas[0].address.rpartition(":")[2])
+        replicas.append(processes.enter_context(start_tokenizer(port=port, host="127.0.0.2")))
+        named = {replica.address for replica in replicas}
+
+        async def lookup(host: str, asked: int) -> frozenset[str]:
+            assert (host, asked) == ("tokenizer.prod", port)
+            return frozenset(named)
+
+        async with running_router(wait_until, f"tokenizer.prod:{port}", worker, lookup) as (router, client):
+            running, failed, done = True, [], 0
+
+            async def user() -> None:
+                nonlocal done
+                while running:
+                    try:
+                        assert await complete(client) == TEXT
+                        done += 1
+                    except Exception as error:
+                        failed.append(error)
+
+            async def progress() -> None:
+                goal = done + 8
+                await wait_until(lambda: failed or done >= goal)
+
+            def at_work() -> set[str]:
+                sessions = router._detokenizers._sessions
+                return {replica.address for replica, session in sessions.items() if session.load}
+
+            users = [asyncio.ensure_future(user()) for _ in range(8)]
+            await wait_until(lambda: at_work() == named)
+            first, second = replicas
+            first.process.send_signal(signal.SIGTERM)  # it is still behind the name when it begins to drain
+            await progress()
+            named.discard(first.address)
+            await wait_until(lambda: first.process.poll() is not None)
+            await progress()
+            third = processes.enter_context(start_tokenizer(port=port, host="127.0.0.3"))
+            named.add(third.address)
+            await wait_until(lambda: third.address in at_work())
+            named.discard(second.address)  # before it learns that it is to end
+            await wait_until(lambda: at_work() == {third.address})
+            second.process.send_signal(signal.SIGTERM)
+            await progress()
+            running = False
+            await asyncio.gather(*users)
+            assert failed == []
+            assert (first.process.wait(60), second.process.wait(60)) == (0, 0)
+
+
+def test_what_is_a_name_and_what_is_an_address() -> None:
+    assert name_in("tokenizer:50052") == name_in("dns:///tokenizer:50052") == ("tokenizer", 50052)
+    assert [name_in(text) for text in ("10.0.0.1:1", "[::1]:1", "unix:/run/t", "ipv4:10.0.0.1:1", "t")] == [None] * 5
+
+
+async def test_of_both_families_one_is_taken() -> None:
+    assert await addresses_behind("localhost", 7) in ({"127.0.0.1:7"}, {"[::1]:7"})
+
+
+async def _first(stream, count: int):
+    for _ in range(count):
+        yield await anext(aiter(stream))

@@ -1,0 +1,126 @@
+"""The simulation notices when a line that matters is wrong: each of these mutations of scheduler or cache must make it fail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import sapwood_worker
+
+MOST_STEPS = 50_000
+"""A part of the default run; each mutation is noticed within it."""
+
+
+class Mutation(NamedTuple):
+    file: str
+    line: str
+    wrong: str
+
+
+MUTATIONS = [
+    # The last token must be computed again, for its logits.
+    Mutation("core/cache/prefix_cache.py", "return len(token_ids) - 1 if", "return len(token_ids) if"),
+    # What a row relies on must be locked, and unlocked in the end.
+    Mutation(
+        "core/cache/prefix_cache.py",
+        "        self._tree.lock(match.node)\n        self._allocator.name",
+        "        self._allocator.name",
+    ),
+    # Also a pin must be given back.
+    Mutation("core/cache/prefix_cache.py", "            self._tree.unlock(pin.node)\n", "            pass\n"),
+    Mutation(
+        "core/cache/prefix_cache.py",
+        "        self._tree.unlock(row.node)\n        row.node, row",
+        "        row.node, row",
+    ),
+    # Pages the tree did not take must be given back.
+    Mutation("core/cache/prefix_cache.py", "            self._allocator.free(own[~taken], slot)\n", ""),
+    # Only what is computed may be shared.
+    Mutation("core/scheduler/running/running_batch.py", "min(request.computed, known))", "known)"),
+    # A split node keeps the locks of what it was.
+    Mutation("core/cache/radix_tree.py", "            locks=node.locks,\n", ""),
+    # Locked nodes, and nodes with children, stay.
+    Mutation("core/cache/radix_tree.py", "not node.children and not node.locks\n", "not node.children\n"),
+    Mutation("core/cache/radix_tree.py", "not node.children and not node.locks\n", "not node.locks\n"),
+    # A parent becomes evictable with the end of its last child.
+    Mutation("core/cache/radix_tree.py", "                self._offer(parent)\n", ""),
+    # A decode needs a page as soon as the last one is full.
+    Mutation(
+        "core/scheduler/running/running_plan.py", "while known > request.capacity", "while known > request.capacity + 1"
+    ),
+    # The youngest is the victim.
+    Mutation("core/scheduler/running/retraction.py", "return running[-1]", "return running[0]"),
+    # A request leaves the batch when it gives up its row.
+    Mutation("core/scheduler/running/running_batch.py", "        self.requests.remove(request)\n", ""),
+    # Who waited too long goes first.
+    Mutation(
+        "core/scheduler/waiting/admission_order.py",
+        "return request.waited + step - request.queued_at >= self._starved_after",
+        "return False",
+    ),
+    # So does a tenant, however many new ones come.
+    Mutation(
+        "core/scheduler/waiting/admission_order.py",
+        "return self._starved(oldest, step) and since >= self._starved_after",
+        "return False",
+    ),
+    # What has a deadline ends by it.
+    Mutation("core/scheduler/deadlines.py", "self._heap[0][0] <= now", "self._heap[0][0] <= now - 3"),
+    # What leaves the queue is not counted in it.
+    Mutation("core/scheduler/waiting/waiting_queue.py", "        self.num_tokens -= tokens\n", ""),
+    # An abort during a step waits for its end.
+    Mutation("core/scheduler/scheduler.py", "            if request.over:\n", "            if False:\n"),
+    # A request that ends stays until no step in flight computes it.
+    Mutation("core/scheduler/lifecycle.py", "        if request.in_flight:\n", "        if False:\n"),
+    # Cached pages that a new request would lock are not available to it a second time.
+    Mutation("core/scheduler/running/running_batch.py", "- found + unlocked", "- found"),
+]
+
+
+_RUN = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("simulation", sys.argv[1])
+module = sys.modules["simulation"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.run_seeds(0, steps=int(sys.argv[2]))
+"""
+
+
+def simulate(folder: Path, steps: int) -> subprocess.CompletedProcess[str]:
+    """Runs the simulation of the default run, part 0 and on, with the package in ``folder``."""
+    test = Path(__file__).with_name("test_simulation.py")
+    return subprocess.run(
+        [sys.executable, "-c", _RUN, str(test), str(steps)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: f"{mutation.file}: {mutation.line.strip()}")
+def test_a_wrong_line_is_noticed(mutation: Mutation, tmp_path: Path) -> None:
+    shutil.copytree(Path(sapwood_worker.__file__).parent, tmp_path / "sapwood_worker")
+    path = tmp_path / "sapwood_worker" / mutation.file
+    source = path.read_text()
+    assert source.count(mutation.line) == 1, "the line is not there any more"
+    path.write_text(source.replace(mutation.line, mutation.wrong))
+    done = simulate(tmp_path, MOST_STEPS)
+    assert done.returncode == 1, done.stdout
+    assert "seed " in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_lines_as_they_are_pass(tmp_path: Path) -> None:
+    shutil.copytree(Path(sapwood_worker.__file__).parent, tmp_path / "sapwood_worker")
+    done = simulate(tmp_path, 10_000)
+    assert done.returncode == 0, done.stderr

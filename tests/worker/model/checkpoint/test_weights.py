@@ -1,0 +1,365 @@
+"""Configuration and weights from Hugging Face directories and GGUF files, and what is said when they are wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sapwood_common.errors import ConfigError
+from sapwood_common.models.gguf_file import GgufFile
+from sapwood_kernels import reference
+from sapwood_worker.model.checkpoint.gguf_source import read_tensor
+from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_eos
+from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
+from sapwood_worker.model.loader import load_model
+
+CPU = torch.device("cpu")
+
+
+def load(path, **changes):
+    options = {"load_format": "auto", "dtype": torch.float32, "context_length": None, "threads": 2, "seed": 0}
+    options |= changes
+    return load_model(path, options.pop("load_format"), options.pop("dtype"), CPU, **options)
+
+
+def weights_of(loaded):
+    return {name: slot.target for name, slot in loaded.model.weights().items()}
+
+
+@pytest.fixture
+def llama(tiny_model, tmp_path):
+    """A copy of the tiny Llama's directory, to be damaged."""
+    return shutil.copytree(tiny_model("llama").path, tmp_path / "llama")
+
+
+def edit_config(path, **changes):
+    config = json.loads((path / "config.json").read_text())
+    config |= changes
+    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+def edit_weights(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def test_sharded_checkpoints_load_as_single_ones(tiny_model, llama):
+    tensors = load_file(llama / "model.safetensors")
+    (llama / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, members in shards.items():
+        save_file({name: tensors[name] for name in members}, llama / file)
+    index = {"weight_map": {name: file for file, members in shards.items() for name in members}}
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    ours, single = weights_of(load(llama)), weights_of(load(tiny_model("llama").path))
+    assert ours.keys() == single.keys()
+    assert all(torch.equal(ours[name], single[name]) for name in ours)
+
+
+def test_bfloat16_checkpoints_are_widened_exactly(llama):
+    edit_weights(llama, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
+    stored = load_file(llama / "model.safetensors")
+    for name, weight in weights_of(load(llama)).items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, stored[name].float())
+
+
+@pytest.mark.parametrize("kind", ["tensor", "row", "block"])
+def test_float8_checkpoints_are_widened_by_their_scales(llama, kind):
+    name = "model.layers.1.mlp.down_proj.weight"
+    rounded = {}
+
+    def change(tensors):
+        weight = tensors[name]
+        if kind == "block":  # smaller than a block on both sides
+            scales, suffix = weight.abs().max().view(1, 1) / 448, "_scale_inv"
+        else:
+            scales, suffix = weight.abs().amax(1, keepdim=True) / 448, "_scale"
+            scales = scales.amax() if kind == "tensor" else scales
+        tensors[name] = reference.quantise(weight, scales)
+        tensors[name + suffix] = scales
+        tensors[name.replace("weight", "input_scale")] = torch.tensor(1.0)
+        rounded[name] = tensors[name].float() * scales
+
+    edit_weights(llama, change)
+    torch.testing.assert_close(weights_of(load(llama))[name], rounded[name])
+
+
+def test_float8_blocks_at_the_edges_may_be_smaller(tmp_path):
+    weight, scales = torch.randn(300, 130).to(torch.float8_e4m3fn), torch.rand(3, 2)
+    save_file({"a.weight": weight, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    source, target = SafetensorsSource(tmp_path, tied=False), torch.empty(300, 130)
+    source.read_into("a.weight", target)
+    expected = weight.float() * torch.kron(scales, torch.ones(128, 128))[:300, :130]
+    assert source.shapes() == {"a.weight": (300, 130)}
+    torch.testing.assert_close(target, expected)
+
+
+def test_float8_scales_of_another_shape_are_refused(llama):
+    name = "model.layers.1.mlp.down_proj.weight"
+    edit_weights(llama, lambda tensors: tensors.update({name + "_scale": torch.ones(3)}))
+    with pytest.raises(ConfigError, match=r"down_proj.weight cannot be read: its scales have shape \[3\]"):
+        load(llama)
+
+
+def test_missing_tensor_is_named_with_its_file(llama):
+    edit_weights(llama, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ConfigError, match=r"llama.*tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+        load(llama)
+
+
+def test_unexpected_tensor_is_named_with_its_file(llama):
+    edit_weights(llama, lambda tensors: tensors.update({"model.layers.9.extra": torch.zeros(2)}))
+    with pytest.raises(ConfigError, match=r"model\.safetensors: tensor model\.layers\.9\.extra is unexpected"):
+        load(llama)
+
+
+def test_tensor_of_another_shape_is_named_with_both_shapes(llama):
+    edit_weights(llama, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(47)}))
+    with pytest.raises(ConfigError, match=r"model\.safetensors: tensor model\.norm\.weight.*\[47\].*\[48\]"):
+        load(llama)
+
+
+def test_missing_and_damaged_files_are_named(llama):
+    path = llama / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ConfigError, match=r"model\.safetensors: cannot be read"):
+        load(llama)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
+        load(llama)
+
+
+def test_unsupported_architecture_is_named_with_its_file(llama):
+    edit_config(llama, architectures=["BertModel"])
+    with pytest.raises(ConfigError, match=r"config\.json: architecture BertModel is not supported"):
+        load(llama)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": ...}, "'hidden_size' is missing"),
+        ({"hidden_act": "relu"}, "activation 'relu' is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rotary embedding type 'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "'factor' is missing"),
+    ],
+)
+def test_faults_of_a_configuration_are_named(llama, changes, message):
+    edit_config(llama, **changes)
+    with pytest.raises(ConfigError, match=message):
+        load(llama)
+
+
+def test_configuration_that_is_not_json_is_named(llama):
+    (llama / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read as JSON"):
+        load(llama)
+
+
+@pytest.mark.parametrize("name", ["llama-llama3-rope", "llama-linear-rope", "gemma3"])
+def test_old_and_new_spellings_of_rotary_settings_mean_the_same(tiny_model, tmp_path, name):
+    _, new = read_hf_config(tiny_model(name).path)
+    path = shutil.copytree(tiny_model(name).path, tmp_path / "old")
+    given = json.loads((path / "config.json").read_text())["rope_parameters"]
+    if name == "gemma3":
+        full, local = given["full_attention"], given["sliding_attention"]
+        old = {"rope_theta": full.pop("rope_theta"), "rope_local_base_freq": local["rope_theta"], "rope_scaling": full}
+        old |= {"layer_types": ..., "sliding_window_pattern": 6}
+    else:
+        old = {"rope_theta": given.pop("rope_theta"), "rope_scaling": given}
+        old["rope_scaling"]["type"] = old["rope_scaling"].pop("rope_type")
+    edit_config(path, rope_parameters=..., **old)
+    assert read_hf_config(path)[1] == new
+
+
+def test_gemma_text_configuration_inside_a_multimodal_one(tiny_model, tmp_path):
+    alone = tiny_model("gemma3").path
+    text = json.loads((alone / "config.json").read_text())
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(alone / "model.safetensors")
+    renamed = {name.replace("model.", "language_model.model.", 1): tensor for name, tensor in tensors.items()}
+    renamed["vision_tower.some.weight"] = torch.zeros(3)
+    save_file(renamed, tmp_path / "model.safetensors")
+    assert read_hf_config(tmp_path) == read_hf_config(alone)
+    ours, expected = weights_of(load(tmp_path)), weights_of(load(alone))
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_end_tokens_come_from_the_generation_configuration_first(llama):
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert read_hf_eos(llama) == (5, 6)
+    (llama / "generation_config.json").unlink()
+    assert read_hf_eos(llama) == (2,)
+
+
+def test_context_length_option_lowers_the_models_own(tiny_model):
+    assert load(tiny_model("llama").path, context_length=100).config.max_position == 100
+    assert load(tiny_model("llama").path, context_length=10**6).config.max_position == 1024
+
+
+def test_dummy_weights_have_the_true_shapes_and_depend_on_the_seed(tiny_model, llama):
+    (llama / "model.safetensors").unlink()
+    first, again = weights_of(load(llama, load_format="dummy")), weights_of(load(llama, load_format="dummy"))
+    other, real = weights_of(load(llama, load_format="dummy", seed=9)), weights_of(load(tiny_model("llama").path))
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert {n: t.shape for n, t in first.items()} == {n: t.shape for n, t in real.items()}
+    assert torch.equal(first[name], again[name])
+    assert not torch.equal(first[name], other[name])
+    assert bool((first["model.norm.weight"] == 1).all())
+
+
+# GGUF ------------------------------------------------------------------------------------------------------------------
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+}  # fmt: skip
+LLAMA_NORM = {"post_attention_layernorm": "ffn_norm"}
+GEMMA_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def write_gguf(path, tiny, architecture, *, rope_divisors=None):
+    """The tiny model as llama.cpp's converter writes it: names, row order and norms."""
+    config = tiny.oracle.config
+    names = GGUF_NAMES | (GEMMA_NORMS if architecture == "gemma3" else LLAMA_NORM)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    parameters = config.rope_parameters
+    if architecture == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
+        parameters = parameters["full_attention"]
+    writer.add_rope_freq_base(parameters["rope_theta"])
+    if rope_divisors is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(rope_divisors, np.float32))
+    elif parameters["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(parameters["factor"])
+    tokens = [f"t{i}" for i in range(config.vocab_size)]
+    tokens[50] = "<|im_end|>"
+    tokens[51] = "<|eot_id|>"
+    kinds = [gguf.TokenType.NORMAL] * len(tokens)
+    kinds[50] = gguf.TokenType.CONTROL
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_eos_token_id(2)
+    tied = config.tie_word_embeddings
+    for name, tensor in tiny.oracle.state_dict().items():
+        if tied and name == "lm_head.weight":
+            continue
+        stem, kind = name.rsplit(".", 1)
+        block = None
+        if stem.startswith("model.layers."):
+            block, stem = stem.removeprefix("model.layers.").split(".", 1)
+        values = tensor.float()
+        if architecture == "gemma3" and "norm" in stem:
+            values = values + 1
+        if architecture == "llama" and stem in ("self_attn.q_proj", "self_attn.k_proj"):
+            heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
+            values = values.reshape(heads, 2, config.head_dim // 2, *values.shape[1:]).transpose(1, 2)
+            values = values.reshape(tensor.shape)
+        prefix = f"blk.{block}." if block is not None else ""
+        writer.add_tensor(f"{prefix}{names[stem]}.{kind}", values.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [("llama", "llama"), ("llama-linear-rope", "llama"), ("qwen3", "qwen3"), ("qwen2", "qwen2")],
+)
+def test_gguf_models_give_transformers_logits(tiny_model, make_runner, make_driver, tmp_path, name, architecture):
+    tiny = tiny_model(name)
+    runner = make_runner(write_gguf(tmp_path / "model.gguf", tiny, architecture))
+    tokens = list(range(3, 60))
+    driver = make_driver(runner)
+    driver.add(0, tokens)
+    ours, theirs = runner.logits(driver.output({0: len(tokens)})), tiny.logits(tokens)
+    assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+    # <|eot_id|> is there, but only as a normal token.
+    assert runner.info.eos_token_ids == (2, 50)
+
+
+def test_gguf_rope_divisors_are_llama3_scaling(tiny_model, make_runner, make_driver, tmp_path):
+    tiny = tiny_model("llama-llama3-rope")
+    plain = 1.0 / (5000.0 ** (np.arange(0, 16, 2) / 16))
+    divisors = plain / tiny.oracle.model.rotary_emb.inv_freq.double().numpy()
+    runner = make_runner(write_gguf(tmp_path / "model.gguf", tiny, "llama", rope_divisors=divisors))
+    tokens = list(range(3, 90))
+    driver = make_driver(runner)
+    driver.add(0, tokens)
+    ours, theirs = runner.logits(driver.output({0: len(tokens)})), tiny.logits(tokens)
+    assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+
+def test_gguf_gemma_norms_and_windows(tiny_model, tmp_path):
+    tiny = tiny_model("gemma3")
+    from_gguf = load(write_gguf(tmp_path / "model.gguf", tiny, "gemma3"))
+    from_hf = load(tiny.path)
+    assert from_gguf.config.windows == from_hf.config.windows
+    assert from_gguf.config.rope == from_hf.config.rope
+    expected = weights_of(from_hf)
+    for name, weight in weights_of(from_gguf).items():
+        assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_0", "BF16", "F16", "F32"])
+def test_gguf_tensors_are_dequantised_as_the_gguf_package_does(tmp_path, kind):
+    kind = gguf.GGMLQuantizationType[kind]
+    values = np.random.default_rng(0).standard_normal((300, 1024), np.float32)
+    packed = gguf.quantize(values, kind)
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    writer.add_tensor("t", packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(tmp_path / "t.gguf")
+    ours = read_tensor(file, file.tensors["t"])
+    assert np.array_equal(ours.reshape(values.shape), gguf.dequantize(packed, kind))
+
+
+def test_gguf_of_an_unknown_architecture_or_truncated_is_refused(tiny_model, tmp_path):
+    other = write_gguf(tmp_path / "other.gguf", tiny_model("llama"), "qwen3moe")
+    with pytest.raises(ConfigError, match=r"other\.gguf: architecture qwen3moe is not supported"):
+        load(other)
+    whole = write_gguf(tmp_path / "cut.gguf", tiny_model("llama"), "llama")
+    whole.write_bytes(whole.read_bytes()[:-5000])
+    with pytest.raises(ConfigError, match=r"cut\.gguf.*truncated"):
+        load(whole)
+
+
+def test_gguf_missing_and_unexpected_tensors_are_named(tiny_model, tmp_path):
+    # A Qwen3 file that says it is a Llama has norms that a Llama has not.
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("qwen3"), "llama")
+    with pytest.raises(ConfigError, match=r"model\.gguf: blk\.0\.attn_k_norm\.weight.*unexpected"):
+        load(path)
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), "qwen3")
+    with pytest.raises(ConfigError, match=r"model\.gguf: tensors .*self_attn\.k_norm\.weight.* missing"):
+        load(path)

@@ -1,0 +1,164 @@
+"""Logits of our models equal transformers' to float32 rounding, however the tokens are cut into steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from sapwood_common.errors import ConfigError
+
+# Differences are relative to the largest logit; float32 with other orders of summation.
+TOLERANCE = 2e-5
+NAMES = [
+    "llama",
+    "llama-llama3-rope",
+    "llama-linear-rope",
+    "llama-biased-tied",
+    "mistral-window",
+    "qwen2",
+    "qwen3",
+    "qwen3-window",
+    "gemma3",
+    "gemma3-one-kv-head",
+]
+
+
+def tokens_of(length, seed=0):
+    return random.Random(seed).choices(range(3, 97), k=length)
+
+
+def assert_same_logits(ours, theirs):
+    worst = (ours - theirs).abs().max().item()
+    scale = theirs.abs().max().item()
+    assert scale > 1.0
+    assert worst <= TOLERANCE * scale, f"largest difference {worst:.2e} of {scale:.2e}"
+
+
+def test_every_tiny_model_is_tested(tiny_names):
+    assert sorted(tiny_names) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_a_whole_prompt_equal_transformers(tiny_model, make_runner, make_driver, name, page_size):
+    tiny = tiny_model(name)
+    driver = make_driver(make_runner(tiny.path, page_size=page_size))
+    tokens = tokens_of(83)
+    driver.add(5, tokens)
+    assert_same_logits(driver.runner.logits(driver.output({5: 83})), tiny.logits(tokens))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_in_chunks_over_a_cached_prefix_equal_transformers(tiny_model, make_runner, make_driver, name, chunk):
+    tiny = tiny_model(name)
+    driver = make_driver(make_runner(tiny.path, page_size=4))
+    tokens = tokens_of(61, seed=1)
+    driver.add(2, tokens)
+    parts = []
+    while driver.cached[2] < len(tokens):
+        size = min(chunk, len(tokens) - driver.cached[2])
+        parts.append(driver.runner.logits(driver.output({2: size})))
+    assert_same_logits(torch.cat(parts), tiny.logits(tokens))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_decodes_mixed_with_chunks_equal_transformers(tiny_model, make_runner, make_driver, name):
+    tiny = tiny_model(name)
+    driver = make_driver(make_runner(tiny.path, page_size=8))
+    lengths = {0: 40, 3: 1, 7: 77, 1: 25, 9: 100, 4: 3}
+    prompts = {slot: tokens_of(length, seed=slot) for slot, length in lengths.items()}
+    for slot, tokens in prompts.items():
+        driver.add(slot, tokens)
+    parts = {slot: [] for slot in prompts}
+    rng = random.Random(4)
+    while any(driver.cached[slot] < len(tokens) for slot, tokens in prompts.items()):
+        open_slots = [slot for slot, tokens in prompts.items() if driver.cached[slot] < len(tokens)]
+        chosen = rng.sample(open_slots, rng.randint(1, len(open_slots)))
+        chunks = {
+            slot: min(rng.choice([1, 1, 1, 5, 34, 50]), len(prompts[slot]) - driver.cached[slot]) for slot in chosen
+        }
+        logits = driver.runner.logits(driver.output(chunks))
+        for slot, part in zip(chunks, logits.split(list(chunks.values())), strict=True):
+            parts[slot].append(part)
+    for slot, tokens in prompts.items():
+        assert_same_logits(torch.cat(parts[slot]), tiny.logits(tokens))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_prompt_longer_than_a_tile_equals_transformers(tiny_model, make_runner, make_driver, name):
+    tiny = tiny_model(name)
+    driver = make_driver(make_runner(tiny.path, num_pages=16 * 48))
+    tokens = tokens_of(700, seed=2)
+    driver.add(1, tokens[:4])
+    driver.runner.execute(driver.output({1: 4}))
+    driver.tokens[1] = tokens
+    ours = driver.runner.logits(driver.output({1: 696}))
+    assert_same_logits(ours, tiny.logits(tokens)[4:])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_greedy_tokens_equal_transformers_generate(tiny_model, make_runner, make_driver, name):
+    tiny = tiny_model(name)
+    driver = make_driver(make_runner(tiny.path))
+    prompts = {slot: tokens_of(10 + 7 * slot, seed=slot) for slot in range(6)}
+    ours = driver.generate(prompts, 24)
+    for slot, prompt in prompts.items():
+        with torch.inference_mode():
+            theirs = tiny.oracle.generate(
+                torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False, eos_token_id=None
+            )
+        assert ours[slot] == theirs[0, len(prompt) :].tolist()
+
+
+def test_bfloat16_logits_are_near_float32(tiny_model, make_runner, make_driver):
+    tiny = tiny_model("gemma3")
+    driver = make_driver(make_runner(tiny.path, dtype="bfloat16"))
+    tokens = tokens_of(30)
+    driver.add(0, tokens)
+    ours, theirs = driver.runner.logits(driver.output({0: 30})), tiny.logits(tokens)
+    assert ours.dtype == torch.float32
+    # 8 bits of mantissa through 7 layers.
+    assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean()
+
+
+def test_a_package_can_bring_a_family(plugin, tiny_model, make_runner, make_driver):
+    tiny = tiny_model("another")
+    with pytest.raises(ConfigError, match="GemmaForCausalLM is not supported"):
+        make_runner(tiny.path)
+    plugin(
+        "sapwood.model_families",
+        "gemma1",
+        """
+        import math
+        from dataclasses import replace
+
+        from sapwood_worker.model.families.family import ModelFamily
+        from sapwood_worker.model.families.llama import LlamaDecoderLayer
+
+        def adapt(config, found):
+            return replace(
+                config,
+                activation="gelu_tanh",
+                embedding_scale=math.sqrt(config.hidden_size),
+                norm_offset=1.0,
+            )
+
+        FAMILY = ModelFamily(
+            name="gemma1",
+            architectures=("GemmaForCausalLM",),
+            layer=LlamaDecoderLayer,
+            defaults={"tie_word_embeddings": True, "rope_theta": 10_000.0},
+            adapt=adapt,
+            in_gguf=False,
+        )
+        """,
+        "FAMILY",
+    )
+    driver = make_driver(make_runner(tiny.path))
+    tokens = tokens_of(83)
+    driver.add(5, tokens)
+    assert_same_logits(driver.runner.logits(driver.output({5: 83})), tiny.logits(tokens))
+    assert driver.runner.info.architecture == "gemma1"

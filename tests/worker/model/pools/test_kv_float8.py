@@ -1,0 +1,82 @@
+"""A KV cache of float8: its scales, what it costs in accuracy, and its way through the tiers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
+from sapwood_worker.model.pools.host_pool import HostPool
+from sapwood_worker.model.pools.torch_transfer import make_transfer
+from sapwood_worker.model.runner.kv_calibration import scale_for
+from sapwood_worker.records.page_copies import Copies, PageCopy
+from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
+
+PROMPT = [3 + i * 7 % 90 for i in range(60)]
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def runners(request, tiny_model, make_runner):
+    path = tiny_model(request.param).path
+    return make_runner(path), make_runner(path, kv_cache_dtype="fp8_e4m3")
+
+
+def step(tokens: list[int], start: int) -> SchedulerOutput:
+    request = ScheduledRequest("r", 0, tokens, start, True, SamplingParams(temperature=0.0))
+    return SchedulerOutput(0, np.arange(8, dtype=np.int32).reshape(1, 8), [request])
+
+
+def test_logits_stay_close_to_those_of_a_whole_cache(runners):
+    whole, small = (runner.logits(step(PROMPT, 0)) for runner in runners)
+    error = float((small - whole).norm() / whole.norm())
+    assert (
+        0 < error < 0.3
+    )  # random weights make much of little differences; the demo model's figures are in docs/performance.md
+
+
+def test_a_prompt_in_chunks_gives_what_it_gives_at_once(runners):
+    runner = runners[1]
+    at_once = runner.logits(step(PROMPT, 0))
+    parts = [
+        runner.logits(step(PROMPT[:40], 0)),
+        runner.logits(step(PROMPT[40:59], 40)),
+        runner.logits(step(PROMPT[59:], 59)),
+    ]
+    # A last bit of a key or value may decide which way it is rounded.
+    torch.testing.assert_close(torch.cat(parts), at_once, rtol=0.02, atol=0.02)
+
+
+def test_pages_take_a_quarter_and_are_not_exchanged_with_others(runners):
+    whole, small = runners
+    assert small.cache_identity() != whole.cache_identity()
+
+
+@pytest.mark.parametrize(
+    ("largest", "scale"), [(0.0, 1.0), (5.0, 1.0), (224.0, 1.0), (900.0, 32.0), (0.06, 2.0**-9), (float("inf"), 1.0)]
+)
+def test_only_a_layer_of_very_large_or_small_numbers_is_scaled(largest: float, scale: float):
+    assert scale_for(largest) == scale
+
+
+def test_pages_come_back_from_the_host_as_they_went():
+    pool = DevicePool(
+        num_layers=2, num_pages=6, page_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float8_e4m3fn,
+        device=torch.device("cpu"), scales=KVScales((1.0, 2.0), (0.5, 1.0)),
+    )  # fmt: skip
+    slots = torch.arange(24)
+    for layer in range(2):
+        pool.destination(layer, slots).store(*torch.randn(2, 24, 2, 8))
+    before = [pool.read(layer, slots, torch.float32) for layer in range(2)]
+    transfer = make_transfer(pool, HostPool(4, 2 * 2 * 4 * 2 * 8))
+    pages, host = np.array([5, 1], np.int32), np.array([2, 0], np.int32)
+    transfer.start(Copies(store=PageCopy(0, pages, host)))
+    for layer in range(2):
+        pool.destination(layer, slots).store(*torch.zeros(2, 24, 2, 8))
+    transfer.start(Copies(load=PageCopy(1, pages, host)))
+    at = slots.view(6, 4)[[5, 1]].flatten()
+    for layer in range(2):
+        for old, new in zip(before[layer], pool.read(layer, slots, torch.float32), strict=True):
+            torch.testing.assert_close(new[at], old[at])
+            assert not new[:4].any()

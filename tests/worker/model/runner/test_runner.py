@@ -1,0 +1,145 @@
+"""The runner as the scheduler sees it: steps in, sampled tokens out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.errors import ConfigError
+from sapwood_worker.model.runner.input_builder import build_forward_batch
+from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def runner(tiny_model, make_runner):
+    return make_runner(tiny_model("gemma3").path)
+
+
+def test_only_requests_that_sample_get_a_token(runner, make_driver):
+    driver = make_driver(runner)
+    driver.add(0, [3, 4, 5, 6, 7, 8])
+    driver.add(1, [9, 10, 11])
+    driver.add(2, [12] * 20)
+    result = runner.execute(driver.output({0: 4, 1: 3, 2: 19}))
+    assert result.step == 1
+    assert result.token_ids[0] == result.token_ids[2] == -1
+    assert 0 <= result.token_ids[1] < 97
+
+
+def test_a_step_that_samples_nothing_and_an_empty_step(runner, make_driver):
+    driver = make_driver(runner)
+    driver.add(0, [3] * 10)
+    assert runner.execute(driver.output({0: 5})).token_ids == [-1]
+    assert runner.execute(SchedulerOutput(8, driver.table, [])).token_ids == []
+
+
+def test_greedy_and_sampled_requests_share_a_batch(runner, make_driver):
+    prompts = {slot: [3 + slot, 20, 40 + slot] for slot in range(6)}
+    settings = {slot: GREEDY if slot % 2 else SamplingParams(temperature=1.5, seed=slot) for slot in prompts}
+    together = make_driver(runner).generate(prompts, 12, settings)
+    for slot, prompt in prompts.items():
+        alone = make_driver(runner).generate({slot: prompt}, 12, settings)
+        assert alone[slot] == together[slot]
+    assert make_driver(runner).generate(prompts, 12, GREEDY)[0] != together[0]
+
+
+def test_a_sampled_request_resumed_from_its_prefix_goes_on_alike(runner, make_driver):
+    setting = SamplingParams(temperature=1.2, top_p=0.95, seed=77)
+    prompt = [5, 6, 7]
+    whole = make_driver(runner).generate({0: prompt}, 16, setting)[0]
+    for cut in (1, 5, 11):
+        rest = make_driver(runner).generate({4: prompt + whole[:cut]}, 16 - cut, setting)[4]
+        assert whole[:cut] + rest == whole
+
+
+def test_pages_of_other_requests_are_left_alone(runner, make_driver):
+    driver = make_driver(runner)
+    driver.add(0, [3, 4, 5, 6, 7])
+    driver.execute({0: 5})
+    before = [pool.clone() for pool in (runner._pool.key_slots[2], runner._pool.value_slots[2])]
+    driver.add(1, [8] * 40)
+    driver.execute({1: 40})
+    size = runner.info.page_size
+    own = {int(page) * size + at for page in driver.table[1, :3] for at in range(size)}
+    others = [slot for slot in range(runner.info.num_pages * size) if slot not in own]
+    for old, new in zip(before, (runner._pool.key_slots[2], runner._pool.value_slots[2]), strict=True):
+        assert torch.equal(old[others].nan_to_num(), new[others].nan_to_num())
+
+
+def test_prefix_pages_shared_by_two_requests_serve_both(runner, make_driver):
+    driver = make_driver(runner)
+    prefix = [3 + i % 90 for i in range(32)]
+    driver.add(0, [*prefix, 11, 12])
+    driver.execute({0: 34})
+    driver.add(1, [*prefix, 50, 51, 52])
+    driver.table[1, :2] = driver.table[0, :2]
+    driver.cached[1] = 32
+    shared = driver.execute({1: 3})[1]
+    assert shared == make_driver(runner).generate({7: [*prefix, 50, 51, 52]}, 1)[7][0]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        GREEDY,
+        SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=4),
+        SamplingParams(temperature=1.0, presence_penalty=1.0, logprobs=3, seed=4),
+    ],
+    ids=["greedy", "sampled", "penalised"],
+)
+def test_a_request_whose_logits_are_not_numbers_fails_alone(tiny_model, make_runner, make_driver, setting):
+    broken = make_runner(tiny_model("llama").path)
+    embedding = broken._model.embedding.weight
+    embedding[6] = float("nan")
+    driver = make_driver(broken)
+    prompts = {0: [3, 4], 1: [5, 6], 2: [7, 8]}
+    for slot, prompt in prompts.items():
+        driver.add(slot, prompt)
+    result = broken.execute(driver.output({0: 2, 1: 2, 2: 2}, setting))
+    good = make_driver(broken).generate({0: [3, 4], 2: [7, 8]}, 1, setting)
+    assert result.token_ids == [good[0][0], -1, good[2][0]]
+    assert 1 not in result.logprobs
+
+
+def test_info_describes_model_and_pool(tiny_model):
+    path = tiny_model("llama").path
+    info = ModelRunner(RunnerOptions(model_path=path, num_pages=40, page_size=8, max_running=4, threads=1)).info
+    assert (info.architecture, info.dtype, info.vocab_size, info.eos_token_ids) == ("llama", "float32", 97, (2,))
+    assert (info.page_size, info.num_pages, info.context_length) == (8, 40, 320)
+    limited = RunnerOptions(model_path=path, num_pages=40, page_size=8, context_length=100, max_running=4, threads=1)
+    assert ModelRunner(limited).info.context_length == 100
+
+
+def test_pool_is_sized_by_bytes(tiny_model):
+    # 4 layers, keys and values, 2 heads of 16 float32: 1024 bytes a token.
+    options = RunnerOptions(
+        model_path=tiny_model("llama").path, kv_cache_bytes=1 << 20, page_size=16, max_running=4, threads=1
+    )
+    assert ModelRunner(options).info.num_pages == 64
+
+
+def test_pool_too_small_for_the_running_requests_is_refused(tiny_model):
+    options = RunnerOptions(model_path=tiny_model("llama").path, num_pages=7, max_running=8, threads=1)
+    with pytest.raises(ConfigError, match="7 pages of 16 tokens, fewer than the 8 requests"):
+        ModelRunner(options)
+
+
+def test_forward_batch_is_flat_and_finds_slots_through_the_page_table():
+    table = np.array([[5, 2, 9], [7, 1, 0]], np.int32)
+    requests = [
+        ScheduledRequest("a", 1, [10, 11, 12], 3, False, GREEDY),
+        ScheduledRequest("b", 0, [20], 8, True, GREEDY),
+    ]
+    batch = build_forward_batch(SchedulerOutput(0, table, requests), 4, torch.device("cpu"))
+    assert batch.token_ids.tolist() == [10, 11, 12, 20]
+    assert batch.positions.tolist() == [3, 4, 5, 8]
+    assert batch.attention.cache_slots.tolist() == [7 * 4 + 3, 1 * 4, 1 * 4 + 1, 9 * 4]
+    assert batch.attention.query_starts.tolist() == [0, 3, 4]
+    assert batch.attention.seq_lens.tolist() == [6, 9]
+    assert batch.logit_rows is not None
+    assert batch.logit_rows.tolist() == [3]

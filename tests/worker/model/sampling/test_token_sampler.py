@@ -1,0 +1,211 @@
+"""Penalties, biases, minimum lengths and log probabilities: plain formulas, transformers, and independence of the batch."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.model.grammar.logit_masks import GrammarMasks
+from sapwood_worker.model.runner.launched_step import LaunchedStep
+from sapwood_worker.model.sampling.token_sampler import TokenSampler
+from sapwood_worker.records.page_copies import NOTHING
+from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
+
+VOCAB = 50
+CPU = torch.device("cpu")
+ENDS = (2,)
+admissions = itertools.count()
+
+
+class Row:
+    """A request in a row of the page table, driven by hand."""
+
+    def __init__(self, slot: int, tokens: list[int], params: SamplingParams, output_tokens: int = 0) -> None:
+        self.slot = slot
+        self.params = params
+        self.tokens = array("I", tokens)
+        self.output_start = len(tokens) - output_tokens
+        self.admission = next(admissions)
+
+    def scheduled(self) -> ScheduledRequest:
+        return ScheduledRequest(
+            request_id=f"r{self.slot}",
+            slot=self.slot,
+            token_ids=[self.tokens[-1]],
+            start=len(self.tokens) - 1,
+            samples=True,
+            sampling=self.params,
+            admission=self.admission,
+            history=self.tokens,
+            output_start=self.output_start,
+        )
+
+
+def logits_for(row: Row) -> torch.Tensor:
+    """A function of the position alone: what differs between two runs is the sampling."""
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(len(row.tokens))) * 2
+
+
+def step(sampler: TokenSampler, rows: list[Row], logits: torch.Tensor | None = None):
+    if logits is None:
+        logits = torch.stack([logits_for(row) for row in rows])
+    sampled = sampler.sample(logits.clone(), [row.scheduled() for row in rows], GrammarMasks(VOCAB).start([]))
+    tokens = sampled.tokens.tolist()
+    for row, token in zip(rows, tokens, strict=True):
+        row.tokens.append(token)
+    return tokens, logprobs_by_row(sampled, tokens)
+
+
+def logprobs_by_row(sampled, tokens):
+    """As the runner's answer has them."""
+    requests = [Row(slot, [1], SamplingParams()).scheduled() for slot in range(len(tokens))]
+    output = SchedulerOutput(0, np.zeros((1, 1), np.int32), requests)
+    answer = LaunchedStep(output, range(len(tokens)), sampled, {}, lambda: NOTHING).result()
+    assert answer.token_ids == tokens
+    return answer.logprobs
+
+
+def new_sampler(rows: int = 8) -> TokenSampler:
+    return TokenSampler(rows, VOCAB, ENDS, CPU)
+
+
+def adjusted(logits: torch.Tensor, row: Row) -> torch.Tensor:
+    """The plain formula, token by token."""
+    params, output = row.params, list(row.tokens)[row.output_start :]
+    result = logits.double().clone()
+    for token in range(VOCAB):
+        if token in row.tokens:
+            result[token] *= 1 / params.repetition_penalty if result[token] > 0 else params.repetition_penalty
+        result[token] -= params.frequency_penalty * output.count(token)
+        result[token] -= params.presence_penalty * (token in output)
+        result[token] += params.logit_bias.get(token, 0.0)
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else ENDS)}
+        if len(output) < params.min_tokens and token in ends:
+            result[token] = -torch.inf
+    return result
+
+
+SETTINGS = [
+    {"frequency_penalty": 1.5},
+    {"frequency_penalty": -0.7, "presence_penalty": 0.3},
+    {"presence_penalty": 2.0},
+    {"repetition_penalty": 1.7},
+    {"repetition_penalty": 0.6, "logit_bias": {0: -100.0, 7: 3.5, 49: 1.0}},
+    {"logit_bias": {3: 100.0}},
+    {"min_tokens": 6, "stop_token_ids": (3, 4, 5)},
+    {"min_tokens": 3, "stop_token_ids": (3,), "ignore_eos": True, "logit_bias": {3: 50.0, 2: 60.0}},
+    {},
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_greedy_choices_follow_the_plain_formula(setting):
+    sampler = new_sampler()
+    row = Row(3, [5, 6, 7, 5], SamplingParams(temperature=0.0, **setting))
+    for _ in range(40):
+        expected = int(adjusted(logits_for(row), row).argmax())
+        assert step(sampler, [row])[0] == [expected]
+
+
+def test_draws_with_penalties_follow_the_plain_formula():
+    params = SamplingParams(
+        temperature=0.9, frequency_penalty=0.4, presence_penalty=0.5, repetition_penalty=1.3, logit_bias={9: 1.0}
+    )
+    tokens = [5, 6, 7, 5, 8, 8, 8, 9]
+    draws = 20_000
+    sampler = new_sampler(draws)
+    rows = [Row(slot, tokens, msgspec.structs.replace(params, seed=slot), output_tokens=5) for slot in range(draws)]
+    logits = logits_for(rows[0])
+    expected = (adjusted(logits, rows[0]) / params.temperature).softmax(-1).numpy() * draws
+    counts = np.bincount(step(sampler, rows, logits.expand(draws, VOCAB))[0], minlength=VOCAB)
+    big = expected >= 5
+    statistic = ((counts - expected)[big] ** 2 / expected[big]).sum()
+    freedom = int(big.sum()) - 1
+    # Exceeded by chance once in a million (Wilson and Hilferty's approximation).
+    assert statistic <= freedom * (1 - 2 / (9 * freedom) + 4.75 * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+def test_repetition_penalty_and_minimum_length_equal_transformers():
+    from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.4, min_tokens=5)
+    sampler = new_sampler()
+    row = Row(0, [5, 6, 7, 2], params)
+    repetition = RepetitionPenaltyLogitsProcessor(1.4)
+    minimum = MinNewTokensLengthLogitsProcessor(4, 5, list(ENDS), device="cpu")
+    for _ in range(20):
+        logits = logits_for(row)
+        logits[2] += 6  # an end is tempting
+        ids = torch.tensor([list(row.tokens)])
+        expected = int(minimum(ids, repetition(ids, logits[None].clone())).argmax())
+        assert step(sampler, [row], logits[None])[0] == [expected]
+    assert 2 not in row.tokens[4:9]
+    assert 2 in row.tokens[9:]
+
+
+def test_a_row_gets_the_same_tokens_alone_in_any_batch_in_a_used_row_and_resumed():
+    settings = [
+        SamplingParams(**(setting | {"temperature": 1.0 * (index % 3 > 0), "seed": index, "top_p": 0.9}))
+        for index, setting in enumerate(SETTINGS)
+    ]
+    alone = []
+    for params in settings:
+        row, sampler = Row(0, [5, 6, 7], params), new_sampler()
+        alone.append([step(sampler, [row])[0][0] for _ in range(20)])
+    sampler = new_sampler(len(settings))
+    for turn in range(2):  # the second time in rows that others have left
+        rows = [Row((slot + 3 * turn) % len(settings), [5, 6, 7], params) for slot, params in enumerate(settings)]
+        for count in range(20):
+            step(sampler, rows if count % 2 else rows[::-1])
+        assert [list(row.tokens[3:]) for row in rows] == alone
+    for cut in (1, 7):
+        resumed = [
+            Row(slot, [5, 6, 7, *alone[slot][:cut]], params, output_tokens=cut) for slot, params in enumerate(settings)
+        ]
+        for _ in range(20 - cut):
+            step(sampler, resumed)
+        assert [list(row.tokens[3:]) for row in resumed] == alone
+
+
+def test_log_probabilities_are_the_models_own_and_alternatives_the_likeliest():
+    sampler = new_sampler()
+    wanted = {"logprobs": 3, "frequency_penalty": 2.0, "logit_bias": {4: 20.0}, "temperature": 0.3, "top_k": 2}
+    rows = [
+        Row(0, [5, 6], SamplingParams(seed=1, **wanted)),
+        Row(1, [5, 6], SamplingParams(seed=2)),
+        Row(2, [5, 6], SamplingParams(temperature=0.0, logprobs=0)),
+        Row(3, [5, 6], SamplingParams(temperature=0.0, logprobs=VOCAB)),
+    ]
+    for _ in range(10):
+        logits = torch.stack([logits_for(row) + row.slot for row in rows])
+        expected = logits.double().log_softmax(-1)
+        tokens, found = step(sampler, rows, logits)
+        assert sorted(found) == [0, 2, 3]
+        for index, count in ((0, 3), (2, 0), (3, VOCAB)):
+            assert found[index].logprob == pytest.approx(float(expected[index, tokens[index]]), abs=1e-5)
+            best = expected[index].topk(count)
+            assert found[index].top_ids == best.indices.tolist()
+            assert found[index].top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_or_all_forbidden_gets_no_token_and_harms_no_other(bad):
+    for setting in ({"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.5}, {"presence_penalty": 1.0, "logprobs": 2}):
+        params = SamplingParams(**setting)
+        rows = [Row(slot, [5, 6], params) for slot in range(4)]
+        logits = torch.stack([logits_for(row) for row in rows])
+        good, _ = step(new_sampler(), rows, logits)
+        rows = [Row(slot, [5, 6], params) for slot in range(4)]
+        logits[1, 17] = bad
+        logits[3] = -torch.inf
+        sampler = new_sampler()
+        sampled = sampler.sample(logits, [row.scheduled() for row in rows], GrammarMasks(VOCAB).start([]))
+        tokens = sampled.tokens.tolist()
+        assert tokens == [good[0], -1, good[2], -1]
+        assert set(logprobs_by_row(sampled, tokens)) <= {0, 2}

@@ -28,7 +28,8 @@ from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.runner.launched_step import LaunchedStep
 from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
-from sapwood_worker.records.step import ModelOutput, RequestOutput, SchedulerOutput
+from sapwood_worker.records.output import RequestOutput
+from sapwood_worker.records.step import ModelOutput, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = {

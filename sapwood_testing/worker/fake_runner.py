@@ -19,8 +19,9 @@ from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_testing.worker.fake_transfer import FakeTransfer
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.output import Pooling, TokenLogprobs
 from sapwood_worker.records.page_copies import NOTHING
-from sapwood_worker.records.step import ModelOutput, Pooling, ScheduledRequest, SchedulerOutput, TokenLogprobs
+from sapwood_worker.records.step import ModelOutput, ScheduledRequest, SchedulerOutput
 
 _MASK = (1 << 62) - 1
 _STATES = 997

@@ -19,7 +19,7 @@ from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.ipc.messages import Abort, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
 from sapwood_worker.model.grammar.store import GrammarStore
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.step import RequestOutput
+from sapwood_worker.records.output import RequestOutput
 
 PATTERN = "[a-f]{30,60}(x[0-9]{20}y)"
 PROMPT = [1, 2, 3, 4, 5]

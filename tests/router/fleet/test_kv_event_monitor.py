@@ -16,8 +16,8 @@ from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.contract.page_hash import hash_pages
 from sapwood_common.errors import ConfigError, UnimplementedError
 from sapwood_common.network.channel import Dialer, open_channel
-from sapwood_router.edges.grpc.convert import load_of
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker
+from sapwood_router.fleet.convert import load_of
 from sapwood_router.fleet.kv_event_monitor import DriftError, KvEventFollower, KvEventMonitor
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.worker import Worker

@@ -5,10 +5,10 @@ import pytest
 from sapwood.v1 import router_pb2
 from sapwood_common.errors import UnavailableError
 from sapwood_router.config import RouterConfig
-from sapwood_router.fleet.worker import WorkerView
 from sapwood_router.routing.factory import policy_names
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policy_book import PolicyBook
+from sapwood_router.routing.worker_view import WorkerView
 
 WORKERS = [WorkerView("w0", requests=1), WorkerView("w1", requests=0)]
 

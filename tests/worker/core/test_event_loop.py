@@ -35,7 +35,8 @@ from sapwood_worker.ipc.messages import (
 from sapwood_worker.ipc.progress import ProgressView, StepProgress
 from sapwood_worker.records.kv_events import KvEvent
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.step import RequestOutput, SchedulerOutput, TokenLogprobs
+from sapwood_worker.records.output import RequestOutput, TokenLogprobs
+from sapwood_worker.records.step import SchedulerOutput
 
 VOCAB = 50
 POISON = 49

@@ -20,7 +20,7 @@ from sapwood_worker.front.service import ServedModel, WorkerService
 from sapwood_worker.ipc.messages import Step, Submit, ToScheduler
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.step import RequestOutput
+from sapwood_worker.records.output import RequestOutput
 
 INFO = ModelInfo(
     architecture="fake",

@@ -13,7 +13,7 @@ from sapwood_common.status import code_number
 from sapwood_worker.front.generation import Generation
 from sapwood_worker.front.session import Session
 from sapwood_worker.ipc.vitals import Vitals
-from sapwood_worker.records.step import RequestOutput, TokenLogprobs
+from sapwood_worker.records.output import RequestOutput, TokenLogprobs
 
 TOKEN = TokenLogprobs(-1.0, [50_000 + number for number in range(20)], [-2.0] * 20)
 

@@ -19,7 +19,7 @@ from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import ConfigError
 from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
 from sapwood_common.network.channel import Dialer
-from sapwood_router.edges.grpc.convert import load_of, served_model_of
+from sapwood_router.fleet.convert import load_of, served_model_of
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.session import WorkerSession

@@ -16,9 +16,10 @@ from sapwood.v1 import worker_pb2
 from sapwood_common.errors import SapwoodError
 from sapwood_common.http2.client.duplex_call import DuplexCall
 from sapwood_common.pacing.silence import Silence
-from sapwood_router.edges.grpc.convert import stream_error, worker_output_of
+from sapwood_router.fleet.convert import worker_output_of
 from sapwood_router.fleet.outcome import WorkerLeftError, WorkerLostError
 from sapwood_router.fleet.output import WorkerOutput
+from sapwood_router.transport.stream_error import stream_error
 
 _TOKENS_A_MESSAGE = 256 * 1024
 """Beyond these a message takes no further request: far from what a worker takes, also where each brings a grammar."""

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-import msgspec
-
 from sapwood_common.pacing.sliding_count import SlidingCount
 from sapwood_router.fleet.circuit_breaker import CircuitBreaker
 from sapwood_router.fleet.served_model import ServedModel
@@ -16,6 +14,7 @@ from sapwood_router.routing.load import Load
 
 if TYPE_CHECKING:  # the generated stubs know this name, the generated code does not
     from sapwood.v1.worker_pb2_grpc import WorkerAsyncStub
+from sapwood_router.routing.worker_view import WorkerView
 
 Stub: TypeAlias = "WorkerAsyncStub"
 
@@ -29,28 +28,6 @@ _REQUEST_WORK = 256
 
 _OVERLONG_STEP = 10.0
 """Seconds after which a step may be one that hangs. A long one that does not, as on a slow CPU, costs nothing but a detour."""
-
-
-class WorkerView(msgspec.Struct, frozen=True):
-    """A worker at the moment of a decision. Policies see only this.
-
-    Attributes:
-        address: Names the worker.
-        page_size: Tokens a page of its KV cache holds.
-        requests: Requests on it: this router's, as counted here, and other routers', as last reported.
-        queued_tokens: Prompt tokens it still has to prefill, counted likewise.
-        used_share: Share of its pages that running requests hold, as last reported, 0 to 1.
-        recent_work: Work this router gave it lately, in tokens to prefill; decays with a half-life of a minute.
-        storage_id: Names the store its KV cache reads from, as last reported; workers of one name share it. Empty: none.
-    """
-
-    address: str
-    page_size: int = 16
-    requests: int = 0
-    queued_tokens: int = 0
-    used_share: float = 0.0
-    recent_work: float = 0.0
-    storage_id: str = ""
 
 
 class Lease:

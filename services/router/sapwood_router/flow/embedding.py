@@ -24,7 +24,7 @@ from sapwood_common.network.channel import request_metadata
 from sapwood_common.status import from_rpc_error, row_of
 from sapwood_common.telemetry.tracing import child_span
 from sapwood_router.admission.control import AdmissionControl, Place
-from sapwood_router.edges.grpc.convert import to_embed_request
+from sapwood_router.fleet.convert import to_embed_request
 from sapwood_router.fleet.outcome import Outcome, WorkerLostError, outcome_of
 from sapwood_router.fleet.registry import RETRY_AFTER, Registry
 from sapwood_router.fleet.served_model import ServedModel

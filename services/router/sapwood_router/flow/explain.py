@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_router.fleet.registry import RETRY_AFTER, Registry
-from sapwood_router.fleet.worker import Worker, WorkerView, preferred
+from sapwood_router.fleet.worker import Worker, preferred
 from sapwood_router.request.context import RequestContext
 from sapwood_router.routing.policies.base import Choice, PromptPages
 from sapwood_router.routing.policy_book import PolicyBook
+from sapwood_router.routing.worker_view import WorkerView
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from typing import TypeVar
 from sapwood.v1 import tokenizer_pb2
 from sapwood_common.errors import DeadlineExceededError, UnavailableError
 from sapwood_common.network.channel import request_metadata
-from sapwood_router.edges.grpc.convert import to_turns
 from sapwood_router.request.context import ChatPrompt
 from sapwood_router.request.structure import CompiledGrammar
 from sapwood_router.request.token_table import TokenTable
+from sapwood_router.tokenizer.convert import to_turns
 from sapwood_router.tokenizer.replica import TokenizerReplica
 
 AnswerT = TypeVar("AnswerT")

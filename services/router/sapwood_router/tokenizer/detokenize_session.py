@@ -16,12 +16,13 @@ from collections.abc import Callable
 from sapwood.v1 import tokenizer_pb2
 from sapwood_common.errors import UnavailableError
 from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
-from sapwood_router.edges.grpc.convert import output_of, stream_error, to_options
 from sapwood_router.request.field_names import detokenizer_error
 from sapwood_router.request.output import OutputOptions
+from sapwood_router.tokenizer.convert import output_of, to_options
 from sapwood_router.tokenizer.detokenize_stream import DetokenizeStream
 from sapwood_router.tokenizer.replica import TokenizerReplica
 from sapwood_router.transport.duplex_dial import open_call
+from sapwood_router.transport.stream_error import stream_error
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from sapwood.v1 import tokenizer_pb2
 from sapwood_common.errors import DeadlineExceededError, UnavailableError
 from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
 from sapwood_common.network.channel import Dialer
-from sapwood_router.edges.grpc.convert import stream_error
 from sapwood_router.transport.duplex_dial import open_call
+from sapwood_router.transport.stream_error import stream_error
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,8 @@ from sapwood_worker.ipc.progress import StepProgress
 from sapwood_worker.model.grammar.matcher import GrammarMatcher
 from sapwood_worker.model.grammar.store import GrammarStore
 from sapwood_worker.records.load import Load
-from sapwood_worker.records.step import LaunchedStep, RequestOutput, Runner
+from sapwood_worker.records.output import RequestOutput
+from sapwood_worker.records.step import LaunchedStep, Runner
 
 logger = logging.getLogger(__name__)
 

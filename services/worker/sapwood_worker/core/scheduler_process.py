@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-import zmq
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import TokenVocabulary
@@ -30,14 +29,14 @@ from sapwood_worker.core.operations import Operations, Profiler
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.tiering import TieredRunner, build_tiering
-from sapwood_worker.ipc.messages import Failed, FromScheduler, Ready, ToScheduler, encode, to_scheduler_decoder
+from sapwood_worker.ipc.mailbox import OrphanedError, ZmqMailbox
+from sapwood_worker.ipc.messages import Failed, Ready
 from sapwood_worker.ipc.progress import PROGRESS_FILE, Pulse, StepProgress
 from sapwood_worker.model.grammar.store import GrammarStore
 from sapwood_worker.records.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
 
-_ORPHAN_POLL_MS = 1_000
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -54,59 +53,6 @@ class LoadedRunner(TieredRunner, Protocol):
 
 
 RunnerFactory = Callable[[WorkerConfig], LoadedRunner]
-
-
-class OrphanedError(Exception):
-    """The front is gone."""
-
-
-class ZmqMailbox:
-    """The :class:`~sapwood_worker.core.event_loop.Mailbox` over two ZeroMQ sockets.
-
-    Args:
-        folder: Where the front's sockets are.
-        parent: The front's process id: waiting ends when it is gone.
-    """
-
-    def __init__(self, folder: Path, parent: int) -> None:
-        self._parent = parent
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.set_hwm(0)
-        self._inbox.connect(f"ipc://{folder}/to-scheduler")
-        self._outbox = self._context.socket(zmq.PUSH)
-        self._outbox.set_hwm(
-            0
-        )  # the front always reads, and merges what its clients do not: that is what bounds memory
-        self._outbox.setsockopt(zmq.LINGER, 2_000)
-        self._outbox.connect(f"ipc://{folder}/from-scheduler")
-
-    def receive(self, *, wait: bool) -> list[ToScheduler]:
-        """See Mailbox.
-
-        Raises:
-            OrphanedError: The front is gone.
-        """
-        if wait:
-            while not self._inbox.poll(_ORPHAN_POLL_MS):
-                if os.getppid() != self._parent:
-                    raise OrphanedError
-        messages: list[ToScheduler] = []
-        while True:
-            try:
-                messages.append(to_scheduler_decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                return messages
-
-    def send(self, message: FromScheduler) -> None:
-        """See Mailbox."""
-        self._outbox.send(encode(message), zmq.NOBLOCK)
-
-    def close(self) -> None:
-        """Sends what is queued and closes."""
-        self._inbox.close()
-        self._outbox.close()
-        self._context.term()
 
 
 def build_scheduler(config: WorkerConfig, info: ModelInfo, tiers: HierarchicalCache | None = None) -> Scheduler:

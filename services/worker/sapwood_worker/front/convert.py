@@ -16,7 +16,7 @@ from sapwood_worker.front.kv_event_stream import KvEventBatch, KvEventStream
 from sapwood_worker.records.kv_events import BlockRemoved, BlockStored, KvEvent, Medium, split_hashes
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.step import Pooling, RequestOutput, TokenLogprobs
+from sapwood_worker.records.output import Pooling, RequestOutput, TokenLogprobs
 from sapwood_worker.records.terms import Terms
 
 _FINISH = {

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from sapwood_common import errors
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.ipc.messages import Abort, Submit, ToScheduler
-from sapwood_worker.records.step import Pooling, RequestOutput
+from sapwood_worker.records.output import Pooling, RequestOutput
 from sapwood_worker.records.terms import Terms
 
 _SAMPLING = SamplingParams(max_tokens=1)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from sapwood_common import errors
-from sapwood_worker.records.step import FinishReason, RequestOutput, TokenLogprobs
+from sapwood_worker.records.output import FinishReason, RequestOutput, TokenLogprobs
 
 
 class _Continuation:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sapwood_common.telemetry.metrics import MetricSet, OneOf
-from sapwood_worker.core.step_clock import StepTime
 from sapwood_worker.ipc.vitals import Vitals
 from sapwood_worker.records.load import Load
+from sapwood_worker.records.step_time import StepTime
 
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 

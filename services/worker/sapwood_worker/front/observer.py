@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sapwood_common.telemetry.tracing import NoTracing, Span, Tracing
-from sapwood_worker.core.step_clock import LoadTime, StepTime
 from sapwood_worker.front.metrics import WorkerMetrics
-from sapwood_worker.records.step import RequestOutput
+from sapwood_worker.records.output import RequestOutput
+from sapwood_worker.records.step_time import LoadTime, StepTime
 
 
 @dataclass(slots=True)

@@ -11,11 +11,11 @@ from typing import Literal
 import msgspec
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_worker.core.step_clock import StepTime
 from sapwood_worker.records.kv_events import KvEvent
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.step import Pooling, RequestOutput
+from sapwood_worker.records.output import Pooling, RequestOutput
+from sapwood_worker.records.step_time import StepTime
 from sapwood_worker.records.terms import USUAL, Terms
 from sapwood_worker.records.tier_report import TierReport
 

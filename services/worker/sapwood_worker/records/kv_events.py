@@ -51,22 +51,6 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag="AllBlo
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class KvEventLog:
-    """Events in the order they happened, until they are taken."""
-
-    def __init__(self) -> None:
-        self._events: list[KvEvent] = []
-
-    def add(self, event: KvEvent) -> None:
-        """Appends an event."""
-        self._events.append(event)
-
-    def take(self) -> list[KvEvent]:
-        """Removes and returns the events since the last call."""
-        events, self._events = self._events, []
-        return events
-
-
 def split_hashes(hashes: bytes) -> list[bytes]:
     """The single hashes of a run."""
     return [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]

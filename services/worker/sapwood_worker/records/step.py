@@ -4,32 +4,15 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.records.grammar_state import GrammarState
+from sapwood_worker.records.output import Pooling, TokenLogprobs
 from sapwood_worker.records.page_copies import NOTHING, Copies, CopyReport
-
-
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """How likely the model found a token, and which were the likeliest in its place.
-
-    Attributes:
-        logprob: Natural logarithm.
-        top_ids: Likeliest first.
-        top_logprobs: One for each of ``top_ids``.
-    """
-
-    logprob: float
-    top_ids: list[int] = []
-    top_logprobs: list[float] = []
-
-
-Pooling = Literal["", "mean", "last", "cls"]
 
 
 @dataclass(slots=True)
@@ -118,43 +101,6 @@ class ModelOutput:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
-
-
-FinishReason = Literal["stop", "length", "error", "deadline"]
-"""``stop``: an end token or the end of the grammar. ``length``: max_tokens or the context's end. ``error``: runner or grammar
-failed. ``deadline``: it did not end in time."""
-
-
-class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What one step brought one request.
-
-    Attributes:
-        serial: Whose it is.
-        token_ids: New tokens; an end token is among them.
-        finish_reason: Set once, on the request's last output.
-        prompt_tokens: Length of the prompt.
-        completion_tokens: Tokens of output so far.
-        cached_tokens: Prompt tokens found in the prefix cache.
-        error: What went wrong, if ``finish_reason`` is ``error``.
-        error_field: The request field at fault, if the error is its sender's.
-        logprobs: One for each of ``token_ids``, if asked for.
-        prompt_logprobs: On the first output, if asked for: one for each prompt token but the first.
-        index: Which of its generation's continuations it belongs to; the gRPC front sets it.
-        embedding: Native float32, on the output of an embedding request.
-    """
-
-    serial: int
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    error: str = ""
-    error_field: str = ""
-    logprobs: list[TokenLogprobs] = []
-    prompt_logprobs: list[TokenLogprobs] = []
-    index: int = 0
-    embedding: bytes = b""
 
 
 class LaunchedStep(Protocol):

@@ -3,10 +3,10 @@
 import random
 from collections import Counter
 
-from sapwood_router.fleet.worker import WorkerView
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policies.consistent_hash import ConsistentHash
 from sapwood_router.routing.policies.prefix_hash import PrefixHash
+from sapwood_router.routing.worker_view import WorkerView
 
 RNG = random.Random(5)
 

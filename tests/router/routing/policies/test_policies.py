@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from sapwood_router.fleet.worker import WorkerView
 from sapwood_router.routing.factory import PolicyParts, make_policy, policy_names
 from sapwood_router.routing.index.blocks import BlockIndex, Tier
 from sapwood_router.routing.index.hot import HotPrefixes
@@ -18,6 +17,7 @@ from sapwood_router.routing.policies.least_load import LeastLoad
 from sapwood_router.routing.policies.power_of_two import PowerOfTwo
 from sapwood_router.routing.policies.random import Random
 from sapwood_router.routing.policies.round_robin import RoundRobin
+from sapwood_router.routing.worker_view import WorkerView
 
 PROMPT = PromptPages(range(100))
 

@@ -15,7 +15,7 @@ from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.scheduler.waiting.fairness import MOST_IDLE, TenantFairness
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.step import RequestOutput
+from sapwood_worker.records.output import RequestOutput
 
 VOCAB = 50
 

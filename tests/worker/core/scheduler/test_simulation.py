@@ -26,7 +26,7 @@ from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.step import Pooling, RequestOutput
+from sapwood_worker.records.output import Pooling, RequestOutput
 
 VOCAB = 60
 END = 59

@@ -36,7 +36,7 @@ from sapwood_worker.model.runner.encoder_runner import EncoderRunner
 from sapwood_worker.model.runner.factory import make_runner as make_runner_of
 from sapwood_worker.model.runner.model_runner import RunnerOptions
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.step import RequestOutput
+from sapwood_worker.records.output import RequestOutput
 
 POOLINGS = ("mean", "last", "cls")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from sapwood.v1 import worker_pb2
-from sapwood_router.edges.grpc.convert import to_worker_request
+from sapwood_router.fleet.convert import to_worker_request
 from sapwood_router.request.caller import NOBODY
 from sapwood_router.request.context import RequestContext
 from sapwood_router.request.request_ids import unique_id

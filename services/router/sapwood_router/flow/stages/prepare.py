@@ -5,13 +5,13 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from sapwood_common.errors import SapwoodError
-from sapwood_router.edges.grpc.convert import to_compile_request
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt, Truncation
 from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.structure import has_strict_tool
 from sapwood_router.request.validation import check_prompt, check_stop, check_tokens_only, check_truncation
 from sapwood_router.tokenizer.client import TokenizerClient
+from sapwood_router.tokenizer.convert import to_compile_request
 
 
 async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry: Registry) -> None:

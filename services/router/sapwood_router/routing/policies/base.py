@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from sapwood_common.contract.page_hash import cache_namespace, hash_pages
-from sapwood_router.fleet.worker import WorkerView
+from sapwood_router.routing.worker_view import WorkerView
 
 
 class PromptPages:

@@ -26,11 +26,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from sapwood_router.fleet.worker import WorkerView
 from sapwood_router.routing.index.blocks import BlockIndex
 from sapwood_router.routing.index.hot import HotPrefixes
 from sapwood_router.routing.index.prefixes import Insertion, PrefixIndex
 from sapwood_router.routing.policies.base import Choice, LoadKey, PromptPages, load_key
+from sapwood_router.routing.worker_view import WorkerView
 
 RECOMPUTE_WEIGHT = 3
 REQUEST_COST = 16

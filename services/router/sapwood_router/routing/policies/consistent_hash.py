@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sapwood_router.fleet.worker import WorkerView
 from sapwood_router.routing.index.ring import HashRing
 from sapwood_router.routing.policies.base import Choice, Forgetful, PromptPages, load_key
+from sapwood_router.routing.worker_view import WorkerView
 
 
 class ConsistentHash(Forgetful):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from sapwood_router.fleet.worker import WorkerView
 from sapwood_router.routing.policies.base import Choice, Forgetful, PromptPages, load_key
+from sapwood_router.routing.worker_view import WorkerView
 
 
 class PowerOfTwo(Forgetful):

@@ -11,9 +11,9 @@ import math
 from array import array
 from collections.abc import Sequence
 
-from sapwood_router.fleet.worker import WorkerView
 from sapwood_router.routing.index.ring import HashRing
 from sapwood_router.routing.policies.base import Choice, Forgetful, PromptPages
+from sapwood_router.routing.worker_view import WorkerView
 
 PREFIX_TOKENS = 256
 LOAD_FACTOR = 1.25

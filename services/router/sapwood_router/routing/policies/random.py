@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from sapwood_router.fleet.worker import WorkerView
 from sapwood_router.routing.policies.base import Choice, Forgetful, PromptPages
+from sapwood_router.routing.worker_view import WorkerView
 
 
 class Random(Forgetful):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sapwood_router.fleet.worker import WorkerView
 from sapwood_router.routing.policies.base import Choice, Forgetful, PromptPages
+from sapwood_router.routing.worker_view import WorkerView
 
 
 class RoundRobin(Forgetful):

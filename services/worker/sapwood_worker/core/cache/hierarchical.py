@@ -24,9 +24,9 @@ from typing import Literal
 import numpy as np
 
 from sapwood_worker.core.cache.host_pages import HostPage, HostPages
+from sapwood_worker.core.cache.kv_event_log import KvEventLog
 from sapwood_worker.core.cache.page_key import PageChain, PageName
 from sapwood_worker.core.cache.storage.tier import StorageTier
-from sapwood_worker.records.kv_events import KvEventLog
 from sapwood_worker.records.page_copies import CacheLoad, Copies, CopyReport, PageCopy, PageIds
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]

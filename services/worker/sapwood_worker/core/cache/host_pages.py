@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from sapwood_worker.core.cache.eviction import EvictionQueue, least_recently_used
+from sapwood_worker.core.cache.kv_event_log import KvEventLog
 from sapwood_worker.core.cache.page_allocator import CACHE, TRANSFER, PageAllocator
 from sapwood_worker.core.cache.page_key import PageKey, PageName
-from sapwood_worker.records.kv_events import BlockRemoved, BlockStored, KvEventLog
+from sapwood_worker.records.kv_events import BlockRemoved, BlockStored
 
 
 @dataclass(slots=True, eq=False)

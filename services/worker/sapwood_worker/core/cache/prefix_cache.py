@@ -13,6 +13,7 @@ import numpy as np
 
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_worker.core.cache.eviction import EvictionName
+from sapwood_worker.core.cache.kv_event_log import KvEventLog
 from sapwood_worker.core.cache.page_allocator import (
     CACHE,
     FREE,
@@ -24,7 +25,6 @@ from sapwood_worker.core.cache.page_allocator import (
 )
 from sapwood_worker.core.cache.page_table import PageTable
 from sapwood_worker.core.cache.radix_tree import Node, RadixTree
-from sapwood_worker.records.kv_events import KvEventLog
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from sapwood_common.contract.page_hash import HASH_BYTES, hash_run, lora_of
 from sapwood_worker.core.cache.eviction import POLICIES, EvictionName, EvictionQueue
-from sapwood_worker.records.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventLog
+from sapwood_worker.core.cache.kv_event_log import KvEventLog
+from sapwood_worker.records.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 PageIds = npt.NDArray[np.int32]
 

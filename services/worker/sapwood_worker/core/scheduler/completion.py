@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.records.step import FinishReason, RequestOutput, TokenLogprobs
+from sapwood_worker.records.output import FinishReason, RequestOutput, TokenLogprobs
 
 _NO_LOGPROBS: list[TokenLogprobs] = []
 

@@ -16,7 +16,7 @@ from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
 from sapwood_worker.core.scheduler.state import RequestState
 from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
 from sapwood_worker.core.scheduler.waiting.waiting_queue import WaitingQueue
-from sapwood_worker.records.step import RequestOutput
+from sapwood_worker.records.output import RequestOutput
 
 
 class Lifecycle:

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.state import RequestState, check_transition
 from sapwood_worker.records.grammar_state import GrammarState
-from sapwood_worker.records.step import Pooling, ScheduledRequest, TokenLogprobs
+from sapwood_worker.records.output import Pooling, TokenLogprobs
+from sapwood_worker.records.step import ScheduledRequest
 
 _NO_PART = ScheduledRequest("", -1, [], 0, False, SamplingParams())
 

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
+from sapwood_worker.core.cache.kv_event_log import KvEventLog
 from sapwood_worker.core.cache.page_allocator import PageAllocator
 from sapwood_worker.core.cache.page_table import PageTable
 from sapwood_worker.core.cache.prefix_cache import PrefixCache
@@ -39,9 +40,10 @@ from sapwood_worker.core.scheduler.waiting.admission_order import AdmissionOrder
 from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
 from sapwood_worker.core.scheduler.waiting.policy import make_policy
 from sapwood_worker.core.scheduler.waiting.waiting_queue import WaitingQueue
-from sapwood_worker.records.kv_events import KvEvent, KvEventLog
+from sapwood_worker.records.kv_events import KvEvent
 from sapwood_worker.records.load import Load
-from sapwood_worker.records.step import ModelOutput, RequestOutput, SchedulerOutput
+from sapwood_worker.records.output import RequestOutput
+from sapwood_worker.records.step import ModelOutput, SchedulerOutput
 
 
 class Scheduler:

@@ -9,8 +9,9 @@ from torch import Tensor
 from sapwood_kernels.device_copy import HostCopies
 from sapwood_worker.model.sampling.logprobs import Logprobs
 from sapwood_worker.model.sampling.token_sampler import SampledTokens
+from sapwood_worker.records.output import TokenLogprobs
 from sapwood_worker.records.page_copies import CopyReport
-from sapwood_worker.records.step import ModelOutput, SchedulerOutput, TokenLogprobs
+from sapwood_worker.records.step import ModelOutput, SchedulerOutput
 
 
 class LaunchedStep:

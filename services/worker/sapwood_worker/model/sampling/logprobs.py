@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sapwood_worker.records.step import TokenLogprobs
+from sapwood_worker.records.output import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sapwood_worker.core.cache.eviction import EvictionQueue, least_recently_used
+from sapwood_worker.core.cache.kv_event_log import KvEventLog
 from sapwood_worker.core.cache.page_key import PageName
-from sapwood_worker.records.kv_events import BlockRemoved, BlockStored, KvEventLog
+from sapwood_worker.records.kv_events import BlockRemoved, BlockStored
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,109 @@
+"""What workers are asked, as messages, and what they say, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sapwood.v1 import common_pb2, worker_pb2
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.contract.sampling_message import to_message
+from sapwood_router.fleet.output import WorkerOutput
+from sapwood_router.fleet.served_model import ServedModel
+from sapwood_router.request.context import FinishReason
+from sapwood_router.request.embed_request import EmbedRequest
+from sapwood_router.request.logprobs import TokenLogprobs
+from sapwood_router.routing.load import Load
+
+_FROM_PROTO = {
+    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+
+
+def to_worker_request(
+    request_id: str, token_ids: list[int], sampling: SamplingParams
+) -> worker_pb2.WorkerGenerateRequest:
+    """The worker's request for a prompt."""
+    return worker_pb2.WorkerGenerateRequest(request_id=request_id, token_ids=token_ids, sampling=to_message(sampling))
+
+
+def worker_output_of(message: worker_pb2.WorkerGenerateResponse) -> WorkerOutput:
+    """A worker's message as plain values."""
+    return WorkerOutput(
+        token_ids=message.token_ids,
+        finish=_FROM_PROTO.get(message.finish_reason),
+        cached_tokens=message.usage.cached_tokens if message.HasField("usage") else None,
+        logprobs=_logprobs_of(message.logprobs) if message.logprobs else (),
+        prompt_logprobs=_logprobs_of(message.prompt_logprobs) if message.prompt_logprobs else (),
+    )
+
+
+def _logprobs_of(messages: Iterable[worker_pb2.TokenLogprobs]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(item.logprob, tuple(item.top_ids), tuple(item.top_logprobs)) for item in messages]
+
+
+_POOLING = {
+    None: worker_pb2.POOLING_UNSPECIFIED,
+    "mean": worker_pb2.POOLING_MEAN,
+    "last": worker_pb2.POOLING_LAST,
+    "cls": worker_pb2.POOLING_CLS,
+}
+
+
+def to_embed_request(
+    request: EmbedRequest, sequences: Iterable[list[int]], max_tokens: int
+) -> worker_pb2.WorkerEmbedRequest:
+    """The worker's request for embeddings of token sequences, cut to so many tokens, or 0."""
+    caller = request.caller
+    return worker_pb2.WorkerEmbedRequest(
+        request_id=request.request_id,
+        inputs=[common_pb2.TokenIds(ids=sequence) for sequence in sequences],
+        pooling=_POOLING[request.pooling],
+        normalize=request.normalize,
+        priority=caller.priority,
+        tenant=caller.tenant,
+        cache_salt=caller.cache_salt,
+        dimensions=request.dimensions or 0,
+        max_tokens=max_tokens,
+    )
+
+
+def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
+    """What a worker says that it serves."""
+    return ServedModel(
+        model=message.model,
+        context_length=message.context_length,
+        vocab_size=message.vocab_size,
+        page_size=max(1, message.page_size),
+        num_pages=message.num_pages,
+        epoch=message.epoch,
+        max_running=message.max_running,
+        eos_token_ids=frozenset(message.eos_token_ids),
+        embedding_size=message.embedding_size,
+        embedded_tokens=message.embedded_tokens,
+        shortened=frozenset(message.embedding_dimensions) if message.shortens_embeddings else None,
+    )
+
+
+def load_of(message: worker_pb2.LoadReport) -> Load:
+    """A worker's report as plain values."""
+    return Load(
+        running_requests=message.running_requests,
+        waiting_requests=message.waiting_requests,
+        queued_tokens=message.queued_tokens,
+        used_pages=message.used_pages,
+        evictable_pages=message.evictable_pages,
+        num_pages=message.num_pages,
+        prompt_tokens=message.prompt_tokens,
+        cached_tokens=message.cached_tokens,
+        epoch=message.epoch,
+        kv_seq=message.kv_seq,
+        kv_digest=message.kv_digest,
+        host_used_pages=message.host_used_pages,
+        host_num_pages=message.host_num_pages,
+        device_hit_tokens=message.device_hit_tokens,
+        host_hit_tokens=message.host_hit_tokens,
+        storage_hit_tokens=message.storage_hit_tokens,
+        storage_id=message.storage_id,
+        running_tokens=message.running_tokens,
+    )

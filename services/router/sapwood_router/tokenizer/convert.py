@@ -1,0 +1,81 @@
+"""What the tokenizer service is asked, as messages, and what it answers, as plain values."""
+
+from __future__ import annotations
+
+from sapwood.v1 import common_pb2, tokenizer_pb2
+from sapwood_router.request.context import ChatPrompt, RequestContext, Turn
+from sapwood_router.request.output import Output, OutputOptions, ToolCallDelta
+from sapwood_router.request.structure import AnswerGrammar
+
+
+def to_grammar(grammar: AnswerGrammar) -> common_pb2.Grammar:
+    """A grammar as a message."""
+    options = common_pb2.GrammarOptions(any_whitespace=grammar.any_whitespace, lenient=grammar.lenient)
+    match grammar.kind:
+        case "json_schema":
+            return common_pb2.Grammar(json_schema=grammar.text, options=options)
+        case "regex":
+            return common_pb2.Grammar(regex=grammar.text, options=options)
+        case "ebnf":
+            return common_pb2.Grammar(ebnf=grammar.text, options=options)
+        case "structural_tag":
+            return common_pb2.Grammar(structural_tag=grammar.text, options=options)
+
+
+def to_compile_request(context: RequestContext) -> tokenizer_pb2.CompileGrammarRequest:
+    """What the tokenizer service is asked to compile for a request whose prompt and parsers are known."""
+    prompt, choice, output = context.prompt, context.tool_choice, context.output
+    request = tokenizer_pb2.CompileGrammarRequest(
+        reasoning_parser=output.reasoning_parser, cache_salt=context.caller.cache_salt
+    )
+    if output.reasoning_open is not None:
+        request.reasoning_open = output.reasoning_open
+    if context.grammar is not None:
+        request.grammar.CopyFrom(to_grammar(context.grammar))
+    if isinstance(prompt, ChatPrompt) and prompt.tools and (choice.required or output.tool_parser):
+        request.tool_calls.tools = prompt.tools
+        request.tool_calls.name = choice.name
+        request.tool_calls.required = choice.required
+        request.tool_calls.parallel = context.parallel_tool_calls and not choice.name
+        request.tool_calls.tool_parser = output.tool_parser
+    return request
+
+
+def to_turns(turns: tuple[Turn, ...]) -> list[common_pb2.ChatMessage]:
+    """A conversation as messages."""
+    return [
+        common_pb2.ChatMessage(
+            role=turn.role,
+            content=turn.content,
+            name=turn.name,
+            tool_calls=[
+                common_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in turn.tool_calls
+            ],
+            tool_call_id=turn.tool_call_id,
+            reasoning=turn.reasoning,
+        )
+        for turn in turns
+    ]
+
+
+def to_options(options: OutputOptions) -> tokenizer_pb2.DetokenizeOptions:
+    """The options that open a detokenizer stream."""
+    return tokenizer_pb2.DetokenizeOptions(
+        stop=options.stop,
+        skip_special_tokens=options.skip_special_tokens,
+        tool_parser=options.tool_parser,
+        reasoning_parser=options.reasoning_parser,
+        reasoning_open=options.reasoning_open,
+        tools=options.tools,
+        tool_call_id_seed=options.call_id_seed,
+    )
+
+
+def output_of(message: tokenizer_pb2.DetokenizeOutput) -> Output:
+    """What a detokenizer stream gave."""
+    output = Output(message.text, message.reasoning)
+    if message.tool_calls:
+        output.tool_calls = [
+            ToolCallDelta(call.index, call.id, call.name, call.arguments) for call in message.tool_calls
+        ]
+    return output

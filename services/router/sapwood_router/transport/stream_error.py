@@ -1,0 +1,15 @@
+"""The error of one stream of a call that many requests share, as an exception."""
+
+from __future__ import annotations
+
+from sapwood.v1 import tokenizer_pb2, worker_pb2
+from sapwood_common.errors import SapwoodError
+from sapwood_common.status import from_parts
+
+
+def stream_error(message: worker_pb2.GenerationError | tokenizer_pb2.StreamError) -> SapwoodError:
+    """The error of one stream, or of one item, of a session."""
+    error = from_parts(message.code, message.message, message.field)
+    if message.HasField("retry_after_ms"):
+        error.retry_after = message.retry_after_ms / 1000
+    return error

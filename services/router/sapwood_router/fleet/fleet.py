@@ -67,8 +67,10 @@ class Fleet:
             self._leases.pop(address, None)
         self.name(_REGISTERED + address, [address])
 
-    def drain(self, address: str, draining: bool) -> Worker:
+    def drain(self, address: str, draining: bool) -> int:
         """From now on the worker gets nothing new, or gets requests again; what runs on it finishes.
+
+        Returns how many requests run on it.
 
         Raises:
             NotFoundError: There is no such worker.
@@ -77,7 +79,7 @@ class Fleet:
         if draining and not worker.draining:
             self.hand_over(worker)
         self._registry.set_draining(worker, draining)
-        return worker
+        return worker.in_flight
 
     def hand_over(self, worker: Worker) -> None:
         """The worker drains: what it was asked lately goes to those that serve the same."""

@@ -70,6 +70,10 @@ class Registry:
         """Every model that a worker was ever seen to serve, with its available workers."""
         return dict(self._models)
 
+    def context_lengths(self) -> dict[str, int]:
+        """The longest context of every model that a worker was ever seen to serve, in tokens."""
+        return {model: self.context_length(model) for model in self._models}
+
     def context_length(self, model: str) -> int:
         """The longest context that any worker of a known model has, in tokens."""
         served = (worker.model for worker in self._workers.values() if worker.model is not None)

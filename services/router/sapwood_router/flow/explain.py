@@ -19,15 +19,17 @@ class Candidate:
     """A worker as the choice sees it.
 
     Attributes:
-        worker: The worker.
-        view: Its load; None if it is out of the choice.
+        address: Names the worker.
+        requests: On it, as a choice counts them; this router's alone if it is out of the choice.
+        queued_tokens: Prompt tokens it still has to prefill, counted likewise.
         excluded: Why it is; empty if it is not.
         cached_tokens: Of the prompt, tokens it is believed to hold.
         cost: In the policy's measure, the least wins; None for policies without one.
     """
 
-    worker: Worker
-    view: WorkerView | None
+    address: str
+    requests: int
+    queued_tokens: int
     excluded: str
     cached_tokens: int = 0
     cost: float | None = None
@@ -61,7 +63,7 @@ def explain(context: RequestContext, registry: Registry, policies: PolicyBook) -
     scores = policy.explain(views, prompt)
     by_address = {view.address: view for view in views}
     candidates = [
-        Candidate(worker, by_address.get(worker.address), why, *scores.get(worker.address, (0, None)))
+        Candidate(worker.address, *_load_of(worker, by_address), why, *scores.get(worker.address, (0, None)))
         for worker, why in excluded.items()
     ]
     choice = policy.live.choose(views, prompt)
@@ -73,6 +75,12 @@ def explain(context: RequestContext, registry: Registry, policies: PolicyBook) -
         policies.name_of(model),
         policy.would_choose(views, prompt),
     )
+
+
+def _load_of(worker: Worker, views: Mapping[str, WorkerView]) -> tuple[int, int]:
+    if (view := views.get(worker.address)) is not None:
+        return view.requests, view.queued_tokens
+    return worker.in_flight, worker.pending_tokens
 
 
 def _exclusions(context: RequestContext, model: str, workers: Iterable[Worker]) -> dict[Worker, str]:

@@ -17,12 +17,11 @@ def to_explanation(explanation: Explanation) -> router_pb2.ExplainRouteResponse:
     for name, choice in explanation.shadows.items():
         response.shadows.add(policy=name, chosen=choice.address, reason=choice.reason)
     for candidate in explanation.candidates:
-        view = candidate.view
         response.candidates.add(
-            address=candidate.worker.address,
+            address=candidate.address,
             excluded=candidate.excluded,
-            requests=view.requests if view is not None else candidate.worker.in_flight,
-            queued_tokens=view.queued_tokens if view is not None else candidate.worker.pending_tokens,
+            requests=candidate.requests,
+            queued_tokens=candidate.queued_tokens,
             cached_tokens=candidate.cached_tokens,
             cost=candidate.cost,
         )

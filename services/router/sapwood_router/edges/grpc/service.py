@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -25,7 +25,6 @@ from sapwood_router.edges.grpc.convert import (
 )
 from sapwood_router.edges.grpc.convert_explain import to_explanation
 from sapwood_router.edges.grpc.convert_status import to_status, to_worker_status
-from sapwood_router.fleet.fleet import Fleet
 from sapwood_router.flow.delivery import READER_SLACK, Delivery
 from sapwood_router.flow.explain import explain
 from sapwood_router.flow.pipeline import Pipeline, close_all
@@ -97,6 +96,22 @@ class _CallClient:
         return False
 
 
+class Members(Protocol):
+    """The workers as operators handle them: by address. Each method raises NotFoundError where there is no such worker."""
+
+    def register(self, address: str, lease: float | None) -> None:
+        """There is this worker, for ``lease`` seconds unless it is renewed; None: for good."""
+        ...
+
+    def drain(self, address: str, draining: bool) -> int:
+        """It gets nothing new, or gets requests again; returns how many run on it."""
+        ...
+
+    def remove(self, address: str) -> None:
+        """There is no such worker any more."""
+        ...
+
+
 class RouterService(router_pb2_grpc.RouterServicer):
     """Messages in, messages out; everything else is the pipeline's.
 
@@ -108,7 +123,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     """
 
     def __init__(
-        self, pipeline: Pipeline, fleet: Fleet, request_timeout: float, status: Callable[[], RouterState]
+        self, pipeline: Pipeline, fleet: Members, request_timeout: float, status: Callable[[], RouterState]
     ) -> None:
         self._status = status
         self._pipeline = pipeline
@@ -229,8 +244,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.DrainWorkerRequest, context: Context
     ) -> router_pb2.DrainWorkerResponse:
         """A worker gets no new requests, or gets them again."""
-        worker = self._fleet.drain(request.address, not request.undo)
-        return router_pb2.DrainWorkerResponse(in_flight=worker.in_flight)
+        in_flight = self._fleet.drain(request.address, not request.undo)
+        return router_pb2.DrainWorkerResponse(in_flight=in_flight)
 
     async def RemoveWorker(
         self, request: router_pb2.RemoveWorkerRequest, context: Context

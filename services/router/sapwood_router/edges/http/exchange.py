@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from sapwood_common.errors import InvalidArgumentError, RequestCancelledError, SapwoodError
 from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, request_id_var
@@ -17,7 +17,6 @@ from sapwood_router.edges.http.errors import error_body, http_status, retry_head
 from sapwood_router.edges.http.timeouts import asked_timeout, client_timeout
 from sapwood_router.edges.http1.head import Headers
 from sapwood_router.edges.http1.request import Request
-from sapwood_router.edges.openai.types import AnyRequest
 from sapwood_router.flow.delivery import READER_SLACK
 from sapwood_router.request.caller import MOST_PRIORITY, PRIORITY_KEY, Caller, caller_of
 from sapwood_router.request.request_ids import accept_request_id
@@ -31,6 +30,15 @@ _EVENTS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # or nginx would collect the events
 ]
+
+
+class Said(Protocol):
+    """What a body may say of the request itself, whatever it asks for."""
+
+    request_id: str | None
+    rid: str | None
+    priority: int | None
+    cache_salt: str | None
 
 
 class Exchange:
@@ -65,7 +73,7 @@ class Exchange:
         if given:
             self.request_id = accept_request_id(given, REQUEST_ID_KEY)
 
-    def accept_body_id(self, request: AnyRequest) -> None:
+    def accept_body_id(self, request: Said) -> None:
         """Takes over the id that the body names, unless a header did.
 
         Raises:
@@ -103,7 +111,7 @@ class Exchange:
         """The same for an answer in one piece: OpenAI's clients say when they leave without it. Only after the body was read."""
         return min(deadline, asyncio.get_running_loop().time() + client_timeout(self.headers))
 
-    def caller(self, request: AnyRequest, given: Mapping[str, Any]) -> Caller:
+    def caller(self, request: Said, given: Mapping[str, Any]) -> Caller:
         """Who asks, as the headers say, and where they say nothing, the body.
 
         Args:
@@ -121,8 +129,7 @@ class Exchange:
 
         caller = caller_of(said, tenant_var.get())
         if request.cache_salt:
-            # No tenant has such a name: without API keys a salt would else be that of the tenant who is called so.
-            caller = replace(caller, cache_salt=mint_salt(f"\0{request.cache_salt}", caller.cache_salt))
+            caller = replace(caller, cache_salt=mint_salt(request.cache_salt, caller.cache_salt))
         if not caller.session:
             for field in _SESSION_FIELDS:
                 if session := given.get(field):

@@ -179,12 +179,11 @@ class OpenAIFront:
         return handle
 
     async def _list_models(self, exchange: Exchange) -> None:
-        await exchange.send_body(200, list_models(self._pipeline.registry, self._created))
+        await exchange.send_body(200, list_models(self._pipeline.registry.context_lengths(), self._created))
 
     async def _get_model(self, exchange: Exchange) -> None:
-        await exchange.send_body(
-            200, get_model(self._pipeline.registry, self._created, exchange.path.removeprefix(_MODEL))
-        )
+        contexts = self._pipeline.registry.context_lengths()
+        await exchange.send_body(200, get_model(contexts, self._created, exchange.path.removeprefix(_MODEL)))
 
     async def _health(self, exchange: Exchange) -> None:
         problem = self._problem()

@@ -129,7 +129,8 @@ class Exchange:
 
         caller = caller_of(said, tenant_var.get())
         if request.cache_salt:
-            caller = replace(caller, cache_salt=mint_salt(request.cache_salt, caller.cache_salt))
+            # No tenant has such a name: without API keys a salt would else be that of the tenant who is called so.
+            caller = replace(caller, cache_salt=mint_salt(f"\0{request.cache_salt}", caller.cache_salt))
         if not caller.session:
             for field in _SESSION_FIELDS:
                 if session := given.get(field):

@@ -17,6 +17,7 @@ from sapwood_common.settings.config import ServiceConfig, given_settings, load_c
 from sapwood_common.settings.config import build_parser as service_parser
 
 SPECIAL = {
+    "cors_origins": ["https://a.example"],
     "max_body_bytes": ["2048"],
     "model_policies": ["a=random"],
     "model_tokenizers": ["a=b:1"],

@@ -27,6 +27,7 @@ from sapwood_router.admission.fair_queue import AdmissionSettings
 from sapwood_router.config import RouterConfig
 from sapwood_router.edges.grpc.service import PUBLIC_METHODS, SERVICE_NAME, TRACED, RouterService
 from sapwood_router.edges.guard import Guard
+from sapwood_router.edges.http.origins import Origins
 from sapwood_router.edges.http1.server import HttpServer
 from sapwood_router.edges.openai.app import OpenAIFront
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
@@ -153,6 +154,7 @@ class RouterApplication:
             registry=self._metrics.registry if config.metrics_port is None else None,
             tracing=self._tracing,
             guard=guard,
+            origins=Origins(config.cors_origins),
             status=self.status if config.shows_status else None,
         )
         self._http = HttpServer(

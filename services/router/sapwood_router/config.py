@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,6 +21,12 @@ def _is_policy(name: str) -> str:
 
 
 PolicyName = Annotated[str, AfterValidator(_is_policy)]
+
+
+def _is_origin(origin: str) -> str:
+    if re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[a-z0-9._~\[\]:-]+", origin) is None:
+        raise ValueError(f"{origin!r} is no origin as browsers send it: scheme://host or scheme://host:port")
+    return origin
 
 
 _FORGETFUL = frozenset(("round_robin", "random", "least_load", "power_of_two", "prefix_hash", "consistent_hash"))
@@ -186,9 +193,13 @@ class RouterConfig(ServiceConfig):
     )
     body_memory_bytes: int | None = Field(
         None,
-        ge=1024,
+        ge=1,
         description="Memory for HTTP request bodies of which a part is still to come, in bytes: beyond it the largest of them is "
         "refused; none: four times max_body_bytes.",
+    )
+    cors_origins: tuple[Annotated[str, AfterValidator(_is_origin)], ...] = Field(
+        (),
+        description="Origins whose web pages may ask over HTTP, such as https://chat.example:8443; * is all; none: no page may.",
     )
     max_http_connections: int = Field(
         16384,

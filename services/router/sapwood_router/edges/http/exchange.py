@@ -46,6 +46,9 @@ class Exchange:
 
     Args:
         request: As it came.
+
+    Attributes:
+        extra_headers: Of the response, whatever it is.
     """
 
     def __init__(self, request: Request) -> None:
@@ -54,6 +57,7 @@ class Exchange:
         self.path = request.head.path
         self.request_id = new_request_id()
         self.client_left = False
+        self.extra_headers: Headers = ()
         self._request = request
         self._watcher: Callable[[], None] | None = None
         self._deadline = math.inf
@@ -217,5 +221,5 @@ class Exchange:
         return self._request.number_writer(before, after)
 
     async def _send_first(self, status: int, headers: Headers, body: bytes, *, chunked: bool, last: bool) -> None:
-        headers = (*headers, (_REQUEST_ID_HEADER, self.request_id.encode("ascii")))
+        headers = (*headers, *self.extra_headers, (_REQUEST_ID_HEADER, self.request_id.encode("ascii")))
         await self._request.respond(status, headers, body, chunked=chunked, last=last)

@@ -22,6 +22,7 @@ from sapwood_common.telemetry.tracing import Tracing, child_span
 from sapwood_router.edges.guard import Guard
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.metrics_page import MetricsPage
+from sapwood_router.edges.http.origins import Origins, check_content_type
 from sapwood_router.edges.http.status_page import HEADERS, render
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.http1.request import Request
@@ -45,9 +46,10 @@ Generate = Callable[[Exchange, bytes, Pipeline, float], Awaitable[None]]
 class Endpoint:
     """What is around a handler: errors, request ids, the client's leaving, the count of what runs."""
 
-    def __init__(self, front: OpenAIFront, handler: Handler, guard: Guard | None) -> None:
+    def __init__(self, front: OpenAIFront, handler: Handler, guard: Guard | None, origins: Origins | None) -> None:
         self._front = front
         self._guard = guard
+        self._origins = origins
         self._handler = handler
 
     async def __call__(self, request: Request) -> None:
@@ -57,6 +59,8 @@ class Endpoint:
         try:
             exchange.accept_request_id()
             request_id_var.set(exchange.request_id)
+            if self._origins is not None:
+                exchange.extra_headers = self._origins.check(exchange.headers)
             if self._guard is not None:
                 self._guard.check_headers(exchange.headers)
             await self._handler(exchange)
@@ -88,6 +92,7 @@ class OpenAIFront:
         registry: The metrics that /metrics shows; None: they are shown elsewhere.
         tracing: Where spans go.
         guard: Asks for API keys, but not for /health, /metrics and /status.
+        origins: Whose web pages may ask for what the guard guards.
         status: What /status shows; None: there is no such page.
     """
 
@@ -102,9 +107,11 @@ class OpenAIFront:
         registry: CollectorRegistry | None,
         tracing: Tracing,
         guard: Guard,
+        origins: Origins,
         status: Callable[[], RouterState] | None = None,
     ) -> None:
         self._guard = guard
+        self._origins = origins
         self._pipeline = pipeline
         self._problem = problem
         self._draining = draining
@@ -121,20 +128,21 @@ class OpenAIFront:
             ("POST", "/v1/embeddings"): self._guarded(self._generates(embed)),
             ("GET", "/v1/models"): self._guarded(self._list_models),
             ("GET", _MODEL): self._guarded(self._get_model),
-            ("GET", "/health"): Endpoint(self, self._health, None),
+            ("GET", "/health"): Endpoint(self, self._health, None, None),
         }
         if status is not None:
-            self._endpoints["GET", "/status"] = Endpoint(self, _show_status(status), None)
+            self._endpoints["GET", "/status"] = Endpoint(self, _show_status(status), None, None)
         if registry is not None:
-            self._endpoints["GET", "/metrics"] = Endpoint(self, _show(MetricsPage(registry)), None)
-        self._unknown = Endpoint(self, self._refuse, None)
+            self._endpoints["GET", "/metrics"] = Endpoint(self, _show(MetricsPage(registry)), None, None)
+        self._unknown = Endpoint(self, self._refuse, None, None)
+        self._options = Endpoint(self, self._permit, None, origins)
 
     async def serve(self, request: Request) -> None:
         """Answers a request."""
         method, path = request.head.method, request.head.path
-        if path.startswith(_MODEL) and path != _MODEL:
-            path = _MODEL
-        endpoint = self._endpoints.get(("GET" if method == "HEAD" else method, path), self._unknown)
+        endpoint = self._endpoints.get(("GET" if method == "HEAD" else method, _route(path)), self._unknown)
+        if method == "OPTIONS" and path.startswith("/v1/"):
+            endpoint = self._options
         await endpoint(request)
 
     def begin(self) -> None:
@@ -153,13 +161,14 @@ class OpenAIFront:
         await self._idle.wait()
 
     def _guarded(self, handler: Handler) -> Endpoint:
-        return Endpoint(self, handler, self._guard)
+        return Endpoint(self, handler, self._guard, self._origins)
 
     def _generates(self, generate: Generate) -> Handler:
         async def handle(exchange: Exchange) -> None:
             if self._draining.is_set():
                 raise UnavailableError("this service is shutting down", retry_after=1.0)
             deadline = exchange.deadline(self._request_timeout)
+            check_content_type(exchange.headers)
             body = exchange.take_body(self._max_body_bytes)
             if body is None:
                 try:
@@ -193,14 +202,28 @@ class OpenAIFront:
             body = msgspec.json.encode({"status": "unavailable", "reason": problem})
             await exchange.send_body(503, body, [(b"retry-after", b"1")])
 
+    async def _permit(self, exchange: Exchange) -> None:
+        """A browser's question whether it may ask."""
+        permission = self._origins.permission(exchange.headers)
+        if permission is None or not self._methods(exchange.path):
+            await self._refuse(exchange)
+        else:
+            await exchange.send_page(204, permission, b"")
+
     async def _refuse(self, exchange: Exchange) -> None:
         """Unknown paths and wrong methods."""
-        path = _MODEL if exchange.path.startswith(_MODEL) else exchange.path
-        methods = [method for method, known in self._endpoints if known == path]
+        methods = self._methods(exchange.path)
         if not methods:
             raise HttpError(404, f"there is no {exchange.path}")
         error = HttpError(405, f"{exchange.path} does not take {exchange.method}")
         await exchange.send_error(error, [(b"allow", ", ".join(methods).encode())])
+
+    def _methods(self, path: str) -> list[str]:
+        return [method for method, known in self._endpoints if known == _route(path)]
+
+
+def _route(path: str) -> str:
+    return _MODEL if path.startswith(_MODEL) else path
 
 
 def _show_status(status: Callable[[], RouterState]) -> Handler:

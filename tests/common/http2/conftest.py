@@ -421,6 +421,11 @@ def make_wire() -> type[Wire]:
     return Wire
 
 
+@pytest.fixture(scope="session", name="split_frames")
+def _split_frames() -> Callable[[bytes], tuple[list[Frame], bytes]]:
+    return split_frames
+
+
 @pytest.fixture(scope="session", name="request_block")
 def _request_block() -> Callable[..., bytes]:
     return request_block

@@ -19,7 +19,7 @@ from h2.errors import ErrorCodes
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from sapwood_common.http2 import frames
+from sapwood_common.http2.wire import frames
 
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.bin"))
 ROOM = 8 << 20

@@ -42,6 +42,9 @@ class Options(TypedDict, total=False):
         n: Continuations of the one prompt; each delta says by its ``index`` whose it is.
         logprobs: Tell each token's log probability, and so many alternatives; 0 to 20.
         prompt_logprobs: The same for the prompt's tokens.
+        allowed_token_ids: The only tokens that are generated.
+        bad_words: Words that the answer does not hold.
+        bad_words_ids: The same as sequences of token ids.
         tools: The tools on offer, in the form of OpenAI's API. With messages only.
         tool_choice: "auto" (the default), "none", or "required": calls and nothing else.
         tool_choice_function: The one tool that is called, once.
@@ -79,6 +82,9 @@ class Options(TypedDict, total=False):
     n: int
     logprobs: int
     prompt_logprobs: int
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    bad_words_ids: Sequence[Sequence[int]]
     tools: Iterable[Mapping[str, Any]]
     tool_choice: Literal["auto", "none", "required"]
     tool_choice_function: str

@@ -48,6 +48,7 @@ def build_request(
         tool_choice=None if choice is None else _CHOICES[choice],
         tool_choice_function=options.get("tool_choice_function", ""),
         parallel_tool_calls=options.get("parallel_tool_calls"),
+        bad_words=options.get("bad_words", ()),
         grammar=_grammar(options),
         add_generation_prompt=options.get("add_generation_prompt"),
         continue_final_message=options.get("continue_final_message", False),
@@ -67,6 +68,7 @@ def build_request(
 def _sampling(options: Options) -> common_pb2.SamplingParams:
     """The options that are sampling settings: they go by the names of the message's fields."""
     given: dict[str, Any] = {name: value for name, value in options.items() if name in _SAMPLING}
+    given["bad_words_ids"] = [common_pb2.TokenIds(ids=ids) for ids in options.get("bad_words_ids") or ()]
     return common_pb2.SamplingParams(**given)
 
 

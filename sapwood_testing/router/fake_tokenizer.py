@@ -97,9 +97,9 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     ) -> tokenizer_pb2.TokenizeResponse:
         """Bytes to tokens."""
         self.request_ids.append(request_id_var.get())
-        return tokenizer_pb2.TokenizeResponse(
-            sequences=[common_pb2.TokenIds(ids=encode(t, self._offset)) for t in request.texts]
-        )
+        bare = request.HasField("add_special_tokens") and not request.add_special_tokens
+        sequences = [common_pb2.TokenIds(ids=encode(text, self._offset)[bare:]) for text in request.texts]
+        return tokenizer_pb2.TokenizeResponse(sequences=sequences)
 
     async def ApplyChatTemplate(  # noqa: N802
         self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: Context

@@ -51,6 +51,9 @@ def test_each_kind_of_prompt_and_each_option_reaches_the_router(router: Any) -> 
             skip_special_tokens=False,
             request_id="mine",
             truncate_prompt_tokens=9,
+            bad_words=["no"],
+            bad_words_ids=[[1], [2, 3]],
+            allowed_token_ids=[5],
             truncate_right=True,
         ).text()
         turns = [{"role": "user", "content": "Hi"}]
@@ -77,6 +80,9 @@ def test_each_kind_of_prompt_and_each_option_reaches_the_router(router: Any) -> 
     )  # fmt: skip
     assert (tokens.truncate_prompt_tokens, tokens.truncate_right) == (9, True)
     assert not text.HasField("truncate_prompt_tokens")
+    assert list(tokens.bad_words) == ["no"]
+    assert [list(sequence.ids) for sequence in sampling.bad_words_ids] == [[1], [2, 3]]
+    assert list(sampling.allowed_token_ids) == [5]
     assert text.text == "text"
     assert not text.sampling.HasField("temperature")
     assert not text.HasField("model")
@@ -168,8 +174,9 @@ class OnlyTheBaseInstall:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
         allowed = top in sys.stdlib_module_names or top in ("sapwood", "grpc", "google", "cygrpc", "typing_extensions")
-        allowed = allowed or name in ("sapwood_common", "sapwood_common.settings", "sapwood_common.settings.flags")  # in the
-        wheel, and needs nothing itself if not allowed:
+        # In the wheel, and they need nothing themselves.
+        allowed = allowed or name in ("sapwood_common", "sapwood_common.settings", "sapwood_common.settings.flags")
+        if not allowed:
             raise ModuleNotFoundError(f"not in the base install: {name}")
 sys.meta_path.insert(0, OnlyTheBaseInstall())
 import sapwood.client, sapwood.cli.main

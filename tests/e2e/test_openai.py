@@ -149,6 +149,58 @@ def test_a_bias_and_a_minimum_are_kept(client: openai.OpenAI) -> None:
     assert held.usage.completion_tokens == 4
 
 
+def test_bad_words_do_not_come_and_only_allowed_tokens_do(client: openai.OpenAI) -> None:
+    def ask(**extra: Any) -> Any:
+        return client.completions.create(
+            model="demo", prompt=PROMPT, max_tokens=9, temperature=0, extra_body={"return_token_ids": True, **extra}
+        ).choices[0]
+
+    plain: Any = ask()
+    assert plain.text.startswith(CONTINUATION)
+    without = ask(bad_words=["the capital of", "France"])
+    assert "the capital of" not in without.text and "France" not in without.text
+    assert without.text.startswith(" the capital")  # only the last word of the three was in the way
+    allowed = sorted({*plain.token_ids[:3], 1000, 2000})
+    held = ask(allowed_token_ids=allowed)
+    assert held.token_ids[:3] == plain.token_ids[:3]
+    assert set(held.token_ids) <= set(allowed)
+    grammar = ask(structured_outputs={"regex": "[a-z ]{1,40}"}, bad_words=["capital"])
+    assert "capital" not in grammar.text and set(grammar.text) <= set("abcdefghijklmnopqrstuvwxyz ")
+
+
+def test_vllms_parameters_hold_with_a_model(client: openai.OpenAI) -> None:
+    found: Any = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=4, temperature=0,
+        extra_body={"prompt_logprobs": 1, "return_token_ids": True, "truncate_prompt_tokens": 4},
+    ).choices[0]  # fmt: skip
+    assert len(found.prompt_token_ids) == 4
+    assert found.prompt_logprobs[0] is None
+    again: Any = client.completions.create(  # from the prefix cache, as far as that may be
+        model="demo", prompt=PROMPT, max_tokens=4, temperature=0,
+        extra_body={"prompt_logprobs": 1, "truncate_prompt_tokens": 4},
+    ).choices[0]  # fmt: skip
+    for token, one, other in zip(
+        found.prompt_token_ids[1:], found.prompt_logprobs[1:], again.prompt_logprobs[1:], strict=True
+    ):
+        assert one[str(token)]["logprob"] == pytest.approx(other[str(token)]["logprob"], abs=1e-4)
+        assert one.keys() == other.keys()
+    choice = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=9, extra_body={"guided_choice": ["Paris", "Rome"]}
+    )
+    assert choice.choices[0].text in ("Paris", "Rome")
+    best = client.completions.create(model="demo", prompt=PROMPT, max_tokens=4, n=1, best_of=3, seed=1, temperature=1)
+    assert len(best.choices) == 1
+    assert best.usage is not None and best.usage.completion_tokens > 4
+    messages: Any = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two,"}]
+    gone_on = client.chat.completions.create(
+        model="demo", messages=messages, max_tokens=4, temperature=0,
+        extra_body={"continue_final_message": True, "add_generation_prompt": False},
+    )  # fmt: skip
+    assert "three" in (gone_on.choices[0].message.content or "")
+    huge = client.completions.create(model="demo", prompt=PROMPT, max_tokens=10**6, stop=["country"], temperature=0)
+    assert huge.choices[0].text == " the capital of the "
+
+
 def test_texts_are_embedded(client: openai.OpenAI) -> None:
     texts = ["A cat sits on the mat.", "A kitten lies on the rug.", "def f(x): return x ** 2"]
     answer = client.embeddings.create(model="demo", input=texts)

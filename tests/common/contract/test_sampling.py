@@ -46,6 +46,7 @@ GIVEN: dict[str, Any] = {
     "temperature": 0.0, "top_k": 4, "top_p": 0.5, "min_p": 0.25, "seed": 0, "max_tokens": 9, "stop_token_ids": (1, 2),
     "ignore_eos": True, "frequency_penalty": -2.0, "presence_penalty": 2.0, "repetition_penalty": 1.5,
     "logit_bias": {5: -100.0, 7: 1.5}, "min_tokens": 3, "logprobs": 0, "prompt_logprobs": 20,
+    "allowed_token_ids": (0, 2**32 - 1), "bad_words_ids": ((3,), (4, 5)),
 }  # fmt: skip
 
 
@@ -89,6 +90,12 @@ def test_what_is_not_given_is_the_usual_and_a_seed_is_drawn() -> None:
         ("logit_bias", {5: 101}),
         ("logit_bias", dict.fromkeys(range(1025), 1)),
         ("logprobs", 21),
+        ("allowed_token_ids", [2**32]),
+        ("allowed_token_ids", [1] * 65537),
+        ("bad_words_ids", [[]]),
+        ("bad_words_ids", [[1] * 33]),
+        ("bad_words_ids", [[1]] * 513),
+        ("bad_words_ids", [1]),
     ],
 )
 def test_what_is_out_of_range_is_refused_by_name(field: str, value: object) -> None:
@@ -105,7 +112,15 @@ def test_the_least_and_the_most_tokens_must_agree() -> None:
     assert read_sampling({"min_tokens": 4, "max_tokens": 3}, done=2).min_tokens == 4
 
 
-@pytest.mark.parametrize("given", [{"stop_token_ids": [3, 50]}, {"logit_bias": {50: 1.0}}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"stop_token_ids": [3, 50]},
+        {"logit_bias": {50: 1.0}},
+        {"allowed_token_ids": [50]},
+        {"bad_words_ids": [[1], [2, 50, 3]]},
+    ],
+)
 def test_tokens_the_model_lacks_are_refused(given: dict[str, Any]) -> None:
     check_tokens(read_sampling(given), 51)
     with pytest.raises(InvalidArgumentError) as caught:

@@ -18,6 +18,8 @@ from sapwood_common.errors import InvalidArgumentError
 AS_MANY_AS_FIT = 2**31 - 1
 """``max_tokens`` of a request that sets none."""
 MOST_LOGPROBS = 20
+LONGEST_BAD_WORD = 32
+"""Tokens."""
 _UINT64 = 2**64
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -37,6 +39,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         logit_bias: Token ids and what is added to their logits.
         logprobs: Log probabilities of the output, and of so many of the likeliest alternatives; None: none.
         prompt_logprobs: The same for the prompt.
+        allowed_token_ids: The only tokens that may be generated; empty: all.
+        bad_words_ids: Sequences whose last token may not follow the others in the output.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=3.5e38)] = 1.0
@@ -54,6 +58,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=65536)] = ()
+    bad_words_ids: Annotated[
+        tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=LONGEST_BAD_WORD)], ...],
+        Meta(max_length=512),
+    ] = ()
 
     def tokens(self) -> Iterator[tuple[str, int]]:
         """Each token id that a field names, with the field."""
@@ -61,6 +70,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             yield "stop_token_ids", token
         for token in self.logit_bias:
             yield "logit_bias", token
+        for token in self.allowed_token_ids:
+            yield "allowed_token_ids", token
+        for sequence in self.bad_words_ids:
+            for token in sequence:
+                yield "bad_words_ids", token
 
 
 USUAL = SamplingParams()

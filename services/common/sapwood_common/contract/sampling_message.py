@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -9,7 +10,12 @@ import msgspec
 from sapwood.v1 import common_pb2
 from sapwood_common.contract.sampling import SamplingParams, read_sampling
 
-_REPEATED = {"stop_token_ids": tuple, "logit_bias": dict}
+_REPEATED: dict[str, Callable[[Any], Any]] = {
+    "stop_token_ids": tuple,
+    "logit_bias": dict,
+    "allowed_token_ids": tuple,
+    "bad_words_ids": lambda sequences: tuple(tuple(sequence.ids) for sequence in sequences),
+}
 """What the fields that hold several values become."""
 
 
@@ -30,4 +36,6 @@ def to_message(params: SamplingParams) -> common_pb2.SamplingParams:
     """The settings that are not the usual ones, and the seed."""
     given = msgspec.to_builtins(params)
     given["seed"] = params.seed
+    if params.bad_words_ids:
+        given["bad_words_ids"] = [common_pb2.TokenIds(ids=ids) for ids in params.bad_words_ids]
     return common_pb2.SamplingParams(**given)

@@ -144,6 +144,7 @@ class RequestContext(msgspec.Struct):
         request_id: The client's id, or one made for it: for logs, metadata and answers.
         prompt, model, sampling: What the client asked for; the seed is the client's or one drawn for it.
         truncation: How a long prompt is cut; None: it is not.
+        bad_words: Words that the answer does not hold; they become tokens of ``sampling`` (prepare).
         output: How tokens become output: what the client asked for, then what the model needs (prepare).
         whole: The answer is told in one piece, at its end.
         detokenize: Whether there is to be text; else the answer is token ids alone.
@@ -175,6 +176,7 @@ class RequestContext(msgspec.Struct):
     deadline: float
     model: str | None = None
     truncation: Truncation | None = None
+    bad_words: tuple[str, ...] = ()
     whole: bool = False
     detokenize: bool = True
     grammar: AnswerGrammar | None = None

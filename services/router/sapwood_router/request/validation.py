@@ -8,6 +8,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.request.context import ChatPrompt, FieldNames, Prompt, TextPrompt
 
 MAX_STOP = 16
+MAX_BAD_WORDS = 128
 MAX_N = 128
 MAX_EMBEDDED = 2048
 _UINT32 = 2**32
@@ -51,6 +52,18 @@ def check_stop(stop: tuple[str, ...], field: str = "stop") -> None:
         raise InvalidArgumentError(f"at most {MAX_STOP} stop strings, got {len(stop)}", field=field)
     if not all(stop):
         raise InvalidArgumentError("a stop string is empty", field=field)
+
+
+def check_bad_words(words: tuple[str, ...]) -> None:
+    """Refuses too many bad words, and an empty one.
+
+    Raises:
+        InvalidArgumentError: As said.
+    """
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidArgumentError(f"at most {MAX_BAD_WORDS} bad words, got {len(words)}", field="bad_words")
+    if not all(map(str.strip, words)):
+        raise InvalidArgumentError("a bad word is empty", field="bad_words")
 
 
 def check_truncation(tokens: int, field: str = "truncate_prompt_tokens") -> None:

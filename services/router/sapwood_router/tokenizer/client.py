@@ -77,14 +77,19 @@ class TokenizerClient:
         return encoded
 
     async def encode_texts(
-        self, texts: Sequence[str], request_id: str, deadline: float, cache_salt: str = ""
+        self, texts: Sequence[str], request_id: str, deadline: float, cache_salt: str = "", *, bare: bool = False
     ) -> list[list[int]]:
         """The tokens of several texts; arguments as of :meth:`encode_text`.
+
+        Args:
+            bare: No special tokens are added, nor read out of the text.
 
         Raises:
             SapwoodError: As :meth:`encode_text`.
         """
         request = tokenizer_pb2.TokenizeRequest(texts=texts, cache_salt=cache_salt)
+        if bare:
+            request.add_special_tokens = request.parse_special_tokens = False
         answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
         return [list(sequence.ids) for sequence in answer.sequences]
 

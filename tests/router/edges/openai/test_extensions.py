@@ -161,6 +161,27 @@ async def test_a_prompts_probabilities_are_told(one) -> None:
         await refused(one, path, "prompt_logprobs", prompt_logprobs=-1)
 
 
+async def test_bad_words_and_allowed_tokens_reach_the_worker(one, expect_error) -> None:
+    def banned() -> list[list[int]]:
+        return [list(sequence.ids) for sequence in one.calls()[-1].request.sampling.bad_words_ids]
+
+    forms = [encode("no")[1:], encode(" no")[1:]]
+    for path in (CHAT, COMPLETIONS):
+        await post(one, path, bad_words=[" no"], bad_words_ids=[[7], [8, 9]], allowed_token_ids=[5, 6])
+        assert banned() == [[7], [8, 9], *forms]
+        assert list(one.calls()[-1].request.sampling.allowed_token_ids) == [5, 6]
+        await refused(one, path, "bad_words", bad_words=["x" * 40])
+        await refused(one, path, "bad_words", bad_words=["a", " "])
+        await refused(one, path, "bad_words", bad_words=["a"] * 129)
+        await refused(one, path, "bad_words", bad_words="no")
+        await refused(one, path, "bad_words_ids", bad_words_ids=[[]])
+        await refused(one, path, "allowed_token_ids", allowed_token_ids=[-1])
+    await one.generate("hello", bad_words=["no"])
+    assert banned() == forms
+    request = router_pb2.RouterGenerateRequest(text="hello", bad_words=[""])
+    assert (await expect_error(one.stub.Generate(request).read(), INVALID))[1] == "bad_words"
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 STRUCTURED = [
     ({"guided_json": SCHEMA}, "json_schema", json.dumps(SCHEMA, separators=(",", ":"))),

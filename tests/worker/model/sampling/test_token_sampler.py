@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.scheduler.completion import take_token
+from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.model.grammar.logit_masks import GrammarMasks
 from sapwood_worker.model.runner.launched_step import LaunchedStep
 from sapwood_worker.model.sampling.token_sampler import TokenSampler
@@ -18,7 +20,7 @@ from sapwood_worker.records.page_copies import NOTHING
 from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
 
 VOCAB = 50
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ENDS = (2,)
 admissions = itertools.count()
 
@@ -55,7 +57,9 @@ def logits_for(row: Row) -> torch.Tensor:
 def step(sampler: TokenSampler, rows: list[Row], logits: torch.Tensor | None = None):
     if logits is None:
         logits = torch.stack([logits_for(row) for row in rows])
-    sampled = sampler.sample(logits.clone(), [row.scheduled() for row in rows], GrammarMasks(VOCAB).start([]))
+    sampled = sampler.sample(
+        logits.to(DEVICE, copy=True), [row.scheduled() for row in rows], GrammarMasks(VOCAB).start([])
+    )
     tokens = sampled.tokens.tolist()
     for row, token in zip(rows, tokens, strict=True):
         row.tokens.append(token)
@@ -72,7 +76,7 @@ def logprobs_by_row(sampled, tokens):
 
 
 def new_sampler(rows: int = 8) -> TokenSampler:
-    return TokenSampler(rows, VOCAB, ENDS, CPU)
+    return TokenSampler(rows, VOCAB, ENDS, DEVICE)
 
 
 def adjusted(logits: torch.Tensor, row: Row) -> torch.Tensor:
@@ -88,6 +92,11 @@ def adjusted(logits: torch.Tensor, row: Row) -> torch.Tensor:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else ENDS)}
         if len(output) < params.min_tokens and token in ends:
             result[token] = -torch.inf
+        if params.allowed_token_ids and token not in params.allowed_token_ids:
+            result[token] = -torch.inf
+        for *before, last in params.bad_words_ids:
+            if token == last and output[len(output) - len(before) :] == before:
+                result[token] = -torch.inf
     return result
 
 
@@ -100,6 +109,10 @@ SETTINGS = [
     {"logit_bias": {3: 100.0}},
     {"min_tokens": 6, "stop_token_ids": (3, 4, 5)},
     {"min_tokens": 3, "stop_token_ids": (3,), "ignore_eos": True, "logit_bias": {3: 50.0, 2: 60.0}},
+    {"allowed_token_ids": (1, 2, 9, 31, 32, 49), "logit_bias": {3: 100.0, 9: 1.0}},
+    {"allowed_token_ids": (7, 8, 9), "bad_words_ids": ((7, 8), (8, 9), (9, 7, 9), (8, 8, 8))},
+    {"bad_words_ids": ((0,), (49,), (5, 3))},
+    {"bad_words_ids": ((2,),), "presence_penalty": 0.4, "min_tokens": 3},
     {},
 ]
 
@@ -147,6 +160,43 @@ def test_repetition_penalty_and_minimum_length_equal_transformers():
         assert step(sampler, [row], logits[None])[0] == [expected]
     assert 2 not in row.tokens[4:9]
     assert 2 in row.tokens[9:]
+
+
+def test_bans_equal_transformers():
+    from transformers import NoBadWordsLogitsProcessor
+
+    banned = ((7, 8), (8, 9), (9, 7, 9), (8, 8, 8), (9,) * 32)
+    params = SamplingParams(temperature=0.0, allowed_token_ids=(7, 8, 9), bad_words_ids=banned)
+    oracle = NoBadWordsLogitsProcessor([list(sequence) for sequence in banned], list(ENDS))
+    sampler, free, hits = new_sampler(), [token for token in range(VOCAB) if token not in (7, 8, 9)], 0
+    row = Row(0, [5, 6], params)
+    for _ in range(60):
+        logits = logits_for(row)
+        logits[9] += 1  # so that the longest comes about
+        masked = logits.clone()
+        masked[free] = -torch.inf
+        expected = int(oracle(torch.tensor([list(row.tokens)]), masked[None].clone()).argmax())
+        hits += expected != int(masked.argmax())
+        assert step(sampler, [row], logits[None])[0] == [expected]
+    assert hits > 5
+
+
+def test_bans_look_at_the_output_only():
+    params = SamplingParams(temperature=0.0, allowed_token_ids=(7, 8), bad_words_ids=((7, 8), (8, 8)))
+    likes_8 = torch.zeros(1, VOCAB)
+    likes_8[0, 8] = 1
+    row, sampler = Row(0, [7], params), new_sampler()
+    assert [step(sampler, [row], likes_8)[0][0] for _ in range(4)] == [8, 7, 7, 7]
+
+
+def test_a_row_whose_tokens_are_all_forbidden_gets_none_and_says_why():
+    params = SamplingParams(temperature=0.0, allowed_token_ids=(7,), bad_words_ids=((7,),))
+    rows = [Row(0, [5], params), Row(1, [5], SamplingParams(temperature=0.0))]
+    logits = torch.stack([logits_for(row) for row in rows])
+    sampled = new_sampler().sample(logits.to(DEVICE), [row.scheduled() for row in rows], GrammarMasks(VOCAB).start([]))
+    assert sampled.tokens.tolist() == [-1, int(logits_for(rows[1]).argmax())]
+    output = take_token(Request(0, "r", [5], params), -1)
+    assert (output.finish_reason, "allowed_token_ids" in output.error) == ("error", True)
 
 
 def test_a_row_gets_the_same_tokens_alone_in_any_batch_in_a_used_row_and_resumed():
@@ -205,7 +255,7 @@ def test_a_row_that_is_not_finite_or_all_forbidden_gets_no_token_and_harms_no_ot
         logits[1, 17] = bad
         logits[3] = -torch.inf
         sampler = new_sampler()
-        sampled = sampler.sample(logits, [row.scheduled() for row in rows], GrammarMasks(VOCAB).start([]))
+        sampled = sampler.sample(logits.to(DEVICE), [row.scheduled() for row in rows], GrammarMasks(VOCAB).start([]))
         tokens = sampled.tokens.tolist()
         assert tokens == [good[0], -1, good[2], -1]
         assert set(logprobs_by_row(sampled, tokens)) <= {0, 2}

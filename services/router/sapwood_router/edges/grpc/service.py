@@ -181,6 +181,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 detokenize=request.detokenize if request.HasField("detokenize") else True,
                 model=request.model if request.HasField("model") else None,
                 truncation=truncation_of(request),
+                bad_words=tuple(word.lstrip() for word in request.bad_words),
                 caller=caller,
                 grammar=grammar_of(request),
                 tool_choice=tool_choice_of(request),

@@ -148,6 +148,7 @@ def _contexts(request: ChatRequest, given: dict[str, Any], request_id: str, dead
             deadline=deadline,
             model=request.model,
             truncation=truncation_of(request),
+            bad_words=tuple(word.lstrip() for word in request.bad_words or ()),
             whole=not request.stream,
             grammar=grammar,
             tool_choice=tool_choice_of(request),

@@ -151,6 +151,7 @@ def _contexts(
             deadline=deadline,
             model=request.model,
             truncation=truncation_of(request),
+            bad_words=tuple(word.lstrip() for word in request.bad_words or ()),
             whole=not request.stream,
             detokenize=request.detokenize is not False,
             grammar=grammar,

@@ -36,6 +36,7 @@ class GenerationRequest(AnyRequest, kw_only=True):
     max_tokens: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
+    bad_words: list[str] | None = None  # an extension, named as in vLLM
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     skip_special_tokens: bool | None = None

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from sapwood_common.errors import SapwoodError
+from sapwood_common.contract.sampling import LONGEST_BAD_WORD
+from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt, Truncation
 from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.structure import has_strict_tool
-from sapwood_router.request.validation import check_prompt, check_stop, check_tokens_only, check_truncation
+from sapwood_router.request.validation import (
+    check_bad_words,
+    check_prompt,
+    check_stop,
+    check_tokens_only,
+    check_truncation,
+)
 from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_router.tokenizer.convert import to_compile_request
 
@@ -28,6 +35,7 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
     """
     check_prompt(context.prompt, context.fields)
     check_stop(context.output.stop)
+    check_bad_words(context.bad_words)
     if context.truncation is not None:
         check_truncation(context.truncation.tokens)
     if not context.detokenize:
@@ -44,6 +52,9 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
             context.token_ids = prompt.token_ids
         if context.truncation is not None:
             context.token_ids = _truncated(context, context.truncation, registry)
+        if context.bad_words:
+            sequences = await _bad_words(context, tokenizer)
+            context.sampling = replace(context.sampling, bad_words_ids=sequences)
         if context.grammar is not None and not isinstance(prompt, ChatPrompt):
             await _compile(context, tokenizer)
     except SapwoodError as error:
@@ -59,6 +70,21 @@ def _truncated(context: RequestContext, truncation: Truncation, registry: Regist
     if len(token_ids) <= most:
         return token_ids
     return token_ids[:most] if truncation.keep_first else token_ids[-most:]
+
+
+async def _bad_words(context: RequestContext, tokenizer: TokenizerClient) -> tuple[tuple[int, ...], ...]:
+    """The tokens of bad words, at the start of a word and within one, beside those that came as tokens."""
+    words = [form for word in context.bad_words for form in (word, " " + word)]
+    encoded = await tokenizer.encode_texts(
+        words, context.request_id, context.deadline, context.caller.cache_salt, bare=True
+    )
+    longest = max(map(len, encoded))
+    if longest > LONGEST_BAD_WORD:
+        word = words[next(index for index, ids in enumerate(encoded) if len(ids) == longest)].strip()
+        raise InvalidArgumentError(
+            f"{word[:20]!r} has {longest} tokens; a bad word may have {LONGEST_BAD_WORD}", field="bad_words"
+        )
+    return tuple(dict.fromkeys((*context.sampling.bad_words_ids, *(tuple(ids) for ids in encoded if ids))))
 
 
 async def _prepare_chat(context: RequestContext, prompt: ChatPrompt, tokenizer: TokenizerClient) -> None:

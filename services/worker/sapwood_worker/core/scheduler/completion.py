@@ -21,11 +21,12 @@ def stop_tokens(sampling: SamplingParams, eos_token_ids: frozenset[int]) -> froz
 def may_jump(request: Request) -> bool:
     """Whether tokens that the request's grammar forces may be appended without asking the model.
 
-    Not where the model's logits are asked for, nor where the runner counts each token (penalties) or bans ends for a while.
+    Not where the model's logits are asked for, nor where the runner counts each token (penalties) or bans some.
     """
     sampling = request.sampling
     unbiased = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.0, 0.0, 1.0)
-    return request.grammar is not None and sampling.logprobs is None and unbiased and not sampling.min_tokens
+    free = not (sampling.min_tokens or sampling.allowed_token_ids or sampling.bad_words_ids)
+    return request.grammar is not None and sampling.logprobs is None and unbiased and free
 
 
 def take_token(request: Request, token: int, logprobs: TokenLogprobs | None = None) -> RequestOutput:
@@ -40,7 +41,7 @@ def take_token(request: Request, token: int, logprobs: TokenLogprobs | None = No
     """
     if token < 0:
         request.shared = False
-        return end_output(request, "error", "the model's logits are not finite numbers")
+        return end_output(request, "error", _no_token(request))
     grammar = request.grammar
     if grammar is not None and not grammar.accept(token):
         return end_output(request, "error", f"grammar: {grammar.error}", "grammar")
@@ -76,6 +77,13 @@ def take_token(request: Request, token: int, logprobs: TokenLogprobs | None = No
     if request.prompt_logprobs:
         request.prompt_logprobs = []
     return output
+
+
+def _no_token(request: Request) -> str:
+    sampling = request.sampling
+    if sampling.allowed_token_ids or sampling.bad_words_ids:
+        return "every token is forbidden by allowed_token_ids, bad_words_ids and what else the request asks for"
+    return "the model's logits are not finite numbers"
 
 
 def end_output(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from sapwood_kernels.device_copy import to_device
-from sapwood_kernels.token_bitmask import apply_token_bitmask
+from sapwood_kernels.token_bitmask import forbid_tokens
 from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.records.step import ScheduledRequest
 
@@ -53,12 +53,7 @@ class StepMasks:
         bitmask = to_device(self._filled.result(), logits.device)
         every = len(self._rows) == self._count
         rows = None if every else to_device(np.array(self._rows), logits.device)
-        if logits.is_cuda:
-            from sapwood_kernels import triton_logits  # triton is there only with CUDA builds of torch
-
-            triton_logits.apply_token_bitmask(logits, bitmask, rows)
-        else:
-            apply_token_bitmask(logits, bitmask, rows)
+        forbid_tokens(logits, bitmask, rows)
 
 
 class GrammarMasks:

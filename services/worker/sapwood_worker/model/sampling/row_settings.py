@@ -22,9 +22,13 @@ from sapwood_worker.model.sampling.sampler import SamplingBatch
 
 _SEED_MASK = (1 << 64) - 1
 # What a row asks for, as bits.
-_SAMPLED, _PENALISED, _BIASED, _MINIMUM, _LOGPROBS = 1, 2, 4, 8, 16
+_SAMPLED, _PENALISED, _BIASED, _MINIMUM, _LOGPROBS, _ALLOWED, _BANNED = 1, 2, 4, 8, 16, 32, 64
 
 IntArray = npt.NDArray[np.int64]
+
+
+Places = tuple[Tensor, Tensor]
+"""int64 [S] each: rows of the logits, and their rows of the page table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,8 @@ class RowSettings:
             | _BIASED * bool(params.logit_bias)
             | _MINIMUM * (params.min_tokens > 0)
             | _LOGPROBS * (params.logprobs is not None)
+            | _ALLOWED * bool(params.allowed_token_ids)
+            | _BANNED * bool(params.bad_words_ids)
         )
         self._temperature[row] = params.temperature
         self._top_k[row] = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
@@ -150,6 +156,18 @@ class RowSettings:
         """Which of a step's rows want log probabilities, and the number of alternatives of each; None if none does."""
         at, rows = self._asking(rows, _LOGPROBS)
         return None if at is None else (at, self._logprobs[rows])
+
+    def allowed(self, rows: IntArray) -> Places | None:
+        """Which of a step's rows have only some tokens to choose from; None if none has."""
+        return self._places(rows, _ALLOWED)
+
+    def banned(self, rows: IntArray) -> Places | None:
+        """Which of a step's rows have banned sequences; None if none has."""
+        return self._places(rows, _BANNED)
+
+    def _places(self, rows: IntArray, what: int) -> Places | None:
+        at, rows = self._asking(rows, what)
+        return None if at is None else (self._move(at), self._move(rows))
 
     def _asking(self, rows: IntArray, what: int) -> tuple[IntArray | None, IntArray]:
         at = np.flatnonzero(self._asks[rows] & what)

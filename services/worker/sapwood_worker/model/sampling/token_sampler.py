@@ -1,7 +1,7 @@
 """From a step's logits to its tokens: grammar, penalties, biases, the draw, and log probabilities.
 
-The order: log probabilities are taken of the logits as the model gave them; then grammar masks, penalties, biases and the ban
-on early ends change them in place; then temperature and the filters of ``model/sampling/sampler.py``.
+The order: log probabilities are taken of the logits as the model gave them; then grammar masks, allowed tokens, banned sequences,
+penalties, biases and the ban on early ends change them in place; then temperature and the filters of ``sampler.py``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sapwood_kernels.device_copy import to_device
 from sapwood_worker.model.grammar.logit_masks import StepMasks
+from sapwood_worker.model.sampling.bans import AllowedTokens, BannedSequences
 from sapwood_worker.model.sampling.logprobs import Distribution, Logprobs
 from sapwood_worker.model.sampling.penalties import TokenCounts
 from sapwood_worker.model.sampling.row_settings import IntArray, RowSettings
@@ -52,6 +53,8 @@ class TokenSampler:
     def __init__(self, rows: int, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
         self._settings = RowSettings(rows, vocab_size, eos_token_ids, device)
         self._counts = TokenCounts(rows, vocab_size, device)
+        self._allowed = AllowedTokens(rows, vocab_size, device)
+        self._banned = BannedSequences(rows, device)
         self._admissions = np.full(rows, -1, np.int64)
         self._device = device
 
@@ -82,6 +85,10 @@ class TokenSampler:
             at = to_device(wanted[0], self._device)
             distribution = Distribution(logits.index_select(0, at), int(wanted[1].max()))
         masks.apply(logits)
+        if (places := settings.allowed(slots)) is not None:
+            self._allowed.apply(logits, *places)
+        if (banned := settings.banned(slots)) is not None:
+            self._banned.apply(logits, *banned)
         penalties = settings.penalties(slots)
         if penalties is not None:
             self._counts.apply(logits, penalties)
@@ -90,6 +97,8 @@ class TokenSampler:
         tokens, largest = sample(logits, settings.sampling(slots, positions))
         if penalties is not None:
             self._counts.add(tokens, penalties)
+        if banned is not None:
+            self._banned.add(tokens, *banned)
         if distribution is None or wanted is None:
             return SampledTokens(_valid(tokens, largest))
         logprobs = distribution.of(tokens.index_select(0, at))
@@ -104,7 +113,12 @@ class TokenSampler:
         new = (self._admissions[slots] != admissions) | (admissions < 0)
         for index in np.flatnonzero(new).tolist():
             request = requests[index]
-            self._settings.enter(request.slot, request.sampling, request.output_start)
+            params = request.sampling
+            self._settings.enter(request.slot, params, request.output_start)
+            if params.allowed_token_ids:
+                self._allowed.enter(request.slot, params.allowed_token_ids)
+            if params.bad_words_ids:
+                self._banned.enter(request.slot, params.bad_words_ids, request.history[request.output_start :])
             if self._settings.penalised(request.slot):
                 self._counts.enter(request.slot, request.history, request.output_start)
         self._admissions[slots] = admissions

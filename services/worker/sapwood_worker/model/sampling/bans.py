@@ -1,0 +1,125 @@
+"""Tokens that may not come: all but some, or those that would complete a sequence of tokens.
+
+Like the counts of penalties, all of it stays on the device, one row for each row of the page table: a row is written when a
+request that asks for it first samples in it, and takes note of each token where it was sampled, so that a step need not wait for
+the host to know the token before. No memory is taken before the first such request.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sapwood_common.contract.sampling import LONGEST_BAD_WORD
+from sapwood_kernels.device_copy import to_device
+from sapwood_kernels.token_bitmask import forbid_tokens
+
+_ANY, _NONE = -2, -1
+"""In place of a token: it is as good as each; it is like none."""
+
+
+class AllowedTokens:
+    """Which tokens alone may come, where a request says so.
+
+    Args:
+        rows: Rows of the page table.
+        vocab_size: Number of tokens.
+        device: Where the logits are.
+    """
+
+    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+        self._shape = rows, -(-vocab_size // 32)
+        self._device = device
+        self._masks: Tensor | None = None
+        """int32 [rows, words]: bit ``i % 32`` of word ``i // 32`` for token i."""
+
+    def enter(self, row: int, allowed: Sequence[int]) -> None:
+        """Gives a row its tokens."""
+        if self._masks is None:
+            self._masks = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        bits = np.zeros(self._shape[1] * 32, np.uint8)
+        bits[list(allowed)] = 1
+        self._masks[row] = to_device(np.packbits(bits, bitorder="little").view(np.int32), self._device)
+
+    def apply(self, logits: Tensor, at: Tensor, rows: Tensor) -> None:
+        """Forbids the others, in place.
+
+        Args:
+            logits: float32 [R, V].
+            at: int64 [S]: rows of the logits.
+            rows: int64 [S]: their rows of the page table.
+        """
+        assert self._masks is not None
+        forbid_tokens(logits, self._masks.index_select(0, rows), at)
+
+
+class BannedSequences:
+    """Sequences of tokens that no token of output may complete, and the last tokens of each row's output.
+
+    A sequence is written as the tokens before its last, aligned to the right; what a shorter one lacks at the left matches
+    anything. Cost a step: S rows times the most sequences of any row times the longest one's length.
+
+    Args:
+        rows: Rows of the page table.
+        device: Where the logits are.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._device = device
+        self._tails = torch.empty(0)
+        """int32 [rows, LONGEST_BAD_WORD - 1]: the latest tokens at the right."""
+        self._before = torch.empty((rows, 0, 0), dtype=torch.int32, device=device)
+        """[rows, sequences, length]: what comes before each sequence's last token."""
+        self._last = torch.empty((rows, 0), dtype=torch.int64, device=device)
+        """[rows, sequences]: that token; -1: there is no such sequence."""
+
+    def enter(self, row: int, sequences: Sequence[Sequence[int]], output: array[int]) -> None:
+        """Gives a row its sequences.
+
+        Args:
+            row: Of the page table.
+            sequences: None empty, none longer than LONGEST_BAD_WORD.
+            output: What its request has generated so far.
+        """
+        self._widen(len(sequences), max(map(len, sequences)) - 1)
+        _, count, length = self._before.shape
+        before, last = np.full((count, length), _ANY, np.int32), np.full(count, -1, np.int64)
+        for index, sequence in enumerate(sequences):
+            *head, last[index] = sequence
+            before[index, length - len(head) :] = head
+        tail = np.full(LONGEST_BAD_WORD - 1, _NONE, np.int32)
+        recent = output[-len(tail) :]
+        tail[len(tail) - len(recent) :] = recent
+        self._before[row] = to_device(before, self._device)
+        self._last[row] = to_device(last, self._device)
+        self._tails[row] = to_device(tail, self._device)
+
+    def apply(self, logits: Tensor, at: Tensor, rows: Tensor) -> None:
+        """Forbids, in place, what would complete a sequence; arguments as for :meth:`AllowedTokens.apply`."""
+        before, last = self._before.index_select(0, rows), self._last.index_select(0, rows)
+        tails = self._tails.index_select(0, rows)[:, None, LONGEST_BAD_WORD - 1 - before.shape[2] :]
+        complete = ((before == tails) | (before == _ANY)).all(-1) & (last >= 0)
+        places = at[:, None] * logits.shape[1] + last.clamp(min=0)
+        values = torch.where(complete, -torch.inf, 0.0)
+        logits.view(-1).scatter_add_(0, places.flatten(), values.flatten())
+
+    def add(self, tokens: Tensor, at: Tensor, rows: Tensor) -> None:
+        """Takes note of a step's tokens, int64 [R], in rows that have sequences."""
+        new = tokens.index_select(0, at)[:, None].int()
+        self._tails.index_copy_(0, rows, torch.cat((self._tails.index_select(0, rows)[:, 1:], new), 1))
+
+    def _widen(self, count: int, length: int) -> None:
+        """Makes room for so many sequences of so many tokens before their last."""
+        rows, had, width = self._before.shape
+        if not self._tails.numel():
+            shape = rows, LONGEST_BAD_WORD - 1
+            self._tails = torch.full(shape, _NONE, dtype=torch.int32, device=self._device)
+        if count > had or length > width:
+            count, length = max(count, had), max(length, width)
+            pad = torch.nn.functional.pad
+            self._before = pad(self._before, (length - width, 0, 0, count - had), value=_ANY)
+            self._last = pad(self._last, (0, count - had), value=-1)

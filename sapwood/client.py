@@ -338,7 +338,7 @@ class AsyncClient:
         dimensions: int | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> Embeddings:
-        """See :meth:`Client.embed`."""
+        """Does what :meth:`Client.embed` does."""
         request = build_embed_request(inputs, model, pooling, normalize, dimensions, truncate_prompt_tokens)
         try:
             return to_embeddings(

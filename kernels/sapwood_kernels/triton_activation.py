@@ -34,10 +34,10 @@ def _gated(gate_up: Tensor, *, gelu: bool) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See ``reference.silu_mul``: contiguous [T, 2N] -> [T, N]."""
+    """Computes ``reference.silu_mul``: contiguous [T, 2N] -> [T, N]."""
     return _gated(gate_up, gelu=False)
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
-    """See ``reference.gelu_tanh_mul``: contiguous [T, 2N] -> [T, N]."""
+    """Computes ``reference.gelu_tanh_mul``: contiguous [T, 2N] -> [T, N]."""
     return _gated(gate_up, gelu=True)

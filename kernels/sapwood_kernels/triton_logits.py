@@ -91,7 +91,7 @@ def apply_penalties(
     presence: Tensor,
     repetition: Tensor,
 ) -> None:
-    """See ``reference.apply_penalties``; logits, counts and seen contiguous, the penalties columns of one table or alike."""
+    """Computes ``reference.apply_penalties``. ``logits``, ``counts`` and ``seen`` are contiguous; penalties share a stride."""
     width = logits.shape[1]
     stride = frequency.stride(0)
     assert stride == presence.stride(0) == repetition.stride(0), "the penalties lie differently"
@@ -113,7 +113,7 @@ def _count_kernel(counts, seen, tokens, rows, slots, count, V: tl.constexpr, BLO
 
 
 def count_tokens(counts: Tensor, seen: Tensor, tokens: Tensor, rows: Tensor, slots: Tensor) -> None:
-    """See ``reference.count_tokens``; counts and seen contiguous."""
+    """Computes ``reference.count_tokens``; ``counts`` and ``seen`` are contiguous."""
     block = 128
     _count_kernel[(triton.cdiv(len(rows), block),)](
         counts, seen.view(torch.uint8), tokens, rows, slots, len(rows), V=counts.shape[1], BLOCK=block, num_warps=4
@@ -136,7 +136,7 @@ def _bitmask_kernel(
 
 
 def apply_token_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor | None = None) -> None:
-    """See ``token_bitmask.apply_token_bitmask``; rows of logits contiguous, bitmask contiguous."""
+    """Computes ``token_bitmask.apply_token_bitmask``; rows of ``logits``, and the whole ``bitmask``, are contiguous."""
     masks, words = bitmask.shape
     width = logits.shape[1]
     block = min(_BLOCK, triton.next_power_of_2(width))

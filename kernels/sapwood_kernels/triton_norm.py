@@ -20,7 +20,7 @@ def _rms_norm_kernel(x, weight, out, eps, x_stride, N: tl.constexpr, BLOCK: tl.c
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See ``reference.rms_norm``: x [T, N] with contiguous rows, weight float32 [N]."""
+    """Computes ``reference.rms_norm``: ``x`` [T, N] with contiguous rows, ``weight`` float32 [N]."""
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(width)

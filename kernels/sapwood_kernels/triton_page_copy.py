@@ -61,7 +61,7 @@ def store_pages(
     keys: Tensor, values: Tensor, host: Tensor, layer: int, device_pages: Tensor, host_pages: Tensor,
     programs: int = PROGRAMS,
 ) -> None:  # fmt: skip
-    """See ``reference.store_pages``; ``host`` is pinned, the page ids are on the device. Asynchronous on the current stream."""
+    """Does ``reference.store_pages``; ``host`` is pinned, the page ids are on the device. Asynchronous on the current stream."""
     _launch(keys, values, host, layer, device_pages, host_pages, programs, store=True)
 
 
@@ -69,7 +69,7 @@ def load_pages(
     keys: Tensor, values: Tensor, host: Tensor, layer: int, device_pages: Tensor, host_pages: Tensor,
     programs: int = PROGRAMS,
 ) -> None:  # fmt: skip
-    """See ``reference.load_pages``; ``host`` is pinned, the page ids are on the device. Asynchronous on the current stream."""
+    """Does ``reference.load_pages``; ``host`` is pinned, the page ids are on the device. Asynchronous on the current stream."""
     _launch(keys, values, host, layer, device_pages, host_pages, programs, store=False)
 
 

@@ -42,7 +42,7 @@ def open_terminal(stream: TextIO) -> Terminal:
 
 
 class PlainTerminal:
-    """Lines only, for pipes, files and logs.
+    """Implements :class:`Terminal` with lines only, for pipes, files and logs.
 
     Args:
         stream: Written to and flushed line by line.
@@ -56,14 +56,12 @@ class PlainTerminal:
             self.line("(for progress bars and colours: pip install 'sapwood[cli]')")
 
     def line(self, text: str, *, label: str = "", colour: str = "") -> None:
-        """See Terminal."""
         print(f"{label} | {text}" if label else text, file=self._stream, flush=True)
 
     def status(self, text: str) -> None:
         """Nothing: a pipe has no line that changes."""
 
     def progress(self, text: str, done: int, total: int) -> None:
-        """See Terminal."""
         if text != self._bar:
             self._bar, self._quarters = text, 0
             self.line(f"{text}: {total / 1e6:.0f} MB")
@@ -77,7 +75,7 @@ class PlainTerminal:
 
 
 class RichTerminal:
-    """Lines with colours above a live status or bar.
+    """Implements :class:`Terminal` with coloured lines above a live status or bar.
 
     Args:
         stream: A terminal.
@@ -92,7 +90,6 @@ class RichTerminal:
         self._bar: tuple[str, TaskID] | None = None
 
     def line(self, text: str, *, label: str = "", colour: str = "") -> None:
-        """See Terminal."""
         from rich.text import Text
 
         if not label:
@@ -101,7 +98,6 @@ class RichTerminal:
         self._console.print(Text.assemble((label, colour), " | ", Text.from_ansi(text)), soft_wrap=True)
 
     def status(self, text: str) -> None:
-        """See Terminal."""
         if not text:
             self.close()
         elif self._status is None:
@@ -112,7 +108,6 @@ class RichTerminal:
             self._status.update(text)
 
     def progress(self, text: str, done: int, total: int) -> None:
-        """See Terminal."""
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
         if self._progress is None:
@@ -130,7 +125,6 @@ class RichTerminal:
         self._progress.update(self._bar[1], completed=done)
 
     def close(self) -> None:
-        """See Terminal."""
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -20,7 +20,6 @@ class CheckedTree(RadixTree):
         self._model_locks: dict[Prefix, int] = {}
 
     def match(self, key: bytes, namespace: bytes = b"") -> Match:
-        """See RadixTree."""
         expected = self._expected(namespace, key)
         assert super().probe(key, namespace)[0] == len(expected)
         match = super().match(key, namespace)
@@ -28,14 +27,12 @@ class CheckedTree(RadixTree):
         return match
 
     def probe(self, key: bytes, namespace: bytes = b"") -> tuple[int, int]:
-        """See RadixTree."""
         expected = self._prefixes(namespace, key)[: len(self._expected(namespace, key))]
         answer = super().probe(key, namespace)
         assert answer == (len(expected), sum(not self._model_locks.get(prefix) for prefix in expected))
         return answer
 
     def insert(self, below: Node, key: bytes, pages: PageIds) -> Match:
-        """See RadixTree."""
         namespace, above = _whole(below)
         prefixes = self._prefixes(namespace, above + key)[len(above) // self._stride :]
         for prefix, page in zip(prefixes, pages.tolist(), strict=True):
@@ -45,14 +42,12 @@ class CheckedTree(RadixTree):
         return match
 
     def lock(self, node: Node) -> None:
-        """See RadixTree."""
         for prefix in self._prefixes(*_whole(node)):
             assert prefix in self._model, "what is locked is not cached"
             self._model_locks[prefix] = self._model_locks.get(prefix, 0) + 1
         super().lock(node)
 
     def unlock(self, node: Node) -> None:
-        """See RadixTree."""
         for prefix in self._prefixes(*_whole(node)):
             self._model_locks[prefix] -= 1
             if not self._model_locks[prefix]:
@@ -60,7 +55,6 @@ class CheckedTree(RadixTree):
         super().unlock(node)
 
     def evict(self, count: int, *, reset: bool = False) -> PageIds:
-        """See RadixTree."""
         evictable = len(self._model) - len(self._model_locks)
         assert evictable == self.num_evictable
         freed = super().evict(count, reset=reset)

@@ -88,11 +88,9 @@ class StallingRunner:
         self.asynchronous = runner.asynchronous
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
-        """See Runner."""
         return self.launch(output).result()
 
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
-        """See Runner."""
         if any(request.start == 0 and request.token_ids[0] == self._token for request in output.requests):
             if self._computes:
                 _compute(self._seconds)

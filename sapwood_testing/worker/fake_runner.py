@@ -92,7 +92,6 @@ class FakeStep:
         return self.answer is not None or self.error is not None
 
     def result(self) -> ModelOutput:
-        """See :class:`~sapwood_worker.records.step.LaunchedStep`."""
         if (seconds := self._at - time.monotonic()) > 0:
             time.sleep(seconds)
         self._run(self)
@@ -145,11 +144,10 @@ class FakeRunner:
         self._transfer = None if host_pool is None else FakeTransfer(self._pool, host_pool, chance, copy_failures)
 
     def cache_identity(self) -> str:
-        """See ``ModelRunner.cache_identity``."""
         return "fake"
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
-        """See :class:`~sapwood_worker.records.step.Runner`.
+        """Computes a step as a real runner would.
 
         Raises:
             RuntimeError: A prompt begins with the poison token.
@@ -157,7 +155,6 @@ class FakeRunner:
         return self.launch(output).result()
 
     def launch(self, output: SchedulerOutput) -> FakeStep:
-        """See :class:`~sapwood_worker.records.step.Runner`."""
         self._busy_until = max(self._busy_until, time.monotonic()) + self._step_seconds
         step = FakeStep(replace(output, page_table=output.page_table.copy()), self._run, self._busy_until)
         self._launched.append(step)

@@ -33,20 +33,17 @@ class FakeStorage:
         self._fault_rate = fault_rate
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
-        """See StorageBackend."""
+        """Does nothing."""
 
     def exists(self, names: Sequence[str]) -> int:
-        """See StorageBackend."""
         self._answer()
         return next((count for count, name in enumerate(names) if name not in self.objects), len(names))
 
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        """See StorageBackend."""
         self._answer()
         return [self._read(name, buffer) for name, buffer in zip(names, buffers, strict=True)]
 
     def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        """See StorageBackend."""
         self._answer()
         for name, buffer in zip(names, buffers, strict=True):
             if not self._fault():
@@ -54,19 +51,17 @@ class FakeStorage:
         return [name in self.objects for name in names]
 
     def remove(self, names: Sequence[str]) -> None:
-        """See StorageBackend."""
         self._answer()
         for name in names:
             self.objects.pop(name, None)
 
     def clear(self, namespace: str) -> None:
-        """See StorageBackend."""
         self._answer()
         for name in [name for name in self.objects if name.startswith(namespace + "/")]:
             del self.objects[name]
 
     def close(self) -> None:
-        """See StorageBackend."""
+        """Does nothing."""
 
     def _read(self, name: str, buffer: memoryview) -> bool:
         content = bytearray(self.objects.get(name, b""))
@@ -105,11 +100,9 @@ class FakeExecutor:
         self._closed = False
 
     def submit(self, job: Job, done: Done, *, urgent: bool) -> None:
-        """See Executor."""
         self._waiting.insert(0 if urgent else len(self._waiting), (job, done))
 
     def poll(self) -> None:
-        """See Executor."""
         chance = self._chance
         if chance is not None:
             chance.shuffle(self._waiting)
@@ -130,8 +123,7 @@ class FakeExecutor:
             done(result, failure)
 
     def wait(self, seconds: float) -> None:
-        """See Executor."""
+        """Does nothing: jobs run in :meth:`poll`."""
 
     def close(self) -> None:
-        """See Executor."""
         self._closed = True

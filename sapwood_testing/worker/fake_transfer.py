@@ -40,7 +40,6 @@ class FakeTransfer:
         self._failed: list[int] = []
 
     def start(self, copies: Copies) -> None:
-        """See Transfer."""
         if copies.store is not None:
             self._running.append(copies.store)
         if copies.fence or self._chance is None:
@@ -49,7 +48,6 @@ class FakeTransfer:
             self._device[copies.load.device] = self._content()[copies.load.host]
 
     def poll(self) -> CopyReport:
-        """See Transfer."""
         if self._chance is not None and self._running:
             self._chance.shuffle(self._running)
             self._end(self._chance.randint(0, len(self._running)))
@@ -59,7 +57,6 @@ class FakeTransfer:
 
     @property
     def busy(self) -> bool:
-        """See Transfer."""
         return bool(self._running or self._done or self._failed)
 
     def _end(self, count: int) -> None:

@@ -88,12 +88,12 @@ class Dialer:
         return version_of(files) if files else None
 
     def open(self, address: str, *, own_connection: bool = False) -> grpc.aio.Channel:
-        """See :func:`open_channel`."""
+        """Does what :func:`open_channel` does, with the credentials and name of the configuration."""
         credentials = channel_credentials(*self._files)
         return open_channel(address, own_connection=own_connection, credentials=credentials, name=self._name)
 
     def context(self) -> ssl.SSLContext | None:
-        """The same for connections that are not grpcio's; None is plain text. See ``tls.client_context``."""
+        """``tls.client_context`` of the files, for connections that are not grpcio's; None is plain text."""
         return client_context(*self._files)
 
     @property

@@ -24,7 +24,7 @@ _LINES_A_MINUTE = 120
 
 
 class ServiceGate:
-    """A :class:`Gate` around the one that knows the service's keys.
+    """Implements :class:`Gate` around the gate that knows the service's keys.
 
     Args:
         gate: Asked about all other methods.
@@ -38,11 +38,9 @@ class ServiceGate:
 
     @property
     def asks_for_keys(self) -> bool:
-        """See Gate."""
         return self._gate.asks_for_keys
 
     def let_in(self, method: str, headers: Headers) -> Tenant | None:
-        """See Gate."""
         if method.startswith(FOR_EVERYBODY):
             return None
         try:
@@ -55,5 +53,4 @@ class ServiceGate:
             raise
 
     def rank(self, headers: Headers, tenant: Tenant | None) -> Rank:
-        """See Gate."""
         return self._gate.rank(headers, tenant)

@@ -48,30 +48,28 @@ class Label(Protocol):
 
 
 class OneOf:
-    """A label with known values."""
+    """Implements :class:`Label` for known values."""
 
     def __init__(self, *values: str, shown: str | None = None) -> None:
         self._values = frozenset(values)
         self._shown = shown or ", ".join(values)
 
     def bound(self, value: str) -> str:
-        """See Label."""
         return value if value in self._values else OTHER
 
     def describe(self) -> str:
-        """See Label."""
         return self._shown
 
 
 class AtMost:
-    """A label whose values are not known beforehand, such as addresses: the first ``limit`` different ones are kept."""
+    """Implements :class:`Label` for values not known beforehand, such as addresses: keeps the first ``limit`` different ones."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._seen: set[str] = set()
 
     def bound(self, value: str) -> str:
-        """See Label. Remembers the value while there is room."""
+        """Also remembers the value while there is room."""
         if value in self._seen:
             return value
         if len(self._seen) >= self._limit:
@@ -84,7 +82,6 @@ class AtMost:
         self._seen.discard(value)
 
     def describe(self) -> str:
-        """See Label."""
         return f"at most {self._limit}"
 
 
@@ -142,7 +139,7 @@ class BatchedHistogram(Histogram):
     """
 
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        """See Histogram; no exemplars are kept."""
+        """Observes a value; exemplars are not kept."""
         self._kept.append(amount)
         if len(self._kept) >= _MOST_KEPT:
             self._sort_in()
@@ -182,7 +179,7 @@ class _Counter(Counter):
     """Half of the library's time for each: it checks the labels again, and the sign."""
 
     def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
-        """See Counter; no exemplars are kept."""
+        """Adds an amount; exemplars are not kept."""
         self._value.inc(amount)
 
 

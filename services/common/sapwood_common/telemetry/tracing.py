@@ -20,15 +20,11 @@ Attribute = str | int | float | bool | list[str]
 
 
 class Span(Protocol):
-    """Something that takes time.
-
-    Attributes:
-        traceparent: What its children name as their parent; None if there is nothing to name.
-    """
+    """Something that takes time."""
 
     @property
     def traceparent(self) -> str | None:
-        """See above."""
+        """What its children name as their parent; None if there is nothing to name."""
         ...
 
     def set(self, name: str, value: Attribute) -> None:
@@ -95,7 +91,7 @@ _NO_PARENT = _NoSpan(None)
 
 
 class NoTracing:
-    """Tracing that is off: it hands the caller's context on and keeps nothing."""
+    """Implements :class:`Tracing` when it is off: hands the caller's context on and keeps nothing."""
 
     on = False
 
@@ -108,7 +104,6 @@ class NoTracing:
         attributes: Mapping[str, Attribute] | None = None,
         at_ns: int | None = None,
     ) -> Span:
-        """See Tracing."""
         return _NO_PARENT if parent is None else _NoSpan(parent)
 
     def close(self) -> None:

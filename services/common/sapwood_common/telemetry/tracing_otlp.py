@@ -34,22 +34,19 @@ class _OtlpSpan:
         self.traceparent: str | None = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
     def set(self, name: str, value: Attribute) -> None:
-        """See Span."""
         self._span.set_attribute(name, value)
 
     def rename(self, name: str) -> None:
-        """See Span."""
         self._span.update_name(name)
 
     def end(self, *, error: str | None = None, at_ns: int | None = None) -> None:
-        """See Span."""
         if error is not None:
             self._span.set_status(trace.StatusCode.ERROR, error)
         self._span.end(at_ns)
 
 
 class OtlpTracing:
-    """See ``start_tracing``. Spans wait in a bounded queue and are dropped beyond it."""
+    """Implements ``Tracing`` over OTLP. Spans wait in a bounded queue and are dropped beyond it."""
 
     on = True
 
@@ -73,12 +70,10 @@ class OtlpTracing:
         attributes: Mapping[str, Attribute] | None = None,
         at_ns: int | None = None,
     ) -> Span:
-        """See Tracing."""
         context = self._propagator.extract({"traceparent": parent} if parent else {}, Context())
         return _OtlpSpan(
             self._tracer.start_span(name, context, kind=_KINDS[kind], attributes=attributes, start_time=at_ns)
         )
 
     def close(self) -> None:
-        """See Tracing."""
         self._provider.shutdown()

@@ -20,7 +20,7 @@ tenant_var: contextvars.ContextVar[Tenant | None] = contextvars.ContextVar("tena
 
 
 class Guard:
-    """Of the public ports, gRPC and HTTP.
+    """Implements :class:`Gate` for the public ports, gRPC and HTTP.
 
     Args:
         keys: The API keys; None asks for none.
@@ -33,11 +33,10 @@ class Guard:
 
     @property
     def asks_for_keys(self) -> bool:
-        """See Gate."""
         return self._keys is not None
 
     def let_in(self, method: str, headers: Headers) -> Tenant | None:
-        """See Gate.
+        """Lets in a caller with a known key.
 
         Raises:
             UnimplementedError: The method is for operators.
@@ -58,7 +57,7 @@ class Guard:
         self._check(headers.get(AUTHORIZATION_KEY.encode(), b""))
 
     def rank(self, headers: Headers, tenant: Tenant | None) -> Rank:
-        """See Gate: by its priority, and its tenant's in turn with others'."""
+        """Calls begin by priority; among equals, tenants take turns."""
         fields = dict(headers)
         try:
             priority = priority_of(fields.get(PRIORITY_KEY.encode(), b"").decode("latin-1"))

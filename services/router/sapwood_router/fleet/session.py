@@ -125,7 +125,7 @@ class WorkerSession:
         return WorkerStream(self, stream_id)
 
     def abort(self, stream_id: int) -> None:
-        """See :meth:`WorkerStream.close`."""
+        """Ends a stream's request on the worker; does nothing if it has ended."""
         if self._drop(stream_id) is None:
             return
         self._pauses.pop(stream_id, None)
@@ -134,11 +134,11 @@ class WorkerSession:
             self._schedule()
 
     def pause(self, stream_id: int) -> None:
-        """See :meth:`WorkerStream.pause`."""
+        """Has the worker keep a stream's output until :meth:`resume`."""
         self._set_paused(stream_id, True)
 
     def resume(self, stream_id: int) -> None:
-        """See :meth:`WorkerStream.resume`."""
+        """Has the worker send a stream's output again."""
         self._set_paused(stream_id, False)
 
     def give_up(self, problem: str) -> None:

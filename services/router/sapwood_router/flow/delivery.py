@@ -66,7 +66,7 @@ class Client(Protocol):
         ...
 
     def token_writer(self, index: int) -> Relay | None:
-        """See :class:`Sink`."""
+        """What sends single token ids of a run past :meth:`write`; None: there is none yet. Asked after deltas."""
         ...
 
 

@@ -77,7 +77,7 @@ class Stage:
 
 
 class TracedStage(Stage):
-    """With tracing on: what the body calls is traced as the stage's child."""
+    """A stage while tracing is on: what its body calls is traced as the stage's child."""
 
     __slots__ = ("_name", "_span", "_token", "_traceparent", "_tracing")
 
@@ -90,12 +90,10 @@ class TracedStage(Stage):
         self._token: Token[str | None] | None = None
 
     def begin(self) -> None:
-        """See Stage."""
         super().begin()
         self._span = self._tracing.start(self._name, parent=self._traceparent)
 
     def end(self, error: str | None = None) -> None:
-        """See Stage."""
         assert self._span is not None
         self._span.end(error=error)
         super().end()

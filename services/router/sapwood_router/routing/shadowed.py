@@ -9,7 +9,7 @@ from sapwood_router.routing.worker_view import WorkerView
 
 
 class Shadowed:
-    """Decides as ``live`` does. All learn of every placement, so that each knows what the workers really hold.
+    """Implements ``Policy`` as ``live`` does. All learn of every placement, so that each knows what the workers really hold.
 
     Args:
         live: Decides.
@@ -23,7 +23,6 @@ class Shadowed:
         self._on_shadow = on_shadow
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
-        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
         choice = self.live.choose(workers, prompt)
         for name, would in self.would_choose(workers, prompt).items():
             self._on_shadow(name, would.address == choice.address)
@@ -34,20 +33,16 @@ class Shadowed:
         return {name: shadow.choose(workers, prompt) for name, shadow in self._shadows.items()}
 
     def placed(self, address: str, page_size: int, prompt: PromptPages) -> None:
-        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
         for policy in (self.live, *self._shadows.values()):
             policy.placed(address, page_size, prompt)
 
     def finished(self, address: str, page_size: int, prompt: PromptPages, new_tokens: Sequence[int]) -> None:
-        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
         for policy in (self.live, *self._shadows.values()):
             policy.finished(address, page_size, prompt, new_tokens)
 
     def failed(self, address: str, page_size: int, prompt: PromptPages) -> None:
-        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
         for policy in (self.live, *self._shadows.values()):
             policy.failed(address, page_size, prompt)
 
     def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
-        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
         return self.live.explain(workers, prompt)

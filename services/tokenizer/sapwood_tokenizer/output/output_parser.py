@@ -38,7 +38,7 @@ class ParserOptions:
 
 
 class OutputParser:
-    """Parses one output. It is a Parser itself, whatever it is made of.
+    """Implements ``Parser`` for one whole output, reasoning and tool calls together.
 
     gpt-oss writes reasoning and calls in one format: naming it for either parses both.
 
@@ -84,7 +84,6 @@ class OutputParser:
         return self._special_tokens
 
     def feed(self, text: str) -> list[Event]:
-        """See Parser."""
         if self._reasoning:
             return self._parse_answer(self._reasoning.feed(text))
         if self._tool:
@@ -92,7 +91,6 @@ class OutputParser:
         return [TextDelta(text)] if text else []
 
     def finish(self) -> list[Event]:
-        """See Parser."""
         events = self._parse_answer(self._reasoning.finish()) if self._reasoning else []
         if self._tool:
             events += self._tool.finish()

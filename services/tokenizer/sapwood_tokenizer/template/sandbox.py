@@ -85,7 +85,6 @@ class GenerationTag(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """See jinja2.ext.Extension."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
@@ -124,7 +123,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super()._generate(source, name, filename, defer_init)
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """See jinja2.sandbox; refuses what would make very large values of small ones."""
+        """Raises BudgetError for an operation that would make a very large value of small ones."""
         for one, other in ((left, right), (right, left)):
             if isinstance(one, str | list | tuple):
                 _check_size(one)

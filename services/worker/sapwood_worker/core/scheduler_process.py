@@ -146,13 +146,12 @@ def _profiler() -> Profiler | None:
 
 
 class LazyProfiler:
-    """A :class:`~sapwood_worker.core.operations.Profiler` that imports torch when it is first used."""
+    """Implements :class:`~sapwood_worker.core.operations.Profiler`; imports torch when it is first used."""
 
     def __init__(self) -> None:
         self._profiler: Profiler | None = None
 
     def start(self, folder: str) -> None:
-        """See Profiler."""
         if self._profiler is None:
             from sapwood_worker.model.runner.profiler import TorchProfiler
 
@@ -160,7 +159,6 @@ class LazyProfiler:
         self._profiler.start(folder)
 
     def stop(self) -> str:
-        """See Profiler."""
         assert self._profiler is not None
         return self._profiler.stop()
 

@@ -17,7 +17,7 @@ class OrphanedError(Exception):
 
 
 class ZmqMailbox:
-    """The :class:`~sapwood_worker.core.event_loop.Mailbox` over two ZeroMQ sockets.
+    """Implements :class:`~sapwood_worker.core.event_loop.Mailbox` over two ZeroMQ sockets.
 
     Args:
         folder: Where the front's sockets are.
@@ -38,7 +38,7 @@ class ZmqMailbox:
         self._outbox.connect(f"ipc://{folder}/from-scheduler")
 
     def receive(self, *, wait: bool) -> list[ToScheduler]:
-        """See Mailbox.
+        """Removes and returns all messages that are there.
 
         Raises:
             OrphanedError: The front is gone.
@@ -55,7 +55,6 @@ class ZmqMailbox:
                 return messages
 
     def send(self, message: FromScheduler) -> None:
-        """See Mailbox."""
         self._outbox.send(encode(message), zmq.NOBLOCK)
 
     def close(self) -> None:

@@ -122,7 +122,6 @@ class CompletedStep:
         self._answer = answer
 
     def result(self) -> ModelOutput:
-        """See LaunchedStep."""
         return self._answer
 
 

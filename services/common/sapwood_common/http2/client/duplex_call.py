@@ -54,7 +54,7 @@ class CallEndedError(Exception):
 
 
 class DuplexCall(asyncio.Protocol):
-    """The protocol of the call's connection.
+    """One bidirectional gRPC call on a connection of its own. Implements ``FrameReceiver``.
 
     Life cycle: :func:`~sapwood_router.transport.duplex_dial.open_call`; :meth:`read` for some messages; :meth:`follow`;
         :meth:`close`.
@@ -162,7 +162,7 @@ class DuplexCall(asyncio.Protocol):
         self._finish(grpc.StatusCode.CANCELLED, reason)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol: begins the call."""
+        """Begins the call."""
         self._transport = cast(asyncio.Transport, transport)
         wanted = ((SettingCodes.ENABLE_PUSH, 0), (SettingCodes.INITIAL_WINDOW_SIZE, _WINDOW))
         self._transport.write(
@@ -173,13 +173,11 @@ class DuplexCall(asyncio.Protocol):
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._finish(
             grpc.StatusCode.UNAVAILABLE, f"the connection broke: {exc}" if exc else "the connection was closed"
         )
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         if self._end is not None:
             return
         if not self._frames.pending and not self._inbound.pending and self._take_whole(data):
@@ -194,22 +192,19 @@ class DuplexCall(asyncio.Protocol):
             self._flush()
 
     def eof_received(self) -> bool:
-        """See asyncio.Protocol: the connection closes."""
+        """Has the connection close."""
         return False
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
         self._paused = True
 
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
         self._paused = False
         if self._end is None:
             self._flush()
             self._tell_ready()
 
     def take_data(self, stream: int, payload: bytes, wire_bytes: int, ends: bool) -> None:
-        """See FrameReceiver."""
         if self._end is not None:
             return
         _check_known(self._answered and stream == _STREAM)
@@ -226,7 +221,7 @@ class DuplexCall(asyncio.Protocol):
             raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "an end without a status")
 
     def take_block(self, stream: int, block: bytes, ends: bool) -> None:
-        """See FrameReceiver: the response's first headers, or its last."""
+        """Takes the response's first headers, or its trailers."""
         if self._end is not None:
             return
         _check_known(self._answered and stream == _STREAM)
@@ -243,7 +238,6 @@ class DuplexCall(asyncio.Protocol):
             self._finish(grpc.StatusCode.INTERNAL, "it ended without a status")
 
     def take_control(self, kind: int, stream: int, flags: int, payload: bytes) -> None:
-        """See FrameReceiver."""
         if self._end is not None:
             return
         _check_known(self._answered or kind == frames.SETTINGS)

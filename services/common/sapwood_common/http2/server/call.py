@@ -32,7 +32,7 @@ Serialize = Callable[[Any], bytes]
 
 
 class ServerCall(grpc.aio.ServicerContext[Any, Any]):
-    """Messages in and out, metadata, deadline and status of a call.
+    """Messages in and out, metadata, deadline and status of a call. Implements ``StreamReceiver``.
 
     Args:
         stream: Carries it.
@@ -278,22 +278,18 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     # What the stream tells; see StreamReceiver.
 
     def received(self, message: bytes, compressed: bool) -> None:
-        """See StreamReceiver."""
         self._requests.append((message, compressed))
         self._tell()
 
     def too_large(self, size: int) -> None:
-        """See StreamReceiver."""
         self._problem = self._too_large(size)
         self._tell()
 
     def half_closed(self) -> None:
-        """See StreamReceiver."""
         self._requests_over = True
         self._tell()
 
     def gone(self) -> None:
-        """See StreamReceiver."""
         self._requests_over = True
         self._on_begin = None
         if self._on_gone is not None:

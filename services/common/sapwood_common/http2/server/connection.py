@@ -55,7 +55,7 @@ _MOST_UNREAD = 1024 * 1024
 
 
 class ServerConnection(asyncio.Protocol):
-    """One client's connection.
+    """One client's connection. Implements ``FrameReceiver``, ``StreamConnection`` and ``time_share.Worker``.
 
     Args:
         owner: Is told what happens.
@@ -100,7 +100,6 @@ class ServerConnection(asyncio.Protocol):
 
     @property
     def writable(self) -> bool:
-        """See StreamConnection."""
         # A socket that has failed takes everything and says nothing until the event loop's next turn, which whoever finds it
         # writable for ever does not give it.
         return not self._flow.paused and self._transport is not None and not self._transport.is_closing()
@@ -111,12 +110,10 @@ class ServerConnection(asyncio.Protocol):
         return not self._streams
 
     def send(self, data: bytes) -> None:
-        """See StreamConnection."""
         assert self._transport is not None
         self._transport.write(data)
 
     def send_headers(self, stream: int, block: bytes, *, end: bool = False) -> None:
-        """See StreamConnection."""
         if self._has_table:
             self._has_table = False
             block = frames.NO_TABLE + block
@@ -124,7 +121,6 @@ class ServerConnection(asyncio.Protocol):
         self.send(frames.header_frames(stream, block, self._flow.frame_size, end=end))
 
     def forget(self, stream: ServerStream) -> None:
-        """See StreamConnection."""
         self._streams.pop(stream.number, None)
         self._flow.forget(stream)
         if stream.remote_open:
@@ -174,7 +170,7 @@ class ServerConnection(asyncio.Protocol):
             self._transport = ClosedTransport()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol: greets."""
+        """Greets the client."""
         self._transport = cast(asyncio.Transport, transport)
         name = transport.get_extra_info("peername")
         if isinstance(name, tuple):
@@ -188,7 +184,6 @@ class ServerConnection(asyncio.Protocol):
         self.owner.connection_made(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._closing = True
         self._transport = ClosedTransport()
         self._share.drop(self)
@@ -198,21 +193,18 @@ class ServerConnection(asyncio.Protocol):
         self.owner.connection_lost(self)
 
     def eof_received(self) -> bool:
-        """See asyncio.Protocol: the connection closes, whether or not the client still reads."""
+        """Has the connection close, whether or not the client still reads."""
         self.close()
         return False
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
         self._flow.paused = True
 
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
         self._flow.paused = False
         self._flow.unblock()
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         self._life.heard = True
         self._take(data, self._share.is_over)
         if self._share.measuring:
@@ -222,7 +214,6 @@ class ServerConnection(asyncio.Protocol):
             self._share.add(self)
 
     def go_on(self, until: float) -> bool:
-        """See Worker."""
         assert self._transport is not None
         if self._transport.is_closing():
             return self._closing and self._end_some()
@@ -273,7 +264,6 @@ class ServerConnection(asyncio.Protocol):
         return bool(self._streams)
 
     def take_data(self, stream: int, payload: bytes, wire_bytes: int, ends: bool) -> None:
-        """See FrameReceiver."""
         self._consumed += wire_bytes
         found = self._streams.get(stream)
         if found is not None:
@@ -290,7 +280,6 @@ class ServerConnection(asyncio.Protocol):
                 self._rates.take(frame_rates.CRUMB, self._ids.last)
 
     def take_block(self, stream: int, block: bytes, ends: bool) -> None:
-        """See FrameReceiver."""
         if not stream % 2:
             raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, f"a client opened stream {stream}")
         found = self._streams.get(stream)
@@ -357,7 +346,6 @@ class ServerConnection(asyncio.Protocol):
             self._refuse(stream, code, ended=False)
 
     def take_control(self, kind: int, stream: int, flags: int, payload: bytes) -> None:
-        """See FrameReceiver."""
         if kind == frames.WINDOW_UPDATE:
             frames.check_size(payload, 4, not stream or not self._ids.is_idle(stream))
             self._rates.take(frame_rates.WINDOW_UPDATE, self._ids.last + self._flow.sent // _BYTES_A_FRAME)
@@ -417,7 +405,6 @@ class ServerConnection(asyncio.Protocol):
         self._rates.take(frame_rates.REFUSED)
 
     def count_fault(self) -> None:
-        """See StreamConnection."""
         self._rates.take(frame_rates.FAULT)
 
     def _goaway(self, code: ErrorCodes, last: int, text: str = "") -> None:

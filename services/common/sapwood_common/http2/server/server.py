@@ -41,7 +41,7 @@ _MOST_UNKNOWN_BYTES = 64 * 1024
 
 
 class Http2Server:
-    """A gRPC server.
+    """A gRPC server. Implements ``ConnectionOwner``.
 
     Life cycle: construct, :meth:`add_registered_method_handlers` (generated ``add_...Servicer_to_server`` do), :meth:`start`,
     :meth:`stop`.
@@ -147,13 +147,11 @@ class Http2Server:
         return ServerConnection(self, self._most_bytes, most_streams, self._share, self._timeouts)
 
     def connection_made(self, connection: ServerConnection) -> None:
-        """See ConnectionOwner."""
         self._connections.add(connection)
         if self._stopping:  # it was on its way when the others were told
             connection.close_gently()
 
     def connection_lost(self, connection: ServerConnection) -> None:
-        """See ConnectionOwner."""
         self._connections.discard(connection)
         if not self._connections and self._alone is not None and not self._alone.done():
             self._alone.set_result(None)
@@ -180,13 +178,11 @@ class Http2Server:
             self._failed.clear()
 
     def connection_failed(self, connection: ServerConnection, error: ConnectionFailedError) -> None:
-        """See ConnectionOwner."""
         self._failed[error.code] += 1
         self._last_failed = f"{connection.peer}: {error}"
         logger.debug(self._last_failed)
 
     def open_call(self, connection: ServerConnection, stream: ServerStream, head: RequestHead) -> None:
-        """See ConnectionOwner."""
         fields = head.fields
         path = fields.get(b":path", b"")
         handler = self._handlers.get(path)

@@ -39,15 +39,12 @@ class ChunkReader:
         self._parser.feed_data(_HEAD)
 
     def on_body(self, body: bytes) -> None:
-        """See httptools."""
         self._parts.append(body)
 
     def on_message_complete(self) -> None:
-        """See httptools."""
         self.complete = True
 
     def on_message_begin(self) -> None:
-        """See httptools."""
         if self.complete:
             raise HttpError(400, "malformed chunks")
 

@@ -29,7 +29,7 @@ _PLAIN = [(b"content-type", b"text/plain; charset=utf-8")]
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """See the module.
+    """One client's connection. Implements ``HostedConnection``, ``RequestConnection`` and ``time_share.Worker``.
 
     Args:
         host: The server.
@@ -68,19 +68,16 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def transport(self) -> asyncio.Transport:
-        """See RequestConnection."""
         assert self._transport is not None
         return self._transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.BufferedProtocol."""
         self._transport = cast(asyncio.Transport, transport)
         self._encrypted = transport.get_extra_info("sslcontext") is not None
         self._host.made(self)
         self._rest()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.BufferedProtocol."""
         self._stop_timer()
         self._data, self._at, self._lingered = b"", 0, 0
         self._host.lost(self)
@@ -93,15 +90,13 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.resume_writing()
 
     def eof_received(self) -> bool:
-        """See asyncio.BufferedProtocol: the connection closes, whether or not the client still reads."""
+        """Has the connection close, whether or not the client still reads."""
         return False
 
     def pause_writing(self) -> None:
-        """See asyncio.BufferedProtocol."""
         self.write_paused = True
 
     def resume_writing(self) -> None:
-        """See asyncio.BufferedProtocol."""
         self.write_paused = False
         if self._drained is not None:
             self._drained.set()
@@ -110,18 +105,15 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._queue()
 
     async def drained(self) -> None:
-        """See RequestConnection."""
         if self.write_paused:
             if self._drained is None:
                 self._drained = asyncio.Event()
             await self._drained.wait()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """See asyncio.BufferedProtocol."""
         return self._host.input
 
     def buffer_updated(self, nbytes: int) -> None:
-        """See asyncio.BufferedProtocol."""
         source, request = self._host.input, self._request
         if self._lingered >= 0:
             self._lingered += nbytes
@@ -142,14 +134,12 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._regulate()
 
     def stays_open(self) -> bool:
-        """See RequestConnection."""
         request = self._request
         if request is None or not request.head.keep_alive or self._host.stopping:
             return False
         return request.body.error is None and request.body.left_at_most(_MOST_DROPPED)
 
     def expect_body(self) -> None:
-        """See RequestConnection."""
         request = self._request
         if request is not None:
             self._start_timer(self._limits.body_seconds, self._check_pace, request.body.size)
@@ -158,7 +148,6 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._regulate()
 
     def answered(self) -> None:
-        """See RequestConnection."""
         request = self._request
         assert request is not None
         if not request.keeps_open or request.body.error is not None:
@@ -171,7 +160,6 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._regulate()
 
     def abort(self) -> None:
-        """See RequestConnection."""
         self.transport.abort()
 
     def close(self) -> None:
@@ -180,7 +168,6 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._close()
 
     def go_on(self, until: float) -> bool:
-        """See Worker."""
         self._queued = self._breathes = False
         clock = self._host.share.clock
         self._work(lambda: clock() >= until)

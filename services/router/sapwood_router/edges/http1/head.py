@@ -87,7 +87,6 @@ class HeadReader:
         self._headers: list[tuple[bytes, bytes]] = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """See httptools."""
         if len(self._headers) >= MOST_HEADERS:
             raise HttpError(431, f"more than {MOST_HEADERS} headers")
         self._headers.append((name.lower(), value.rstrip()))

@@ -184,7 +184,7 @@ class Request:
             self._watchers.append(watcher)
 
     def unwatch(self, watcher: Callable[[], None]) -> None:
-        """See :meth:`watch`."""
+        """Undoes :meth:`watch`; does nothing if the client has left."""
         if watcher in self._watchers:
             self._watchers.remove(watcher)
 

@@ -42,7 +42,7 @@ Handler = Callable[[Request], Awaitable[None]]
 
 
 class HttpServer:
-    """Serves a handler on one port.
+    """Serves a handler on one port. Implements :class:`ConnectionHost`.
 
     Args:
         handler: Answers each request.
@@ -138,13 +138,11 @@ class HttpServer:
             connection.abort()
 
     def begin(self, request: Request) -> None:
-        """See ConnectionHost."""
         task = asyncio.get_running_loop().create_task(self._answer(request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def made(self, connection: HostedConnection) -> None:
-        """See ConnectionHost."""
         self._connections.add(connection)
         if self.stopping:
             connection.close()
@@ -152,15 +150,12 @@ class HttpServer:
             next(iter(self._idle), connection).abort()
 
     def rests(self, connection: HostedConnection) -> None:
-        """See ConnectionHost."""
         self._idle[connection] = None
 
     def works(self, connection: HostedConnection) -> None:
-        """See ConnectionHost."""
         self._idle.pop(connection, None)
 
     def lost(self, connection: HostedConnection) -> None:
-        """See ConnectionHost."""
         self._connections.discard(connection)
         self._idle.pop(connection, None)
         if not self._connections and self._alone is not None and not self._alone.done():

@@ -26,7 +26,7 @@ class LogprobsWriter(Protocol):
 
 
 class ChatWriter:
-    """Chats': each piece stands for itself.
+    """Implements :class:`LogprobsWriter` for chats: each piece stands for itself.
 
     Args:
         name: How tokens are shown.
@@ -36,7 +36,6 @@ class ChatWriter:
         self._name = name
 
     def add(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], table: TokenTable) -> object:
-        """See LogprobsWriter."""
         return chat_object(chat_tokens(ids, [found for found in logprobs if found is not None], table, self._name))
 
 

@@ -109,17 +109,15 @@ class TokenChunks(CompletionChunks):
         self._prompts = dict(enumerate(prompts))
 
     def output(self, index: int, delta: Delta, logprobs: bytes = NULL) -> bytes:
-        """See CompletionChunks; output of a choice may be tokens alone."""
+        """Also sends tokens that come without text."""
         if not (delta.token_ids or delta.output.text or logprobs is not NULL):
             return b""
         return self._chunk(index, self._with_tokens(index, delta), NULL, logprobs)
 
     def around_token(self) -> tuple[bytes, bytes] | None:
-        """See CompletionChunks."""
         return self._usual_head + b'"","token_ids":[', b"]" + self._usual_tail
 
     def finish(self, index: int, delta: Delta, reason: str, logprobs: bytes = NULL) -> bytes:
-        """See CompletionChunks."""
         return self._chunk(index, self._with_tokens(index, delta), _encode(reason), logprobs)
 
     def _with_tokens(self, index: int, delta: Delta) -> bytes:

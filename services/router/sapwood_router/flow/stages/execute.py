@@ -16,7 +16,7 @@ from sapwood_router.request.output_stream import OutputStream
 
 
 class Execution:
-    """One worker's try at a request: takes its outputs as they come, without a task of its own.
+    """One worker's try at a request. Implements ``StreamSink``: takes outputs as they come, without a task of its own.
 
     Args:
         context: ``output_ids``, ``worker_finish`` and ``cached_tokens`` are filled.
@@ -53,13 +53,11 @@ class Execution:
         self._worker_stream = worker_stream
 
     def token(self, token_id: int) -> None:
-        """See :class:`~sapwood_router.fleet.session.StreamSink`."""
         relay = self._stream.relay
         if relay is None or not self._begun or not relay(token_id):
             self.output(WorkerOutput([token_id]))
 
     def output(self, output: WorkerOutput) -> None:
-        """See :class:`~sapwood_router.fleet.session.StreamSink`."""
         context, token_ids = self._context, output.token_ids
         if token_ids:
             if context.whole and context.first_token is None:  # who reads the whole learns of it at the end only
@@ -86,7 +84,6 @@ class Execution:
         self._end(Outcome.SUCCESS, None)
 
     def failed(self, error: SapwoodError) -> None:
-        """See :class:`~sapwood_router.fleet.session.StreamSink`."""
         self._end(outcome_of(error), error)
 
     def close(self, error: SapwoodError | None = None) -> None:

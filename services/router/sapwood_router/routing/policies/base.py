@@ -103,7 +103,7 @@ class Policy(Protocol):
 
 
 class Forgetful:
-    """The part of a policy that remembers nothing of what it placed."""
+    """The part of a :class:`Policy` that remembers nothing of what it placed."""
 
     remembers = False
     reads_events = False

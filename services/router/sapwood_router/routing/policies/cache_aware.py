@@ -56,7 +56,7 @@ class _Held:
 
 
 class CacheAware:
-    """The default policy.
+    """Implements ``Policy``; the default.
 
     Args:
         index: What each worker is believed to hold from this router's placements; this policy is its only writer.
@@ -75,8 +75,7 @@ class CacheAware:
         """What the latest placement of each prompt that somebody still asks about added to the index."""
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
-        """See :class:`~sapwood_router.routing.policies.base.Policy`. Reasons: cache_hit, cache_spill, cache_miss; cache_handed:
-        a worker that drains handed it on."""
+        """Reasons: cache_hit, cache_spill, cache_miss; cache_handed: a worker that drains handed the prefix on."""
         least = min(workers, key=load_key)
         held = self._held(workers, prompt)
         most = max(each.saved for each in held)
@@ -92,7 +91,6 @@ class CacheAware:
         return Choice(chosen.address, "cache_hit" if found.tokens else "cache_handed", found.tokens)
 
     def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:
-        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
         cost = self._cost(workers, len(prompt.token_ids))
         held = self._held(workers, prompt)
         return {view.address: (found.tokens, cost((view, found))[0]) for view, found in zip(workers, held, strict=True)}
@@ -152,10 +150,8 @@ class CacheAware:
             self._index.take_back(address, prompt.hashes(page_size), insertion)
 
     def reset(self, address: str, num_pages: int) -> None:
-        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
         self._index.reset(address, num_pages)
         self._hot.forget(address)
 
     def drained(self, address: str, heirs: Sequence[str]) -> None:
-        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
         self._hot.hand_over(address, heirs)

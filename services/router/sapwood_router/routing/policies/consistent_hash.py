@@ -19,7 +19,7 @@ class ConsistentHash(Forgetful):
         self._ring = HashRing()
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
-        """See :class:`~sapwood_router.routing.policies.base.Policy`. Reasons: session, no_session."""
+        """Reasons: session, no_session."""
         if not prompt.session:
             return Choice(min(workers, key=load_key).address, "no_session")
         self._ring.set([view.address for view in workers])

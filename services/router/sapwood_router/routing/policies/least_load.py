@@ -12,5 +12,4 @@ class LeastLoad(Forgetful):
     """The worker with the fewest requests; see :func:`~sapwood_router.routing.policies.base.load_key` for ties. O(workers)."""
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
-        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
         return Choice(min(workers, key=load_key).address, "least_load")

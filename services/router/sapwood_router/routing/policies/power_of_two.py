@@ -25,7 +25,6 @@ class PowerOfTwo(Forgetful):
         self._rng = rng
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
-        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
         if len(workers) == 1:
             return Choice(workers[0].address, "only_worker")
         pair = self._rng.sample(workers, 2)

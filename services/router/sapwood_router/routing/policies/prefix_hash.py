@@ -26,7 +26,7 @@ class PrefixHash(Forgetful):
         self._ring = HashRing()
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
-        """See :class:`~sapwood_router.routing.policies.base.Policy`. Reasons: prefix, prefix_overflow."""
+        """Reasons: prefix, prefix_overflow."""
         self._ring.set([view.address for view in workers])
         requests = {view.address: view.requests for view in workers}
         limit = math.ceil(LOAD_FACTOR * (sum(requests.values()) + 1) / len(workers))

@@ -20,5 +20,4 @@ class Random(Forgetful):
         self._rng = rng
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
-        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
         return Choice(self._rng.choice(workers).address, "random")

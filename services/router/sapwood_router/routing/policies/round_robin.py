@@ -15,7 +15,6 @@ class RoundRobin(Forgetful):
         self._next = 0
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
-        """See :class:`~sapwood_router.routing.policies.base.Policy`."""
         chosen = workers[self._next % len(workers)]
         self._next += 1
         return Choice(chosen.address, "round_robin")

@@ -27,7 +27,7 @@ class Parser(Protocol):
 
 
 class ScriptParser:
-    """A parser written as a generator.
+    """Implements :class:`Parser` with a generator.
 
     Args:
         script: Started at once; it waits for the first text.
@@ -42,7 +42,6 @@ class ScriptParser:
         self._advance()
 
     def feed(self, text: str) -> list[Event]:
-        """See Parser."""
         if not text:
             return []
         self._source.feed(text)
@@ -51,7 +50,6 @@ class ScriptParser:
         return self._emitter.drain()
 
     def finish(self) -> list[Event]:
-        """See Parser."""
         self._source.close()
         self._advance()
         assert self._ended, "a script ends with its text"

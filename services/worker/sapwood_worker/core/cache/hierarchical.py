@@ -167,7 +167,6 @@ class HierarchicalCache:
         return [] if self.storage is None else self.storage.poll()
 
     def open(self, slot: int, token_ids: array[int], namespace: bytes, pages: PageIds) -> None:
-        """See LowerTiers."""
         known = [self._name(page) for page in pages.tolist()]
         chain = PageChain(namespace, self._page_size, list(known))
         chain.extend(token_ids, len(token_ids))
@@ -183,7 +182,6 @@ class HierarchicalCache:
         self.counters.host_hits += len(found)
 
     def load(self, slot: int, pages: PageIds) -> int:
-        """See LowerTiers."""
         found = self._rows[slot].found
         assert len(found) <= len(pages)
         if found:
@@ -192,13 +190,11 @@ class HierarchicalCache:
         return len(found)
 
     def loaded(self, slot: int) -> None:
-        """See LowerTiers."""
         row = self._rows[slot]
         self.host.unpin(row.found)
         row.found = []
 
     def cached(self, slot: int, token_ids: array[int], start: int, pages: PageIds, new: PageIds) -> None:
-        """See LowerTiers."""
         chain = self._rows[slot].chain
         chain.extend(token_ids, (start + len(pages)) * self._page_size)
         for index, page in enumerate(pages.tolist(), start):
@@ -208,17 +204,14 @@ class HierarchicalCache:
             self._store(new)
 
     def close(self, slot: int) -> None:
-        """See LowerTiers."""
         self.host.unpin(self._rows.pop(slot).found)
 
     def evicted(self, pages: PageIds) -> None:
-        """See LowerTiers."""
         if self._policy == "write_back":
             self._store(pages)
         self.dropped(pages)
 
     def dropped(self, pages: PageIds) -> None:
-        """See LowerTiers."""
         if self._storing and not self._storing.keys().isdisjoint(pages.tolist()):
             self._fence = True
 

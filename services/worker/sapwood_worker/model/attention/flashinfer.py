@@ -48,7 +48,7 @@ def paged_keys(batch: AttentionBatch, page_size: int, indices: Tensor) -> PagedK
 
 
 class FlashInferPlan:
-    """A planned step, in whichever form of attention serves it.
+    """Implements ``AttentionPlan`` with whichever form of attention serves the step.
 
     Args:
         pool: Keys and values.
@@ -67,12 +67,10 @@ class FlashInferPlan:
         self._cache_slots = cache_slots
 
     def destination(self, layer: AttentionLayer) -> KVDestination:
-        """See :class:`sapwood_worker.model.attention.backend.AttentionPlan`."""
         self._pool.await_layer(layer.index)
         return self._pool.destination(layer.index, self._cache_slots)
 
     def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:
-        """See :class:`sapwood_worker.model.attention.backend.AttentionPlan`."""
         attention = self._attentions[variant_of(layer)]
         pool, index = self._pool, layer.index
         result = attention.run(query, pool.key_pages(index), pool.value_pages(index), pool.scales.of(index))
@@ -86,7 +84,6 @@ class FlashInferPlan:
         attention.run(query, pool.key_pages(index), pool.value_pages(index), pool.scales.of(index), out)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See :class:`sapwood_worker.model.attention.backend.AttentionPlan`."""
         self.destination(layer).store(key, value)
         return self.attend_cached(layer, query.contiguous())
 
@@ -139,7 +136,6 @@ class FlashInferBackend:
         return DecodeAttention(batch, self.indices, workspace, self.shape, kind)
 
     def plan(self, batch: AttentionBatch) -> FlashInferPlan:
-        """See :class:`AttentionBackend`."""
         self.begin_plan()
         plan = self._plan(batch)
         self.end_plan()

@@ -74,12 +74,11 @@ class TorchNativeBackend:
         self._dtype = dtype
 
     def plan(self, batch: AttentionBatch) -> TorchNativePlan:
-        """See :class:`AttentionBackend`."""
         return TorchNativePlan(self._pool, self._dtype, batch)
 
 
 class TorchNativePlan:
-    """A step planned by :class:`TorchNativeBackend`."""
+    """Implements ``AttentionPlan``; made by :class:`TorchNativeBackend`."""
 
     def __init__(self, pool: DevicePool, dtype: torch.dtype, batch: AttentionBatch) -> None:
         self._pool = pool
@@ -88,17 +87,14 @@ class TorchNativePlan:
         self._groups: dict[int | None, list[_Group]] = {}
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See :class:`sapwood_worker.model.attention.backend.AttentionPlan`."""
         self.destination(layer).store(key, value)
         return self.attend_cached(layer, query)
 
     def destination(self, layer: AttentionLayer) -> KVDestination:
-        """See :class:`sapwood_worker.model.attention.backend.AttentionPlan`."""
         self._pool.await_layer(layer.index)
         return self._pool.destination(layer.index, self._batch.cache_slots)
 
     def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:
-        """See :class:`sapwood_worker.model.attention.backend.AttentionPlan`."""
         self._pool.await_layer(layer.index)
         groups = self._groups.get(layer.window)
         if groups is None:

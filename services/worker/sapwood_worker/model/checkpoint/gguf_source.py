@@ -59,16 +59,13 @@ class GgufSource:
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See :class:`WeightSource`."""
         return {name: tensor.shape for name, tensor in self._found.items()}
 
     def where(self, name: str) -> str:
-        """See :class:`WeightSource`."""
         tensor = self._found.get(name)
         return f"{self._file.path}: {tensor.name}" if tensor is not None else str(self._file.path)
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """See :class:`WeightSource`."""
         tensor = self._found[name]
         heads = self._interleaved_heads(name)
         if heads is None and target.dtype == torch.float32 and target.device.type == "cpu" and target.is_contiguous():

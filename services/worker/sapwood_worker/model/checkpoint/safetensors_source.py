@@ -64,17 +64,14 @@ class SafetensorsSource:
                     self._scales[name.removesuffix(suffix)] = (path, stored)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See :class:`WeightSource`."""
         return {
             name: tuple(self._files[path].get_slice(stored).get_shape()) for name, (path, stored) in self._found.items()
         }
 
     def where(self, name: str) -> str:
-        """See :class:`WeightSource`."""
         return str(self._found[name][0] if name in self._found else self._directory)
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """See :class:`WeightSource`."""
         path, stored = self._found[name]
         try:
             tensor = self._files[path].get_tensor(stored)

@@ -33,7 +33,6 @@ class Gemma3DecoderLayer(DecoderLayer):
 
     @staticmethod
     def norm_names() -> tuple[str, ...]:
-        """See :class:`DecoderLayer`."""
         return (
             "input_layernorm",
             "post_attention_layernorm",
@@ -42,7 +41,6 @@ class Gemma3DecoderLayer(DecoderLayer):
         )
 
     def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
-        """See :class:`DecoderLayer`."""
         hidden += self.after_attention(self.attention(hidden, self.before_attention, angles, plan))
         hidden += self.after_mlp(self.mlp(hidden, self.before_mlp))
         return hidden

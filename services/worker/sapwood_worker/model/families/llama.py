@@ -28,11 +28,9 @@ class LlamaDecoderLayer(DecoderLayer):
 
     @staticmethod
     def norm_names() -> tuple[str, ...]:
-        """See :class:`DecoderLayer`."""
         return ("input_layernorm", "post_attention_layernorm")
 
     def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
-        """See :class:`DecoderLayer`."""
         self.attention.add_to(hidden, self.before_attention, angles, plan)
         self.mlp.add_to(hidden, self.before_mlp)
         return hidden

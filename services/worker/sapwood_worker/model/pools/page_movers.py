@@ -58,7 +58,6 @@ class KernelMover:
         self._kernels = triton_page_copy
 
     def store(self, copy: PageCopy) -> None:
-        """See PageStorer."""
         pool = self._device
         pages = page_ids(copy.device, pool.device), page_ids(copy.host, pool.device)
         for layer in range(len(pool.key_slots)):
@@ -66,7 +65,6 @@ class KernelMover:
             self._kernels.store_pages(keys, values, self._host, layer, *pages, programs=self._programs)
 
     def load(self, copy: PageCopy) -> Iterator[None]:
-        """See PageLoader."""
         pool = self._device
         pages = page_ids(copy.device, pool.device), page_ids(copy.host, pool.device)
         for layer in range(len(pool.key_slots)):
@@ -100,7 +98,7 @@ class StagedStorer:
         self._staged = torch.empty((count, len(pools), words), dtype=torch.int32, device=device.device)
 
     def store(self, copy: PageCopy) -> None:
-        """See PageStorer. Mutates the staging memory: to be called on one stream only."""
+        """Mutates the staging memory: to be called on one stream only."""
         pages = page_ids(copy.device, self._device.device)
         targets = record_addresses(self._host, copy.host)
         stream = torch.cuda.current_stream(self._device.device).cuda_stream

@@ -18,7 +18,7 @@ from sapwood_worker.model.pools.transfer import Transfer
 from sapwood_worker.records.page_copies import Copies, CopyReport, PageCopy
 
 Kernel = Callable[[Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
-"""See ``sapwood_kernels.reference.store_pages``."""
+"""``sapwood_kernels.reference.store_pages``, ``load_pages`` or a kernel with the same arguments."""
 
 
 def make_transfer(device: DevicePool, host: HostPool) -> Transfer:
@@ -57,11 +57,9 @@ class CpuTransfer:
 
     @property
     def busy(self) -> bool:
-        """See Transfer."""
         return bool(self._done)
 
     def start(self, copies: Copies) -> None:
-        """See Transfer."""
         if copies.store is not None:
             self._store_seconds += self._copy(copies.store, reference.store_pages)
             self._done += (copies.store.number,)
@@ -69,7 +67,6 @@ class CpuTransfer:
             self._load_seconds += self._copy(copies.load, reference.load_pages)
 
     def poll(self) -> CopyReport:
-        """See Transfer."""
         report = CopyReport(self._done, (), self._store_seconds, self._load_seconds)
         self._done, self._store_seconds, self._load_seconds = (), 0.0, 0.0
         return report
@@ -109,11 +106,9 @@ class CudaTransfer:
 
     @property
     def busy(self) -> bool:
-        """See Transfer."""
         return bool(self._running)
 
     def start(self, copies: Copies) -> None:
-        """See Transfer."""
         computing = torch.cuda.current_stream(self._device.device)
         if copies.store is not None:
             self._stores.wait_stream(computing)
@@ -132,7 +127,6 @@ class CudaTransfer:
             self._loading.append((events[0], events[-1]))
 
     def poll(self) -> CopyReport:
-        """See Transfer."""
         ended = [item for item in self._running if item[2].query()]  # type: ignore[no-untyped-call]
         self._running = [item for item in self._running if item not in ended]
         loaded = [item for item in self._loading if item[1].query()]  # type: ignore[no-untyped-call]

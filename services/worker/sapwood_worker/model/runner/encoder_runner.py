@@ -62,12 +62,11 @@ class EncoderRunner:
         return ""
 
     def launch(self, output: SchedulerOutput) -> CompletedStep:
-        """See Runner."""
         return CompletedStep(self.execute(output))
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelOutput:
-        """See Runner. O(longest prompt x requests): prompts are padded to the longest."""
+        """Takes O(longest prompt x requests): prompts are padded to the longest."""
         requests = output.requests
         if not requests:
             return ModelOutput(output.step, [])

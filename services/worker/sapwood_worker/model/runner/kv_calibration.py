@@ -47,12 +47,10 @@ class TrialPlan:
         self._stored = KVDestination(keys, values, torch.arange(shape[0], device=device))
 
     def destination(self, layer: AttentionLayer) -> KVDestination:
-        """See AttentionPlan."""
         assert self._stored is not None
         return self._stored
 
     def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:
-        """See AttentionPlan."""
         stored = self.destination(layer)
         self.largest[layer.index] = torch.stack([each.float().abs().amax() for each in (stored.keys, stored.values)])
         result = reference.attention(
@@ -61,7 +59,6 @@ class TrialPlan:
         return result.flatten(1)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See AttentionPlan."""
         self.destination(layer).store(key, value)
         return self.attend_cached(layer, query)
 

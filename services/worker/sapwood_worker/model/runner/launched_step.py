@@ -51,7 +51,7 @@ class LaunchedStep:
         self._copies = HostCopies(tensors)
 
     def result(self) -> ModelOutput:
-        """See the protocol; to be called once."""
+        """May be called once."""
         tensors = iter(self._copies.wait())
         token_ids = [-1] * self._count
         logprobs: dict[int, TokenLogprobs] = {}

@@ -273,12 +273,10 @@ class ModelRunner:
         return pool.num_pages * size
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
-        """See :class:`sapwood_worker.records.step.Runner`."""
         return self.launch(output).result()
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
-        """See :class:`sapwood_worker.records.step.Runner`."""
         requests = output.requests
         if output.copies is not None:
             assert self._transfer is not None, "there is no second tier to copy to"

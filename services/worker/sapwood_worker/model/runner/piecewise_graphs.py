@@ -83,11 +83,10 @@ class _Cut:
             self.graphs[-1].capture_end()
 
     def destination(self, layer: AttentionLayer) -> KVDestination:
-        """See :class:`sapwood_worker.model.attention.backend.AttentionPlan`."""
         return self._pool.destination(layer.index, self._slots)
 
     def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:
-        """See :class:`sapwood_worker.model.attention.backend.AttentionPlan`; what it returns is filled in between."""
+        """Returns a tensor that attention fills between this graph and the next."""
         self._query.copy_(query)
         self.end()
         self.layers.append(layer)
@@ -95,7 +94,6 @@ class _Cut:
         return self._context.view(len(self._context), -1)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See :class:`sapwood_worker.model.attention.backend.AttentionPlan`."""
         self.destination(layer).store(key, value)
         return self.attend_cached(layer, query)
 

@@ -54,22 +54,18 @@ class ThreadExecutor:
             threading.Thread(target=self._work, name=f"storage-{number}", daemon=True).start()
 
     def submit(self, job: Job, done: Done, *, urgent: bool) -> None:
-        """See Executor."""
         self._jobs.put((0 if urgent else 1, next(self._order), job, done))
 
     def poll(self) -> None:
-        """See Executor."""
         self._wake.clear()
         while self._ended:
             done, result, error = self._ended.popleft()
             done(result, error)
 
     def wait(self, seconds: float) -> None:
-        """See Executor."""
         self._wake.wait(seconds)
 
     def close(self) -> None:
-        """See Executor."""
         self._closed = True
         for _ in range(self._threads):
             self._jobs.put((2, next(self._order), None, None))

@@ -39,19 +39,17 @@ class FileStorage:
         self._folder = ObjectFolder(folder, capacity)
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
-        """See StorageBackend."""
+        """Does nothing: the kernel reads and writes any memory."""
 
     def exists(self, names: Sequence[str]) -> int:
-        """See StorageBackend."""
         return self._folder.exists(names)
 
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        """See StorageBackend."""
         with self._folder.reading(names, list(map(len, buffers))) as files:
             return [file is not None and _read(file, buffer) for file, buffer in zip(files, buffers, strict=True)]
 
     def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        """See StorageBackend. On an error none of the objects is there that was not there before."""
+        """On an error none of the objects is there that was not there before."""
         with self._folder.writing(names, list(map(len, buffers))) as files:
             for file, buffer in zip(files, buffers, strict=True):
                 if file is not None:
@@ -59,15 +57,13 @@ class FileStorage:
         return [True] * len(names)
 
     def remove(self, names: Sequence[str]) -> None:
-        """See StorageBackend."""
         self._folder.remove(names)
 
     def clear(self, namespace: str) -> None:
-        """See StorageBackend."""
         self._folder.clear(namespace)
 
     def close(self) -> None:
-        """See StorageBackend."""
+        """Does nothing: no file stays open between calls."""
 
 
 def _read(file: int, buffer: memoryview) -> bool:

@@ -32,7 +32,7 @@ class _Known:
 
 
 class KnownObjects:
-    """See the module. Single-threaded.
+    """Which pages the store is known to hold. Single-threaded.
 
     Args:
         most: Pages it remembers.

@@ -107,20 +107,17 @@ class MooncakeStorage:
             raise StorageError(f"the Mooncake store at {options.master} does not take us: error {code}")
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
-        """See StorageBackend."""
         code = self._store.register_buffer(memory.ctypes.data, memory.nbytes)
         if code != 0:
             raise StorageError(f"Mooncake does not take {memory.nbytes} bytes of buffers: error {code}")
 
     def exists(self, names: Sequence[str]) -> int:
-        """See StorageBackend."""
         answers = self._store.batch_is_exist(list(names))
         if any(answer < 0 for answer in answers):
             raise StorageError(f"Mooncake: error {min(answers)}")
         return next((count for count, answer in enumerate(answers) if answer != 1), len(names))
 
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        """See StorageBackend."""
         sizes = [len(buffer) for buffer in buffers]
         read = self._store.batch_get_into(list(names), _addresses(buffers), sizes)
         if all(count < 0 and count != _NOT_FOUND for count in read):
@@ -128,7 +125,6 @@ class MooncakeStorage:
         return [count == size for count, size in zip(read, sizes, strict=True)]
 
     def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        """See StorageBackend."""
         sizes = [len(buffer) for buffer in buffers]
         codes = self._store.batch_put_from(list(names), _addresses(buffers), sizes)
         if all(code < 0 for code in codes):
@@ -136,17 +132,15 @@ class MooncakeStorage:
         return [code == 0 for code in codes]
 
     def remove(self, names: Sequence[str]) -> None:
-        """See StorageBackend. By force: one that was asked for a moment ago is leased, and would stay."""
+        """Removes by force: an object that was read a moment ago is leased, and would stay otherwise."""
         self._store.batch_remove(list(names), True)
 
     def clear(self, namespace: str) -> None:
-        """See StorageBackend."""
         code = self._store.remove_by_regex(f"^{namespace}/.*", True)
         if code < 0:
             raise StorageError(f"Mooncake: error {code}")
 
     def close(self) -> None:
-        """See StorageBackend."""
         self._store.close()
 
 

@@ -65,7 +65,7 @@ class NixlAgent:
             raise StorageError(f"NIXL's plugin {plugin} does not start: {error}") from error
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
-        """See StorageBackend."""
+        """Says in which memory the buffers of all moves lie. Raises StorageError."""
         try:
             self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM", [self._plugin])
         except Exception as error:
@@ -198,35 +198,30 @@ class NixlFileStorage:
         self._agent = NixlAgent("POSIX", {})
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
-        """See StorageBackend."""
         self._agent.register(memory)
 
     def exists(self, names: Sequence[str]) -> int:
-        """See StorageBackend."""
         return self._folder.exists(names)
 
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        """See StorageBackend."""
         with self._folder.reading(names, list(map(len, buffers))) as files:
             self._move("READ", files, buffers)
             return [file is not None for file in files]
 
     def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        """See StorageBackend. On an error none of the objects is there that was not there before."""
+        """On an error none of the objects is there that was not there before."""
         with self._folder.writing(names, list(map(len, buffers))) as files:
             self._move("WRITE", files, buffers)
         return [True] * len(names)
 
     def remove(self, names: Sequence[str]) -> None:
-        """See StorageBackend."""
         self._folder.remove(names)
 
     def clear(self, namespace: str) -> None:
-        """See StorageBackend."""
         self._folder.clear(namespace)
 
     def close(self) -> None:
-        """See StorageBackend. The agent goes with its last reference."""
+        """Does nothing: the agent goes with its last reference."""
 
     def _move(self, way: Literal["READ", "WRITE"], files: Sequence[int | None], buffers: Sequence[memoryview]) -> None:
         moved = [(file, buffer) for file, buffer in zip(files, buffers, strict=True) if file is not None]
@@ -251,11 +246,9 @@ class NixlObjectStorage:
         self._numbers = itertools.count(1)
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
-        """See StorageBackend."""
         self._agent.register(memory)
 
     def exists(self, names: Sequence[str]) -> int:
-        """See StorageBackend."""
         for start in range(0, len(names), _ASKED_AT_ONCE):
             there = self._agent.are_there(names[start : start + _ASKED_AT_ONCE])
             if not all(there):
@@ -263,18 +256,18 @@ class NixlObjectStorage:
         return len(names)
 
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        """See StorageBackend. One that is longer or shorter may count as read; what is read is checked anyway."""
+        """An object of another size than its buffer may count as read; whoever reads checks every byte anyway."""
         return self._agent.move("READ", self._targets(names, buffers), buffers)
 
     def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        """See StorageBackend. One that is there already is written again, with what it holds."""
+        """An object that is there already is written again, with the same content."""
         return self._agent.move("WRITE", self._targets(names, buffers), buffers)
 
     def remove(self, names: Sequence[str]) -> None:
-        """See StorageBackend. NIXL removes nothing: a bad object stays until the next put of its name."""
+        """Does nothing, since NIXL cannot remove: a bad object stays until the next put of its name."""
 
     def clear(self, namespace: str) -> None:
-        """See StorageBackend.
+        """NIXL cannot list or remove objects.
 
         Raises:
             StorageError: Always.
@@ -282,7 +275,7 @@ class NixlObjectStorage:
         raise StorageError("NIXL cannot remove objects; the bucket's own tools can, and its life cycle rules")
 
     def close(self) -> None:
-        """See StorageBackend. The agent goes with its last reference."""
+        """Does nothing: the agent goes with its last reference."""
 
     def _targets(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[Target]:
         """Numbers are not used again: NIXL knows an object by its number until the transfer has ended."""

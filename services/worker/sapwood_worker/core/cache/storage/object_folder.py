@@ -28,7 +28,7 @@ _STALE_SECONDS = 3600.0
 
 
 class ObjectFolder:
-    """The folder. Called from several threads at once.
+    """The folder. May be called from several threads at once.
 
     Args:
         folder: Made if it is not there.
@@ -53,7 +53,7 @@ class ObjectFolder:
             raise StorageError(f"cannot use the folder {folder}: {error}") from error
 
     def exists(self, names: Sequence[str]) -> int:
-        """See StorageBackend."""
+        """How many of the first names there are files for, up to the first that is missing."""
         return next((count for count, name in enumerate(names) if not self._path(name).is_file()), len(names))
 
     @contextlib.contextmanager
@@ -106,13 +106,13 @@ class ObjectFolder:
             raise
 
     def remove(self, names: Sequence[str]) -> None:
-        """See StorageBackend."""
+        """Removes the objects that are there."""
         for name in names:
             with contextlib.suppress(OSError):
                 self._path(name).unlink()
 
     def clear(self, namespace: str) -> None:
-        """See StorageBackend."""
+        """Removes all objects whose name begins with ``namespace/``."""
         shutil.rmtree(self._objects / namespace, ignore_errors=True)
 
     def _path(self, name: str) -> Path:

@@ -41,7 +41,7 @@ class PrefetchOptions:
     """How requests wait for what is in the store.
 
     Attributes:
-        policy: See the module.
+        policy: When pages are written, and how far a prompt is fetched, as the module says.
         timeout: Of ``timeout``: seconds, whatever the prompt.
         timeout_per_1k: And seconds more for each 1000 tokens that are looked for.
         share: The most of the host pages that prefetches hold at once.
@@ -103,7 +103,7 @@ class _Fetched:
 
 
 class StorageTier:
-    """See the module. Single-threaded, but for the jobs it has run.
+    """The third tier, single-threaded but for the jobs that its executor runs.
 
     Args:
         host: The second tier's pages.

@@ -20,7 +20,7 @@ Path = Sequence[int]
 
 
 class Policy(Protocol):
-    """An order of admission."""
+    """An order of admission; the classes below implement it."""
 
     def sort(self, requests: list[Request]) -> list[Request]:
         """The requests, which come by arrival, in the order in which to admit them. Changes nothing."""
@@ -31,7 +31,6 @@ class FirstComeFirstServed:
     """By arrival. O(1)."""
 
     def sort(self, requests: list[Request]) -> list[Request]:
-        """See :class:`Policy`."""
         return requests
 
 
@@ -46,7 +45,6 @@ class LongestPrefixMatch:
         self._match_length = match_length
 
     def sort(self, requests: list[Request]) -> list[Request]:
-        """See :class:`Policy`."""
         return sorted(requests[:WINDOW], key=self._match_length, reverse=True) + requests[WINDOW:]
 
 
@@ -63,7 +61,6 @@ class DepthFirstWeight:
         self._path = path
 
     def sort(self, requests: list[Request]) -> list[Request]:
-        """See :class:`Policy`."""
         order: list[Request] = []
         # A stack instead of recursion: a conversation of many turns is a deep branch.
         stack = [([(request, self._path(request)) for request in requests[:WINDOW]], 0)]
@@ -89,7 +86,6 @@ class LongestOutputFirst:
     """The largest limit of output first: long generations start early, and what is short fills the gaps at the end."""
 
     def sort(self, requests: list[Request]) -> list[Request]:
-        """See :class:`Policy`."""
         return sorted(requests, key=lambda request: request.max_length - request.prompt_length, reverse=True)
 
 

@@ -6,7 +6,7 @@ from sapwood_common.errors import InvalidArgumentError, NotFoundError, Unavailab
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
-from sapwood_router.fleet.worker import Worker, preferred
+from sapwood_router.fleet.worker import Worker
 from sapwood_router.routing.load import Load
 
 
@@ -53,16 +53,6 @@ def test_a_report_adds_what_other_routers_do_but_not_what_this_one_counted_alrea
     assert (one.view().requests, one.view().queued_tokens) == (4, 400)
     one.report(Load())
     assert (one.view().requests, one.view().queued_tokens) == (0, 0)
-
-
-def test_those_with_room_and_at_no_overlong_step_are_preferred_as_long_as_there_are_any() -> None:
-    full, hangs, usual = worker("full"), worker("hangs"), worker("usual")
-    full.most_requests = 0
-    hangs.step_seconds = 60.0
-    usual.step_seconds = 5.0
-    assert preferred([full, hangs, usual]) == [usual]
-    assert preferred([full, hangs]) == [hangs]
-    assert preferred([full]) == [full]
 
 
 def test_recent_work_halves_in_a_minute() -> None:

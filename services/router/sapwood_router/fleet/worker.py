@@ -26,10 +26,6 @@ _REQUEST_WORK = 256
 """What a request adds to ``recent_work`` beside its prefill: about what its answer will take."""
 
 
-_OVERLONG_STEP = 10.0
-"""Seconds after which a step may be one that hangs. A long one that does not, as on a slow CPU, costs nothing but a detour."""
-
-
 class Lease:
     """A request's share of its worker's load, from selection until it is released, whatever happens in between."""
 
@@ -142,9 +138,3 @@ class Worker:
 
     def _decayed(self) -> float:
         return self._recent * math.exp2((self._recent_at - self._clock()) / _HALF_LIFE)
-
-
-def preferred(workers: list[Worker]) -> list[Worker]:
-    """Of workers that may be chosen those to choose from: with room if any has, and not at an overlong step if any is not."""
-    roomy = [worker for worker in workers if worker.room] or workers
-    return [worker for worker in roomy if worker.step_seconds < _OVERLONG_STEP] or roomy

@@ -25,10 +25,11 @@ from sapwood_common.status import from_rpc_error, row_of
 from sapwood_common.telemetry.tracing import child_span
 from sapwood_router.admission.control import AdmissionControl, Place
 from sapwood_router.fleet.convert import to_embed_request
+from sapwood_router.fleet.eligibility import Demand, eligible
 from sapwood_router.fleet.outcome import Outcome, WorkerLostError, outcome_of
-from sapwood_router.fleet.registry import RETRY_AFTER, Registry
+from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
-from sapwood_router.fleet.worker import Worker, preferred
+from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.resume import Failover
 from sapwood_router.flow.retry import RetryPolicy
 from sapwood_router.flow.stages.reserve import CHARACTERS_A_TOKEN
@@ -126,33 +127,24 @@ class Embedder:
         if request.max_tokens is not None:
             check_truncation(request.max_tokens)
         model = self._registry.resolve(request.model)
-        workers = self._workers(model)
+        served = self._served(model)
         cost = sum(len(item) // CHARACTERS_A_TOKEN if isinstance(item, str) else len(item) for item in request.inputs)
         place = self._admission.reserve(model, request.caller, cost, request.deadline)
         try:
             sequences = await self._encode(request)
-            served = workers[0].model
-            assert served is not None
             most = served.context_length if request.max_tokens == -1 else request.max_tokens or 0
-            for name, sequence in zip(request.names, sequences, strict=True):
-                if len(sequence) > served.context_length and not (served.embedded_tokens or most):
-                    raise InvalidArgumentError(
-                        f"it has {len(sequence)} tokens, the model takes {served.context_length}", field=name
-                    )
             _check_dimensions(request.dimensions, served)
             answer = await self._ask(model, request, sequences, most, place)
         finally:
             place.leave()
         return Embeddings(model, [item.values for item in answer.embeddings], answer.prompt_tokens)
 
-    def _workers(self, model: str) -> list[Worker]:
-        available = self._registry.available(model)
-        if not available:
-            raise UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER)
-        found = [worker for worker in available if worker.model is not None and worker.model.embedding_size > 0]
-        if not found:
-            raise InvalidArgumentError(f"model {model!r} makes no embeddings", field="model")
-        return found
+    def _served(self, model: str) -> ServedModel:
+        """What a worker that could embed something serves; nothing is encoded if there is none."""
+        demand = Demand(model, 0, "input", embeds=True)
+        served = eligible(self._registry.available(model), demand).workers[0].model
+        assert served is not None
+        return served
 
     async def _encode(self, request: EmbedRequest) -> list[list[int]]:
         texts = [item for item in request.inputs if isinstance(item, str)]
@@ -181,10 +173,12 @@ class Embedder:
         if not place.ready():
             await place.turn()
         prompt = PromptPages(sequences[0], request.caller.session, _NOT_CACHED)
+        name, longest = max(zip(request.names, sequences, strict=True), key=lambda item: len(item[1]))
         failover = self._failover()
+        demand = Demand(model, 0 if max_tokens else len(longest), name, embeds=True, refused_by=failover.refused_by)
         last: SapwoodError | None = None
         while True:
-            worker = await self._next(model, prompt, failover, last, request.deadline)
+            worker = await self._next(demand, prompt, last, request.deadline)
             try:
                 return await self._try(worker, message, tokens, request)
             except SapwoodError as error:
@@ -196,35 +190,24 @@ class Embedder:
                 last = error
             await asyncio.sleep(delay)
 
-    async def _next(
-        self, model: str, prompt: PromptPages, failover: Failover, last: SapwoodError | None, deadline: float
-    ) -> Worker:
+    async def _next(self, demand: Demand, prompt: PromptPages, last: SapwoodError | None, deadline: float) -> Worker:
         """Chooses a worker; after a loss, waits for one if there is none."""
         loop = asyncio.get_running_loop()
         give_up = min(loop.time() + self._resume_grace, deadline)
         while True:
             changed = self._registry.changed
             try:
-                return self._select(model, prompt, failover, last)
-            except UnavailableError:
+                return self._select(demand, prompt)
+            except SapwoodError as error:
                 left = give_up - loop.time()
                 if not isinstance(last, WorkerLostError) or left <= 0:
-                    raise
+                    raise last or error from None  # what a worker said tells the client more than that none is left
                 with contextlib.suppress(TimeoutError):  # a breaker's time passes without a change
                     await asyncio.wait_for(changed.wait(), min(left, 0.25))
 
-    def _select(self, model: str, prompt: PromptPages, failover: Failover, last: SapwoodError | None) -> Worker:
-        workers = [
-            worker
-            for worker in self._registry.available(model)
-            if worker.address not in failover.refused_by and worker.breaker.admits() and worker.stub is not None
-        ]
-        if not workers:
-            if last is not None:
-                raise last
-            raise UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER)
-        workers = preferred(workers)
-        choice = self._policies.of(model).choose([worker.view() for worker in workers], prompt)
+    def _select(self, demand: Demand, prompt: PromptPages) -> Worker:
+        workers = eligible(self._registry.available(demand.model), demand).workers
+        choice = self._policies.of(demand.model).choose([worker.view() for worker in workers], prompt)
         self._metrics.selections.at(reason=choice.reason).inc()
         return next(worker for worker in workers if worker.address == choice.address)
 
@@ -235,7 +218,8 @@ class Embedder:
         if timeout <= 0:
             raise DeadlineExceededError("the deadline passed before a worker was called")
         stub = worker.stub
-        assert stub is not None
+        if stub is None:
+            raise UnavailableError(f"worker {worker.address} is not connected", retry_after=1.0)
         lease, permit = worker.lease(tokens), worker.breaker.begin()
         try:
             answer = await stub.Embed(message, timeout=timeout, metadata=request_metadata(request.request_id))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sapwood_common.errors import InvalidArgumentError, UnavailableError
-from sapwood_router.fleet.registry import RETRY_AFTER, Registry
-from sapwood_router.fleet.worker import Worker, preferred
+from sapwood_router.fleet.eligibility import Demand, eligible
+from sapwood_router.fleet.registry import Registry
+from sapwood_router.fleet.worker import Worker
 from sapwood_router.request.context import RequestContext
 from sapwood_router.routing.policies.base import Choice, PromptPages
 from sapwood_router.routing.policy_book import PolicyBook
@@ -57,14 +57,19 @@ def explain(context: RequestContext, registry: Registry, policies: PolicyBook) -
     """
     model = registry.resolve(context.model)
     prompt = PromptPages(context.token_ids, context.caller.session, context.caller.cache_salt)
-    excluded = _exclusions(context, model, registry.all())
-    views = [worker.view() for worker, why in excluded.items() if not why]
+    found = eligible(registry.all(), Demand(model, len(context.token_ids), context.fields.prompt))
+    views = [worker.view() for worker in found.workers]
     policy = policies.of(model)
     scores = policy.explain(views, prompt)
     by_address = {view.address: view for view in views}
     candidates = [
-        Candidate(worker.address, *_load_of(worker, by_address), why, *scores.get(worker.address, (0, None)))
-        for worker, why in excluded.items()
+        Candidate(
+            worker.address,
+            *_load_of(worker, by_address),
+            found.excluded.get(worker, ""),
+            *scores.get(worker.address, (0, None)),
+        )
+        for worker in registry.all()
     ]
     choice = policy.live.choose(views, prompt)
     return Explanation(
@@ -81,43 +86,3 @@ def _load_of(worker: Worker, views: Mapping[str, WorkerView]) -> tuple[int, int]
     if (view := views.get(worker.address)) is not None:
         return view.requests, view.queued_tokens
     return worker.in_flight, worker.pending_tokens
-
-
-def _exclusions(context: RequestContext, model: str, workers: Iterable[Worker]) -> dict[Worker, str]:
-    """Why each worker is out of the choice; empty if it is not. As in the pipeline's ``select``: see there for what is raised.
-
-    Where all are full they are what the request would choose from as soon as one has room.
-    """
-    excluded = {worker: _excluded(worker, model) for worker in workers}
-    able = [worker for worker, why in excluded.items() if not why]
-    if not able:
-        raise UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER)
-    likelier = preferred(able)
-    excluded |= {worker: _passed_over(worker) for worker in able if worker not in likelier}
-    able = likelier
-    length, contexts = len(context.token_ids), {w: w.model.context_length for w in able if w.model is not None}
-    if length > max(contexts.values()):
-        raise InvalidArgumentError(
-            f"the prompt has {length} tokens, the context holds {max(contexts.values())}", field=context.fields.prompt
-        )
-    return excluded | {w: f"its context holds {most} tokens" for w, most in contexts.items() if most < length}
-
-
-def _passed_over(worker: Worker) -> str:
-    if not worker.room:
-        return "has as many requests as it is given"
-    return f"has been at one step for {worker.step_seconds:.0f} s"
-
-
-def _excluded(worker: Worker, model: str) -> str:
-    if worker.model is not None and worker.model.model != model:
-        return f"serves {worker.model.model}"
-    if not worker.available or worker.model is None:
-        return worker.problem or "not available"
-    if worker.draining:
-        return "drained by an operator"
-    if worker.leaving:
-        return "no longer named by any source"
-    if not worker.breaker.admits():
-        return f"circuit breaker {worker.breaker.state.value}"
-    return ""

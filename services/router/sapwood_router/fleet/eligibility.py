@@ -1,0 +1,115 @@
+"""Which workers a request may go to, and why not to the others: decided here for generations, embeddings and explanations."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import msgspec
+
+from sapwood_common.errors import InvalidArgumentError, UnavailableError
+from sapwood_router.fleet.registry import RETRY_AFTER
+from sapwood_router.fleet.served_model import ServedModel
+from sapwood_router.fleet.worker import Worker
+
+_OVERLONG_STEP = 10.0
+"""Seconds after which a step may be one that hangs. A long one that does not, as on a slow CPU, costs nothing but a detour."""
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What a request asks of a worker.
+
+    Attributes:
+        model: Its name.
+        tokens: Of its longest sequence; 0 if that is cut to what a worker takes.
+        field: How the client calls that sequence.
+        embeds: Whether it wants embeddings.
+        refused_by: Addresses of workers that answered it with an error.
+    """
+
+    model: str
+    tokens: int
+    field: str
+    embeds: bool = False
+    refused_by: Collection[str] = ()
+
+
+class Eligible(msgspec.Struct, frozen=True):
+    """The workers to choose from, at least one, and why each of the others is none of them."""
+
+    workers: list[Worker]
+    excluded: dict[Worker, str]
+
+
+def eligible(workers: Iterable[Worker], demand: Demand) -> Eligible:
+    """Sorts workers out.
+
+    Where all that could take the request are full, it is they: it would have to wait for one of them.
+
+    Raises:
+        UnavailableError: None can be asked now.
+        InvalidArgumentError: None of those that can makes embeddings, or has so long a context.
+    """
+    excluded: dict[Worker, str] = {}
+    fitting: list[Worker] = []
+    misfits: list[ServedModel] = []
+    model, refused_by = demand.model, demand.refused_by
+    for worker in workers:
+        served = worker.model
+        asked = served is not None and served.model == model and worker.takes_new and worker.address not in refused_by
+        if served is None or not asked or not worker.breaker.admits():
+            excluded[worker] = _obstacle(worker, demand)
+        elif (demand.embeds or served.context_length < demand.tokens) and (lack := _lack(served, demand)):
+            excluded[worker] = lack
+            misfits.append(served)
+        else:
+            fitting.append(worker)
+    if not fitting:
+        if misfits:
+            raise _misfit(misfits, demand)
+        raise UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER)
+    roomy = [worker for worker in fitting if worker.room] or fitting
+    likelier = [worker for worker in roomy if worker.step_seconds < _OVERLONG_STEP] or roomy
+    if len(likelier) < len(fitting):
+        excluded |= {worker: _passed_over(worker) for worker in fitting if worker not in likelier}
+    return Eligible(likelier, excluded)
+
+
+def _obstacle(worker: Worker, demand: Demand) -> str:
+    """Why a worker cannot be asked now."""
+    served = worker.model
+    if served is not None and served.model != demand.model:
+        return f"serves {served.model}"
+    if served is None or not worker.available:
+        return worker.problem or "not available"
+    if worker.draining:
+        return "drained by an operator"
+    if worker.leaving:
+        return "no longer named by any source"
+    if worker.address in demand.refused_by:
+        return "answered this request with an error"
+    return f"circuit breaker {worker.breaker.state.value}"
+
+
+def _lack(served: ServedModel, demand: Demand) -> str:
+    """Why a worker could not do it even if it were asked; empty if it could."""
+    if demand.embeds and not served.embedding_size:
+        return "makes no embeddings"
+    if served.context_length >= demand.tokens or (demand.embeds and served.embedded_tokens):
+        return ""
+    return f"its context holds {served.context_length} tokens"
+
+
+def _misfit(served: list[ServedModel], demand: Demand) -> InvalidArgumentError:
+    if demand.embeds:
+        served = [each for each in served if each.embedding_size]
+        if not served:
+            return InvalidArgumentError(f"model {demand.model!r} makes no embeddings", field="model")
+    longest = max(each.context_length for each in served)
+    what = "the input" if demand.embeds else "the prompt"
+    return InvalidArgumentError(f"{what} has {demand.tokens} tokens, the context holds {longest}", field=demand.field)
+
+
+def _passed_over(worker: Worker) -> str:
+    if not worker.room:
+        return "has as many requests as it is given"
+    return f"has been at one step for {worker.step_seconds:.0f} s"

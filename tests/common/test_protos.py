@@ -72,7 +72,7 @@ def test_grpcurl_reads_it_without_a_server() -> None:
 def test_the_wheel_has_it(tmp_path: Path) -> None:
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
-    for folder in ("protos", "sapwood", "services", "kernels"):
+    for folder in ("protos", "sapwood", "sapwood_testing", "services", "kernels"):
         shutil.copytree(
             ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*_pb2*", "*.binpb")
         )
@@ -81,7 +81,9 @@ def test_the_wheel_has_it(tmp_path: Path) -> None:
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert archive.read("sapwood/v1/descriptors.binpb") == (files("sapwood.v1") / "descriptors.binpb").read_bytes()
-        assert "sapwood/v1/worker_pb2_grpc.pyi" in archive.namelist()
+        names = archive.namelist()
+    assert "sapwood/v1/worker_pb2_grpc.pyi" in names
+    assert not [name for name in names if "fake" in name or "testing" in name]
 
 
 def test_every_file_says_where_go_and_java_put_it(descriptors: dict[str, FileDescriptorProto]) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from sapwood.v1 import tokenizer_pb2, worker_pb2
 from sapwood_common.http2.client.duplex_call import DuplexCall
-from sapwood_common.network.channel import MAX_MESSAGE_BYTES
+from sapwood_common.network.channel import MAX_MESSAGE_BYTES, Dialer
 from sapwood_router.fleet.session import StreamSink, WorkerSession
 from sapwood_router.request.output import OutputOptions
 from sapwood_router.tokenizer.detokenize_session import DetokenizeSession
@@ -45,7 +45,8 @@ async def test_many_large_grammars_for_one_worker_go_in_several_messages() -> No
 
 async def test_many_large_tools_for_the_detokenizer_go_in_several_messages() -> None:
     call = WrittenCall()
-    session = DetokenizeSession(cast(TokenizerReplica, None), 1.0, lambda session, first: None)
+    replica = TokenizerReplica("127.0.0.1:1", Dialer())
+    session = DetokenizeSession(replica, 1.0, lambda session, first: None)
     session._call = cast(DuplexCall, call)
     for _ in range(REQUESTS):
         session.open(OutputOptions(tools="x" * MEGABYTE), whole=False).push([1, 2])

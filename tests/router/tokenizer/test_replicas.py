@@ -30,7 +30,7 @@ async def running_router(wait_until, tokenizers: str, worker: FakeWorker, lookup
     try:
         await wait_until(lambda: router.problem() is None)
         # Streams spread only over calls that are known to stand.
-        await wait_until(lambda: all(session.up for session in router._detokenizers._sessions.values()))
+        await wait_until(lambda: all(session.up for session in router._tokenizers.of(None).outputs._sessions.values()))
         url = f"http://127.0.0.1:{router.http_port}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
             yield router, client
@@ -182,7 +182,7 @@ async def test_replicas_behind_one_name_share_the_work_and_leave_one_by_one_with
                 await wait_until(lambda: failed or done >= goal)
 
             def at_work() -> set[str]:
-                sessions = router._detokenizers._sessions
+                sessions = router._tokenizers.of(None).outputs._sessions
                 return {replica.address for replica, session in sessions.items() if session.load}
 
             users = [asyncio.ensure_future(user()) for _ in range(8)]

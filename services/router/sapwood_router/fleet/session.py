@@ -1,8 +1,6 @@
 """The router's end of one ``Session`` call to a worker: requests go out together, a step's outputs come in together.
 
-A message costs much more than what is in it, so whatever is to be sent goes out in one once all that is ready was handled, and
-what there is while the connection is busy goes out in the next; a response's outputs are handed to their requests without a
-task switch each.
+A response's outputs are handed to their requests without a task switch each.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from sapwood_common.pacing.silence import Silence
 from sapwood_router.fleet.convert import worker_output_of
 from sapwood_router.fleet.outcome import WorkerLeftError, WorkerLostError
 from sapwood_router.fleet.output import WorkerOutput
+from sapwood_router.transport.shared_call import SharedCall
 from sapwood_router.transport.stream_error import stream_error
 
 _TOKENS_A_MESSAGE = 256 * 1024
@@ -66,7 +65,7 @@ class WorkerStream:
         self._session.resume(self.stream_id)
 
 
-class WorkerSession:
+class WorkerSession(SharedCall):
     """Life cycle: construct with an open call whose first response was read, :meth:`carry` until it is lost.
 
     Args:
@@ -90,9 +89,9 @@ class WorkerSession:
         limit: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
+        super().__init__(call)
         self.planned = False
         self._address = address
-        self._call = call
         self._on_response = on_response
         self._on_tokens = on_tokens
         self._silence = Silence(_CHECK_INTERVAL, clock)
@@ -103,7 +102,6 @@ class WorkerSession:
         """What is to be sent, and the milliseconds it has."""
         self._aborts: list[int] = []
         self._pauses: dict[int, bool] = {}
-        self._flushing = False
         self._problem: str | None = None
 
     def open(self, request: worker_pb2.WorkerGenerateRequest, timeout: float, sink: StreamSink) -> WorkerStream:
@@ -144,21 +142,19 @@ class WorkerSession:
     def give_up(self, problem: str) -> None:
         """The worker is of no use: the call ends, and every stream fails."""
         self._problem = self._problem or problem
-        self._call.close()
+        self.abandon(problem)
 
     async def carry(self) -> str:
         """Runs the call until it is lost; returns how. Every stream then open fails."""
         watcher = asyncio.ensure_future(self._watch())
+        assert self._call is not None, "it is carried once"
         try:
-            self._call.follow(self._take, self._flush)
-            self._flush()
-            ended = await self._call.wait_ended()
+            ended = await self._carry(self._call)
             self._problem = self._problem or str(ended)
         finally:
             if self._problem is None:
                 self._problem, self.planned = "the router closed it", True
             watcher.cancel()
-            self._call.close()
             for stream_id in tuple(self._sinks):
                 self._fail(stream_id, self._lost())
         return self._problem
@@ -221,18 +217,9 @@ class WorkerSession:
             self._pauses[stream_id] = paused
             self._schedule()
 
-    def _schedule(self) -> None:
-        """Sends what there is once everything that is ready now was handled."""
-        if not self._flushing:
-            self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flushing = False
-        while self._call.ready and (self._submits or self._aborts or self._pauses):
-            self._call.write(self._next_request().SerializeToString())
-
-    def _next_request(self) -> worker_pb2.SessionRequest:
+    def _next_message(self) -> bytes | None:
+        if not (self._submits or self._aborts or self._pauses):
+            return None
         message = worker_pb2.SessionRequest()
         if self._aborts:
             message.aborts.extend(self._aborts)
@@ -247,4 +234,4 @@ class WorkerSession:
             request, milliseconds = self._submits.pop(stream_id)
             message.submits.add(stream_id=stream_id, request=request, timeout_ms=milliseconds)
             budget -= len(request.token_ids) + len(request.grammar.compiled) // _BYTES_A_TOKEN
-        return message
+        return message.SerializeToString()

@@ -21,7 +21,7 @@ from sapwood_router.request.output import OutputOptions
 from sapwood_router.tokenizer.convert import output_of, to_options
 from sapwood_router.tokenizer.detokenize_stream import DetokenizeStream
 from sapwood_router.tokenizer.replica import TokenizerReplica
-from sapwood_router.transport.duplex_dial import open_call
+from sapwood_router.transport.shared_call import RETRY_INTERVAL, LastingCall
 from sapwood_router.transport.stream_error import stream_error
 
 logger = logging.getLogger(__name__)
@@ -31,15 +31,13 @@ _TOKENS_A_MESSAGE = 256 * 1024
 """Beyond these a message takes no further stream: far from what the service takes, also where each stream brings tools."""
 _BYTES_A_TOKEN = 4
 """What options are counted as, beside tokens."""
-_RETRY_INTERVAL = 0.1
 _SETTLED_AFTER = 0.5
-_OPEN_TIMEOUT = 2.0
 _GATHERING = 0.002
 """Seconds from a message with inputs of ``_MANY`` streams to the next: there are more, whose workers step at other times."""
 _MANY = 8
 
 
-class DetokenizeSession:
+class DetokenizeSession(LastingCall):
     """Opens streams, and carries them over one call while :meth:`run` runs.
 
     Args:
@@ -52,6 +50,7 @@ class DetokenizeSession:
     def __init__(
         self, replica: TokenizerReplica, grace: float, on_lost: Callable[[DetokenizeSession, bool], None]
     ) -> None:
+        super().__init__(replica.address, _METHOD, replica.dialer)
         self._replica = replica
         self._grace = grace
         self._on_lost = on_lost
@@ -59,13 +58,9 @@ class DetokenizeSession:
         self._streams: dict[int, DetokenizeStream] = {}
         self._dirty: dict[int, DetokenizeStream] = {}
         self._cancelled: list[int] = []
-        self._flushing = False
-        self._flushed = 0.0
+        self._sent = 0.0
         self._last_inputs = 0
         self._lost_since: float | None = None
-        self._call: DuplexCall | None = None
-        self._stands = False
-        self._finishing = False
 
     @property
     def up(self) -> bool:
@@ -98,52 +93,28 @@ class DetokenizeSession:
         self._streams[stream.stream_id] = stream
         self._on_dirty(stream)
 
-    def abandon(self, problem: str) -> None:
-        """Gives the call up, if there is one: the replica does not answer."""
-        if self._call is not None:
-            self._call.close(problem)
-
-    def finish(self) -> None:
-        """No stream will be opened any more: :meth:`run` returns once there is none."""
-        self._finishing = True
-        self._end_if_finished()
-
-    async def run(self) -> None:
-        """Keeps the call open until :meth:`finish`; cancel it to stop."""
-        loop = asyncio.get_running_loop()
-        while not (self._finishing and not self._streams):
-            problem = await self._carry_one_call()
-            self._stands = False
-            now = loop.time()
-            first = self._lost_since is None
-            if self._lost_since is None:
-                self._lost_since = now
-                logger.info("the detokenizer call was lost with %d streams open: %s", len(self._streams), problem)
-            self._on_lost(self, first)
-            if now - self._lost_since >= self._grace:
-                for stream in tuple(self._streams.values()):
-                    stream.fail(UnavailableError("the tokenizer is not available", retry_after=1.0))
-            await asyncio.sleep(_RETRY_INTERVAL)
-
-    async def _carry_one_call(self) -> str:
+    def _lost(self, end: CallEndedError) -> float:
+        now = asyncio.get_running_loop().time()
+        first = self._lost_since is None
+        if self._lost_since is None:
+            self._lost_since = now
+            logger.info("the detokenizer call was lost with %d streams open: %s", len(self._streams), end)
+        self._on_lost(self, first)
+        if now - self._lost_since >= self._grace:
+            for stream in tuple(self._streams.values()):
+                stream.fail(UnavailableError("the tokenizer is not available", retry_after=1.0))
         self._cancelled.clear()
         for stream in self._streams.values():
             stream.rewind()
         self._dirty = dict(self._streams)
-        try:
-            call = self._call = await open_call(self._replica.address, _METHOD, self._replica.dialer, _OPEN_TIMEOUT)
-        except CallEndedError as error:
-            return str(error)
+        return RETRY_INTERVAL
+
+    async def _carry(self, call: DuplexCall) -> CallEndedError:
         settled = asyncio.get_running_loop().call_later(_SETTLED_AFTER, self._settle, call)
         try:
-            call.follow(self._take, self._flush)
-            self._flush()
-            self._end_if_finished()
-            return str(await call.wait_ended())
+            return await super()._carry(call)
         finally:
             settled.cancel()
-            call.close()
-            self._call = None
 
     def _take(self, message: bytes) -> None:
         self._lost_since = None
@@ -157,26 +128,14 @@ class DetokenizeSession:
             self._lost_since = None
             self._stands = True
 
-    def _schedule(self) -> None:
-        """Sends what there is once everything that is ready now was handled; a moment later where many come."""
-        if not self._flushing:
-            self._flushing = True
-            loop = asyncio.get_running_loop()
-            if self._last_inputs >= _MANY and loop.time() - self._flushed < _GATHERING:
-                loop.call_later(_GATHERING, self._flush)
-            else:
-                loop.call_soon(self._flush)
+    def _gather(self) -> None:
+        """Sends what there is in this turn, or a moment later where many come."""
+        busy = self._last_inputs >= _MANY and asyncio.get_running_loop().time() - self._sent < _GATHERING
+        self._schedule(_GATHERING if busy else 0.0)
 
-    def _flush(self) -> None:
-        self._flushing = False
-        self._flushed = asyncio.get_running_loop().time()
-        call = self._call
-        while call is not None and call.ready and (self._dirty or self._cancelled):
-            request = self._next_request()
-            self._last_inputs = len(request.inputs)
-            call.write(request.SerializeToString())
-
-    def _next_request(self) -> tokenizer_pb2.DetokenizeRequest:
+    def _next_message(self) -> bytes | None:
+        if not self._dirty and not self._cancelled:
+            return None
         request = tokenizer_pb2.DetokenizeRequest()
         for stream_id in self._cancelled:
             request.inputs.add(stream_id=stream_id, cancel=True)
@@ -185,7 +144,8 @@ class DetokenizeSession:
         while self._dirty and budget > 0:
             _, stream = self._dirty.popitem()
             budget -= self._add_input(request, stream, budget)
-        return request
+        self._last_inputs, self._sent = len(request.inputs), asyncio.get_running_loop().time()
+        return request.SerializeToString()
 
     def _add_input(self, request: tokenizer_pb2.DetokenizeRequest, stream: DetokenizeStream, budget: int) -> int:
         upto = min(len(stream.token_ids), stream.written + budget)
@@ -227,14 +187,14 @@ class DetokenizeSession:
 
     def _on_dirty(self, stream: DetokenizeStream) -> None:
         self._dirty[stream.stream_id] = stream
-        self._schedule()
+        self._gather()
 
     def _on_close(self, stream: DetokenizeStream) -> None:
         self._streams.pop(stream.stream_id, None)
         self._dirty.pop(stream.stream_id, None)
         if stream.opened:
             self._cancelled.append(stream.stream_id)
-            self._schedule()
+            self._gather()
         self._end_if_finished()
 
     def _end_if_finished(self) -> None:

@@ -15,25 +15,23 @@ import grpc
 
 from sapwood.v1 import tokenizer_pb2
 from sapwood_common.errors import DeadlineExceededError, UnavailableError
-from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
+from sapwood_common.http2.client.duplex_call import CallEndedError
 from sapwood_common.network.channel import Dialer
-from sapwood_router.transport.duplex_dial import open_call
+from sapwood_router.transport.shared_call import RETRY_INTERVAL, LastingCall
 from sapwood_router.transport.stream_error import stream_error
 
 logger = logging.getLogger(__name__)
 
 _METHOD = "/sapwood.v1.Tokenizer/Encode"
-_RETRY_INTERVAL = 0.1
 _UNKNOWN_INTERVAL = 2.0
 """Seconds until a tokenizer is asked again that did not know the method."""
-_OPEN_TIMEOUT = 2.0
 _BYTES_A_MESSAGE = 512 * 1024
 _LONGEST_MS = 2**32 - 1
 
 Result = tokenizer_pb2.EncodeResult
 
 
-class EncodeSession:
+class EncodeSession(LastingCall):
     """Asks over one call while :meth:`run` runs.
 
     Args:
@@ -45,15 +43,10 @@ class EncodeSession:
     """The most an item may have; what is larger would hold up the others and goes in a call of its own."""
 
     def __init__(self, address: str, dialer: Dialer) -> None:
-        self._address = address
-        self._dialer = dialer
+        super().__init__(address, _METHOD, dialer)
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Result]] = {}
         self._unsent: dict[int, tokenizer_pb2.EncodeItem] = {}
-        self._flushing = False
-        self._call: DuplexCall | None = None
-        self._stands = False
-        self._finishing = False
 
     @property
     def up(self) -> bool:
@@ -93,42 +86,12 @@ class EncodeSession:
             raise stream_error(result.error)
         return result
 
-    def abandon(self, problem: str) -> None:
-        """Gives the call up, if there is one: the replica does not answer."""
-        if self._call is not None:
-            self._call.close(problem)
-
-    def finish(self) -> None:
-        """Nothing will be asked any more: :meth:`run` returns once all is answered."""
-        self._finishing = True
-        self._end_if_finished()
-
     async def run(self) -> None:
-        """Keeps the call open until :meth:`finish`; cancel it to stop."""
+        """See LastingCall; what waits when it is stopped fails."""
         try:
-            while not (self._finishing and not self._waiting):
-                end = await self._carry_one_call()
-                if self._stands or self._waiting:
-                    logger.info("the encoding call to %s was lost with %d items: %s", self._address, self.load, end)
-                self._lose(f"tokenizer {self._address}: {end}")
-                unknown = end.code is grpc.StatusCode.UNIMPLEMENTED
-                if not self._finishing:
-                    await asyncio.sleep(_UNKNOWN_INTERVAL if unknown else _RETRY_INTERVAL)
+            await super().run()
         finally:
-            self._lose("this router stops")
-
-    async def _carry_one_call(self) -> CallEndedError:
-        try:
-            call = self._call = await open_call(self._address, _METHOD, self._dialer, _OPEN_TIMEOUT)
-        except CallEndedError as error:
-            return error
-        try:
-            call.follow(self._take, self._flush)
-            self._end_if_finished()
-            return await call.wait_ended()
-        finally:
-            call.close()
-            self._call = None
+            self._fail_all("this router stops")
 
     def _take(self, message: bytes) -> None:
         self._stands = True  # the first has no results and comes at once
@@ -139,8 +102,13 @@ class EncodeSession:
                 answer.set_result(result)
         self._end_if_finished()
 
-    def _lose(self, problem: str) -> None:
-        self._stands = False
+    def _lost(self, end: CallEndedError) -> float:
+        if self._waiting:
+            logger.info("the encoding call to %s was lost with %d items: %s", self._address, self.load, end)
+        self._fail_all(f"tokenizer {self._address}: {end}")
+        return _UNKNOWN_INTERVAL if end.code is grpc.StatusCode.UNIMPLEMENTED else RETRY_INTERVAL
+
+    def _fail_all(self, problem: str) -> None:
         waiting, self._waiting = self._waiting, {}
         self._unsent.clear()
         for answer in waiting.values():
@@ -154,31 +122,18 @@ class EncodeSession:
             self._schedule()
         self._end_if_finished()
 
-    def _schedule(self) -> None:
-        """Sends what there is once everything that is ready now was handled."""
-        if not self._flushing:
-            self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flushing = False
-        call, unsent = self._call, self._unsent
-        while unsent and call is not None and call.ready:
-            if len(unsent) == 1:
-                _, item = unsent.popitem()
-                call.write(tokenizer_pb2.EncodeRequest(items=(item,)).SerializeToString())
-                return
-            request = tokenizer_pb2.EncodeRequest()
-            size = 0
-            while unsent and size < _BYTES_A_MESSAGE:
-                item = unsent.pop(next(iter(unsent)))
-                request.items.append(item)
-                size += item.ByteSize()
-            call.write(request.SerializeToString())
-
-    def _end_if_finished(self) -> None:
-        if self._finishing and not self._waiting:
-            self.abandon("its replica left")
+    def _next_message(self) -> bytes | None:
+        unsent = self._unsent
+        if len(unsent) == 1:
+            _, item = unsent.popitem()
+            return tokenizer_pb2.EncodeRequest(items=(item,)).SerializeToString()
+        request = tokenizer_pb2.EncodeRequest()
+        size = 0
+        while unsent and size < _BYTES_A_MESSAGE:
+            item = unsent.pop(next(iter(unsent)))
+            request.items.append(item)
+            size += item.ByteSize()
+        return request.SerializeToString() if size else None
 
 
 def _expire(answer: asyncio.Future[Result]) -> None:

@@ -49,7 +49,7 @@ async def test_call_and_page_show_workers_load_rates_and_breakers(make_cluster, 
 
 
 async def test_what_workers_say_is_text_and_no_markup(make_cluster) -> None:
-    async with make_cluster(1) as cluster:
+    async with make_cluster(1, heartbeat_ms=10_000) as cluster:  # the next one would say that all is well
         cluster.router.registry.all()[0].problem = "<script>alert(1)</script>"
         cluster.router.registry.all()[0].available = False
         text = (await cluster.http.get("/status")).text

@@ -26,6 +26,7 @@ class FakeWorkerConfig(WorkerConfig):
     step_ms: float = Field(1.0, ge=0, description="How long a step takes, in milliseconds.")
     load_seconds: float = Field(0.0, ge=0, description="How long loading takes.")
     vocab_size: int = Field(1000, ge=2, description="Number of token ids.")
+    embedding_size: int = Field(0, ge=0, le=1, description="Numbers in an embedding; 0: it makes none.")
     eos_token: int | None = Field(None, ge=0, description="The model's end token; none: there is none.")
     stall_token: int | None = Field(
         None, ge=0, description="A prompt that begins with it stalls the step it begins in."
@@ -48,7 +49,7 @@ def make_runner(config: FakeWorkerConfig) -> FakeRunner | StallingRunner:
         eos_token_ids=() if config.eos_token is None else (config.eos_token,),
         page_size=config.page_size,
         num_pages=num_pages,
-        embedding_size=1,
+        embedding_size=config.embedding_size,
     )
     if config.load_seconds:
         logger.info("loading for %g s", config.load_seconds)

@@ -205,7 +205,7 @@ async def test_salts_share_nothing_and_unknown_loras_and_long_names_are_refused(
 
 
 async def test_embeddings_take_their_turn_by_priority_and_tenant(start) -> None:
-    worker = start("--policy", "priority", "--max-running", "1", step_ms=2)
+    worker = start("--policy", "priority", "--max-running", "1", "--embedding-size", "1", step_ms=2)
     order: list[str] = []
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)

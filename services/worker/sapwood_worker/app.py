@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 USUAL_METRICS_PORT = 9161
 
 _LAST_WORDS_SECONDS = 1.0
-"""What running calls get to say UNAVAILABLE when the scheduler is gone."""
+"""Seconds that running calls get to answer UNAVAILABLE when the scheduler is gone."""
 _LAST_MESSAGE_SECONDS = 0.1
-"""What sessions get to hand over their last outputs."""
+"""Seconds that sessions get to hand over their last outputs."""
 
 
 async def serve(config: WorkerConfig, runner: str = MODEL_RUNNER) -> int:
@@ -127,7 +127,7 @@ async def _run(
     server: ServiceServer,
     health: _Health,
 ) -> int:
-    """Serves one scheduler process after the other; returns the exit code when that makes no sense any more."""
+    """Serves one scheduler process after the other; returns the exit code when the worker stops or restarting is hopeless."""
     grammars: RequestGrammars | None = None
     publisher: KvEventPublisher | None = None
     replays: asyncio.Future[None] | None = None
@@ -178,16 +178,16 @@ class _Health:
         self._telling: asyncio.Future[None] | None = None
 
     async def loaded(self, is_loaded: bool) -> None:
-        """A scheduler is ready, or has ended."""
+        """Notes that a scheduler is ready, or has ended."""
         self._is_loaded = is_loaded
         await self._tell()
 
     def changed(self) -> None:
-        """The scheduler process got well, or no longer is."""
+        """Notes that the scheduler process got well, or no longer is."""
         self._telling = asyncio.ensure_future(self._tell())
 
     async def drain(self) -> None:
-        """Nothing new is to come."""
+        """Turns unhealthy, so that nothing new comes."""
         self._server.draining.set()
         await self._tell()
 
@@ -197,7 +197,7 @@ class _Health:
 
 
 def _publisher(config: WorkerConfig, engine: Engine, info: ModelInfo) -> KvEventPublisher | None:
-    """The ZeroMQ publisher of KV events, if one is asked for, subscribed to the engine's."""
+    """The ZeroMQ publisher of the engine's KV events; None if the configuration asks for none."""
     if config.kv_events_port is None:
         return None
     publisher = KvEventPublisher(

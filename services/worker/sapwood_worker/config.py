@@ -17,7 +17,7 @@ _STORE_OPTIONS = (
     "storage_share",
     "storage_min_tokens",
 )
-"""They wait for a store that is attached while the worker runs, too."""
+"""Flags that also hold for a store that is attached while the worker runs."""
 
 
 class WorkerConfig(ServiceConfig):

@@ -40,14 +40,14 @@ from sapwood_worker.records.step import LaunchedStep, Runner
 logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 3
-"""Failed steps in a row after which the runner is beyond help: a broken GPU context fails for ever."""
+"""Failed steps in a row after which the process ends: a broken GPU context does not recover."""
 
 
 _GRAMMAR_WAIT_SECONDS = 0.001
-"""How long an idle loop waits for a grammar to be built before it looks at its messages again."""
+"""Seconds that an idle loop waits for a grammar to be built before it looks at its messages again."""
 
 _STORAGE_WAIT_SECONDS = 0.001
-"""How long a loop with nothing to compute waits for the third tier of the KV cache before it looks at its messages again."""
+"""Seconds that a loop with nothing to compute waits for the KV cache's third tier before it looks at its messages again."""
 
 
 class Mailbox(Protocol):
@@ -69,9 +69,9 @@ class Mailbox(Protocol):
 class EventLoop:
     """Runs one scheduler and one runner: step by step (the normal loop), or overlapped.
 
-    Overlapped, the host plans and launches step N + 1 while the device computes step N, then hands out N's tokens. Ends and
-    aborts that N brings are seen one step late: what N + 1 computes of such a request is thrown away. The outputs are the
-    same. Requests with a grammar go step by step, as a grammar must see each token before the next.
+    Overlapped, the host plans and launches step N + 1 while the device computes step N, then hands out N's tokens. A request
+    that ends or is aborted in N is still in N + 1: what that computes of it is thrown away. The outputs are the same. Requests
+    with a grammar go step by step, as a grammar must see each token before the next.
 
     A step that the runner fails ends the requests in it; an error of the scheduler itself ends the process.
 
@@ -79,9 +79,9 @@ class EventLoop:
         scheduler: The core.
         runner: The model.
         mailbox: The way to the gRPC front.
-        grammars: Makes the matchers of requests with a grammar; without it none come.
+        grammars: Makes the matchers of requests with a grammar; None: no such requests come.
         operations: Carries out what operators ask for; None: flush, pin and pause, but no profile.
-        progress: Is told when a round of the loop, a step with all around it, begins and ends; None: nobody watches.
+        progress: Is told when a round of the loop begins and ends; None: nobody watches.
         tiering: The KV cache's lower tiers, which the scheduler knows; None: there are none.
         overlap: Plan and launch a step while the one before is computed, if the runner computes by itself.
     """
@@ -124,7 +124,7 @@ class EventLoop:
             if idle and self._progress is not None:
                 self._progress.idle()
             messages = self._mailbox.receive(wait=idle)
-            # Whatever may get stuck is between these two: an operation, a cache tier, a plan, the model.
+            # All that may hang runs between begin() and end(): an operation, a cache tier, a plan, the model.
             if self._progress is not None:
                 self._progress.begin()
             for message in messages:
@@ -137,12 +137,12 @@ class EventLoop:
 
     @property
     def _busy(self) -> bool:
-        """Whether a step is due, or the opening of a store is to be waited for as if for a step."""
+        """Whether a step is due, or a store is being opened."""
         opening = self._tiering is not None and self._tiering.busy
         return opening or self._scheduler.can_step or self._scheduler.has_copies or bool(self._launched)
 
     def _turn(self) -> None:
-        """One round of the loop, but for its messages."""
+        """One round of the loop, after its messages were taken."""
         self._admit_built()
         if self._tiering is not None:
             self._tiering.poll()
@@ -199,7 +199,7 @@ class EventLoop:
         for message, built in self._grammars.poll(0.0 if self._scheduler.has_work else _GRAMMAR_WAIT_SECONDS):
             if isinstance(built, SapwoodError):
                 self._refuse(message.serial, built)
-            elif built.finished:  # it goes on from where nothing was left to say
+            elif built.finished:  # the output of an earlier try has completed the grammar
                 built.close()
                 done = RequestOutput(message.serial, [], "stop", len(array("I", message.token_ids)))
                 self._mailbox.send(Step([done], self._scheduler.load()))
@@ -256,7 +256,7 @@ class EventLoop:
             try:
                 result = self._launched.popleft().result()
             except Exception as error:
-                while self._launched:  # what follows a failed step is worth nothing, but is to be over
+                while self._launched:  # the results of later steps are useless, but those steps must be over
                     with suppress(Exception):
                         self._launched.popleft().result()
                 return outputs + self._fail(error)
@@ -266,7 +266,7 @@ class EventLoop:
         return outputs
 
     def _fail(self, error: Exception) -> list[RequestOutput]:
-        """Ends what is in flight."""
+        """Ends the requests of the steps in flight with an error."""
         names = ", ".join(self._scheduler.in_flight())
         outputs = self._scheduler.fail_step("the model failed to compute this step; the worker's log has the details")
         self._clock.failed()

@@ -34,11 +34,11 @@ class Profiler(Protocol):
 
 
 class Operations:
-    """Carries out operations.
+    """Carries out operators' requests.
 
     Args:
         scheduler: The core.
-        profiler: Records; None: this process cannot.
+        profiler: Records; None: this process cannot record.
     """
 
     def __init__(self, scheduler: Scheduler, profiler: Profiler | None = None) -> None:
@@ -47,7 +47,7 @@ class Operations:
         self._recording = False
 
     def run(self, operation: Operation) -> Answered | CallFailed:
-        """Does it; the answer to send."""
+        """Carries out an operation; returns the answer to send."""
         try:
             return self._run(operation)
         except SapwoodError as error:

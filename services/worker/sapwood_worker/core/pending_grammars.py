@@ -1,4 +1,4 @@
-"""Requests whose grammar is being built: they are not scheduled before it is there, and hold nobody up."""
+"""Requests whose grammar is being built: they are scheduled once it is there, and delay no other request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PendingGrammars(Generic[ItemT]):
 
     Args:
         store: Makes them.
-        threads: How many are built at a time.
+        threads: How many matchers are built at a time.
     """
 
     def __init__(self, store: GrammarStore, threads: int = 2) -> None:
@@ -41,7 +41,7 @@ class PendingGrammars(Generic[ItemT]):
         return found is not None
 
     def poll(self, wait_seconds: float) -> list[tuple[ItemT, GrammarMatcher | SapwoodError]]:
-        """Those that are done since the last call, in the order of their start; waits at most so long for one."""
+        """Items whose grammar is done since the last call, in the order of their start; waits at most so long for one."""
         if wait_seconds:
             wait([future for _, future in self._pending.values()], wait_seconds, FIRST_COMPLETED)
         done = [serial for serial, (_, future) in self._pending.items() if future.done()]

@@ -106,7 +106,7 @@ def main() -> int:
     parser.add_argument("--runner", required=True, help="module:function that makes the runner from the configuration.")
     arguments = parser.parse_args()
     _die_with_parent(arguments.parent)
-    # A terminal's Ctrl-C reaches the whole group; when to stop is the front's decision.
+    # A terminal's Ctrl-C reaches the whole process group; the front decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     config_class: type[WorkerConfig] = _load(arguments.config_class)
@@ -139,7 +139,7 @@ def main() -> int:
 
 
 def _profiler() -> Profiler | None:
-    """torch's, where torch is; a worker without a model needs none."""
+    """torch's profiler; None where torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         return None
     return LazyProfiler()
@@ -172,7 +172,7 @@ def _die_with_parent(parent: int) -> None:
     """Asks Linux to kill this process when the front dies; elsewhere an idle scheduler notices it by itself."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that
+    if os.getppid() != parent:  # the front died before the call
         sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""How long steps take and when requests leave the queue: taken in the scheduler process, told to the front with the outputs."""
+"""Measures how long steps take and when requests leave the queue; the front is told with the outputs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class StepClock:
         self._current: deque[tuple[float, int, int, list[int], tuple[CacheLoad, ...]]] = deque()
 
     def submitted(self, serial: int) -> None:
-        """A request waits."""
+        """Notes that a request waits."""
         self._waiting.add(serial)
 
     def aborted(self, serial: int) -> None:
-        """A request will not run any more."""
+        """Notes that a request will not run any more."""
         self._waiting.discard(serial)
 
     def planned(self, output: SchedulerOutput) -> None:
-        """A step begins. O(requests in it)."""
+        """Notes that a step begins. O(requests in it)."""
         started: list[int] = []
         prefill = decode = 0
         for item in output.requests:
@@ -48,7 +48,7 @@ class StepClock:
         self._current.append((self._clock(), prefill, decode, started, loads))
 
     def done(self, load_seconds: float = 0.0) -> None:
-        """Of the steps that have not ended the one planned first has; its loads took so many seconds."""
+        """Notes that the oldest unfinished step has ended; its loads took so many seconds."""
         at, prefill, decode, started, loads = self._current.popleft()
         times: list[LoadTime] = []
         for load in loads:
@@ -58,11 +58,11 @@ class StepClock:
         self._times.append(StepTime(self._clock() - at, prefill, decode, started, at, times))
 
     def failed(self) -> None:
-        """All steps that have not ended have failed."""
+        """Drops all unfinished steps, which have failed."""
         while self._current:
             self.done()
 
     def take(self) -> list[StepTime]:
-        """The steps since the last call; the caller owns the list."""
+        """Removes and returns the steps that ended since the last call."""
         times, self._times = self._times, []
         return times

@@ -23,7 +23,7 @@ from sapwood_worker.records.step import Runner
 from sapwood_worker.records.tier_report import TierReport
 
 _OPEN_SECONDS = 30.0
-"""How long start-up waits for the store; after that it goes on without, and the store joins when it answers."""
+"""Seconds that start-up waits for the store; then the worker starts without it, and the store joins when it answers."""
 
 
 class TieredRunner(Runner, Protocol):
@@ -51,7 +51,7 @@ class Tiering:
         pool: Its host pool.
 
     Attributes:
-        cache: What the scheduler works with.
+        cache: The tiers as the scheduler knows them.
         opener: Attaches and detaches stores.
 
     Raises:
@@ -82,7 +82,8 @@ class Tiering:
             self.opener.wait(_OPEN_SECONDS)
 
     def command(self, verb: CacheVerb, argument: str, answer: Callable[[str], None]) -> None:
-        """Carries out what an operator wants; ``answer`` is called once, now or in a later :meth:`poll`, with what went wrong."""
+        """Carries out an operator's command; calls ``answer`` once, now or in a later :meth:`poll`, with what went wrong if
+        anything did."""
         match verb:
             case "attach":
                 try:
@@ -160,6 +161,6 @@ def build_tiering(config: WorkerConfig, runner: TieredRunner) -> Tiering | None:
     """The tiers below the device's pages; None: there are none.
 
     Raises:
-        ConfigError: See :class:`Tiering`.
+        ConfigError: ``--storage`` is not a store's URL.
     """
     return None if runner.host_pool is None or not config.prefix_cache else Tiering(config, runner, runner.host_pool)

@@ -96,7 +96,7 @@ def _cut(token_ids: list[int], max_tokens: int, special_ids: tuple[int, ...]) ->
 
     Args:
         token_ids: The input.
-        max_tokens: The most tokens; 0: it stays as it is.
+        max_tokens: The most tokens; 0 for no limit.
         special_ids: Special tokens.
     """
     if not max_tokens or len(token_ids) <= max_tokens:
@@ -137,7 +137,11 @@ def from_pooling(info: ModelInfo) -> worker_pb2.Pooling:
 
 
 def to_terms(request: worker_pb2.WorkerGenerateRequest | worker_pb2.WorkerEmbedRequest, seconds: float | None) -> Terms:
-    """On what terms it is served; ``seconds`` are left to it, if they are limited.
+    """The request's priority, tenant, namespace and deadline.
+
+    Args:
+        request: The request.
+        seconds: Seconds to its deadline; None if it has none.
 
     Raises:
         InvalidArgumentError: A name is too long.
@@ -149,7 +153,7 @@ def to_terms(request: worker_pb2.WorkerGenerateRequest | worker_pb2.WorkerEmbedR
 
 
 def to_namespace(cache_salt: str, lora_name: str) -> bytes:
-    """Within which requests share cached pages; raises as :func:`to_terms`."""
+    """The namespace within which requests share cached pages. Raises as :func:`to_terms`."""
     if len(cache_salt) > MOST_SALT:
         raise InvalidArgumentError(f"cache_salt has more than {MOST_SALT} characters", field="cache_salt")
     if lora_name:

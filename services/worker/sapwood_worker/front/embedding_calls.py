@@ -23,7 +23,7 @@ class EmbeddingCalls:
 
     Args:
         send: Hands a message to the scheduler process; never blocks.
-        serials: The engine's.
+        serials: The engine's source of serial numbers.
         on_end: Called when a request has ended.
 
     Attributes:
@@ -51,9 +51,9 @@ class EmbeddingCalls:
 
         Args:
             request_id: For logs.
-            inputs: Token ids of each.
+            inputs: The token ids of each input.
             pooling: How hidden states become one vector.
-            terms: Their place among others.
+            terms: Priority, tenant, namespace and deadline of all of them.
             normalize: Whether each vector is to have length 1.
             dimensions: How many of its numbers each is cut to first; None: all.
 
@@ -99,12 +99,12 @@ class EmbeddingCalls:
             future.set_result(output.embedding)
 
     def refuse(self, serial: int, error: errors.SapwoodError) -> None:
-        """The scheduler did not let an input in."""
+        """Fails the request of an input that the scheduler did not let in."""
         future = self._waiting.get(serial)
         if future is not None and not future.done():
             future.set_exception(error)
 
     def lost(self, error: errors.SapwoodError) -> None:
-        """The scheduler is gone."""
+        """Fails all requests: the scheduler is gone."""
         for serial in tuple(self._waiting):
             self.refuse(serial, error)

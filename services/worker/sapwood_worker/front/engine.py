@@ -59,7 +59,7 @@ class Engine:
         self._send = send
         self._observer = observer
         self._serials = itertools.count()
-        # By serial: the generation and which of its continuations.
+        # By serial: the generation, and the index of its continuation.
         self._running: dict[int, tuple[Generation, int]] = {}
         self._by_id: dict[str, Generation] = {}
         self._calls: dict[int, asyncio.Future[Answered]] = {}
@@ -74,7 +74,7 @@ class Engine:
         self.load = Load()
         """The load after the last step."""
         self.vitals = Vitals()
-        """How the scheduler process is, and this one."""
+        """Whether the scheduler process and this one are well."""
         self.load_version = 0
         """Goes up with each change of the load or of what is cached."""
 
@@ -94,14 +94,14 @@ class Engine:
         Several continuations go to the scheduler together: one of them computes the prompt, and the others find it cached.
 
         Args:
-            request_id: Its client's name for it.
+            request_id: The client's name for the request.
             token_ids: The prompt.
             sampling: How to sample.
             grammar: A compiled grammar that the output must match; empty for none.
-            output_tokens: So many of ``token_ids``, at the end, are output of before.
+            output_tokens: How many of the last ``token_ids`` are output of an earlier try.
             count: How many continuations, each with a seed of its own.
             traceparent: The trace context it belongs to.
-            terms: Its place among others.
+            terms: Its priority, tenant, namespace and deadline.
 
         Raises:
             AlreadyExistsError: A request of this id is running.
@@ -141,7 +141,7 @@ class Engine:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """A request that was let in is being prepared to be submitted: :meth:`wait_idle` waits for it too."""
+        """Within it a request is being prepared to be submitted: :meth:`wait_idle` waits for that too."""
         self._preparing += 1
         try:
             yield
@@ -176,7 +176,7 @@ class Engine:
         return bool((await self._ask(lambda call: Unpin(call, name))).number)
 
     async def pause(self, *, retract: bool) -> None:
-        """Has nothing computed until :meth:`resume`; ``retract``: and no pages held."""
+        """Stops computing until :meth:`resume`; ``retract`` also frees the pages of running requests."""
         await self._ask(lambda call: Pause(call, retract))
 
     async def resume(self) -> None:
@@ -231,7 +231,7 @@ class Engine:
                 self._observer.outputs(outputs)
                 for output in outputs:
                     self.embeddings.put(output)
-                    # One that was closed meanwhile is not there; its last tokens concern nobody.
+                    # A generation that was closed meanwhile is not there; its last tokens are dropped.
                     if (found := self._running.get(output.serial)) is not None:
                         generation, index = found
                         generation.put(index, output)
@@ -286,6 +286,6 @@ class Engine:
 
 
 def _continued(sampling: SamplingParams, index: int) -> SamplingParams:
-    """The settings of a continuation but the first; the prompt's log probabilities come with the first."""
+    """The settings of continuation ``index``; only the first one reports the prompt's log probabilities."""
     seed = child_seed(sampling.seed, index)
     return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=None)

@@ -10,7 +10,7 @@ from sapwood_worker.records.output import FinishReason, RequestOutput, TokenLogp
 
 
 class _Continuation:
-    """What the reader has not taken yet of one continuation; ``last`` is the latest output, None when all is taken."""
+    """What the reader has not taken of one continuation yet; ``last`` is its latest output, None when all is taken."""
 
     __slots__ = ("finished", "last", "logprobs", "prompt_logprobs", "tokens")
 
@@ -58,8 +58,8 @@ class Generation:
     is kept for it is at most its request's own tokens.
 
     Args:
-        request_id: Its client's name for it.
-        count: Its continuations; each is a request to the scheduler.
+        request_id: The client's name for the request.
+        count: How many continuations; each is a request to the scheduler.
         on_close: Called once, when it ends or is closed, with the indices of the continuations the scheduler may still be at.
     """
 
@@ -150,7 +150,7 @@ class Generation:
         self._notify()
 
     def refuse(self, index: int, error: errors.SapwoodError) -> None:
-        """The scheduler did not let a continuation in: ends the call with that error."""
+        """Ends the call with the error for which the scheduler did not let a continuation in."""
         self._continuations[index].finished = True
         self.fail(error)
 

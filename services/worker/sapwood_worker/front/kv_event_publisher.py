@@ -4,7 +4,7 @@ A PUB socket sends ``[topic, sequence number as 8 bytes big endian, payload]`` f
 big-endian number with every batch from that one on that is still kept, ``[number, payload]`` each, then ``[-1, empty]``.
 The payload is a msgpack array ``[seconds since 1970, events, data parallel rank]``; an event is
 ``["BlockStored", hashes, parent hash, tokens, block size, LoRA id, medium, LoRA name]``, ``["BlockRemoved", hashes, medium]`` or
-``["AllBlocksCleared"]``. A hash is the last 8 bytes of ours as an unsigned number, as vLLM's is.
+``["AllBlocksCleared"]``. A hash is an unsigned number, as in vLLM: the last 8 bytes of our 16.
 
 PUB drops what a slow subscriber does not read: it sees a gap in the numbers and asks for a replay.
 """
@@ -39,7 +39,7 @@ class KvEventPublisher:
         replay_port: Port of the ROUTER socket; 0 takes a free one; None: no replay.
         topic: Of every message.
         keep: Batches kept for replay.
-        block_size: Tokens a block.
+        block_size: Tokens in a block.
 
     Attributes:
         address: ``host:port`` of the PUB socket.
@@ -97,7 +97,7 @@ class KvEventPublisher:
 
 
 def encode_batch(seconds: float, events: Sequence[KvEvent], block_size: int) -> bytes:
-    """The payload of a batch, see above."""
+    """The msgpack payload of a batch, as the module describes it."""
     return msgspec.msgpack.encode([seconds, [_shared_format(event, block_size) for event in events], 0])
 
 

@@ -34,9 +34,9 @@ class KvEventBatch:
     """What one scheduler step changed, or a part of a snapshot.
 
     Attributes:
-        epoch: Of the scheduler that the cache is in.
+        epoch: The start of the scheduler that holds the cache.
         seq: The number of the last batch that has been applied with this one.
-        digest: Of the cache after it (``sapwood_common.contract.page_hash.digest_term``).
+        digest: The sum over the cache after it (``sapwood_common.contract.page_hash.digest_term``).
         events: In order.
         snapshot: Whether it is part of a snapshot; the first part begins with AllBlocksCleared.
         more: Whether further parts of the snapshot follow.
@@ -65,12 +65,12 @@ class _Subscriber:
 
 
 class KvEventStream:
-    """The cached blocks by medium, and who wants to know. Lives on one event loop.
+    """The cached blocks by medium, and their subscribers. Lives on one event loop.
 
     Attributes:
-        epoch: Of the scheduler whose cache this is.
-        seq: Of the last batch.
-        digest: Of what is cached.
+        epoch: The start of the scheduler that holds the cache.
+        seq: The number of the last batch.
+        digest: The sum over what is cached, as in :class:`KvEventBatch`.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class KvEventStream:
         self._listeners.append(listener)
 
     def begin(self, epoch: int) -> None:
-        """A scheduler has started: nothing is cached."""
+        """Begins anew with an empty cache: a scheduler has started."""
         self.epoch = epoch
         self.apply([AllBlocksCleared()])
 
@@ -174,8 +174,7 @@ class KvEventStream:
                 self.digest ^= digest_term(block, level)
 
     def _runs(self) -> Iterator[BlockStored]:
-        """All blocks, those that follow each other as one event. A dict keeps the order in which its blocks were stored, and a
-        block is stored after its parent."""
+        """All blocks; a chain of blocks is one event. Parents come first, since a dict keeps the order of insertion."""
         for medium, blocks in self._blocks.items():
             run: list[tuple[bytes, _Block]] = []
             for block in blocks.items():

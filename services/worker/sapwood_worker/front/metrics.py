@@ -13,10 +13,10 @@ _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1
 
 
 class WorkerMetrics:
-    """Makes them.
+    """The worker's metrics.
 
     Args:
-        metrics: Where they are made.
+        metrics: The registry that they are made in.
     """
 
     def __init__(self, metrics: MetricSet) -> None:
@@ -50,7 +50,7 @@ class WorkerMetrics:
         self._tokens.at(kind="decode").inc(step.decode_tokens)
 
     def watch(self, load: Callable[[], Load]) -> None:
-        """Adds what is read from the load when it is asked for."""
+        """Adds the metrics that read the load at each scrape."""
         gauges: dict[str, tuple[str, Callable[[Load], float]]] = {
             "running_requests": ("Requests in the batch.", lambda now: now.running_requests),
             "waiting_requests": ("Requests in the queue.", lambda now: now.waiting_requests),
@@ -88,7 +88,7 @@ class WorkerMetrics:
         self._watch_store(load)
 
     def watch_vitals(self, vitals: Vitals) -> None:
-        """Adds what is read from the vitals when it is asked for."""
+        """Adds the metrics that read the vitals at each scrape."""
         readings: dict[str, tuple[str, Callable[[], float]]] = {
             "scheduler_frozen_seconds": (
                 "For how long the scheduler process has given no sign of life; 0 while it does.",

@@ -14,7 +14,7 @@ from sapwood_worker.records.step_time import LoadTime, StepTime
 
 @dataclass(slots=True)
 class _Times:
-    """Of one generation, in seconds on ``time.monotonic``'s clock; ``last`` is its latest output."""
+    """When things happened to one generation, in seconds on ``time.monotonic``'s clock; ``last``: its latest output."""
 
     span: Span | None
     arrived: float
@@ -25,7 +25,7 @@ class _Times:
 
 
 class EngineObserver:
-    """The engine tells it what happens. All on the event loop.
+    """Counts, times and traces what the engine reports, on the event loop.
 
     Args:
         metrics: The worker's.
@@ -70,7 +70,7 @@ class EngineObserver:
                 self._metrics.first_token.at().observe(times.first - times.arrived)
 
     def closed(self, serial: int, *, active: bool) -> None:
-        """A generation ended. ``active``: before the scheduler was done with it, so it was aborted."""
+        """A generation ended. ``active``: the scheduler was not done with it, so it was aborted."""
         times = self._running.pop(serial)
         last = times.last
         finish = last.finish_reason if last is not None else None

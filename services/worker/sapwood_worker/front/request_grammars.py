@@ -1,4 +1,4 @@
-"""The gRPC side: a request's grammar as the scheduler takes it, compiled here when it comes as a bare source."""
+"""A request's grammar in the form that the scheduler takes; one that comes as a bare source is compiled here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RequestGrammars:
         """The serialised artefact of the request's grammar; empty if it has none.
 
         Args:
-            request: See the proto.
+            request: The request.
             time_remaining: Seconds to the caller's deadline, if it has one.
 
         Raises:

@@ -46,7 +46,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ServedModel(NamedTuple):
-    """What is served: under which name, which model, since which start of the scheduler (its epoch), with which grammars."""
+    """What is served: its public name, facts about the model, the scheduler's start (epoch), and a compiler of grammars."""
 
     name: str
     info: ModelInfo

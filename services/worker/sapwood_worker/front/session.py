@@ -33,18 +33,18 @@ logger = logging.getLogger(__name__)
 DEFAULT_HEARTBEAT_MS, LEAST_HEARTBEAT_MS = 200, 10
 _LOAD_INTERVAL = 0.05
 _ENOUGH_BYTES = 8 * 1024 * 1024
-"""Of log probabilities in a message: what other streams have goes in the next."""
+"""Bytes of log probabilities after which a message takes no further stream's; the next message does."""
 _MOST_BYTES = MAX_MESSAGE_BYTES - 2 * _ENOUGH_BYTES
-"""Of one output's log probabilities. A message that is too large would end the session, and every stream with it."""
+"""Bytes of one output's log probabilities. A message that is too large would end the session, and every stream with it."""
 
 Start = Callable[[worker_pb2.WorkerGenerateRequest, float | None], Awaitable[Generation]]
-"""Checks a request and submits it; gets the seconds it has left, if they are limited."""
+"""Checks a request and submits it; gets the seconds to its deadline, None if it has none."""
 
 
 class _Stream:
-    """A generation of this session; ``generation`` is None while the request is being checked.
+    """A stream of this session; ``generation`` is None while its request is being checked.
 
-    What is logged of it is logged in ``context``, which has its request and trace ids.
+    Its log lines are written in ``context``, which holds its request and trace ids.
     """
 
     __slots__ = ("context", "error", "generation", "paused", "starting", "timer")
@@ -69,7 +69,7 @@ class Session:
         start: Starts a generation.
         engine: Its load is reported.
         info: Goes with the first response.
-        epoch: Of the scheduler that runs now, None without one; the session ends with the one it began with.
+        epoch: Returns which start of the scheduler runs now, None if none does; the session ends when that changes.
         draining: Set when the worker is about to stop.
         on_idle: Called whenever the last open stream ends.
     """
@@ -92,7 +92,7 @@ class Session:
         self._streams: dict[int, _Stream] = {}
         self._dirty: dict[int, None] = {}
         self._filled = 0
-        """Bytes of log probabilities in the message that is being made."""
+        """Bytes of log probabilities in the message that is being built."""
         self._wake = asyncio.Event()
         self._problem: Exception | None = None
         self._over = False
@@ -265,7 +265,7 @@ class Session:
         if output.logprobs or output.prompt_logprobs:
             size = output.ByteSize()
             if size > _MOST_BYTES:
-                # The request's fault: elsewhere it would be computed again for the same end.
+                # The request is at fault: on another worker it would be computed again and fail again.
                 raise InvalidArgumentError(
                     f"log probabilities of {size} bytes: more than a message may have",
                     field="sampling.prompt_logprobs" if output.prompt_logprobs else "sampling.logprobs",

@@ -31,7 +31,7 @@ from sapwood_worker.records.model_info import ModelInfo
 logger = logging.getLogger(__name__)
 
 MODEL_RUNNER = "sapwood_worker.model.runner.factory:make_runner"
-"""What makes the runner in the scheduler process. The front itself never imports torch."""
+"""``module:function`` that makes the runner in the scheduler process. The front itself never imports torch."""
 
 _LAST_WORDS_SECONDS = 1.0
 _EXIT_SECONDS = 10.0
@@ -52,7 +52,7 @@ class SchedulerProcess:
         self._runner = runner
         self._folder = SocketFolder()
         self.progress = ProgressView(self._folder.path / PROGRESS_FILE)
-        """How long it has been at its current step."""
+        """For how long the process has been at its current step."""
         self._context = zmq.asyncio.Context()
         self._outbox: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.PUSH)
         self._inbox = self._context.socket(zmq.PULL)
@@ -105,7 +105,7 @@ class SchedulerProcess:
             first.cancel()
 
     def send(self, message: ToScheduler) -> None:
-        """Queues a message; never blocks. After the end of the process it goes nowhere, also before :meth:`run` has noticed."""
+        """Queues a message; never blocks. Once the process has ended, the message is dropped."""
         with contextlib.suppress(zmq.Again):  # nobody is at the other end
             self._outbox.send(encode(message), zmq.NOBLOCK)
 
@@ -124,9 +124,9 @@ class SchedulerProcess:
         return self._how_it_ended()
 
     def signs_of_life(self) -> tuple[int, int]:
-        """Differs from one moment to the next if the process has run in between.
+        """The pulse and the CPU time in kernel ticks: either has changed if the process has run since the last call.
 
-        Besides the pulse its CPU time: while something computes with the interpreter's lock held, the pulse cannot beat.
+        CPU time is needed beside the pulse, which cannot beat while something computes with the interpreter's lock held.
         """
         assert self._process is not None
         return self.progress.pulse(), self._process.cpu_ticks()

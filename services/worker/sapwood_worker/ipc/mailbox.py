@@ -21,7 +21,7 @@ class ZmqMailbox:
 
     Args:
         folder: Where the front's sockets are.
-        parent: The front's process id: waiting ends when it is gone.
+        parent: The front's process id; waiting ends when that process is gone.
     """
 
     def __init__(self, folder: Path, parent: int) -> None:

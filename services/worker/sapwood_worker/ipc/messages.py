@@ -1,7 +1,7 @@
 """What the gRPC front and the scheduler process say to each other: msgpack over ZeroMQ.
 
-A request goes by a serial number that the front gives it and never gives again: a client may use its request id anew the
-moment its old request is cancelled, while outputs of that are still on their way.
+A request is known by a serial number, which the front never gives twice: a client may use a request id again as soon as the old
+request is cancelled, while outputs of that are still on their way.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sapwood_worker.records.tier_report import TierReport
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """A new request.
 
-    ``token_ids``: native uint32. ``grammar``: a compiled grammar, empty for none; ``output_tokens``: so many of
-    ``token_ids``, at the end, are output of before. ``terms``: its place among others.
+    ``token_ids``: native uint32. ``grammar``: a compiled grammar, empty for none; ``output_tokens``: how many of the last
+    ``token_ids`` are output of an earlier try. ``terms``: its priority, tenant, namespace and deadline.
     ``pooling``: how its hidden states become an embedding; empty: it generates.
     """
 
@@ -68,7 +68,7 @@ class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Compute nothing until Resume; ``retract``: and hold no pages."""
+    """Compute nothing until Resume; ``retract``: also free the pages of running requests."""
 
     call: int
     retract: bool
@@ -98,7 +98,7 @@ Operation = Flush | Pin | Unpin | Pause | Resume | StartProfile | StopProfile
 
 CacheVerb = Literal["stats", "clear", "attach", "detach"]
 CACHE_FIELDS: dict[CacheVerb, str] = {"attach": "url", "clear": "tiers"}
-"""Which field of its caller's a command's argument comes from."""
+"""The field of the gRPC request that a command's argument comes from, for error messages."""
 
 
 class CacheCommand(msgspec.Struct, frozen=True, tag="cache"):
@@ -148,8 +148,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 class Step(msgspec.Struct, frozen=True, tag="step"):
     """What came of one scheduler step.
 
-    ``kv_events``: what the prefix cache stored and removed since the last; ``times``: how long this step, and those before it
-    that had nothing to say, took.
+    ``kv_events``: what the prefix cache stored and removed since the last message; ``times``: how long this step took, and the
+    steps before it for which no message was sent.
     """
 
     outputs: list[RequestOutput]
@@ -159,7 +159,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Answered(msgspec.Struct, frozen=True, tag="answered"):
-    """An operation is done; what it brought."""
+    """An operation is done; holds its result."""
 
     call: int
     number: int = 0

@@ -1,5 +1,4 @@
-"""How long the scheduler process has been at its current step, for the gRPC front to see, even if that step never ends; and
-whether the process runs at all.
+"""Shows the gRPC front whether the scheduler process runs, and for how long it has been at its current step, even a hung one.
 
 A step here is a round of the event loop: messages, plan, cache and model. Eight bytes of shared memory hold when it began, by the
 machine's monotonic clock; zero while the loop waits for messages. Writing them takes
@@ -32,7 +31,7 @@ class StepProgress:
 
     Args:
         path: The shared file; :class:`ProgressView` has made it.
-        timeout: Seconds after which a step hangs.
+        timeout: Seconds after which a step counts as hung.
     """
 
     def __init__(self, path: Path, timeout: float) -> None:
@@ -41,7 +40,7 @@ class StepProgress:
         self._armed_until = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Notes that a step begins."""
         now = time.monotonic()
         _BEGAN.pack_into(self._memory, 0, now)
         # Each arming starts a thread: once in a quarter of the time is enough, and the dump comes at most that much early.
@@ -50,11 +49,11 @@ class StepProgress:
             faulthandler.dump_traceback_later(self._timeout, file=sys.stderr)
 
     def end(self) -> None:
-        """The step has ended."""
+        """Notes that the step has ended."""
         _BEGAN.pack_into(self._memory, 0, 0.0)
 
     def idle(self) -> None:
-        """No step will begin before something comes in."""
+        """Notes that no step will begin before a message comes in."""
         if self._armed_until:
             self._armed_until = 0.0
             faulthandler.cancel_dump_traceback_later()
@@ -86,7 +85,7 @@ class Pulse:
 
 
 class ProgressView:
-    """The front's side.
+    """The front's side of the shared memory.
 
     Args:
         path: The shared file; made anew.

@@ -1,7 +1,7 @@
-"""The folder of a worker's sockets, which goes with its process: if that is killed, with the next worker's start.
+"""The folder of a worker's sockets. Its process removes it; if that was killed, the next worker to start does.
 
-Whether a folder's process lives is said by a lock (flock) that it holds and the kernel takes from the dead. The lock is held
-before it has the name under which others look for it, so that none is found free while its process starts.
+A living process holds a lock (flock) on its folder, which the kernel releases when the process dies. The lock is taken before
+the folder gets the name under which others look for it, so that no starting process's folder looks abandoned.
 """
 
 from __future__ import annotations

@@ -17,15 +17,15 @@ from sapwood_worker.records.model_info import ModelInfo
 logger = logging.getLogger(__name__)
 
 MOST_LOSSES, WITHIN_SECONDS = 3, 120.0
-"""A scheduler that ends so often in so short a time will not get better."""
+"""So many ends within so many seconds: a new start would not help."""
 
 _POLL_SECONDS = 0.1
 _LEAST_FROZEN = 0.5
-"""Seconds without a sign of life that are told: the pulse of one that is short of CPU comes late as well."""
+"""Seconds without a sign of life below which none are reported: the pulse also comes late when CPU is short."""
 
 
 class Supervisor:
-    """The scheduler process of the moment.
+    """Holds the current scheduler process.
 
     Life cycle: construct, :meth:`start`, :meth:`ready`, then :meth:`run` and, when that returns, :meth:`start` and
     :meth:`ready` again; :meth:`stop` in the end.
@@ -67,7 +67,7 @@ class Supervisor:
 
         Args:
             receive: Gets each message.
-            vitals: Kept true.
+            vitals: Kept up to date.
             on_change: Called when ``vitals.well`` has changed.
         """
         watching = asyncio.ensure_future(self._watch(self._current, vitals, on_change))

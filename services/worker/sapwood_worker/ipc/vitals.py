@@ -1,4 +1,4 @@
-"""How a worker's processes are, as routers are told with every message of a session and probes by ``grpc.health``."""
+"""Whether a worker's processes are well: routers are told with every message of a session, probes by ``grpc.health``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from sapwood_common.pacing.loop_lag import LoopLag
 
 FROZEN_SECONDS = 1.0
-"""Without a sign of life for so long, a scheduler process is taken for frozen by whoever asks for the worker's health."""
+"""Seconds without a sign of life after which health checks take a scheduler process for frozen."""
 
 
 @dataclass(slots=True)
@@ -18,8 +18,8 @@ class Vitals:
         frozen: Seconds for which the scheduler process has given no sign of life: it is stopped, or hangs with all its threads.
             0 while it lives, however long its steps take.
         step: Seconds for which it has been at its current step; 0 between steps.
-        stuck: Whether it has been at that, or frozen, for longer than ``--watchdog-timeout``.
-        lag: How late the front's own event loop is.
+        stuck: Whether ``step`` or ``frozen`` is more than ``--watchdog-timeout``.
+        lag: Seconds by which the front's own event loop is late.
     """
 
     frozen: float = 0.0
@@ -33,6 +33,6 @@ class Vitals:
         return not self.stuck and self.frozen < FROZEN_SECONDS
 
     def reset(self) -> None:
-        """There is no scheduler process of which anything could be said."""
+        """Forgets all but ``lag``: there is no scheduler process now."""
         self.frozen = self.step = 0.0
         self.stuck = False

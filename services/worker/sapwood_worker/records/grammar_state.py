@@ -26,17 +26,17 @@ class GrammarState(Protocol):
         ...
 
     def fill(self, mask: npt.NDArray[np.int32]) -> None:
-        """Writes which tokens may come next: int32 [W], bit ``i % 32`` of word ``i // 32`` for token ``i``.
+        """Writes which tokens may come next into ``mask``: int32 [W], bit ``i % 32`` of word ``i // 32`` for token ``i``.
 
-        Only end tokens where the grammar is complete or ``error`` is set (filling may set it). May run in any thread, but
-        not beside another call on this state.
+        Where the grammar is complete or ``error`` is set (this call may set it), only end tokens are. May run in any thread,
+        but not beside another call on this state.
         """
         ...
 
     def forced(self) -> int | None:
-        """The only token that may come next; None if there are several, or none but the end. Changes no answer of the others."""
+        """The only token that may come next; None if several may, or only the end. Does not change the state."""
         ...
 
     def close(self) -> None:
-        """The request has ended: the state is used no more."""
+        """Frees the state, which is not used afterwards."""
         ...

@@ -2,7 +2,7 @@
 
 The events are those that vLLM and SGLang publish. A block is named by the chained hash of
 ``sapwood_common.contract.page_hash``; its parent's hash makes the tree. A stored block's parent is stored on the same medium; a
-block is removed with or after its children. O(pages) for what changes, nothing for what is cached.
+block is removed with or after its children. Telling costs O(pages that change), whatever is cached.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored
         hashes: Their hashes, 16 bytes each, the first block's first.
         parent: The hash of the block before them; empty at the start of a sequence.
         token_ids: Their tokens, native uint32.
-        medium: Where.
+        medium: Where they are.
         lora: The LoRA they were computed with; empty: none.
     """
 
@@ -45,7 +45,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemov
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
-    """Nothing is cached any more, on no medium: a reset. Room that was made is told by BlockRemoved, even if nothing is left."""
+    """A reset: nothing is cached any more, on any medium. Evictions are told by BlockRemoved, even if nothing is left."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -18,14 +18,14 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         num_pages: Pages in the pool.
         prompt_tokens: Prompt tokens of all requests that have run so far.
         cached_tokens: Of these, tokens found in the prefix cache.
-        device_hit_tokens: Tokens found in its first tier, whenever a request was started; more than once for one sent back.
-        host_hit_tokens: Tokens found in its second tier, beyond those.
+        device_hit_tokens: Tokens found in its first tier at each start of a request; a retracted request starts again.
+        host_hit_tokens: Tokens found in its second tier and not in the first.
         storage_hit_tokens: Tokens fetched from its third tier into the second.
         host_used_pages: Pages of the second tier that hold something.
         forced_tokens: Tokens of output that a grammar forced and no step sampled.
         host_num_pages: Pages of the second tier; 0: there is none.
-        store_read_bytes: Read from the third tier, and good.
-        store_written_bytes: Written to it, or found there already.
+        store_read_bytes: Bytes read from the third tier that passed their check.
+        store_written_bytes: Bytes written to it, or found there already.
         store_failures: Calls to it that failed or took too long.
         store_rejected_pages: Pages read from it that were not what they should have been.
         store_dropped_pages: Pages that were not written to it.

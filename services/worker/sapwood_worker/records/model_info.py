@@ -17,13 +17,13 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         eos_token_ids: The model's own end tokens.
         page_size: Tokens a page.
         num_pages: Pages in the pool.
-        vocabulary_fingerprint: Of the tokens that grammars are masked with; empty: no structured output.
-        special_tokens: Their special tokens' names, for compiling grammars.
+        vocabulary_fingerprint: Hash of the tokens that grammars are masked with; empty: no structured output.
+        special_tokens: Names of the vocabulary's special tokens, for compiling grammars.
         embedding_size: Numbers in an embedding; 0: it makes none.
         pooling: How embeddings are pooled unless a request says otherwise.
         normalizes: Whether embeddings have length 1 unless a request says otherwise.
         embedded_tokens: Inputs to embed are cut to so many tokens; 0: longer ones than the context are refused.
-        shortened: To which numbers of them embeddings may be cut; empty: any; None: they are not.
+        shortened: Lengths to which embeddings may be cut; empty: any; None: they may not be cut.
         special_ids: Special tokens; those at an input's end stay when it is cut.
         generates: Whether it generates tokens. One that does not sees its prompts whole and caches nothing.
     """

@@ -1,4 +1,4 @@
-"""What a step brought a request, as the front is told."""
+"""What a step brought a request, as the scheduler tells the front."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """What one step brought one request.
 
     Attributes:
-        serial: Whose it is.
+        serial: The request's serial number.
         token_ids: New tokens; an end token is among them.
         finish_reason: Set once, on the request's last output.
         prompt_tokens: Length of the prompt.

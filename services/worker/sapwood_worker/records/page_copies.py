@@ -15,7 +15,7 @@ class PageCopy:
     """One batch of pages.
 
     Attributes:
-        number: What it is reported as.
+        number: The batch's number in reports.
         device: int32 [n]: page ids of the device pool.
         host: int32 [n]: page ids of the host pool; page ``host[i]`` is the copy of ``device[i]``.
     """
@@ -27,14 +27,14 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class CacheLoad:
-    """What a request that starts with a step gets from the tiers below the device, for those who watch.
+    """What a request that starts with a step gets from the tiers below the device, for metrics and traces.
 
     Attributes:
         serial: The request.
         pages: Pages that the step loads for it.
         fetched: Pages that were read from the third tier for it before.
-        began: When that began, on the storage tier's clock.
-        ended: When the last of them had come.
+        began: When that began, in seconds on the storage tier's clock.
+        ended: When the last of them had come, on the same clock.
     """
 
     serial: int
@@ -55,7 +55,7 @@ class Copies:
         load: Host to device; None: nothing.
         fence: Neither load nor computation may begin before every store, this one and earlier ones, is done: pages that
             are being stored are about to be overwritten.
-        loads: For whom the load is.
+        loads: What each starting request gets by the load.
     """
 
     store: PageCopy | None = None
@@ -71,8 +71,8 @@ class CopyReport:
     Attributes:
         done: Numbers of stores that have ended well.
         failed: Numbers of stores that have left their host pages undefined.
-        store_seconds: Time that stores took.
-        load_seconds: Time that loads took.
+        store_seconds: Seconds that stores took.
+        load_seconds: Seconds that loads took.
     """
 
     done: tuple[int, ...] = ()

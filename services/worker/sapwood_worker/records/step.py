@@ -32,13 +32,12 @@ class ScheduledRequest:
             accepts the token.
         admission: Unique for each time a request is given a row: what the runner notes about the row is good for as long as
             this stays the same. -1: good for this step only.
-        history: All that is known of the request, uint32: prompt and output so far. The scheduler's own array, valid until
-            the next ``update()``.
+        history: uint32: prompt and output so far. The scheduler's own array, valid until the next ``update()``.
         output_start: Where in ``history`` the output begins.
         prompt_length: Where in ``history`` the prompt ends that ``prompt_logprobs`` is about.
         prompt_logprobs: Whether log probabilities of the prompt's tokens are wanted, and how many alternatives.
         serial: The request's.
-        pooling: How its hidden states are to be pooled; empty: they are not, it generates.
+        pooling: How its hidden states are to be pooled; empty: it generates.
     """
 
     request_id: str
@@ -90,8 +89,8 @@ class ModelOutput:
             not asked for, or because the model's logits were not finite numbers.
         copied: Stores that have ended since the last report, whatever step they went with.
         logprobs: Of the sampled tokens, by index into ``SchedulerOutput.requests``, where asked for.
-        prompt_logprobs: Of the prompt tokens after each that the step computed, likewise.
-        pooled: Of each chunk that is to be pooled, float32 [hidden_size]: the sum of its tokens' hidden states, the last, or
+        prompt_logprobs: For each prompt token that the step computed, those of the token after it; by the same index.
+        pooled: For each chunk that is to be pooled, float32 [hidden_size]: the sum of its tokens' hidden states, the last, or
             the first.
     """
 
@@ -107,7 +106,7 @@ class LaunchedStep(Protocol):
     """A step that is being computed."""
 
     def result(self) -> ModelOutput:
-        """Waits for the step and returns its answer; to be called once. If the step failed this raises."""
+        """Waits for the step and returns its answer; to be called once. Raises what the step failed with."""
         ...
 
 

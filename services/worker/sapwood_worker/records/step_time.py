@@ -13,9 +13,9 @@ class LoadTime(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         serial: The request.
         tier: ``storage``: read from the store while the request queued; ``host``: copied to the device with its first step.
-        pages: How many.
-        began: On ``time.monotonic``'s clock.
-        ended: The same.
+        pages: How many pages.
+        began: Seconds on ``time.monotonic``'s clock.
+        ended: Seconds on the same clock.
     """
 
     serial: int
@@ -29,11 +29,11 @@ class StepTime(msgspec.Struct, frozen=True, array_like=True):
     """One step.
 
     Attributes:
-        seconds: From its plan to its tokens.
+        seconds: Seconds from its plan to its tokens.
         prefill_tokens: Prompt tokens computed.
         decode_tokens: Requests that decoded a token.
-        started: Requests (serials) of which it was the first, that is, which were waiting before.
-        at: When it was planned, on ``time.monotonic``'s clock, which all processes of a machine share.
+        started: Serials of the requests for which it was the first step.
+        at: When it was planned, in seconds on ``time.monotonic``'s clock, which all processes of a machine share.
         loads: What requests that started with it got from the cache's lower tiers.
     """
 

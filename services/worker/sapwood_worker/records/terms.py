@@ -1,4 +1,4 @@
-"""On what terms a request is served."""
+"""A request's priority, tenant, namespace and deadline."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import msgspec
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
-    """What a request says of its place among others.
+    """How a request is ranked among others, and how long it may take.
 
     Attributes:
-        priority: The higher goes first, where priorities count.
-        tenant: Who it is for; tenants get equal shares.
+        priority: Higher goes first, where the policy heeds priorities.
+        tenant: On whose behalf it runs; tenants get equal shares.
         namespace: Requests of different namespaces share no cached pages; see
             ``sapwood_common.contract.page_hash.cache_namespace``.
-        seconds: After so many it ends, wherever it stands; None: never.
+        seconds: Seconds after which it ends, finished or not; None: no limit.
     """
 
     priority: int = 0

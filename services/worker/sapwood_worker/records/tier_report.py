@@ -1,4 +1,4 @@
-"""What an operator is shown of the tiers."""
+"""Statistics of the KV cache's tiers, for operators."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ TierName = Literal["device", "host", "storage"]
 
 
 class TierReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One tier, since the start where it counts.
+    """One tier. What is counted is counted since the worker's start.
 
     Attributes:
-        tier: Which.
+        tier: The tier's name.
         pages: Pages that hold something.
         capacity: Pages there are; 0 for a store, which says neither.
         hit_tokens: Tokens that requests found there, in no tier above; of a store, tokens read from it.
-        bytes_in: Written to it.
-        bytes_out: Read from it.
-        seconds_in: What that took, summed over copies or calls.
-        seconds_out: What that took.
+        bytes_in: Bytes written to it.
+        bytes_out: Bytes read from it.
+        seconds_in: Seconds that writing took, summed over copies or calls.
+        seconds_out: Seconds that reading took, summed likewise.
         failures: Copies or calls that failed.
         dropped_pages: Pages that should have been written to it, but were not.
         rejected_pages: Pages that were read from it, but were not what they should have been.
-        url: Of a store.
-        state: Of a store: ``attached``, ``opening``, ``failing`` (left alone for a while), or ``none``.
-        error: What it said last.
+        url: A store's URL.
+        state: A store's state: ``attached``, ``opening``, ``failing`` (left alone for a while), or ``none``.
+        error: A store's last error.
     """
 
     tier: TierName

@@ -1,10 +1,10 @@
-"""Which cached prefix goes first when room is needed.
+"""Which cached prefix is evicted first when room is needed.
 
 A policy ranks a node of the radix tree; the lowest rank is evicted first. Each rank only ever grows while its node lives: that
 lets :class:`EvictionQueue` hold one entry a node and look at a node's new rank only when its entry comes up.
 
-Complexity: offer and pop O(log candidates); a pop looks at most once more at each node whose rank grew since it was offered.
-Bound: one entry a node.
+Complexity: offer and pop take O(log candidates); a pop looks once more at each node whose rank grew since it was offered.
+Bound: one entry for each node.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Rank = tuple[int, int]
 
 
 class Candidate(Protocol):
-    """What a policy may judge by.
+    """What a policy may judge a node by.
 
     Attributes:
         created: When it was cached, by the tree's tick.
         used: When it was last matched or cached, by the tree's tick.
         hits: How often it was matched.
-        queued: Whether an entry of an eviction queue stands for it; the queue's own mark.
+        queued: Whether an eviction queue has an entry for it; the queue's own mark.
     """
 
     created: int
@@ -34,22 +34,22 @@ class Candidate(Protocol):
 
 
 def least_recently_used(node: Candidate) -> Rank:
-    """LRU."""
+    """LRU: the least recently used first."""
     return node.used, 0
 
 
 def least_frequently_used(node: Candidate) -> Rank:
-    """LFU; among equals the least recently used."""
+    """LFU: the least often used first; among equals the least recently used."""
     return node.hits, node.used
 
 
 def first_in_first_out(node: Candidate) -> Rank:
-    """FIFO: by age alone."""
+    """FIFO: the oldest first."""
     return node.created, 0
 
 
 def segmented_lru(node: Candidate) -> Rank:
-    """SLRU (Karedla, Love and Wherry, 1994): what was matched twice or more is protected from a scan of what never was."""
+    """SLRU (Karedla, Love and Wherry, 1994): nodes matched at least twice outlive a flood of nodes that never were."""
     return int(node.hits > 1), node.used
 
 

@@ -1,18 +1,18 @@
 """The tiers below the device's pages: what is copied where, and when.
 
-The radix tree is the first tier. This is told what enters and leaves it, keeps the key of every page in it, and decides: a page
-goes to the second tier (host memory) when it is cached (``write_through``), when it has been asked for again
+The radix tree is the first tier. This module is told what enters and leaves it, keeps the key of each of its pages, and decides:
+a page goes to the second tier (host memory) when it is cached (``write_through``), when it has been asked for again
 (``write_through_selective``) or when it is evicted (``write_back``). A request that starts is given, beyond what the tree has,
 what the second tier has: those pages are copied back before the step computes.
 
-It only decides. The copies go out with the step (:class:`Copies`) and are carried out by the runner; stores may end steps later,
-loads are in place for the step they go with. So that nothing can give a wrong token:
+It only decides. The copies go out with the step (:class:`Copies`) and the runner carries them out; stores may end steps later,
+loads are in place for the step they go with. Three rules keep tokens right:
 
 - A page is found in the second tier only when its store is reported done, and only under its exact key.
 - A device page that leaves the tree while it is being stored raises the *fence*: the step that may overwrite it waits.
-- What a load reads is pinned from the match to the end of its step.
+- Pages that a load reads are pinned from the match to the end of its step.
 
-Complexity: O(pages of the request) when a row opens or its pages are cached, O(1) a page evicted.
+Complexity: O(pages of the request) when a row opens or its pages are cached, O(1) for each page evicted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SELECTIVE_HITS = 2
 
 @dataclass(slots=True)
 class _Row:
-    """Of a running request: its keys so far and the host pages that are kept for it or being loaded."""
+    """What is known of a running request: its keys so far and the host pages that are kept for it or being loaded."""
 
     chain: PageChain
     found: list[HostPage]
@@ -45,17 +45,17 @@ class _Row:
 
 @dataclass(slots=True)
 class TierCounters:
-    """What has happened since the start, in pages.
+    """What has happened since the start.
 
     Attributes:
-        device_hits: Found in the first tier when a request started.
-        host_hits: Found in the second tier, beyond those.
-        stored: Copied to the second tier.
-        store_failures: Meant to be, but the copy failed.
-        no_room: Not copied because the second tier had no page to give.
+        device_hits: Pages found in the first tier when a request started.
+        host_hits: Pages found in the second tier and not in the first.
+        stored: Pages copied to the second tier.
+        store_failures: Pages whose copy to the second tier failed.
+        no_room: Pages not copied because the second tier had no page to give.
         fences: Steps that had to wait for the stores before them.
-        store_seconds: Time that copies to the second tier took.
-        load_seconds: Time that copies from it took.
+        store_seconds: Seconds that copies to the second tier took.
+        load_seconds: Seconds that copies from it took.
     """
 
     device_hits: int = 0
@@ -70,7 +70,7 @@ class TierCounters:
 
 @dataclass(slots=True)
 class _Store:
-    """Pages to copy to the second tier; ``unwanted``: they are to be forgotten once they are there."""
+    """Pages to copy to the second tier; ``unwanted``: to be forgotten once they are there."""
 
     device: list[int] = field(default_factory=list)
     host: list[HostPage] = field(default_factory=list)
@@ -107,7 +107,7 @@ class HierarchicalCache:
         self._page_size = page_size
         self._policy: WritePolicy = policy
         self._threshold = {"write_through": 1, "write_through_selective": _SELECTIVE_HITS}.get(policy)
-        # Of the tree's pages: what they hold, and how often they were wanted. Of other pages: anything.
+        # What each page of the tree holds, and how often it was wanted; undefined for other pages.
         self._names: list[PageName | None] = [None] * num_device_pages
         self._wanted = np.zeros(num_device_pages, np.int32)
         self._rows: dict[int, _Row] = {}
@@ -130,13 +130,13 @@ class HierarchicalCache:
         return bool(self._next.device or self._loads or self._stores)
 
     def announce(self, events: KvEventLog) -> None:
-        """From now on ``events`` takes note of what comes to and goes from these tiers; called before anything does."""
+        """Has ``events`` record what enters and leaves these tiers; called while they are empty."""
         self.host.announce(events)
         if self.storage is not None:
             self.storage.known.announce(events)
 
     def queued(self, serial: int, token_ids: array[int], namespace: bytes, cached: int) -> bool:
-        """A request has been let in: what the first two tiers lack of it is looked for in the third.
+        """Looks in the third tier for what the first two lack of a request that has been let in.
 
         Args:
             serial: The request.
@@ -156,7 +156,7 @@ class HierarchicalCache:
         return self.storage.prefetch(serial, chain.pages[cached + len(found) :])
 
     def settle(self, serial: int) -> None:
-        """A request has started (its :meth:`load` was the last), or has ended before that."""
+        """Frees what was kept for a request that has started (its :meth:`load` was the last) or ended before."""
         fetched = None if self.storage is None else self.storage.settle(serial)
         if self._given:
             self._started.append(CacheLoad(serial, self._given, *(fetched or ())))
@@ -263,10 +263,10 @@ class HierarchicalCache:
             self.counters.store_failures += len(entries)
 
     def check(self) -> None:
-        """Compares everything with everything; for tests.
+        """Checks that all its records agree; for tests.
 
         Raises:
-            AssertionError: Something is wrong.
+            AssertionError: They do not.
         """
         self.host.check()
         stores = [*self._stores.values(), self._next]
@@ -293,7 +293,7 @@ class HierarchicalCache:
         return known
 
     def _store(self, pages: PageIds) -> None:
-        """Has those of the tree's pages copied that the second tier does not have."""
+        """Has those of ``pages``, which are the tree's, copied that the second tier lacks."""
         place = {self._name(page).key: page for page in pages.tolist()}
         wanted = [self._name(page) for page in pages.tolist() if not self.host.has(self._name(page).key)]
         reserved = self.host.reserve(wanted)

@@ -1,10 +1,10 @@
 """Which host page holds what: the ledger and the index of the second tier. Integers only; the memory is ``host_pool.py``.
 
 Algorithm: a dictionary from page hash to entry, and the same page ledger as the device's. An entry is *written* first (its page
-is owned by a transfer), then *ready* (owned by the cache) and only then found. Least recently used entries that nobody pins go
-first, and never one whose continuation is here too: what is left of a sequence is a prefix of it.
+is owned by a transfer), then *ready* (owned by the cache) and only then found. Eviction takes the least recently used entry that
+is not pinned and has no continuation here: what is left of a sequence is a prefix of it.
 
-Complexity: O(1) a page to find, reserve or drop, O(log entries) to evict. Bound: one entry a host page.
+Complexity: O(1) for each page found, reserved or dropped, O(log entries) for each evicted. Bound: one entry for each host page.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sapwood_worker.records.kv_events import BlockRemoved, BlockStored
 
 @dataclass(slots=True, eq=False)
 class HostPage:
-    """An entry.
+    """An entry of the index.
 
     Attributes:
         name: What it holds.
         page: Its page id.
         ready: Whether its content is in place; until then it is being written.
-        pins: How many rely on its content: it is not evicted meanwhile.
-        doomed: Whether it goes as soon as nobody relies on it, and is not found meanwhile.
-        created: See ``eviction.Candidate``, like the next three.
+        pins: How many users rely on its content; above 0 it is not evicted.
+        doomed: Whether it is dropped as soon as it is not pinned, and not found meanwhile.
+        created: As in ``eviction.Candidate``, like ``used``, ``hits`` and ``queued``.
     """
 
     name: PageName
@@ -73,7 +73,7 @@ class HostPages:
         return self._allocator.num_free
 
     def announce(self, events: KvEventLog) -> None:
-        """From now on ``events`` takes note of what comes and goes; called before anything does."""
+        """Has ``events`` record what enters and leaves; called while there are no entries."""
         self._events = events
 
     def has(self, key: PageKey) -> bool:
@@ -112,7 +112,7 @@ class HostPages:
         Returns:
             One entry for each page that was not here yet, in order, or for as many of the first as there is room.
         """
-        # Keyed by the hash: of two that collide the first is taken.
+        # Keyed by the hash: the first of two pages that collide is taken.
         new = {name.key.hash: name for name in reversed(wanted) if name.key.hash not in self._entries}
         self._evict(len(new) - self._allocator.num_free)
         count = min(len(new), self._allocator.num_free)
@@ -127,7 +127,7 @@ class HostPages:
         return reserved
 
     def written(self, entries: Sequence[HostPage]) -> None:
-        """The content of reserved entries is in place: from now on they are found."""
+        """Makes reserved entries ready, whose content is in place: from now on they are found."""
         self._allocator.move([entry.page for entry in entries], TRANSFER, CACHE)
         self.num_ready += len(entries)
         for entry in entries:
@@ -139,7 +139,7 @@ class HostPages:
                 self._events.add(BlockStored(name.key.hash, name.parent, name.token_ids, "CPU_TIER1", name.lora))
 
     def abandon(self, entries: Sequence[HostPage]) -> None:
-        """The content of reserved entries did not come; nobody writes to their pages any more."""
+        """Frees reserved entries whose content did not come; nobody writes to their pages any more."""
         self._allocator.free([entry.page for entry in entries], TRANSFER)
         for entry in entries:
             assert not entry.ready
@@ -161,7 +161,7 @@ class HostPages:
             self._offer(entry)
 
     def clear(self) -> None:
-        """No ready entry is found any more; each is dropped, now or as soon as nobody pins it or anything after it."""
+        """Drops every ready entry, at once or as soon as neither it nor its continuation is pinned; none is found any more."""
         ready = [entry for entry in self._entries.values() if entry.ready]
         for entry in ready:
             entry.doomed = True
@@ -205,7 +205,7 @@ class HostPages:
         self._release(doomed)
 
     def _release(self, entries: Iterable[HostPage]) -> None:
-        """Drops those that are doomed and evictable, and what is before them as far as the same is true of it."""
+        """Drops those entries that are doomed and evictable, and the entries before them that are so too."""
         gone: list[HostPage] = []
         for entry in entries:
             at: HostPage | None = entry

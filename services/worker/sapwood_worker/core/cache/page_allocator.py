@@ -1,13 +1,12 @@
 """The page ledger: every page of the pool has exactly one owner: nobody, the prefix cache, a transfer or one request.
 
-Algorithm: a stack of free page ids and, beside it, one owner and one epoch a page in numpy arrays. Taking and giving back n
-pages is O(n), vectorised; :meth:`check` is O(pages). It is always on: a page that is freed twice, or by who does not own it, or
+Algorithm: a stack of free page ids, and numpy arrays with each page's owner and epoch. Taking and giving back n pages is O(n),
+vectorised; :meth:`check` is O(pages). The checks are always on: a page that is freed twice, or by someone who does not own it, or
 that an owner keeps beyond its end, is an error at that moment and not a wrong token later. The error names the owner and the
-last one the page was allocated for.
+one for whom the page was allocated last.
 
-An epoch counts a page's allocations. What comes later and relies on a page (the end of a step in flight or of a transfer) carries
-a :class:`PageHandle` and has it confirmed, so that a page that was given away meanwhile is noticed, even if its new owner is the
-old one.
+A page's epoch counts its allocations. Code that relies on a page later (at the end of a step in flight or of a transfer) holds
+a :class:`PageHandle` and has it confirmed: that finds a page that was given away meanwhile, even if its new owner is the old one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FREE = -1
 CACHE = -2
 """Owner of a page that the prefix cache holds. Requests own pages under their slot, 0 and up."""
 TRANSFER = -3
-"""Owner of a page that a transfer is writing: what it holds is not there yet."""
+"""Owner of a page that a transfer is writing: its content is not there yet."""
 
 PageIds = npt.NDArray[np.int32]
 
@@ -78,7 +77,7 @@ class PageAllocator:
     def allocate(self, count: int, owner: int) -> PageIds:
         """Takes ``count`` free pages for an owner; the caller has made sure that there are as many.
 
-        Each page's epoch goes up by one: handles of before are stale.
+        Each page's epoch goes up by one, which makes older handles stale.
         """
         if count > self._num_free:
             raise LedgerError(f"{count} pages asked for {self.name_of(owner)}, {self._num_free} are free")
@@ -137,7 +136,7 @@ class PageAllocator:
         """Checks that a handle's pages have not been allocated again since it was made. O(pages of it), vectorised.
 
         Raises:
-            LedgerError: One has; it names for whom.
+            LedgerError: One has; the message names its new owner.
         """
         stale = self._epoch[handle.pages] != handle.epochs
         if stale.any():
@@ -148,7 +147,7 @@ class PageAllocator:
         return np.flatnonzero(self._owner != FREE).astype(np.int32)
 
     def describe(self, pages: PageIds) -> str:
-        """Some pages, for errors: ids, whose they are and for whom they were allocated last."""
+        """Some pages, for errors: ids, owners, and for whom they were allocated last."""
         owners = sorted({self.name_of(owner) for owner in self._owner[pages].tolist()})
         return (
             f"{pages.tolist()} of {', '.join(owners)}, allocated for {', '.join(sorted(set(self._borrowers[pages])))}"
@@ -175,7 +174,7 @@ class PageAllocator:
 
         Args:
             owners: int32 [num_pages], the owner of each page as found outside.
-            used: How many holdings were found.
+            used: How often a page was found to be owned, over all owners.
 
         Raises:
             LedgerError: They disagree.

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 
 class PageTable:
-    """One row of page ids a running request.
+    """One row of page ids for each running request.
 
     Attributes:
         rows: int32 [max_running, max_pages]; entry i of a row holds positions ``i * page_size`` .. ``(i + 1) * page_size - 1``.
@@ -27,7 +27,7 @@ class PageTable:
 
     @property
     def num_free(self) -> int:
-        """Rows that nobody has."""
+        """Rows that no request has."""
         return len(self._free_slots)
 
     def open(self) -> int:

@@ -36,10 +36,10 @@ class _Pin:
 
 
 class LowerTiers(Protocol):
-    """What the prefix cache tells the tiers below it, and asks of them. All but ``evicted`` concern one row."""
+    """What the prefix cache tells the tiers below it, and asks of them. All but ``evicted`` and ``dropped`` concern one row."""
 
     def open(self, slot: int, token_ids: array[int], namespace: bytes, pages: PageIds) -> None:
-        """A row begins with these cached pages; what the tiers have of ``token_ids`` beyond them is to be kept for it."""
+        """Keeps, for a row that begins with these cached pages, what the tiers have of ``token_ids`` beyond them."""
         ...
 
     def load(self, slot: int, pages: PageIds) -> int:
@@ -47,30 +47,29 @@ class LowerTiers(Protocol):
         ...
 
     def loaded(self, slot: int) -> None:
-        """The step that filled them is done."""
+        """Notes that the step is done that filled the pages of :meth:`load`."""
         ...
 
     def cached(self, slot: int, token_ids: array[int], start: int, pages: PageIds, new: PageIds) -> None:
-        """The row's pages from entry ``start`` on are cached now, as ``pages``; ``new`` of these were not before."""
+        """Notes that the row's pages from entry ``start`` on are cached now, as ``pages``; ``new`` are those just added."""
         ...
 
     def close(self, slot: int) -> None:
-        """The row ends."""
+        """Frees what is kept for a row that ends."""
         ...
 
     def evicted(self, pages: PageIds) -> None:
-        """These pages, with what is still in them, are about to be given to somebody else."""
+        """Takes what it wants of pages that are about to be given to another owner; their content is still in place."""
         ...
 
     def dropped(self, pages: PageIds) -> None:
-        """As :meth:`evicted`, but what is in them is to be forgotten, not to be kept."""
+        """Forgets pages that are about to be given to another owner, and keeps nothing of their content."""
         ...
 
 
 @dataclass(slots=True)
 class _Row:
-    """Of an open row: the locked end of its shared prefix, how many pages that prefix has, and which pages after it are being
-    filled from the tiers below."""
+    """An open row: the locked end of its shared prefix, that prefix's pages, and the pages being filled from the tiers below."""
 
     node: Node
     shared: int
@@ -87,10 +86,10 @@ class PrefixCache:
         allocator: The ledger.
         page_table: Rows of the running requests.
         page_size: Tokens a page.
-        enabled: See above.
-        eviction: What goes first when room is needed.
+        enabled: Whether anything is kept and found.
+        eviction: What is evicted first when room is needed.
         below: The tiers below; None: there are none.
-        events: Takes note of what comes and goes; None: nobody asks.
+        events: Records what is stored and removed; None: nobody asks.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class PrefixCache:
         return self._tree.probe(self._key(token_ids, 0, self._usable(token_ids)), namespace)
 
     def path(self, token_ids: array[int], namespace: bytes) -> list[int]:
-        """What the prefix that :meth:`open` would find runs through: a number for each node of the tree, from the root."""
+        """The prefix that :meth:`open` would find, as a number for each node of the tree it runs through, from the root."""
         return self._tree.path(self._key(token_ids, 0, self._usable(token_ids)), namespace)
 
     def open(self, slot: int, name: str, token_ids: array[int], namespace: bytes) -> int:
@@ -137,7 +136,7 @@ class PrefixCache:
         Args:
             slot: The row.
             name: What to call its owner in errors.
-            token_ids: All that is known of the sequence.
+            token_ids: All known tokens of the sequence.
             namespace: Within which to look.
 
         Returns:
@@ -153,7 +152,7 @@ class PrefixCache:
         return len(match.pages) * self._page_size
 
     def allocate(self, slot: int, count: int) -> bool:
-        """Adds ``count`` pages to a row, evicting if need be; False, and nothing done, if there are not as many."""
+        """Adds ``count`` pages to a row, evicting if need be; returns False and changes nothing if there are not as many."""
         missing = count - self._allocator.num_free
         if missing > self._tree.num_evictable:
             return False
@@ -172,7 +171,7 @@ class PrefixCache:
         owns the pages.
 
         Returns:
-            The number of tokens that come so.
+            The number of tokens that these pages hold.
         """
         if self._below is None:
             return 0
@@ -185,7 +184,7 @@ class PrefixCache:
         return len(loading) * self._page_size
 
     def written_by(self, slots: list[int], ends: list[int]) -> PageHandle:
-        """A handle of the pages in which rows write the tokens before these positions: what a step computes last of each."""
+        """A handle of the page of each row that holds the token before its position in ``ends``, the last a step computes."""
         places = (np.array(ends, np.intp) - 1) // self._page_size
         return self._allocator.handle(self._table.rows[np.array(slots, np.intp), places])
 
@@ -272,7 +271,7 @@ class PrefixCache:
         """Forgets everything that no running request and no pin holds; returns the number of pages freed.
 
         Args:
-            keep: The tiers below may take what is in them, as when room is made.
+            keep: Whether the tiers below may take the content, as when room is made.
         """
         pages = self._tree.evict(self._tree.num_evictable, reset=True)
         if self._below is not None:
@@ -327,14 +326,14 @@ class PrefixCache:
             ends[pin.node] = ends.get(pin.node, 0) + 1
         cached = self._tree.check(ends)
         owners[cached] = CACHE
-        # That the numbers agree too says that no page stands in two places.
+        # The counts agree too, so that no page stands in two places.
         self._allocator.check_owners(owners, held + len(cached))
 
     def _balance(self, slot: int) -> None:
-        """Compares, after a row's move, how much is locked and cached with what should be. O(1).
+        """Compares, after a change of a row, how much is locked and cached with what should be. O(1).
 
         Raises:
-            LedgerError: A lock or a page was lost, now, by this row.
+            LedgerError: This row has just lost a lock or a page.
         """
         locks = len(self._rows) + len(self._pins)
         if self._tree.num_locks != locks:

@@ -4,8 +4,8 @@ Algorithm: each edge is a run of whole pages (as in SGLang's RadixAttention; a P
 found by the bytes of its first page. A node that a running request relies on is locked, and so are all above it. Only
 unlocked leaves are evicted, from their end, so what is left of a cached sequence is always a prefix of it.
 
-Complexity, for a sequence of n pages: match and insert O(n) bytes compared (in C, a run at a time), lock and unlock O(depth),
-eviction O(log leaves) a node; none depends on how much is cached. Bound: at most one node a page.
+Complexity, for a sequence of n pages: match and insert compare O(n) bytes (in C, a run at a time), lock and unlock take O(depth),
+eviction O(log leaves) for each node; only that depends on how much is cached. Bound: at most one node for each page.
 
 A page at the end that is not full is never in the tree. Namespaces (a tenant's salt, a LoRA) share nothing.
 """
@@ -26,7 +26,7 @@ from sapwood_worker.records.kv_events import AllBlocksCleared, BlockRemoved, Blo
 PageIds = npt.NDArray[np.int32]
 
 TOKEN_BYTES = 4
-"""A key is token ids as native uint32."""
+"""Bytes of a token id in a key, which is a sequence of native uint32."""
 
 _NONE: PageIds = np.empty(0, dtype=np.int32)
 
@@ -73,9 +73,9 @@ class RadixTree:
 
     Args:
         page_size: Tokens a page.
-        eviction: Which leaf goes first.
-        events: Takes note of what comes and goes; None: nobody asks.
-        alone: Whether nothing is cached anywhere once the tree is empty.
+        eviction: Which leaf is evicted first.
+        events: Records what is stored and removed; None: nobody asks.
+        alone: Whether there are no tiers below: once the tree is empty, nothing is cached.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RadixTree:
         self._roots: dict[bytes, Node] = {}
         self._tick = 0
         self.num_locks = 0
-        """Locks taken and not taken back."""
+        """Locks taken and not released."""
         self._pages = 0
         self._evictable = 0
         self._queue: EvictionQueue[Node] = EvictionQueue(POLICIES[eviction], _is_free_leaf)
@@ -205,7 +205,7 @@ class RadixTree:
 
         Args:
             count: How many.
-            reset: Whether all is to be forgotten, not room to be made: if nothing is cached any more that is then announced.
+            reset: Whether this is part of a reset: an AllBlocksCleared is then told if nothing is left.
 
         Returns:
             The pages taken out, int32.

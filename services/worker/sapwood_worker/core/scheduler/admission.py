@@ -1,4 +1,4 @@
-"""Waiting requests become running ones: while rows, budget and pages last, and in their order.
+"""Starts waiting requests, in their order, while rows, budget and pages last.
 
 One that does not fit, or that waits for a prefix which a running request is computing, is not overtaken. Where priorities
 count, running requests of a lower level are sent back to make room for the first in order. O(waiting) a step that may admit.
@@ -21,14 +21,14 @@ class Admission:
     Args:
         waiting: The queue.
         running: The batch.
-        order: Who is next.
+        order: Says which request is next.
         fairness: Is charged with what is admitted.
         retraction: Makes room for higher priorities.
         ratio: What requests are expected to generate.
-        tiers: The KV cache's lower tiers, told who waits for them no more.
+        tiers: The KV cache's lower tiers, told which requests no longer wait for them.
 
     Attributes:
-        prompt_tokens: Of all prompts that have been admitted.
+        prompt_tokens: Tokens of all prompts that have been admitted.
         cached_tokens: Of these, those found in the prefix cache.
     """
 
@@ -57,10 +57,10 @@ class Admission:
 
         Args:
             step: The number of the step being planned.
-            in_flight: Whether a step is, so that nothing can be retracted.
+            in_flight: Whether a step is in flight, so that nothing can be retracted.
 
         Returns:
-            Whether it would have to be done, but a step is in flight.
+            Whether a request would have to be retracted, but a step is in flight.
         """
         running = self._running.requests
         if not self._order.by_priority or not running or not len(self._waiting):

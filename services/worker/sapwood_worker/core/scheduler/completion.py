@@ -1,4 +1,4 @@
-"""What a sampled token does to its request: it is appended, with those that a grammar forces, may end it, and is reported.
+"""Appends a sampled token to its request, with those that a grammar then forces; ends the request if it must; reports.
 
 O(1) a token. Forced tokens are computed in the next step together, as a chunk of a prompt is.
 """
@@ -21,7 +21,7 @@ def stop_tokens(sampling: SamplingParams, eos_token_ids: frozenset[int]) -> froz
 def may_jump(request: Request) -> bool:
     """Whether tokens that the request's grammar forces may be appended without asking the model.
 
-    Not where the model's logits are asked for, nor where the runner counts each token (penalties) or bans some.
+    They may not if log probabilities are asked for, or if the runner counts tokens (penalties) or bans some.
     """
     sampling = request.sampling
     unbiased = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.0, 0.0, 1.0)
@@ -35,9 +35,9 @@ def take_token(request: Request, token: int, logprobs: TokenLogprobs | None = No
     The caller ends the request if the answer has a ``finish_reason``.
 
     Args:
-        request: Whose it is. Mutated.
+        request: The token's request. Mutated.
         token: -1: the model's logits were not finite numbers; the request has failed and nothing more of it is shared.
-        logprobs: Of the token, if asked for.
+        logprobs: The token's log probabilities, if asked for.
     """
     if token < 0:
         request.shared = False

@@ -1,4 +1,4 @@
-"""What a scheduler must know."""
+"""The configuration of a scheduler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class SchedulerConfig:
     """The limits, the model's facts and the choices.
 
     Attributes:
-        page_size: Tokens a page.
+        page_size: Tokens in a page.
         num_pages: Pages in the pool.
         context_length: Most tokens of prompt and output together.
         eos_token_ids: The model's end tokens.
@@ -28,7 +28,7 @@ class SchedulerConfig:
             called after each step.
         whole_prompts: Whether a prompt must be computed in one step, however long it is.
         jump_forward: Whether a token that a grammar forces is appended without asking the model.
-        conservativeness: How much of the pages that running requests are expected to need is kept for them at admission.
+        conservativeness: Factor on the pages that admission keeps for what running requests are expected to generate.
     """
 
     page_size: int

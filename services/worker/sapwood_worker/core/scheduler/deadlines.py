@@ -1,6 +1,6 @@
 """When waiting and running requests must end: a heap, with entries of ended requests dropped as they come up.
 
-O(log n) a request. Bound: as entries of ended requests outnumber the others it is built anew.
+O(log n) for each request. Bound: when entries of ended requests outnumber the others, the heap is built anew.
 """
 
 from __future__ import annotations

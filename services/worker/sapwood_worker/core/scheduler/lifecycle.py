@@ -1,6 +1,6 @@
-"""How a request comes to the scheduler and how it goes: let in or refused, aborted, expired, ended. Each ends exactly once.
+"""How requests enter and leave the scheduler: let in or refused, aborted, expired, ended. Each ends exactly once.
 
-O(1) each, but for what the cache's third tier is asked when one comes and what its pages take when it goes.
+Complexity: O(1), but for a lookup in the cache's third tier when a request comes and O(its pages) when it goes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Lifecycle:
 
     Args:
         config: The scheduler's.
-        limit: Most tokens of a request, prompt and output.
-        waiting: Where they go first.
-        running: Where admission takes them.
+        limit: Most tokens of a request, prompt and output together.
+        waiting: The queue of requests that were let in.
+        running: The batch that admission moves them to.
         fairness: Is told which tenants are busy.
         cache: The prefix cache.
         tiers: The KV cache's lower tiers; None: there are none.
@@ -102,7 +102,7 @@ class Lifecycle:
         return True
 
     def expire(self, now: float) -> list[RequestOutput]:
-        """Ends the requests whose deadline has passed by now, as :meth:`abort` does; what they get."""
+        """Ends the requests whose deadline has passed by ``now``, as :meth:`abort` does; returns their last outputs."""
         outputs: list[RequestOutput] = []
         for serial in self._deadlines.passed(now):
             request = self.requests.get(serial)

@@ -24,7 +24,7 @@ def measure_load(
     forced_tokens: int,
 ) -> Load:
     """The load now; changes nothing."""
-    # As ``remaining``, which would take longer than all else here.
+    # Computes ``Request.remaining``, whose calls would take longer than all else here.
     left = [len(each.token_ids) + each.unknown - each.planned for each in running.requests]
     load = Load(
         running_requests=len(running),

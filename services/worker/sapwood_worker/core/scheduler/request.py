@@ -24,19 +24,19 @@ class Request:
     much of it has its KV in place, and a step that reaches the end samples the next token.
 
     Attributes:
-        serial: What the scheduler knows it by, unique for ever.
-        request_id: What its client calls it, for messages to people.
+        serial: Its unique number, never used again.
+        request_id: The client's name for it, for messages to people.
         token_ids: Prompt and output so far, uint32.
         prompt_length: Tokens of the prompt.
         sampling: How to sample, and when to end.
         namespace: Requests of different namespaces share no cached pages.
-        priority: The higher goes first, where priorities count.
-        tenant: Who it is for; tenants get equal shares.
-        deadline: By the scheduler's clock: it ends then, wherever it stands; None: never.
-        pooling: How its hidden states become an embedding, which is then all it gets; empty: it generates.
-        pooled: What the chunks so far brought.
-        whole: Whether it must be computed in one step.
-        grammar: What the output must match; stays while the request waits or is retracted, closed when it ends.
+        priority: Higher goes first, where the policy heeds priorities.
+        tenant: On whose behalf it runs; tenants get equal shares.
+        deadline: When it ends, finished or not, in seconds on the scheduler's clock; None: never.
+        pooling: How its hidden states become an embedding, which is then its only output; empty: it generates.
+        pooled: float32 [hidden_size]: the hidden states of its chunks so far, pooled.
+        whole: Whether its prompt must be computed in one step.
+        grammar: What the output must match; kept while the request waits or is retracted, closed when it ends.
         max_length: Tokens of prompt and output at which it ends at the latest; set when it is let in.
         computed: Leading tokens whose KV is in the request's pages.
         cached: Prompt tokens found in the prefix cache when the request first ran; None before.
@@ -44,35 +44,27 @@ class Request:
         arrival: Order of arrival.
         queued_at: Step at which it was last put into the queue.
         waited: Steps that it waited in the queue before it ran last.
-        rank: Set when it is admitted; the lower it is the later it is retracted.
+        rank: Set when it is admitted; requests of lower rank are retracted later.
         retractions: How often it was sent back to the queue.
         capacity: Tokens that its pages hold; 0 without a row.
         stops: The tokens that end it; set when it is let in.
         jumps: Whether tokens that its grammar forces are appended without asking the model; set when it is let in.
         part: What the runner was told of it last; set with the row.
-        spare: The same of the step before, to be written for the next.
-        over: It has ended for its client, but steps in flight still compute it: it keeps its row until they are done.
-        planned: As ``computed``, steps in flight included.
+        spare: What the runner was told in the step before, to be overwritten for the next.
+        over: Whether it has ended for its client while steps in flight still compute it: it keeps its row until they are done.
+        planned: ``computed`` and the tokens that steps in flight compute.
         in_flight: Steps in flight that compute it.
         unknown: Tokens that steps in flight sample for it; 0 or 1 when a step is planned.
-        shared: Whether what is computed of it may be shared when it ends.
-        held: It waits for pages that are being fetched and is not to be admitted meanwhile.
-        output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of before.
+        shared: Whether its pages may stay in the prefix cache when it ends.
+        held: Whether it waits for pages that are being fetched; it is not admitted meanwhile.
+        output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of an earlier try.
         admission: Unique for each time it is given a row.
-        prompt_logprobs: Those that no output carried yet.
+        prompt_logprobs: Log probabilities of the prompt that no output has carried yet.
 
     Args:
-        serial: See above.
-        request_id: See above.
         prompt: Token ids, at least one.
-        sampling: See above.
-        namespace: See above.
-        grammar: See above.
-        output_tokens: So many of the prompt, at its end, are output of before.
-        priority: See above.
-        tenant: See above.
-        deadline: See above.
-        pooling: See above.
+        output_tokens: How many of the last tokens of ``prompt`` are output of an earlier try.
+        serial, request_id, sampling, namespace, grammar, priority, tenant, deadline, pooling: The attributes of these names.
     """
 
     __slots__ = (
@@ -192,7 +184,7 @@ class Request:
         return self.token_ids if self.wanted_prompt_logprobs is None else self.token_ids[: self._scored + 1]
 
     def add_pooled(self, start: int, chunk: npt.NDArray[np.float32]) -> None:
-        """Joins what the chunk from ``start`` on brings with what the chunks before it brought."""
+        """Adds the pooled hidden states, float32 [hidden_size], of the chunk from ``start`` on to those before it."""
         if self.pooled is None or start == 0 or self.pooling == "last":
             self.pooled = chunk
         elif self.pooling == "mean":
@@ -200,12 +192,12 @@ class Request:
 
     @property
     def embedding(self) -> bytes:
-        """What its chunks came to, native float32; all of them must be there."""
+        """The embedding as native float32; all of its chunks must have been added."""
         assert self.pooled is not None
         return (self.pooled / (self.prompt_length if self.pooling == "mean" else 1)).astype(np.float32).tobytes()
 
     def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
-        """Adds those of the prompt tokens after ``start``; the first of them may be there already, from before a retraction."""
+        """Adds those of the prompt tokens after ``start``; skips those that are there already, from before a retraction."""
         new = logprobs[self._scored - start :]
         self._scored += len(new)
         self.prompt_logprobs += new

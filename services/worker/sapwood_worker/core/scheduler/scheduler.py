@@ -4,11 +4,11 @@ Algorithm (iteration-level scheduling as in Orca, chunked prefill as in Sarathi-
 token of every request that decodes, then fills its token budget with chunks of prompts, running requests before waiting
 ones. Waiting requests are admitted in order (``admission_order.py``) while rows, budget and pages last; one that does not fit, or
 that waits for a prefix which a running request is computing, is not overtaken. When pages run out, prefixes nobody uses are
-evicted; if that is not enough, requests are retracted (``retraction.py``, where it stands why every request ends). Where
+evicted; if that is not enough, requests are retracted (``retraction.py`` says why every request ends all the same). Where
 priorities count, requests are also retracted to make room for one of a higher priority.
 
-Complexity: a step costs O(running) and what the radix tree takes for the admitted prompts; it does not depend on the number of
-cached tokens. Bound: at most ``max_running`` rows and ``max_waiting`` queued requests.
+Complexity: a step costs O(running), and O(pages) of the admitted prompts in the radix tree, however much is cached. Bound: at
+most ``max_running`` rows and ``max_waiting`` queued requests.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Scheduler:
     ``schedule`` and ``update`` alternate, or ``schedule`` runs ahead of ``update`` by one step.
 
     Args:
-        config: See :class:`SchedulerConfig`.
-        clock: Seconds; what the deadlines of requests go by.
+        config: Its limits and choices.
+        clock: Seconds, the clock of the requests' deadlines.
         tiers: The KV cache's tiers below the device's pages; None: there are none.
     """
 
@@ -154,7 +154,7 @@ class Scheduler:
         return self._lifecycle.abort(serial)
 
     def expire(self) -> list[RequestOutput]:
-        """Ends the requests whose deadline has passed, as :meth:`abort` does; what they get."""
+        """Ends the requests whose deadline has passed, as :meth:`abort` does; returns their last outputs."""
         self._cache.expire_pins(self._clock())
         return self._lifecycle.expire(self._clock())
 
@@ -179,10 +179,10 @@ class Scheduler:
         return len(self._in_flight) < 2 and not any(step.awaits_grammar for step in self._in_flight)
 
     def schedule(self) -> SchedulerOutput:
-        """Plans the next step; it is false if there is nothing to do, or nothing until :meth:`update`.
+        """Plans the next step; the result is false if there is nothing to do, or nothing until :meth:`update`.
 
-        With a step in flight (``plans_ahead`` must be true then) the next one goes on where that one will end: its tokens are
-        taken to be no end tokens. What this computes too much is thrown away, and no request is retracted meanwhile.
+        With a step in flight (``plans_ahead`` must be true then) the next one goes on where that one will end, as if it sampled
+        no end tokens. What is computed in vain is thrown away, and no request is retracted meanwhile.
         """
         assert self.plans_ahead, "a step in flight was not updated"
         for serial in self._tiers.poll() if self._tiers is not None else ():
@@ -251,7 +251,7 @@ class Scheduler:
         )
 
     def fail_step(self, error: str) -> list[RequestOutput]:
-        """The steps in flight came to nothing: ends their requests, and nothing more of them is shared."""
+        """Ends the requests of the steps in flight, which have failed; nothing more of them is put into the cache."""
         outputs: list[RequestOutput] = []
         failed = {request.serial: request for step in self._in_flight for request in step.requests}
         self._in_flight.clear()
@@ -264,24 +264,24 @@ class Scheduler:
         return outputs
 
     def flush_cache(self) -> int:
-        """Forgets what no running request and no pin holds, on the device and in the host's memory, but not in a store, which is
-        others' as well; returns the number of device pages freed."""
+        """Forgets what no running request and no pin holds, on the device and in the host's memory, but not in a store, which
+        other workers share; returns the number of device pages freed."""
         freed = self._cache.flush()
         if self._tiers is not None:
             self._tiers.clear_host()
         return freed
 
     def clear_device(self) -> int:
-        """The same of the device alone; the host's memory takes what it is to have when the device makes room."""
+        """Forgets it on the device alone; as in an eviction, the host's memory may take it. Returns the number of pages freed."""
         return self._cache.flush(keep=True)
 
     def pin(self, name: str, token_ids: Sequence[int], namespace: bytes = b"", seconds: float | None = None) -> int:
         """Keeps what is cached of a prefix from eviction until it is unpinned or its time is over.
 
         Args:
-            name: What to call it; what was pinned under this name before no longer is.
+            name: The pin's name; an older pin of this name is replaced.
             token_ids: The prefix.
-            namespace: Of the requests that are to find it.
+            namespace: The namespace of the requests that are to find it.
             seconds: For how long; None: until it is unpinned.
 
         Returns:
@@ -326,10 +326,10 @@ class Scheduler:
         self._cache.check_idle()
 
     def check(self) -> None:
-        """Checks everything against everything, page by page; for tests.
+        """Checks that requests, batch, cache and ledger agree, page by page; for tests.
 
         Raises:
-            AssertionError: Something is wrong.
+            AssertionError: They do not.
         """
         self._cache.check()
         if self._tiers is not None:
@@ -347,7 +347,7 @@ class Scheduler:
     def _take_chunk(
         self, request: Request, count: int, samples: bool, index: int, output: ModelOutput
     ) -> RequestOutput | None:
-        """A chunk of a prompt has been computed, the step's ``index``-th part; what the request gets."""
+        """Takes a computed chunk of a prompt, the step's ``index``-th part; returns the request's outputs."""
         start = request.computed
         if index in output.prompt_logprobs:
             request.add_prompt_logprobs(start, output.prompt_logprobs[index])
@@ -370,7 +370,7 @@ class Scheduler:
         if taken is not None and taken.finish_reason is not None:
             self._lifecycle.end(request)
         if request.state is RequestState.RUNNING:
-            self._running.commit(request)  # who shares the prompt finds it from now on
+            self._running.commit(request)  # other requests find the prompt from now on
         return taken
 
     def _match_length(self, request: Request) -> int:

@@ -24,7 +24,7 @@ _ALLOWED = {
 
 
 class IllegalTransitionError(AssertionError):
-    """A request was about to go where it cannot go from where it is. A bug of ours."""
+    """A request was about to make a transition that does not exist. A bug of ours."""
 
 
 def check_transition(request_id: str, old: RequestState, new: RequestState) -> None:

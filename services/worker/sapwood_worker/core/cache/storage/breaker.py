@@ -1,4 +1,4 @@
-"""A circuit breaker for one store: after failures in a row nothing is asked of it for a while, then one probe."""
+"""A circuit breaker for one store: after failures in a row no call is made for a while, then one probe."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CircuitBreaker:
         return self._failures >= _FAILURES and (self._probing or self._clock() < self._until)
 
     def allow(self) -> bool:
-        """Whether a call may be made now; if so its end must be told."""
+        """Whether a call may be made now; the caller then reports :meth:`succeeded` or :meth:`failed`."""
         if self.is_open:
             return False
         self._probing = self._failures >= _FAILURES

@@ -12,9 +12,9 @@ from sapwood_worker.core.cache.storage.breaker import CircuitBreaker
 from sapwood_worker.core.cache.storage.executor import Executor
 
 NEVER = 1 << 40
-"""A number of pages that no request has."""
+"""A number of pages that no request reaches: nothing is fetched."""
 CALL_SECONDS = 10.0
-"""A call that takes longer counts as failed, whether or not it ends some day."""
+"""Seconds after which a call counts as failed, even if it ends later."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,13 +24,13 @@ class _Call:
 
 
 class Connection:
-    """Makes calls to a store elsewhere and takes their ends here; keeps the circuit breaker told.
+    """Has an executor make calls to a store, takes their results, and tells the circuit breaker.
 
     Args:
         backend: The store.
         executor: Where calls run.
-        namespace: Of all object names; see ``record.namespace_of``.
-        min_pages: Fewer than this are computed sooner than fetched; NEVER: that is always so.
+        namespace: The prefix of all object names (``record.namespace_of``).
+        min_pages: Fewer pages than this are computed faster than fetched; NEVER: nothing is fetched.
         clock: Seconds, monotonic.
         store_id: Names the store, for all who share it.
     """
@@ -86,7 +86,7 @@ class Connection:
         self._executor.submit(timed, ended, urgent=urgent)
 
     def poll(self) -> None:
-        """Takes the ends of calls and notices those that take too long."""
+        """Takes the results of calls, and counts those as failed that take too long."""
         self._executor.poll()
         now = self._clock()
         for call in self._calls:
@@ -99,7 +99,7 @@ class Connection:
         self._executor.wait(seconds)
 
     def close(self) -> None:
-        """No call follows; :meth:`poll` goes on until none is pending, then :meth:`release`."""
+        """Ends it: no call follows. The caller goes on with :meth:`poll` until none is pending, then :meth:`release`."""
         self._executor.close()
 
     def release(self) -> None:

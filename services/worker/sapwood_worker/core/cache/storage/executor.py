@@ -17,7 +17,7 @@ Done = Callable[[Any, Exception | None], None]
 
 
 class Executor(Protocol):
-    """Runs jobs elsewhere and their consequences here."""
+    """Runs jobs elsewhere, and calls back with their results in the caller's thread."""
 
     def submit(self, job: Job, done: Done, *, urgent: bool) -> None:
         """Has ``job`` run, urgent ones first; ``done`` is called in a later :meth:`poll`. Never waits."""
@@ -32,12 +32,12 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """No job follows. What has not been started ends with an error; :meth:`poll` goes on until all have ended."""
+        """Ends it: no job follows. Jobs not started yet end with an error; the caller goes on with :meth:`poll`."""
         ...
 
 
 class ThreadExecutor:
-    """Implements :class:`Executor` with daemon threads: one that hangs in a store for ever keeps nobody from exiting.
+    """Implements :class:`Executor` with daemon threads: one that hangs in a store does not keep the process from exiting.
 
     Args:
         threads: How many.

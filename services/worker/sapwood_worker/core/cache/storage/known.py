@@ -1,7 +1,7 @@
-"""What a worker knows the store to hold, so that it can tell in its KV events (medium CPU_TIER2).
+"""What a worker knows the store to hold, so that its KV events can tell of it (medium CPU_TIER2).
 
-The store is shared and others remove from it: this is what the worker has written, read or found there and not missed since,
-never all of it. An object is known only while the page before it is, so that what is known of a prompt is a prefix.
+The store is shared and others remove from it: a page is known if the worker has written, read or found it and not missed it
+since. It is known only while the page before it is, so that what is known of a prompt is a prefix.
 
 Algorithm: a tree by parent hashes. Beyond the bound the least recently seen leaf goes; a page that turns out to be missing goes
 with all that follow it. Complexity: O(1) a page to add or touch, O(log pages) to drop. Bound: ``most`` pages.
@@ -20,7 +20,7 @@ from sapwood_worker.records.kv_events import BlockRemoved, BlockStored
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """A page; see ``eviction.Candidate`` for the last four."""
+    """A page; the last four fields are those of ``eviction.Candidate``."""
 
     hash: bytes
     parent: bytes
@@ -52,11 +52,11 @@ class KnownObjects:
         return name in self._pages
 
     def announce(self, events: KvEventLog) -> None:
-        """From now on ``events`` takes note of what comes and goes; until then nothing is remembered."""
+        """Has ``events`` record what becomes known and unknown; until then nothing is remembered."""
         self._events = events
 
     def add(self, names: Sequence[PageName]) -> None:
-        """The store has these pages; those that follow an unknown one are passed over."""
+        """Notes that the store has these pages; those that follow an unknown one are passed over."""
         if self._events is None:  # nobody asks
             return
         self._tick += 1
@@ -80,7 +80,7 @@ class KnownObjects:
         self._tell(removed)
 
     def forget(self, name: PageName) -> None:
-        """The store lacks this page: it and all that follow it are not known any more."""
+        """Forgets a page that the store lacks, and all that follow it."""
         page = self._pages.get(name.key.hash)
         if page is None:
             return
@@ -92,7 +92,7 @@ class KnownObjects:
         self._tell([each.hash for each in reversed(order)])
 
     def clear(self) -> None:
-        """Nothing is known any more."""
+        """Forgets everything."""
         self._tell([*reversed(self._pages)])  # a dict keeps its order, and a page is added after its parent
         self._pages.clear()
 
@@ -100,7 +100,7 @@ class KnownObjects:
         """Compares the tree with itself; for tests.
 
         Raises:
-            AssertionError: It is none, or holds too much.
+            AssertionError: It is not a tree, or holds too many pages.
         """
         assert len(self._pages) <= self._most
         for page in self._pages.values():

@@ -24,7 +24,7 @@ from sapwood_worker.core.cache.storage.url import StorageUrl
 _CONNECT_SECONDS = 2.0
 _SETUP_SECONDS = 20.0
 _BUFFER_BYTES = 16 << 20
-"""Of the client's own, for calls that bring no registered memory; ours all do."""
+"""Bytes of the client's own buffer, for calls without registered memory; all of ours bring it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +80,14 @@ class MooncakeStorage:
     """
 
     def __init__(self, options: MooncakeOptions, patience: float = _SETUP_SECONDS) -> None:
-        os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # it tells of every connection else
+        os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # below that it logs every connection
         try:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
             raise StorageError(
                 f"Mooncake is not installed here ({error}): pip install 'sapwood[mooncake]', and libibverbs1, libcurl4, libnuma1"
             ) from error
-        # When nobody answers it, the engine tries for minutes, holding the interpreter all the while.
+        # Without an answer the engine would try for minutes, holding the interpreter's lock all the while.
         own_address = _expect_answer(options.master)
         metadata = urlsplit(options.metadata)
         if metadata.scheme in ("http", "https"):
@@ -148,7 +148,7 @@ _NOT_FOUND = -704
 
 
 def _expect_answer(address: str) -> str:
-    """Fails unless somebody answers there; returns our own address on that way."""
+    """The local address of a connection to ``address``. Raises StorageError if nobody answers there."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS) as connection:
@@ -169,10 +169,10 @@ sys.exit(min(255, abs(code)))
 
 
 def _try_out(options: MooncakeOptions, own_address: str, patience: float) -> None:
-    """Fails unless the store takes a client in a process of its own: one that hangs there holds up nobody here.
+    """Tries, in a process of its own that may hang, whether the store takes a client.
 
     Raises:
-        StorageError: It does not, or not in time.
+        StorageError: It does not within ``patience`` seconds.
     """
     arguments = (own_address, options.metadata, options.protocol, options.devices, options.master)
     try:

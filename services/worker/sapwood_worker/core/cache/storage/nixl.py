@@ -30,7 +30,7 @@ from sapwood_worker.core.cache.storage.url import StorageUrl
 
 Plugin = Literal["POSIX", "OBJ"]
 Target = tuple[int, int, int, str]
-"""What NIXL calls a descriptor: offset, bytes, file descriptor or number, object's name."""
+"""A descriptor of NIXL's: offset, bytes, file descriptor or number, object's name."""
 
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 1e-3
 _ASKED_AT_ONCE = 16
@@ -48,7 +48,7 @@ class NixlAgent:
     """
 
     def __init__(self, plugin: Plugin, settings: Mapping[str, str]) -> None:
-        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # what goes wrong comes back as an error
+        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # errors are raised as well
         try:
             nixl = _library()
         except ImportError as error:
@@ -61,7 +61,7 @@ class NixlAgent:
             )
             self._agent: Any = nixl.nixl_agent(self._name, config)
             self._agent.create_backend(plugin, dict(settings))
-        except Exception as error:  # of NIXL's own, which have no class in common
+        except Exception as error:  # NIXL's errors have no class in common
             raise StorageError(f"NIXL's plugin {plugin} does not start: {error}") from error
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
@@ -74,16 +74,16 @@ class NixlAgent:
     def move(
         self, way: Literal["READ", "WRITE"], targets: Sequence[Target], buffers: Sequence[memoryview]
     ) -> list[bool]:
-        """Moves bytes between targets and buffers of their size. When it returns nothing is under way any more.
+        """Moves bytes between targets and buffers of their size. When it returns, every transfer is over.
 
         Returns:
-            For each whether it was moved. Files are moved together, all or none.
+            Whether each target was moved. Files are moved together, all or none.
 
         Raises:
-            StorageError: None was.
+            StorageError: No target was moved.
         """
-        # OBJ ends a transfer with its first error, while its other objects may still be arriving: so each is one of its own.
-        # POSIX waits for them all.
+        # OBJ ends a transfer at its first error while other objects may still arrive, so each object gets its own transfer.
+        # POSIX waits for all files of a transfer.
         size, kind = (len(targets), "FILE") if self._plugin == "POSIX" else (1, "OBJ")
         errors: list[Exception] = []
         try:
@@ -123,7 +123,7 @@ class NixlAgent:
         buffers: Sequence[memoryview],
         errors: list[Exception],
     ) -> Any:
-        """A transfer under way; None: it could not begin, see the errors."""
+        """Begins a transfer; returns None, and adds to ``errors``, if that failed."""
         agent = self._agent
         try:
             here = agent.get_xfer_descs([(_address(buffer), len(buffer), 0) for buffer in buffers], "DRAM")
@@ -141,7 +141,7 @@ class NixlAgent:
         return transfer
 
     def _end(self, transfer: Any, errors: list[Exception]) -> bool:
-        """Waits until a transfer is over; whether all of it was moved."""
+        """Waits until a transfer is over; returns whether all of it was moved, and adds to ``errors`` if not."""
         if transfer is None:
             return False
         nap, state = _SHORTEST_NAP, "PROC"
@@ -278,15 +278,15 @@ class NixlObjectStorage:
         """Does nothing: the agent goes with its last reference."""
 
     def _targets(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[Target]:
-        """Numbers are not used again: NIXL knows an object by its number until the transfer has ended."""
+        """The objects' descriptors, each with a new number: NIXL tells objects apart by it until the transfer has ended."""
         return [(0, len(buffer), next(self._numbers), name) for name, buffer in zip(names, buffers, strict=True)]
 
 
 def _library() -> Any:
-    """NIXL's Python interface, of whichever package has it: these plugins do not need the CUDA version to be the right one.
+    """NIXL's Python interface, from whichever package is installed: these plugins work with any CUDA version.
 
     Raises:
-        ImportError: None has.
+        ImportError: No package is.
     """
     for package in ("nixl_cu12", "nixl_cu13"):
         with contextlib.suppress(ImportError):

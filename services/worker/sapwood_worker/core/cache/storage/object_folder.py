@@ -1,4 +1,4 @@
-"""Objects as files in a folder that any number of processes and machines may share; who moves their bytes is not said here.
+"""Objects as files in a folder that any number of processes and machines may share. The backend that uses it moves the bytes.
 
 An object is written beside its place and renamed, so that a reader sees all of it or nothing. Which object is used how
 recently is its file's modification time. When the files outgrow the cap, one process at a time (a lock file sees to it)
@@ -76,8 +76,9 @@ class ObjectFolder:
 
     @contextlib.contextmanager
     def writing(self, names: Sequence[str], sizes: Sequence[int]) -> Iterator[list[int | None]]:
-        """Descriptors to write new objects to, open within the block; None: it is there already. When the block has ended
-        well all of them are there, else none.
+        """Descriptors to write new objects to, open within the block; None: the object is there already.
+
+        If the block ends without an error, all of the objects are there afterwards, else none of the new ones.
 
         Raises:
             StorageError: The folder does not answer or is full, or an OSError ended the block.
@@ -129,12 +130,12 @@ class ObjectFolder:
             os.close(file)
             return None
         if time.time() - status.st_mtime > _TOUCH_SECONDS:
-            with contextlib.suppress(OSError):  # it may belong to somebody else, or be gone by now
+            with contextlib.suppress(OSError):  # another user's, or gone by now
                 os.utime(path)
         return file
 
     def _create(self, path: Path) -> tuple[Path, Path, int] | None:
-        """A new file: where it is, where it belongs, its descriptor; None: it is there."""
+        """A new file: its path, the path it will get, its descriptor; None: the object is there already."""
         if path.is_file():
             return None
         beside = self._writing / uuid.uuid4().hex
@@ -150,7 +151,7 @@ class ObjectFolder:
             with (self._folder / "lock").open("w") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:  # somebody else makes room just now
+                except BlockingIOError:  # another process is making room
                     return
                 self._total = self._make_room()
 

@@ -1,7 +1,7 @@
-"""Opens stores at start-up and at run time, and finds out from how many pages on fetching beats computing.
+"""Opens stores at start-up and at run time, and measures from how many pages on fetching beats computing.
 
 Both are measured: the seconds that computing a token takes, by running some (``measure_prefill``), and the seconds that the store
-takes for one page and for several, on pages made up for it. Fetching n pages takes ``fixed + n * each``; it pays from
+takes for one page and for several test pages. Fetching n pages takes ``fixed + n * each``; it pays from
 ``n > fixed / (seconds to compute a page - each)`` on, and never if the store is slower than the model.
 """
 
@@ -39,9 +39,9 @@ class StorageFacts:
     Attributes:
         pool: The host pages.
         page_size: Tokens a page.
-        identity: What the content of pages depends on besides tokens; may take long.
-        seconds_per_token: What computing a token takes.
-        min_tokens: Fewer than this are not fetched; None: measured.
+        identity: Returns what the content of pages depends on besides tokens; may take long.
+        seconds_per_token: Seconds that computing a token takes.
+        min_tokens: Fewer tokens than this are not fetched; None: measured.
     """
 
     pool: HostPool
@@ -56,7 +56,7 @@ class StorageOpener:
 
     Args:
         tier: The tier.
-        facts: See :class:`StorageFacts`.
+        facts: What it must know of the worker.
         clock: Seconds, monotonic.
     """
 
@@ -90,8 +90,8 @@ class StorageOpener:
         """Detaches the store there is and has this one opened; :meth:`poll` attaches it.
 
         Args:
-            url: See ``factory.parse_storage``.
-            done: Called in :meth:`poll` after the first try, with what went wrong; empty: nothing.
+            url: The store's URL, as ``factory.parse_storage`` takes it.
+            done: Called in :meth:`poll` after the first try, with what went wrong; empty if nothing did.
 
         Raises:
             ConfigError: It is not a store's URL; nothing has changed.
@@ -131,7 +131,7 @@ class StorageOpener:
         connect = parse_storage(self._url)
 
         def ended(connection: Connection | None, error: Exception | None) -> None:
-            if self._executor is not executor:  # another has taken its place
+            if self._executor is not executor:  # another store has taken its place
                 if connection is not None:
                     connection.close()
                     connection.backend.close()
@@ -165,7 +165,7 @@ class StorageOpener:
 
 
 def open_connection(backend: StorageBackend, facts: StorageFacts, clock: Callable[[], float]) -> Connection:
-    """A connection to an open store, measured; blocks.
+    """Measures an open store; returns a connection to it. Blocks.
 
     Raises:
         StorageError: The store does not answer.
@@ -186,7 +186,13 @@ def open_connection(backend: StorageBackend, facts: StorageFacts, clock: Callabl
 
 
 def break_even(fixed: float, each: float, compute: float) -> int:
-    """From how many pages on fetching them is quicker than computing them; all arguments are seconds, the last two a page's."""
+    """The number of pages from which on fetching is faster than computing.
+
+    Args:
+        fixed: Seconds that any read takes.
+        each: Seconds that each page adds.
+        compute: Seconds to compute a page.
+    """
     return NEVER if each >= compute else max(1, math.ceil(fixed / (compute - each)))
 
 
@@ -205,7 +211,7 @@ def measure_prefill(runner: Runner, page_size: int, num_pages: int, most_tokens:
 
 
 def _measure_store(backend: StorageBackend, pool: HostPool, namespace: str) -> tuple[float, float]:
-    """Seconds that any read takes, and each page more; uses the scratch pages."""
+    """Seconds that any read takes, and seconds that each page adds; overwrites the scratch pages."""
     records = [pool.record(pool.num_pages + index) for index in range(SCRATCH_PAGES)]
     for record in records:
         record[:HEADER_BYTES] = bytes(HEADER_BYTES)
@@ -213,7 +219,7 @@ def _measure_store(backend: StorageBackend, pool: HostPool, namespace: str) -> t
     if not all(backend.put(names, records)):
         raise StorageError("the store does not take objects: it may be full")
     seconds = []
-    for count in (1, 1, SCRATCH_PAGES):  # the first warms the way up
+    for count in (1, 1, SCRATCH_PAGES):  # the first one opens connections and is not measured
         began = time.perf_counter()
         if not all(backend.get(names[:count], records[:count])):
             raise StorageError("the store does not give back what was written a moment ago")
@@ -223,14 +229,14 @@ def _measure_store(backend: StorageBackend, pool: HostPool, namespace: str) -> t
 
 
 def _store_id(backend: StorageBackend, pool: HostPool, namespace: str) -> str:
-    """The store's name among those who share it: an object in it, made up by whoever comes first. Uses a scratch page.
+    """The store's id: the content of an object in it, which the first worker to come writes. Overwrites a scratch page.
 
-    A URL would not do: the same folder's name may be another folder elsewhere.
+    A URL would not do: on another machine the same path may be another folder.
     """
     name, record = f"{namespace}/{SCRATCH_PAGES:032x}", pool.record(pool.num_pages)
     if not backend.exists([name]):
         record[:HEADER_BYTES] = uuid.uuid4().bytes.ljust(HEADER_BYTES, b"\0")
-        backend.put([name], [record])  # somebody else's stays if it was quicker
+        backend.put([name], [record])  # if another worker was faster, its object stays
     if not all(backend.get([name], [record])):
         raise StorageError("the store does not give back what was written a moment ago")
     return bytes(record[:16]).hex()

@@ -1,4 +1,4 @@
-"""What makes a host record an object that can be trusted: its header.
+"""The header of a host record, by which whoever reads it from a store checks it.
 
 The header says what the object is (page hash, proof of the tokens, namespace, length) and ends in a checksum over all
 of that and the content. A record that was cut short, changed, mixed up, or written by another model, another layout or
@@ -26,7 +26,7 @@ def namespace_of(*parts: str | int) -> str:
 
 
 def object_name(namespace: str, key: PageKey) -> str:
-    """Where a page's object is kept."""
+    """The name of a page's object in the store."""
     return f"{namespace}/{key.hash.hex()}"
 
 

@@ -1,14 +1,12 @@
 """The third tier as the scheduler sees it: pages go to a store from the second tier and come back while a request queues.
 
-A request that is let in and finds neither in the first nor in the second tier what may be in the store has it
-*prefetched*: the store is asked how many of its next pages it has, host pages are reserved for them, and they are read
-in batches. What has arrived and passed its check is an ordinary page of the second tier, pinned until the request
-starts. Whether the request waits for it: ``best_effort`` no; ``timeout`` until a time that grows with the prompt;
-``wait_complete`` until all is there (a minute at most).
+For a request that is let in, pages that the first two tiers lack are *prefetched*: the store is asked how many of the
+request's next pages it has, host pages are reserved for them, and they are read in batches. What has arrived and passed its
+check is an ordinary page of the second tier, pinned until the request starts. Whether the request waits for it: ``best_effort``
+no; ``timeout`` until a time that grows with the prompt; ``wait_complete`` until all is there (a minute at most).
 
-Nothing here blocks: calls to the store run elsewhere (``executor.py``). Whatever a store does, pages are given back
-when their call has ended and not before, what it returned is checked byte by byte (``record.py``), and a request is
-released in time.
+Nothing here blocks: calls to the store run in other threads (``executor.py``). Whatever a store does, pages are given back
+only when their call has ended, what it returned is checked byte by byte (``record.py``), and a request is released in time.
 
 Bound: prefetches hold at most ``share`` of the host pages, writes to the store pin at most as many again.
 """
@@ -41,9 +39,9 @@ class PrefetchOptions:
     """How requests wait for what is in the store.
 
     Attributes:
-        policy: When pages are written, and how far a prompt is fetched, as the module says.
-        timeout: Of ``timeout``: seconds, whatever the prompt.
-        timeout_per_1k: And seconds more for each 1000 tokens that are looked for.
+        policy: Whether a request waits, as the module says.
+        timeout: Seconds that ``timeout`` waits for any prompt.
+        timeout_per_1k: Seconds that it waits more for each 1000 tokens that are looked for.
         share: The most of the host pages that prefetches hold at once.
     """
 
@@ -55,18 +53,18 @@ class PrefetchOptions:
 
 @dataclass(slots=True)
 class StorageCounters:
-    """What has happened since the start, in pages unless it says otherwise.
+    """What has happened since the start.
 
     Attributes:
-        fetched: Read and good.
-        rejected: Read, but not what they should be.
-        missing: Asked for, but gone.
-        written: Written, or there already.
-        dropped: Not written: too many writes were pending, or the store was failing.
+        fetched: Pages read that passed their check.
+        rejected: Pages read that did not.
+        missing: Pages asked for, but gone.
+        written: Pages written, or there already.
+        dropped: Pages not written: too many writes were pending, or the store was failing.
         skipped: Requests that were not looked up because the store was failing or no host pages were left for it.
         timeouts: Requests that stopped waiting before all was there.
-        seconds_reading: Time that reads took, summed over calls.
-        seconds_writing: The same of writes.
+        seconds_reading: Seconds that reads took, summed over calls.
+        seconds_writing: Seconds that writes took, summed likewise.
     """
 
     fetched: int = 0
@@ -82,7 +80,7 @@ class StorageCounters:
 
 @dataclass(slots=True, eq=False)
 class _Prefetch:
-    """What one waiting request is looking for. Before ``cursor`` nothing is being fetched any more."""
+    """The pages that one waiting request looks for; those before index ``cursor`` are not being fetched any more."""
 
     wanted: list[PageName]
     began: float
@@ -115,7 +113,7 @@ class StorageTier:
     Attributes:
         counters: What has happened so far.
         connection: The attached store; None: there is none.
-        known: What it is known to hold.
+        known: The pages that it is known to hold.
         page_bytes: Bytes of a page's content.
     """
 
@@ -153,18 +151,18 @@ class StorageTier:
 
     @property
     def busy(self) -> bool:
-        """Whether the ends of calls are due soon."""
+        """Whether calls are pending that should end soon: a failing store does not count."""
         return bool(self._closing) or (
             self.connection is not None and self.connection.pending > 0 and not self.connection.breaker.is_open
         )
 
     def attach(self, connection: Connection) -> None:
-        """From now on pages come from and go to this store; the one before is detached."""
+        """Has pages come from and go to this store; detaches the one before."""
         self.detach()
         self.connection = connection
 
     def detach(self) -> None:
-        """From now on there is no store. What is on its way ends by itself."""
+        """Makes no further calls to the store; pending ones end by themselves."""
         if self.connection is not None:
             self.connection.close()
             self._past_failures += self.connection.failures
@@ -193,10 +191,10 @@ class StorageTier:
         return True
 
     def settle(self, serial: int) -> tuple[int, float, float] | None:
-        """A request has started or ended: nothing more is fetched for it, and what was is not kept for it any longer.
+        """Stops fetching for a request that has started or ended, and keeps nothing for it any longer.
 
         Returns:
-            The pages that were, when that began, and when the last had come; None if there were none.
+            How many pages were fetched, and when the first was asked for and the last had come, by the clock; None: no pages.
         """
         prefetch = self._prefetches.pop(serial, None)
         self._held.discard(serial)
@@ -209,7 +207,7 @@ class StorageTier:
         return None
 
     def write(self, entries: Sequence[HostPage]) -> None:
-        """Writes pages that the second tier has to the store, some time."""
+        """Has ready pages of the second tier written to the store; does not wait."""
         connection = self.connection
         if connection is None:
             return
@@ -224,7 +222,7 @@ class StorageTier:
             )
 
     def clear(self, done: Callable[[str], None]) -> None:
-        """Has this model's objects removed from the store; ``done`` is called with what went wrong, in a later :meth:`poll`."""
+        """Has this model's objects removed; a later :meth:`poll` calls ``done`` with what went wrong, empty if nothing did."""
         connection = self.connection
         if connection is None:
             done("no store is attached")
@@ -293,7 +291,7 @@ class StorageTier:
         return len(self._fetching)
 
     def _is_fetching(self, prefetch: _Prefetch) -> bool:
-        """Whether any of its pages is still being fetched, for itself or for another request."""
+        """Whether any page of a prefetch is still being fetched, for its own or another request."""
         if prefetch.looking:
             return True
         while prefetch.cursor < len(prefetch.wanted):
@@ -321,7 +319,7 @@ class StorageTier:
             connection.call(partial(self._get, prefetch, batch), partial(self._got, prefetch, batch), urgent=True)
 
     def _get(self, prefetch: _Prefetch, batch: list[HostPage]) -> _Fetched | None:
-        """Runs elsewhere: reads and checks pages."""
+        """Reads and checks pages, in a thread of the executor."""
         if prefetch.cancelled:
             return None
         began = self._clock()
@@ -335,7 +333,7 @@ class StorageTier:
         ]
         bad = [name for name, there, fine in zip(names, read, good, strict=True) if there and not fine]
         if bad:
-            with contextlib.suppress(StorageError):  # else it would be in the way of a good one for ever
+            with contextlib.suppress(StorageError):  # a bad object would keep a good one from being written
                 connection.backend.remove(bad)
         return _Fetched(good, len(bad), self._clock() - began)
 
@@ -362,7 +360,7 @@ class StorageTier:
             self.counters.seconds_reading += fetched.seconds
 
     def _put(self, connection: Connection, batch: list[HostPage]) -> tuple[list[bool], float]:
-        """Runs elsewhere: seals and writes pages; whether each is there now, and the seconds it took."""
+        """Seals and writes pages, in a thread of the executor; returns whether each is there now, and the seconds it took."""
         began = self._clock()
         records = [self._pool.record(entry.page) for entry in batch]
         for entry, record in zip(batch, records, strict=True):

@@ -29,14 +29,14 @@ class StorageUrl:
         self.path = unquote(parts.path)
 
     def take(self, name: str, default: str = "") -> str:
-        """A setting."""
+        """Removes and returns a setting."""
         return self._settings.pop(name, default)
 
     def take_bytes(self, name: str, default: str) -> int:
         """A setting in GiB, as bytes.
 
         Raises:
-            ConfigError: It is no number.
+            ConfigError: It is not a number.
         """
         text = self.take(name, default)
         try:
@@ -51,7 +51,7 @@ class StorageUrl:
             shown: How such a URL looks, for errors.
 
         Raises:
-            ConfigError: It is none, or the size is not above 0.
+            ConfigError: The path is not absolute, or the size is not above 0.
         """
         folder, size = Path(self.path), self.take_bytes("size_gb", "10")
         self.expect(size > 0, "size_gb must be more than 0")
@@ -62,7 +62,7 @@ class StorageUrl:
         """Refuses the URL unless the condition holds.
 
         Raises:
-            ConfigError: It does not.
+            ConfigError: It does not hold.
         """
         if not condition:
             raise ConfigError(f"--storage: {self.text!r}: {problem}")

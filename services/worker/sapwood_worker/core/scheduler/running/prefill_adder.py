@@ -10,7 +10,7 @@ from sapwood_worker.core.scheduler.running.retraction import NewTokenRatio
 from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
 
 WORTH_WAITING = 32
-"""Tokens of a prefix another request is computing for which it pays to wait a step or more (SGLang's threshold)."""
+"""Tokens of a prefix from which on a request waits for another one to compute it (SGLang's threshold)."""
 
 
 class PrefillAdder:
@@ -20,7 +20,7 @@ class PrefillAdder:
         running: The running requests; admitted ones join them.
         budget: Tokens this step may prefill.
         ratio: How much of their ``max_tokens`` requests will generate; pages for that stay in reserve.
-        computing: What steps in flight compute, as ``chunks``.
+        computing: The chunks that steps in flight compute, in the form of ``chunks``.
 
     Attributes:
         chunks: What was added: a request and how many of its tokens.
@@ -42,19 +42,19 @@ class PrefillAdder:
 
     @property
     def num_admissible(self) -> int:
-        """At most how many waiting requests this step could admit yet."""
+        """The most waiting requests that this step could still admit."""
         return min(self._budget, self._running.num_free_slots)
 
     def continue_running(self, requests: Sequence[Request]) -> None:
         """Adds the next chunk of each of these running requests, by rank, which are not through their prompts."""
         for request in requests:
-            if self._budget > 0 and request.slot >= 0:  # else it has been retracted
+            if self._budget > 0 and request.slot >= 0:  # -1: it has been retracted
                 self._add(request)
 
     def should_wait(self, request: Request) -> bool:
-        """Whether a waiting request does better to wait because one in this step or in flight computes much of its prompt.
+        """Whether a waiting request should wait on because one in this step or in flight computes much of its prompt.
 
-        That one goes on in every step and shares each chunk when it is done, so the wait ends, with a cache hit.
+        The other request goes on in every step and shares each chunk when it is done, so the wait ends with a cache hit.
         """
         return any(
             self._running.tokens_gained(request, other) >= WORTH_WAITING
@@ -69,7 +69,7 @@ class PrefillAdder:
         expected to generate, at least one for each.
         """
         if request.whole and request.remaining > self._budget and self.chunks:
-            return False  # it has a step of its own
+            return False  # it needs a step of its own
         if not self.fits(request):
             return False
         growth = self._growth(request)

@@ -4,12 +4,12 @@ A retracted request gives up its row and its pages and goes back to the head of 
 its pages stay in the prefix cache as long as there is room, so that computing it again is mostly a cache hit.
 
 The victim is always the running request of lowest rank: of the lowest priority, where priorities count, and of these the
-youngest. So the first in rank is not retracted for want of pages; alone it always fits (admission sees to that), hence it ends:
-neither a deadlock nor an endless exchange can be. Only a waiting request of higher priority can push it out (preemption), and
-that only until it has starved (``admission_order.py``), when nothing ranks above it but older starved requests.
+youngest. So the first in rank is never retracted for want of pages; alone it always fits (admission sees to that), hence it
+ends, and there is neither deadlock nor livelock. Only a waiting request of higher priority can push it out (preemption), and
+only until it has starved (``admission_order.py``), when nothing ranks above it but older starved requests.
 
-:class:`NewTokenRatio` estimates how much of what running requests may still generate they will (SGLang's estimate): admission
-leaves as many pages free. It sinks while all goes well and rises after each retraction.
+:class:`NewTokenRatio` estimates which share of their remaining ``max_tokens`` running requests will generate (SGLang's estimate):
+admission leaves as many pages free. The ratio sinks with each step without a retraction and rises with each retraction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sapwood_worker.core.scheduler.waiting.waiting_queue import WaitingQueue
 _FIRST, _LEAST = 0.3, 0.05
 _DECAY = 0.995
 _MOST_TOKENS = 2048
-"""What one request is taken to generate at most: a limit of "as many as the context holds" says nothing."""
+"""Tokens that one request is expected to generate at most: a limit as large as the context says nothing."""
 
 
 def choose_victim(running: Sequence[Request]) -> Request:
@@ -44,11 +44,11 @@ class NewTokenRatio:
         self.ratio = _FIRST
 
     def step(self) -> None:
-        """A step went by without a retraction."""
+        """Notes a step without a retraction."""
         self.ratio = max(_LEAST, self.ratio * _DECAY)
 
     def retracted(self, running: Sequence[Request]) -> None:
-        """Pages ran out: the requests still running count on what they have generated so far, and a little more."""
+        """Raises the ratio after pages ran out, by what the requests still running have generated so far and a little more."""
         allowed = sum(_limit(request) + request.generated for request in running)
         generated = sum(request.generated for request in running)
         self.ratio = min(1.0, max(self.ratio, (generated + 16 * len(running)) / max(1, allowed)))
@@ -62,13 +62,13 @@ class Retraction:
     """Sends running requests back to the queue.
 
     Args:
-        running: Where they are taken from.
-        waiting: Where they go to.
+        running: The batch that requests are taken from.
+        waiting: The queue that they go to.
         ratio: Is told when pages ran out.
 
     Attributes:
-        num_retractions: For want of pages, since the start.
-        num_preemptions: To make room for a higher priority, since the start.
+        num_retractions: Retractions for want of pages since the start.
+        num_preemptions: Retractions to make room for a higher priority since the start.
     """
 
     def __init__(self, running: RunningBatch, waiting: WaitingQueue, ratio: NewTokenRatio) -> None:
@@ -79,14 +79,14 @@ class Retraction:
         self.num_preemptions = 0
 
     def put_back(self, request: Request, step: int) -> None:
-        """Takes a request's row; it waits from ``step`` on. No step in flight may compute it."""
+        """Takes a request's row and puts it back into the queue at ``step``. No step in flight may compute it."""
         self._running.stop(request, RequestState.WAITING)
         request.retractions += 1
         request.queued_at = step
         self._waiting.put_back(request)
 
     def for_pages(self, step: int) -> None:
-        """Sends the last running request back for want of pages."""
+        """Sends the running request of lowest rank back for want of pages."""
         self.put_back(choose_victim(self._running.requests), step)
         self._ratio.retracted(self._running.requests)
         self.num_retractions += 1

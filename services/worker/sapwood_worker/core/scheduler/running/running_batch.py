@@ -28,7 +28,7 @@ class RunningBatch:
         self._table = table
         self._cache = cache
         self._page_size = page_size
-        # Not from 0: one runner may serve several schedulers, one after the other.
+        # It does not begin at 0, since one runner may serve several schedulers, one after the other.
         self._admissions = time.monotonic_ns()
         self.requests: list[Request] = []
 
@@ -55,12 +55,12 @@ class RunningBatch:
         return -(-tokens // self._page_size)
 
     def pages_to_start(self, request: Request) -> int:
-        """By how many the available pages would shrink if the request started: new ones, and cached ones it would lock."""
+        """Pages that would no longer be available if the request started: new ones, and cached ones that it would lock."""
         found, unlocked = self._cache.probe(request.reusable, request.namespace)
         return self.pages_for(len(request.token_ids)) - found + unlocked
 
     def tokens_gained(self, request: Request, other: Request) -> int:
-        """Tokens more that the request would find in the cache once the other has computed all of its own."""
+        """How many more tokens the request would find in the cache once the other one has computed all of its own."""
         if not self._cache.enabled or request.namespace != other.namespace:
             return 0
         limit = min(len(request.reusable) - 1, len(other.token_ids))
@@ -74,7 +74,7 @@ class RunningBatch:
         return max(0, common // self._page_size * self._page_size - start)
 
     def start(self, request: Request) -> None:
-        """Gives a request a row, what is cached of it, and pages for the rest of what is known of it.
+        """Gives a request a row, its cached pages, and pages for the rest of its known tokens.
 
         There must be a free slot and as many pages as :meth:`pages_to_start` says.
         """
@@ -97,7 +97,7 @@ class RunningBatch:
         return self._table.length(request.slot) * self._page_size
 
     def make_room(self, request: Request, tokens: int) -> bool:
-        """Sees to pages for so many tokens of a request; False, and nothing done, if there are none."""
+        """Gives a request pages for so many tokens; returns False and changes nothing if there are not enough."""
         if tokens <= request.capacity:
             return True
         missing = self.pages_for(tokens) - self._table.length(request.slot)
@@ -107,13 +107,13 @@ class RunningBatch:
         return True
 
     def commit(self, request: Request) -> None:
-        """Shares the full pages of what is computed of a request with those to come."""
-        # Of a request that was aborted with steps in flight more is computed than its known tokens.
+        """Puts the full pages of a request's computed tokens into the prefix cache."""
+        # After an abort with steps in flight, more tokens are computed than known.
         known = len(request.token_ids)
         self._cache.commit(request.slot, request.token_ids, min(request.computed, known))
 
     def stop(self, request: Request, state: RequestState, *, keep: bool = True) -> None:
-        """Takes a request's row; what it computed stays in the cache, unlocked, unless ``keep`` is false.
+        """Takes a request's row; its pages stay in the cache, unlocked, unless ``keep`` is false.
 
         No step in flight may compute it.
         """

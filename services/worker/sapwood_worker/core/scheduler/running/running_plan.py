@@ -1,4 +1,4 @@
-"""What the running requests do in a step: decode, or go on with what is known of them. O(running)."""
+"""What the running requests do in a step: decode, or compute more of their known tokens. O(running)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
 
 
 class RunningPlan(NamedTuple):
-    """Running requests by rank: those that decode, one token each; those of whose prompt one token is left; and those with more
-    to compute than that, of which some may have been retracted meanwhile.
+    """Running requests by rank: those that decode one token; those with one prompt token left; those with more left, of which
+    some may have been retracted meanwhile.
     """
 
     decodes: list[Request]
@@ -20,13 +20,13 @@ class RunningPlan(NamedTuple):
 
 
 def plan_running(running: RunningBatch, retraction: Retraction, step: int, *, in_flight: bool) -> RunningPlan | None:
-    """Sees to pages for what is known of each running request, retracting the last in rank if need be.
+    """Gives each running request pages for its known tokens, retracting the last in rank if need be.
 
     Args:
         running: The batch. Mutated.
-        retraction: Makes room; what it takes is of a lower rank than all that have a part in the step so far.
+        retraction: Makes room; it takes requests of lower rank than all that are in the step so far.
         step: The number of the step being planned.
-        in_flight: Whether another step is.
+        in_flight: Whether another step is in flight.
 
     Returns:
         None if a request would have to be retracted that the step in flight may compute.
@@ -40,7 +40,7 @@ def plan_running(running: RunningBatch, retraction: Retraction, step: int, *, in
         if left <= 0 or request.over or request.slot < 0:
             continue
         if request.unknown and known >= request.max_length:
-            continue  # the token in flight is its last
+            continue  # the token that is in flight is the request's last
         while known > request.capacity and not running.make_room(request, known):
             if in_flight:
                 return None

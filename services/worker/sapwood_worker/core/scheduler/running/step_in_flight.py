@@ -1,8 +1,8 @@
-"""One step from its plan to its tokens: what each request computes in it, and what the runner is told of that.
+"""One step from its plan to its tokens: what each request computes in it, and what the runner is told.
 
-Each request has two :class:`ScheduledRequest`, used in turn, of which a step changes only what differs from the one before: a
-batch of decodes costs a few assignments a request, not an object. At most two steps are in flight, so that neither is written
-while a runner may read it. O(requests).
+Each request has two :class:`ScheduledRequest`, used in turn. A step changes only what differs from the step before: a decode
+costs a few assignments, not an object. At most two steps are in flight, so neither object is written while a runner may read
+it. O(requests).
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ Chunk = tuple[Request, int]
 
 
 class StepInFlight:
-    """Notes on each request of a step that it is on its way.
+    """A step on its way; constructing it notes on each of its requests what the step computes.
 
     Args:
-        decodes: Requests of which the step computes one token of output, at the end of what is known, and samples the next.
+        decodes: Requests whose last known token, one of output, the step computes, to sample the next.
         chunks: Everything else: parts of prompts, whether or not they reach the end.
-        cache: Has their pages.
+        cache: Holds their pages.
 
     Attributes:
-        decodes: As above.
-        chunks: As above.
+        decodes, chunks: The arguments.
         samples: For each chunk whether it samples.
         parts: What the runner is told, decodes first. The scheduler's own: valid until the step's ``update()``.
-        written: The last page that each of them writes, as it is when the step is planned.
+        written: A handle of the last page that each part writes, made when the step is planned.
         awaits_grammar: Whether a sampled token must be seen by a grammar before the request's next one is planned.
     """
 
@@ -66,7 +65,7 @@ class StepInFlight:
 
     @property
     def requests(self) -> Sequence[Request]:
-        """Every request that is part of it."""
+        """Every request that is part of the step."""
         return [*self.decodes, *(request for request, _ in self.chunks)]
 
     def _add_chunk(self, request: Request, count: int) -> bool:
@@ -88,7 +87,7 @@ class StepInFlight:
 
 
 def make_part(request: Request) -> ScheduledRequest:
-    """What the runner is told of a request that has been given a row, but for what each step changes."""
+    """What the runner is told of a request that has got a row; each step then changes some fields."""
     return ScheduledRequest(
         request_id=request.request_id,
         slot=request.slot,

@@ -1,1 +1,1 @@
-"""Requests that wait, and whose turn it is. Knows no batch and no page."""
+"""Requests that wait, and their order of admission. Knows no batch and no page."""

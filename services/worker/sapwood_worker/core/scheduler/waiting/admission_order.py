@@ -1,13 +1,13 @@
 """Which waiting request is admitted next, over all tenants and priorities.
 
-From the outside in: priorities, the highest first (one level only, unless the policy is ``priority``); within one, requests that
-were sent back to the queue, by arrival, as they were admitted before; then the tenants, the one that got least first
-(``fairness.py``) and of equals the one whose next request is the oldest; within a tenant the policy's order.
+Order: by priority, the highest first (all are equal unless the policy is ``priority``); within one priority first the requests
+that were retracted, by arrival; then the tenants, the one that got least first (``fairness.py``) and among equals the one whose
+next request is the oldest; within a tenant the policy's order.
 
-Starvation: a request that has waited ``starved_after`` steps, all its waits together, goes before its tenant's others, and
-counts as one of the highest priority there is and keeps that rank when it runs. Shares alone bound nothing, as tenants that
-are new without end each have a share to come: a tenant whose oldest request starves, and of whose new requests none was
-admitted for ``starved_after`` steps, is given one turn before all shares, by arrival. So the i-th oldest starved request of a
+Starvation: a request that has waited ``starved_after`` steps in all goes before its tenant's others, counts as one of the highest
+priority and keeps that rank when it runs. Shares alone do not bound the wait if ever new tenants come, each with a share to
+claim: so a tenant whose oldest request starves, and of whose new requests none was admitted for ``starved_after`` steps, gets
+one turn before all shares, by arrival. So the i-th oldest starved request of a
 tenant waits at most for i such periods and for all requests that are older.
 
 O(waiting) and what the policy takes, in steps that may admit something.
@@ -45,7 +45,7 @@ class AdmissionOrder:
         self._starved_after = starved_after
 
     def level(self, request: Request, step: int) -> int:
-        """What counts before all else when requests compete for pages; 0 unless priorities count."""
+        """The request's priority when requests compete for pages, TOP once it starves; 0 unless priorities count."""
         if not self.by_priority:
             return 0
         return TOP if self._starved(request, step) else request.priority
@@ -65,7 +65,7 @@ class AdmissionOrder:
             requests = [request for request in queue.values() if not request.held]
             if not requests:
                 continue
-            # By arrival, hence the starved ones are the first.
+            # Requests stand by arrival, so the starved ones are the first.
             starved = list(takewhile(lambda request: self._starved(request, step), requests[:WINDOW]))
             if self.by_priority:
                 if starved:

@@ -1,6 +1,6 @@
-"""In which order the waiting requests of one tenant are admitted. A policy only orders; whether one fits is not its matter.
+"""In which order the waiting requests of one tenant are admitted. A policy only orders; it does not judge whether one fits.
 
-Tenants, priorities and starvation are ``admission_order.py``'s matter.
+``admission_order.py`` decides about tenants, priorities and starvation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sapwood_worker.core.scheduler.request import Request
 PolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "priority"]
 
 WINDOW = 128
-"""Requests that are matched against the tree, those that have waited longest: matching each of a long queue in every step would
+"""Requests, the longest waiting ones, that a policy matches against the tree: matching all of a long queue in every step would
 cost more than it gains."""
 
 Path = Sequence[int]
@@ -23,7 +23,7 @@ class Policy(Protocol):
     """An order of admission; the classes below implement it."""
 
     def sort(self, requests: list[Request]) -> list[Request]:
-        """The requests, which come by arrival, in the order in which to admit them. Changes nothing."""
+        """Returns the requests, given by arrival, in the order in which to admit them. Changes nothing."""
         ...
 
 
@@ -35,7 +35,9 @@ class FirstComeFirstServed:
 
 
 class LongestPrefixMatch:
-    """Longest cached prefix first (SGLang's cache-aware order), so that a prefix is used while it is there. One match a request.
+    """Longest cached prefix first (SGLang's cache-aware order), so that a prefix is used while it is there.
+
+    Complexity: one match in the tree for each of at most WINDOW requests.
 
     Args:
         match_length: Cached pages of a request's prefix; changes nothing.
@@ -51,7 +53,8 @@ class LongestPrefixMatch:
 class DepthFirstWeight:
     """Depth first through the radix tree, the branch with the most waiting requests first (SGLang's dfs-weight).
 
-    Requests that share a prefix follow each other, whatever its length. One match a request and O(requests x depth).
+    Requests that share a prefix follow each other, whatever its length. Complexity: one match for each of at most WINDOW
+    requests, and O(requests x depth).
 
     Args:
         path: The nodes of the radix tree along a request's cached prefix, from the root; changes nothing.
@@ -74,8 +77,8 @@ class DepthFirstWeight:
             for request, path in group:
                 if len(path) > depth:
                     branches.setdefault(path[depth], []).append((request, path))
-            # What goes further comes before what ends here: it is what the branch is kept for. sorted() keeps the order of
-            # arrival among equals; what comes first is put on top last.
+            # Requests that go deeper come before those that end here: the branch is kept for them. sorted() keeps the order
+            # of arrival among equals. A stack yields last what is put on it first.
             stack.append((ending, depth))
             heaviest_first = sorted(branches.values(), key=len, reverse=True)
             stack += [(branch, depth + 1) for branch in reversed(heaviest_first)]
@@ -83,7 +86,7 @@ class DepthFirstWeight:
 
 
 class LongestOutputFirst:
-    """The largest limit of output first: long generations start early, and what is short fills the gaps at the end."""
+    """The largest limit of output first: long generations start early, and short ones fill the gaps at the end."""
 
     def sort(self, requests: list[Request]) -> list[Request]:
         return sorted(requests, key=lambda request: request.max_length - request.prompt_length, reverse=True)

@@ -9,8 +9,7 @@ from sapwood_worker.core.scheduler.request import Request
 
 
 class WaitingQueue:
-    """The queue: one of new requests for each priority and tenant, in order of arrival, and those that ran before. Adding and
-    removing is O(1).
+    """For each priority and tenant a queue of new requests, by arrival; and the retracted requests. Adding and removing is O(1).
 
     Args:
         limit: The most requests it takes in. A retracted request always finds room: it was let in before.
@@ -22,7 +21,7 @@ class WaitingQueue:
         self._num_new = 0
         self._put_back: dict[int, Request] = {}
         self.num_tokens = 0
-        """Tokens that the waiting requests have to compute, were nothing cached."""
+        """Tokens that the waiting requests would have to compute if nothing were cached."""
 
     def __len__(self) -> int:
         return self._num_new + len(self._put_back)
@@ -45,7 +44,7 @@ class WaitingQueue:
         self.num_tokens += request.remaining
 
     def remove(self, request: Request, tokens: int) -> None:
-        """Takes a request out, which had this many tokens to compute when it was let in."""
+        """Takes a request out; ``tokens`` is what it had to compute when it was let in or put back."""
         if self._put_back.pop(request.serial, None) is None:
             place = request.priority, request.tenant
             del self._new[place][request.serial]
@@ -59,7 +58,7 @@ class WaitingQueue:
         return list(self._put_back.values())
 
     def queues(self) -> Iterator[tuple[int, str, dict[int, Request]]]:
-        """Priority, tenant and, by arrival, new requests of both, never none; valid until the queue changes."""
+        """Priority, tenant and their new requests by arrival, at least one; valid until the queue changes."""
         for (priority, tenant), queue in self._new.items():
             yield priority, tenant, queue
 

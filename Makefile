@@ -4,19 +4,22 @@
 #   TORCH   the torch to install first, before it is pulled in as a dependency. On Linux PyPI's own build brings gigabytes of
 #           CUDA libraries; without a GPU, the CPU build is much smaller:
 #             make up TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+#   SHARD   K/N runs the K-th of N parts of the slow tests; all of them unless given
 #   ARGS    further flags: make up ARGS='--workers 1', make test ARGS='-k router'
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
 ROUNDS ?= 20
+SHARD ?=
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml hatch_build.py $(wildcard protos/sapwood/v1/*.proto)
 # The protos of the last tag, as an image of buf's: a shallow clone has no tags. `make lint` refuses what would break their clients.
 RELEASED := protos/released.binpb
 # One compute thread a test process: the processes are what runs in parallel.
-TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# Bytecode is kept, whatever the shell says: tests start hundreds of processes.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
 .PHONY: help up test test-slow test-containers test-losses audit lint fmt proto proto-release docs bench-cpu bench-scheduler bench-tokenizer bench-router bench-floods bench-gpu node clean
@@ -31,8 +34,8 @@ up: $(BIN)/.installed ## Install, fetch the demo model, start tokenizer, 2 worke
 test: $(BIN)/.installed-dev $(BIN)/.system node ## Run the tests but the slow ones
 	$(TEST_ENV) $(BIN)/pytest -n auto -m "not slow" $(ARGS)
 
-test-slow: $(BIN)/.installed-dev $(BIN)/.system ## Run the slow tests
-	$(TEST_ENV) $(BIN)/pytest -n auto -m "slow and not containers" $(ARGS)
+test-slow: $(BIN)/.installed-dev $(BIN)/.system ## Run the slow tests: SHARD=2/3 a third of them
+	$(TEST_ENV) SHARD=$(SHARD) $(BIN)/pytest -n auto -m "slow and not containers" $(ARGS)
 
 test-containers: $(BIN)/.installed-dev ## Build the images, run the compose file on a Docker engine of its own and hurt it (root on Debian)
 	$(BIN)/pytest tests/containers -m containers -v -s -rs $(ARGS)

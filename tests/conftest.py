@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import os
 import re
 import signal
@@ -19,34 +20,101 @@ from typing import Any
 
 import pytest
 
+_DURATIONS = Path(__file__).with_name("durations.json")
 _DEMO_MODEL = (
     "tests/e2e/",
     "tests/integration/",
     "tests/worker/model/families/test_models_demo.py",
     "tests/grammar/test_demo_model.py",
 )
+_INDEPENDENT = (
+    "tests/grammar/test_structured_output.py",
+    "tests/worker/core/scheduler/test_mutations.py",
+    "tests/worker/core/scheduler/test_simulation.py",
+)
+"""Files of long tests that share nothing: each test goes where there is time for it."""
+
+
+def _unit(nodeid: str) -> str:
+    """What runs in one process and belongs to one shard: a file, whose fixtures are then made once, or a test."""
+    return nodeid if nodeid.startswith(_INDEPENDENT) else nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What starts clusters or loads the demo model whole runs in one xdist process: it is loaded once, and the cores are not
-    oversubscribed.
+    """A unit runs in one xdist process, and all that starts clusters or loads the demo model whole in one: it is loaded once, and
+    the cores are not oversubscribed.
 
     (`--dist loadgroup` would be the way, but xdist 3.8 does not group under pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class ClustersTogether(LoadScopeScheduling):
+    class ByUnit(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "clusters" if nodeid.startswith(_DEMO_MODEL) else nodeid
+            return "demo model" if nodeid.startswith(_DEMO_MODEL) else _unit(nodeid)
 
-    return ClustersTogether(config, log)
+    config.option.loadscopereorder = False  # they come in the order that pytest_collection_modifyitems gives them
+    return ByUnit(config, log)
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option that records how long tests take."""
+    parser.addoption("--record-durations", action="store_true", help="note in tests/durations.json how long tests took")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Processes that tests start can be interrupted, even where the tests' own shell (``nohup``, ``&``) ignores SIGINT."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.option.record_durations and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Recorder())
+
+
+class _Recorder:
+    """Adds up how long each unit took, slow tests and others apart."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, dict[str, float]] = {"slow": {}, "others": {}}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        kind = self._seconds["slow" if "slow" in report.keywords else "others"]
+        kind[_unit(report.nodeid)] = kind.get(_unit(report.nodeid), 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        known = json.loads(_DURATIONS.read_text())
+        for kind, seconds in self._seconds.items():
+            merged = known.get(kind, {}) | {unit: round(taken, 1) for unit, taken in seconds.items()}
+            known[kind] = {unit: taken for unit, taken in sorted(merged.items()) if taken >= 1}
+        _DURATIONS.write_text(json.dumps(known, indent=1) + "\n")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps the shard that SHARD names, such as 2/3, and lets what takes longest begin first in a run of several processes."""
+    known = json.loads(_DURATIONS.read_text())
+    durations: dict[str, float] = {}
+    for item in items:
+        kind = known["slow" if item.get_closest_marker("slow") else "others"]
+        durations[_unit(item.nodeid)] = kind.get(_unit(item.nodeid), 30.0 if kind is known["slow"] else 1.0)
+    if shard := os.environ.get("SHARD"):
+        kept = _shard(durations, shard)
+        config.hook.pytest_deselected(items=[item for item in items if _unit(item.nodeid) not in kept])
+        items[:] = [item for item in items if _unit(item.nodeid) in kept]
+    if hasattr(config, "workerinput"):
+        demo = sum(taken for unit, taken in durations.items() if unit.startswith(_DEMO_MODEL))
+        items.sort(key=lambda i: -(demo if i.nodeid.startswith(_DEMO_MODEL) else durations[_unit(i.nodeid)]))
+
+
+def _shard(durations: dict[str, float], shard: str) -> set[str]:
+    """The units of one shard of several that take about as long: the longest first, each to the shard that has least."""
+    number, _, count = shard.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise pytest.UsageError(f"SHARD={shard}: not K/N with K from 1 to N")
+    shards: list[tuple[float, int, set[str]]] = [(0.0, index, set()) for index in range(int(count))]
+    for unit, taken in sorted(durations.items(), key=lambda known: (-known[1], known[0])):
+        seconds, index, units = min(shards, key=lambda one: one[:2])
+        shards[index] = (seconds + taken, index, units | {unit})
+    return shards[int(number) - 1][2]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -203,19 +271,43 @@ def _run_cluster(flags: tuple[str, ...]) -> Iterator[RunningCluster]:
             cluster.finish()
 
 
+_TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
 StartCluster = Callable[..., AbstractContextManager[RunningCluster]]
 
 
 @pytest.fixture(scope="session")
-def run_cluster() -> StartCluster:
-    """Starts a cluster on a model that its flags name: ``with run_cluster("--model", "DIR") as cluster``."""
-    return lambda *flags: _run_cluster(flags)
+def dummy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model's configuration and a vocabulary of bytes; ``--worker-load-format dummy`` makes up the weights."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("dummy")
+    (folder / "config.json").write_text(json.dumps(_TINY))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 @pytest.fixture
-def start_cluster(demo_model: Path) -> StartCluster:
-    """Starts a cluster of the test's own: ``with start_cluster("--workers", "1") as cluster``."""
-    return lambda *flags: _run_cluster(flags)
+def start_cluster(dummy_model: Path) -> StartCluster:
+    """Starts a cluster of the test's own, on a tiny model: ``with start_cluster("--workers", "1") as cluster``."""
+    tiny = ("--model", str(dummy_model), "--worker-load-format", "dummy", "--worker-num-pages", "1024")
+    return lambda *flags: _run_cluster((*tiny, *flags))
 
 
 @pytest.fixture(scope="session")

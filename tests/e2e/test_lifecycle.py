@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -82,14 +83,14 @@ def test_sigterm_finishes_what_runs_refuses_what_is_new_and_exits_0(start_cluste
         Client(cluster.grpc, timeout=200) as client,
     ):
         pids = _pids(cluster)
-        running = client.generate("Once upon a time", max_tokens=20, temperature=0, ignore_eos=True)
+        running = client.generate("Once upon a time", max_tokens=500, temperature=0, ignore_eos=True)
         received = len(next(running).token_ids)
         cluster.process.send_signal(signal.SIGTERM)
         cluster.wait_for_line("SIGTERM: draining")
         with pytest.raises(UnavailableError):
             client.generate("Too late", max_tokens=1).text()
         received += sum(len(delta.token_ids) for delta in running)
-        assert received == 20
+        assert received == 500
         assert cluster.finish() == 0
         assert cluster.lines[-1] == "stopped"
         assert not any(_runs(pid) for pid in pids)
@@ -104,8 +105,9 @@ def test_ctrl_c_stops_everything(start_cluster: Any) -> None:
         assert not any(_runs(pid) for pid in pids)
 
 
-def test_it_does_not_outlive_the_reader_of_its_output(demo_model: Any) -> None:
-    command = f"{sys.executable} -m sapwood.cli.main up --ports auto --workers 1 | head -1"
+def test_it_does_not_outlive_the_reader_of_its_output(dummy_model: Path) -> None:
+    flags = f"--ports auto --workers 1 --model {dummy_model} --worker-load-format dummy"
+    command = f"{sys.executable} -m sapwood.cli.main up {flags} | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=200, check=False)
     assert done.stdout.startswith("starting tokenizer, 1 worker")
     assert done.stderr == ""
@@ -114,7 +116,7 @@ def test_it_does_not_outlive_the_reader_of_its_output(demo_model: Any) -> None:
 @pytest.mark.slow
 def test_a_second_ctrl_c_does_not_wait(start_cluster: Any) -> None:
     with start_cluster("--workers", "1", "--drain-timeout", "600") as cluster, Client(cluster.grpc) as client:
-        generation = client.generate("Once upon a time", max_tokens=5000, temperature=0, ignore_eos=True)
+        generation = client.generate("Once upon a time", max_tokens=16000, temperature=0, ignore_eos=True)
         next(generation)
         cluster.process.send_signal(signal.SIGINT)
         cluster.wait_for_line("SIGTERM: draining")  # the first has been heard, and passed on to the services
@@ -140,7 +142,7 @@ def test_dead_tokenizers_and_workers_are_started_anew_and_a_dead_router_ends_the
         deadline = time.monotonic() + 120
         while True:
             try:
-                assert client.generate("The capital of France is", max_tokens=4, temperature=0).text()
+                assert client.generate("The capital of France is", max_tokens=4, ignore_eos=True).text() is not None
                 break
             except UnavailableError:
                 assert time.monotonic() < deadline

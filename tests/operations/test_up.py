@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import ssl
 import subprocess
 import sys
@@ -16,34 +15,9 @@ import trustme
 
 from sapwood.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-}
-
-
-@pytest.fixture
-def tiny_model(small_model: Path, tmp_path: Path) -> Path:
-    """A directory with a configuration and a vocabulary, whose weights ``--worker-load-format dummy`` makes up."""
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(TINY))
-    (folder / "tokenizer.json").write_text((small_model / "tokenizer.json").read_text())
-    return folder
-
 
 def test_flags_reach_the_services_and_tls_and_keys_do_not_keep_it_from_starting(
-    run_cluster: Any, tiny_model: Path, tmp_path: Path
+    start_cluster: Any, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
     make_key = [sys.executable, "-m", "sapwood.cli.main", "key", "alice", "--file", str(keys)]
@@ -52,13 +26,13 @@ def test_flags_reach_the_services_and_tls_and_keys_do_not_keep_it_from_starting(
     issued = authority.issue_cert("127.0.0.1")
     issued.private_key_pem.write_to_path(tmp_path / "key.pem")
     issued.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
-    flags = ["--model", tiny_model, "--workers", 1, "--threads", 1, "--policy", "least_load"]
+    flags = ["--workers", 1, "--threads", 1, "--policy", "least_load"]
     flags += ["--router-tls-cert", tmp_path / "cert.pem", "--router-tls-key", tmp_path / "key.pem"]
     flags += ["--router-api-keys", keys, "--router-admin-port", 0, "--router-log-format", "json"]
-    flags += ["--worker-load-format", "dummy", "--worker-max-running", 7, "--worker-num-pages", 32]
+    flags += ["--worker-max-running", 7, "--worker-num-pages", 32]
     flags += ["--worker-health-port", 0, "--worker-served-model-name", "tiny", "--no-worker-structured-output"]
     flags += ["--tokenizer-served-model-name", "tiny", "--tokenizer-max-text-bytes", 100]
-    with run_cluster(*map(str, flags)) as cluster:
+    with start_cluster(*map(str, flags)) as cluster:
         for address in cluster.workers:
             with grpc.insecure_channel(address) as channel:
                 info = worker_pb2_grpc.WorkerStub(channel).GetModelInfo(worker_pb2.GetModelInfoRequest(), timeout=60)
@@ -93,16 +67,10 @@ def test_flags_reach_the_services_and_tls_and_keys_do_not_keep_it_from_starting(
             assert answer.status == 200
 
 
-def test_a_setting_that_a_service_refuses_is_named_as_it_was_given(run_cluster: Any, tiny_model: Path) -> None:
-    flags = (
-        "--model",
-        str(tiny_model),
-        "--workers",
-        "1",
-        "--worker-load-format",
-        "dummy",
-        *("--worker-device", "cpu", "--worker-memory-fraction", "0.5"),
-    )
-    with pytest.raises(pytest.fail.Exception) as caught, run_cluster(*flags):
+def test_a_setting_that_a_service_refuses_is_named_as_it_was_given(start_cluster: Any) -> None:
+    with (
+        pytest.raises(pytest.fail.Exception) as caught,
+        start_cluster("--workers", "1", "--tokenizer-chat-template", "/nowhere.jinja"),
+    ):
         pass
-    assert "--worker-memory-fraction / SAPWOOD_WORKER_MEMORY_FRACTION: has no effect on a CPU" in str(caught.value)
+    assert "--tokenizer-chat-template: cannot read /nowhere.jinja" in str(caught.value)

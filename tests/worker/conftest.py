@@ -320,7 +320,7 @@ class FakeWorkerProcess:
         self.log = ""
         for line in self.process.stderr:
             self.log += line
-            if found := re.search(r"listening on (\S+)", line):
+            if found := re.search(r"listening on ([\w.:]+)", line):
                 self.address = found.group(1)
                 self._reader = threading.Thread(target=self._pass_on, daemon=True)
                 self._reader.start()
@@ -365,3 +365,19 @@ def start() -> Iterator[Callable[..., FakeWorkerProcess]]:
         if worker.process.poll() is None:
             worker.process.kill()
             worker.process.wait()
+
+
+@pytest.fixture(scope="module")
+def lend() -> Iterator[Callable[..., FakeWorkerProcess]]:
+    """Gives workers to tests that leave them as they found them, caches aside: of one file, those with the same flags are one."""
+    lent: dict[tuple[Any, ...], FakeWorkerProcess] = {}
+
+    def lend_one(*flags: str, step_ms: float = 1) -> FakeWorkerProcess:
+        if (*flags, step_ms) not in lent:
+            lent[*flags, step_ms] = FakeWorkerProcess(*flags, step_ms=step_ms)
+        return lent[*flags, step_ms]
+
+    yield lend_one
+    for worker in lent.values():
+        worker.process.kill()
+        worker.process.wait()

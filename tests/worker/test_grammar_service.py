@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
@@ -37,27 +34,6 @@ CALL = {
 VOCABULARY = TokenVocabulary(tuple(bytes([token]) if token < 256 else b"" for token in range(1000)), frozenset())
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., str]]:
-    """Starts a fake worker; gives its address."""
-    running: list[subprocess.Popen[str]] = []
-
-    def start_one(*flags: str) -> str:
-        command = [sys.executable, "-m", "sapwood_testing.worker.fake_worker", "--port", "0", *flags]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        running.append(process)
-        assert process.stderr is not None
-        for line in process.stderr:
-            if found := re.search(r"listening on (\S+)", line):
-                return found.group(1)
-        raise AssertionError("the worker did not start")
-
-    yield start_one
-    for process in running:
-        process.kill()
-        process.communicate()
-
-
 def compiled(source: GrammarSource, vocabulary: TokenVocabulary = VOCABULARY) -> bytes:
     lark = GrammarBuilder(vocabulary.special_names).compile(source)
     return GrammarArtefact(source.key(vocabulary.fingerprint), vocabulary.fingerprint, lark).to_bytes()
@@ -81,8 +57,8 @@ async def collect(stub, message) -> tuple[list[int], worker_pb2.WorkerGenerateRe
     return tokens, response
 
 
-async def test_compiled_there_or_here_the_output_is_the_same_and_matches(start) -> None:
-    async with open_channel(start()) as channel:
+async def test_compiled_there_or_here_the_output_is_the_same_and_matches(lend) -> None:
+    async with open_channel(lend().address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         artefact = compiled(GrammarSource("regex", PATTERN))
         there, last = await collect(stub, request(grammar=grammar(compiled=artefact)))
@@ -102,8 +78,8 @@ async def test_compiled_there_or_here_the_output_is_the_same_and_matches(start) 
 
 
 @pytest.mark.parametrize("cut", [1, 8])
-async def test_a_stream_goes_on_from_the_tokens_generated_before(start, cut) -> None:
-    async with open_channel(start()) as channel:
+async def test_a_stream_goes_on_from_the_tokens_generated_before(lend, cut) -> None:
+    async with open_channel(lend().address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         whole, _ = await collect(stub, request(grammar=grammar(regex=PATTERN)))
         resumed = request(tokens=[1, 2, 3, *whole[:cut]], grammar=grammar(regex=PATTERN), output_tokens=cut)
@@ -115,7 +91,7 @@ async def test_a_stream_goes_on_from_the_tokens_generated_before(start, cut) -> 
         assert (rest, last.finish_reason) == ([], common_pb2.FINISH_REASON_STOP)
 
 
-async def test_what_is_wrong_with_a_grammar_is_named_and_the_worker_goes_on(start) -> None:
+async def test_what_is_wrong_with_a_grammar_is_named_and_the_worker_goes_on(lend) -> None:
     artefact = compiled(GrammarSource("regex", PATTERN))
     foreign = compiled(GrammarSource("regex", PATTERN), TokenVocabulary((b"a",), frozenset()))
     cases = [
@@ -137,7 +113,7 @@ async def test_what_is_wrong_with_a_grammar_is_named_and_the_worker_goes_on(star
             "sampling.min_tokens",
         ),
     ]
-    async with open_channel(start()) as channel:
+    async with open_channel(lend().address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         for message, field in cases:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -148,8 +124,8 @@ async def test_what_is_wrong_with_a_grammar_is_named_and_the_worker_goes_on(star
         assert re.fullmatch(PATTERN, bytes(tokens).decode())
 
 
-async def test_a_worker_without_structured_output_says_so(start) -> None:
-    async with open_channel(start("--no-structured-output")) as channel:
+async def test_a_worker_without_structured_output_says_so(lend) -> None:
+    async with open_channel(lend("--no-structured-output").address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(stub, request(grammar=grammar(regex=PATTERN)))
@@ -157,9 +133,9 @@ async def test_a_worker_without_structured_output_says_so(start) -> None:
         assert (await collect(stub, request()))[0]
 
 
-async def test_a_source_that_takes_too_long_ends_at_the_deadline(start) -> None:
+async def test_a_source_that_takes_too_long_ends_at_the_deadline(lend) -> None:
     hostile = "|".join(str(number * 7919) for number in range(100_000))
-    async with open_channel(start("--grammar-timeout", "0.3")) as channel:
+    async with open_channel(lend("--grammar-timeout", "0.3").address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(stub, request(grammar=grammar(regex=hostile)))

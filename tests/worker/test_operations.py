@@ -22,6 +22,7 @@ from sapwood_testing.worker.fake_runner import continuation
 VOCAB = 1000
 SEED = 11
 STALL = 998
+PRIORITY = ("--policy", "priority", "--max-running", "1", "--embedding-size", "1")
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -131,8 +132,8 @@ async def test_sigterm_while_the_scheduler_starts_anew_ends_the_worker(start) ->
 
 
 @pytest.mark.parametrize("retract", [False, True])
-async def test_a_pause_computes_nothing_and_loses_nothing(start, retract: bool) -> None:
-    async with grpc.aio.insecure_channel(start(step_ms=10).address) as channel:
+async def test_a_pause_computes_nothing_and_loses_nothing(lend, retract: bool) -> None:
+    async with grpc.aio.insecure_channel(lend(step_ms=10).address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         call = stub.Generate(request("r", [7] * 40, max_tokens=300))  # three seconds, in which the pause comes
         tokens = list((await call.read()).token_ids)
@@ -166,8 +167,8 @@ async def test_a_drained_worker_finishes_what_runs_and_refuses_what_is_new(start
         await asyncio.wait_for(drain, 60)
 
 
-async def test_a_pinned_prefix_survives_a_flush(start) -> None:
-    async with grpc.aio.insecure_channel(start("--context-length", "1024").address) as channel:
+async def test_a_pinned_prefix_survives_a_flush(lend) -> None:
+    async with grpc.aio.insecure_channel(lend().address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         prefix = list(range(40))
         await collect(stub, request("warm", prefix))
@@ -186,8 +187,8 @@ async def test_a_pinned_prefix_survives_a_flush(start) -> None:
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_salts_share_nothing_and_unknown_loras_and_long_names_are_refused(start) -> None:
-    async with grpc.aio.insecure_channel(start().address) as channel:
+async def test_salts_share_nothing_and_unknown_loras_and_long_names_are_refused(lend) -> None:
+    async with grpc.aio.insecure_channel(lend().address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         cached = []
         for number, salt in enumerate(["", "mine", "", "mine", "yours"]):
@@ -204,8 +205,8 @@ async def test_salts_share_nothing_and_unknown_loras_and_long_names_are_refused(
             assert caught.value.code() == code
 
 
-async def test_embeddings_take_their_turn_by_priority_and_tenant(start) -> None:
-    worker = start("--policy", "priority", "--max-running", "1", "--embedding-size", "1", step_ms=2)
+async def test_embeddings_take_their_turn_by_priority_and_tenant(lend) -> None:
+    worker = lend(*PRIORITY, step_ms=2)
     order: list[str] = []
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
@@ -235,8 +236,8 @@ async def test_embeddings_take_their_turn_by_priority_and_tenant(start) -> None:
     assert order.index("modest") < order.index("greedy 3")
 
 
-async def test_a_higher_priority_overtakes(start) -> None:
-    worker = start("--policy", "priority", "--max-running", "1", step_ms=2)
+async def test_a_higher_priority_overtakes(lend) -> None:
+    worker = lend(*PRIORITY, step_ms=2)
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         ended: list[str] = []
@@ -253,8 +254,8 @@ async def test_a_higher_priority_overtakes(start) -> None:
         await low
 
 
-async def test_a_profile_is_a_chrome_trace(start, tmp_path: Path) -> None:
-    async with grpc.aio.insecure_channel(start().address) as channel:
+async def test_a_profile_is_a_chrome_trace(lend, tmp_path: Path) -> None:
+    async with grpc.aio.insecure_channel(lend().address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.StopProfile(worker_pb2.StopProfileRequest())

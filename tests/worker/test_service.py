@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from itertools import islice
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from sapwood_testing.worker.fake_runner import continuation
 VOCAB = 1000
 POISON = 999  # a prompt that begins with it makes its step fail
 ROOMY = ("--num-pages", "4096")  # what has no end of its own goes on for a minute
+UNCACHED = ("--no-prefix-cache", *ROOMY)
 SEED = 11
 
 
@@ -72,8 +73,8 @@ async def load_where(stub, condition) -> worker_pb2.LoadReport:
     raise AssertionError("the stream of loads ended")
 
 
-async def test_concurrent_requests_each_get_their_own_tokens_and_usage(start) -> None:
-    async with grpc.aio.insecure_channel(start().address) as channel:
+async def test_concurrent_requests_each_get_their_own_tokens_and_usage(lend) -> None:
+    async with grpc.aio.insecure_channel(lend().address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         prompts = {f"r{n}": [7] * 20 + [n] for n in range(100)}
         results = await asyncio.gather(*(collect(stub, request(n, p, max_tokens=30)) for n, p in prompts.items()))
@@ -88,8 +89,8 @@ async def test_concurrent_requests_each_get_their_own_tokens_and_usage(start) ->
         assert freed.freed_pages == load.used_pages
 
 
-async def test_more_tokens_than_the_context_holds_are_cut_to_what_it_holds(start) -> None:
-    async with grpc.aio.insecure_channel(start().address) as channel:
+async def test_more_tokens_than_the_context_holds_are_cut_to_what_it_holds(lend) -> None:
+    async with grpc.aio.insecure_channel(lend("--context-length", "1000", step_ms=0).address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         info = await stub.GetModelInfo(worker_pb2.GetModelInfoRequest())
         room = info.context_length - 3
@@ -98,8 +99,8 @@ async def test_more_tokens_than_the_context_holds_are_cut_to_what_it_holds(start
             assert (len(tokens), last.finish_reason) == (room, common_pb2.FINISH_REASON_LENGTH)
 
 
-async def test_closing_the_call_stops_the_request_and_frees_its_pages(start) -> None:
-    async with grpc.aio.insecure_channel(start("--no-prefix-cache", *ROOMY).address) as channel:
+async def test_closing_the_call_stops_the_request_and_frees_its_pages(lend) -> None:
+    async with grpc.aio.insecure_channel(lend(*UNCACHED).address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         calls = [stub.Generate(request(f"r{n}", [n] * 40, ignore_eos=True)) for n in range(8)]
         for call in calls:
@@ -132,8 +133,8 @@ async def test_a_deadline_ends_the_request_too_also_in_the_queue(start) -> None:
         assert load.used_pages == 0
 
 
-async def test_abort_ends_the_call_with_cancelled(start) -> None:
-    async with grpc.aio.insecure_channel(start(*ROOMY).address) as channel:
+async def test_abort_ends_the_call_with_cancelled(lend) -> None:
+    async with grpc.aio.insecure_channel(lend(*UNCACHED).address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         call = stub.Generate(request("mine", [1]))
         await call.read()
@@ -144,8 +145,8 @@ async def test_abort_ends_the_call_with_cancelled(start) -> None:
         assert not (await stub.Abort(worker_pb2.AbortRequest(request_id="mine"))).found
 
 
-async def test_an_id_can_be_used_again_as_soon_as_its_call_is_over(start) -> None:
-    async with grpc.aio.insecure_channel(start().address) as channel:
+async def test_an_id_can_be_used_again_as_soon_as_its_call_is_over(lend) -> None:
+    async with grpc.aio.insecure_channel(lend().address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         for number in range(30):
             call = stub.Generate(request("again", [number], max_tokens=1000))
@@ -162,8 +163,8 @@ async def test_an_id_can_be_used_again_as_soon_as_its_call_is_over(start) -> Non
             assert tokens == expected([number, 1], 3)
 
 
-async def test_a_failed_step_ends_its_requests_internal_and_the_worker_goes_on(start) -> None:
-    async with grpc.aio.insecure_channel(start(*ROOMY).address) as channel:
+async def test_a_failed_step_ends_its_requests_internal_and_the_worker_goes_on(lend) -> None:
+    async with grpc.aio.insecure_channel(lend(*UNCACHED).address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         beside = stub.Generate(request("beside", [1]))
         await beside.read()
@@ -186,17 +187,17 @@ async def test_the_model_is_described(start) -> None:
     assert info.epoch > 0
 
 
-async def test_a_slow_reader_gets_its_tokens_merged_and_none_is_lost(start) -> None:
-    async with grpc.aio.insecure_channel(start(step_ms=0).address) as channel:
+async def test_a_slow_reader_gets_its_tokens_merged_and_none_is_lost(lend) -> None:
+    async with grpc.aio.insecure_channel(lend("--context-length", "1000", step_ms=0).address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
-        call = stub.Generate(request("slow", [5], max_tokens=1000))
+        call = stub.Generate(request("slow", [5], max_tokens=900))
         await load_where(stub, lambda load: load.prompt_tokens and not load.running_requests)
         tokens, messages = [], 0
         async for response in call:
             messages += 1
             tokens += response.token_ids
-        assert tokens == expected([5], 1000)
-        assert messages < 1000
+        assert tokens == expected([5], 900)
+        assert messages < 900
 
 
 @pytest.mark.parametrize(
@@ -228,8 +229,8 @@ async def test_a_slow_reader_gets_its_tokens_merged_and_none_is_lost(start) -> N
         ([1], {"prompt_logprobs": 21}, "sampling.prompt_logprobs"),
     ],
 )
-async def test_a_bad_field_is_named(shared: str, prompt: list[int], sampling: dict[str, object], field: str) -> None:
-    async with grpc.aio.insecure_channel(shared) as channel:
+async def test_a_bad_field_is_named(lend, prompt: list[int], sampling: dict[str, object], field: str) -> None:
+    async with grpc.aio.insecure_channel(lend().address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(stub, request("bad", prompt, **sampling))
@@ -238,9 +239,9 @@ async def test_a_bad_field_is_named(shared: str, prompt: list[int], sampling: di
         assert (await collect(stub, request("good", [1], max_tokens=2)))[0] == expected([1], 2)
 
 
-async def test_n_continuations_share_a_prompt_and_each_has_its_own_end(shared: str) -> None:
+async def test_n_continuations_share_a_prompt_and_each_has_its_own_end(lend) -> None:
     prompt = [3] * 100
-    async with grpc.aio.insecure_channel(shared) as channel:
+    async with grpc.aio.insecure_channel(lend().address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         parts: dict[int, list[worker_pb2.WorkerGenerateResponse]] = {}
         async for response in stub.Generate(request("many", prompt, n=4, max_tokens=20)):
@@ -276,9 +277,9 @@ async def test_closing_a_call_ends_all_its_continuations_and_one_refused_refuses
         assert (await collect(stub, request("too-many", [1], max_tokens=3)))[0] == expected([1], 3)
 
 
-async def test_log_probabilities_come_with_the_tokens_and_the_prompts_with_the_first(shared: str) -> None:
+async def test_log_probabilities_come_with_the_tokens_and_the_prompts_with_the_first(lend) -> None:
     prompt = [5, 6, 7] * 30
-    async with grpc.aio.insecure_channel(shared) as channel:
+    async with grpc.aio.insecure_channel(lend().address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         await collect(stub, request("before", prompt, max_tokens=1))
         message = request("logs", prompt, n=2, max_tokens=9, logprobs=2, prompt_logprobs=1)
@@ -295,14 +296,6 @@ async def test_log_probabilities_come_with_the_tokens_and_the_prompts_with_the_f
             assert [each.logprob for each in of_prompt] == pytest.approx(wanted)
         plain = [each async for each in stub.Generate(request("plain", prompt, max_tokens=2))]
         assert not any(each.logprobs or each.prompt_logprobs for each in plain)
-
-
-@pytest.fixture(scope="module")
-def shared(fake_worker) -> Iterator[str]:
-    worker = fake_worker()
-    yield worker.address
-    worker.process.send_signal(signal.SIGTERM)
-    assert worker.wait() == 0
 
 
 async def test_a_full_queue_and_a_taken_id_are_refused(start) -> None:

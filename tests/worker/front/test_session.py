@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from itertools import islice
-from pathlib import Path
 
 import grpc
 import pytest
@@ -40,6 +36,10 @@ class Client:
         self.submits: list[worker_pb2.SessionSubmit] = []
         self.gathering = False
 
+    def request_id(self, stream_id: int) -> str:
+        """Its own, also where others have asked the same worker."""
+        return f"{id(self)}-{stream_id}"
+
     async def open(self) -> worker_pb2.SessionResponse:
         first = worker_pb2.SessionRequest(heartbeat_ms=self.heartbeat_ms, packed_tokens=self.packed_tokens)
         await self.call.write(first)
@@ -49,7 +49,7 @@ class Client:
         self, stream_id: int, prompt: list[int], timeout_ms: int | None = None, traceparent: str = "", **sampling
     ) -> None:
         request = worker_pb2.WorkerGenerateRequest(
-            request_id=f"r{stream_id}",
+            request_id=self.request_id(stream_id),
             traceparent=traceparent,
             token_ids=prompt,
             sampling=common_pb2.SamplingParams(**({"seed": SEED} | sampling)),
@@ -96,37 +96,14 @@ class Client:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen]]:
-    running: list[subprocess.Popen] = []
-
-    def start_one(*flags: str) -> tuple[subprocess.Popen, str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "sapwood_testing.worker.fake_worker", "--port", "0", *flags],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        running.append(process)
-        assert process.stderr is not None
-        for line in process.stderr:
-            if found := re.search(r"listening on ([\w.:]+)", line):
-                return process, found.group(1)
-        raise AssertionError("the worker did not start")
-
-    yield start_one
-    for process in running:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
-@pytest.fixture
-async def connect(start) -> AsyncIterator[Callable]:
+async def connect(start, lend) -> AsyncIterator[Callable]:
+    """Opens a session with a worker: one that the file's tests share, or ``own``, to which anything may be done."""
     clients: list[Client] = []
 
-    async def make(*flags: str, heartbeat_ms: int = 50) -> Client:
-        process, address = start(*flags)
-        clients.append(Client(address, heartbeat_ms))
-        clients[-1].process = process
+    async def make(*flags: str, step_ms: float = 1, heartbeat_ms: int = 50, own: bool = False) -> Client:
+        worker = (start if own else lend)(*flags, step_ms=step_ms)
+        clients.append(Client(worker.address, heartbeat_ms))
+        clients[-1].worker = worker
         await clients[-1].open()
         return clients[-1]
 
@@ -139,10 +116,6 @@ def expected(prompt: list[int], count: int) -> list[int]:
     return list(islice(continuation(prompt, SamplingParams(seed=SEED), 1000), count))
 
 
-def scheduler_of(process: subprocess.Popen) -> int:
-    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
-
-
 async def test_the_first_response_describes_the_worker(connect) -> None:
     client = await connect()
     info = await client.stub.GetModelInfo(worker_pb2.GetModelInfoRequest())
@@ -151,7 +124,7 @@ async def test_the_first_response_describes_the_worker(connect) -> None:
 
 
 async def test_each_stream_gets_its_own_tokens_and_a_step_is_one_message(connect) -> None:
-    client = await connect("--step-ms", "5")
+    client = await connect(step_ms=5)
     prompts = {n: [7] * 20 + [n] for n in range(1, 41)}
     client.gathering = True  # all begin together, however slow this process is
     for number, prompt in prompts.items():
@@ -168,7 +141,7 @@ async def test_each_stream_gets_its_own_tokens_and_a_step_is_one_message(connect
 
 
 async def test_single_tokens_come_packed_for_who_understands_that(connect) -> None:
-    plain = await connect("--step-ms", "1")
+    plain = await connect(step_ms=1)
     packing = Client(plain.address, packed_tokens=True)
     await packing.open()
     for client in (plain, packing):
@@ -186,7 +159,7 @@ async def test_single_tokens_come_packed_for_who_understands_that(connect) -> No
 
 
 async def test_a_stream_that_is_refused_leaves_the_others_alone(connect) -> None:
-    client = await connect("--log-format", "json")
+    client = await connect("--log-format", "json", own=True)
     await client.submit(1, [5], max_tokens=20)
     await client.submit(2, [])
     await client.submit(3, [5], temperature=-1, traceparent=f"00-{'5b' * 16}-{'c7' * 8}-01")
@@ -196,14 +169,16 @@ async def test_a_stream_that_is_refused_leaves_the_others_alone(connect) -> None
     assert (client.ends[2].code, client.ends[2].field) == (invalid, "token_ids")
     assert (client.ends[3].code, client.ends[3].field) == (invalid, "sampling.temperature")
     # The log says so under the ids of each request, though they came over one call.
-    client.process.terminate()
-    lines = [json.loads(line) for line in (await asyncio.to_thread(client.process.stderr.read)).splitlines()]
+    client.worker.process.terminate()
+    await asyncio.to_thread(client.worker.wait)
+    lines = [json.loads(line) for line in client.worker.log.splitlines()]
     said = [line for line in lines if line["message"].startswith("generation ends INVALID_ARGUMENT")]
-    assert {(line["request_id"], line.get("trace_id")) for line in said} == {("r2", None), ("r3", "5b" * 16)}
+    ids = {(line["request_id"], line.get("trace_id")) for line in said}
+    assert ids == {(client.request_id(2), None), (client.request_id(3), "5b" * 16)}
 
 
 async def test_a_stream_id_that_is_open_ends_the_call(connect) -> None:
-    client = await connect("--step-ms", "20")
+    client = await connect(step_ms=20)
     for _ in range(2):
         await client.submit(1, [5])
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -213,7 +188,7 @@ async def test_a_stream_id_that_is_open_ends_the_call(connect) -> None:
 
 
 async def test_an_abort_and_the_end_of_the_call_free_everything(connect) -> None:
-    client = await connect("--no-prefix-cache", "--step-ms", "20", "--num-pages", "1024")
+    client = await connect("--no-prefix-cache", "--num-pages", "1024", step_ms=20)
     for number in range(1, 5):
         await client.submit(number, [number] * 40)
     await client.load_where(lambda load: load.running_requests == 4)
@@ -228,7 +203,7 @@ async def test_an_abort_and_the_end_of_the_call_free_everything(connect) -> None
 
 
 async def test_heartbeats_come_while_idle_and_through_a_long_step(connect) -> None:
-    client = await connect("--step-ms", "2500")
+    client = await connect(step_ms=2500)
     for _ in range(3):
         assert not (await client.read()).outputs
     await client.submit(1, [5], max_tokens=1)
@@ -238,7 +213,7 @@ async def test_heartbeats_come_while_idle_and_through_a_long_step(connect) -> No
 
 
 async def test_a_stream_past_its_time_ends(connect) -> None:
-    client = await connect("--step-ms", "20")
+    client = await connect(step_ms=20)
     await client.submit(1, [5], timeout_ms=150)
     await client.submit(2, [5], max_tokens=3, timeout_ms=120_000)
     await client.until(lambda: len(client.ends) == 2)
@@ -248,7 +223,7 @@ async def test_a_stream_past_its_time_ends(connect) -> None:
 
 
 async def test_a_paused_stream_keeps_its_tokens_until_it_is_resumed(connect) -> None:
-    client = await connect("--step-ms", "5")
+    client = await connect(step_ms=5)
     await client.submit(1, [5], max_tokens=600)  # three seconds, in which it is paused
     await client.until(lambda: 1 in client.tokens)
     await client.call.write(worker_pb2.SessionRequest(pauses=[1]))
@@ -265,10 +240,10 @@ async def test_a_paused_stream_keeps_its_tokens_until_it_is_resumed(connect) -> 
 
 
 async def test_draining_finishes_what_runs_refuses_what_is_new_and_ends_the_call(connect) -> None:
-    client = await connect("--step-ms", "10")
+    client = await connect(step_ms=10, own=True)
     await client.submit(1, [5], max_tokens=300)  # three seconds, in which another asks
     await client.until(lambda: 1 in client.tokens)
-    client.process.send_signal(signal.SIGTERM)
+    client.worker.process.send_signal(signal.SIGTERM)
     while not (await client.read()).draining:
         pass
     await client.submit(2, [6])
@@ -277,15 +252,15 @@ async def test_draining_finishes_what_runs_refuses_what_is_new_and_ends_the_call
     assert client.ends[2].retry_after_ms == 1000
     assert client.tokens[1] == expected([5], 300)
     assert await client.call.read() is grpc.aio.EOF
-    assert await asyncio.to_thread(client.process.wait, 60) == 0
+    assert await asyncio.to_thread(client.worker.wait) == 0
 
 
 async def test_when_the_scheduler_dies_every_stream_is_told_and_the_call_ends(connect) -> None:
-    client = await connect("--step-ms", "5")
+    client = await connect(step_ms=5, own=True)
     for number in range(1, 31):
         await client.submit(number, [number])
     await client.until(lambda: len(client.tokens) == 30)
-    os.kill(scheduler_of(client.process), signal.SIGKILL)
+    os.kill(client.worker.scheduler_pid(), signal.SIGKILL)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         while True:
             await client.read()
@@ -295,7 +270,7 @@ async def test_when_the_scheduler_dies_every_stream_is_told_and_the_call_ends(co
 
 
 async def test_continuations_of_one_stream_come_together_and_end_one_by_one(connect) -> None:
-    client = await connect("--step-ms", "3", "--eos-token", "4", "--vocab-size", "20")
+    client = await connect("--eos-token", "4", "--vocab-size", "20", step_ms=3)
     message = worker_pb2.WorkerGenerateRequest(
         request_id="many", token_ids=[7] * 40, sampling=common_pb2.SamplingParams(seed=SEED, n=8, max_tokens=40)
     )

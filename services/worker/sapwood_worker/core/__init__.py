@@ -1,1 +1,1 @@
-"""The scheduler process: decides what each step computes and which page holds what. No gRPC, no protobuf."""
+"""The scheduler process: decides what each step computes and which page holds what. Knows no gRPC and no protobuf."""

@@ -23,20 +23,20 @@ class ModelConfig:
         num_heads: Query heads.
         num_kv_heads: Key/value heads; divides ``num_heads``.
         head_dim: Size of a head.
-        rms_norm_eps: Of every norm.
-        max_position: The context length it was made for.
-        rope: Of layers without a window, and of all when ``local_rope`` is None.
-        local_rope: Of layers with a window.
+        rms_norm_eps: Added to the mean square in every norm.
+        max_position: The context length it was made for, in tokens.
+        rope: The rotary embedding of layers without a window, and of all when ``local_rope`` is None.
+        local_rope: The rotary embedding of layers with a window.
         windows: For each layer the number of positions a token sees, itself included, or None for all.
-        activation: Of the MLP's gate.
-        tie_word_embeddings: The output head is the embedding.
+        activation: The activation of the MLP's gate.
+        tie_word_embeddings: Whether the output head is the embedding.
         attention_scale: Factor of query-key products.
-        attention_softcap: See ``sapwood_kernels.reference.attention``.
-        final_softcap: The same for the logits.
-        qk_norm: Norms on each query and key head.
-        qkv_bias: Biases on the query, key and value projections.
-        output_bias: Bias on the attention's output projection.
-        mlp_bias: Biases in the MLP.
+        attention_softcap: Query-key products become ``softcap * tanh(product / softcap)``; None: they stay.
+        final_softcap: The same for logits.
+        qk_norm: Whether each query and key head has a norm.
+        qkv_bias: Whether the query, key and value projections have biases.
+        output_bias: Whether the attention's output projection has a bias.
+        mlp_bias: Whether the MLP has biases.
         embedding_scale: Factor on the embedding's output.
         norm_offset: Added to norm weights stored in Hugging Face files (Gemma stores w of 1 + w).
     """

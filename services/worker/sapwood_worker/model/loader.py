@@ -1,4 +1,4 @@
-"""From a path to a model that runs."""
+"""Loads a model from a path."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class LoadedModel:
     """A model ready to run.
 
     Attributes:
-        model: Its weights are set.
-        config: What it is.
+        model: The model, with its weights.
+        config: The model's configuration.
         eos_token_ids: Its own end tokens.
     """
 
@@ -53,12 +53,12 @@ def load_model(
     Args:
         path: The file or directory.
         load_format: ``dummy`` reads the configuration only and makes weights up.
-        dtype: Of weights and activations.
+        dtype: The dtype of weights and activations.
         device: Where the weights go.
         context_length: Lowers the configuration's ``max_position`` to this, if it is less.
         threads: Tensors read at once.
-        seed: Of made-up weights.
-        quantization: Of the linear layers, done once their weights are there.
+        seed: Seed of made-up weights.
+        quantization: How the linear layers are quantised once they are loaded.
 
     Raises:
         ConfigError: It cannot be read or is not supported; names the file and what.

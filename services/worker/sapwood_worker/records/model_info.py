@@ -15,7 +15,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
             whichever is less.
         vocab_size: Every token id is below it.
         eos_token_ids: The model's own end tokens.
-        page_size: Tokens a page.
+        page_size: Tokens in a page.
         num_pages: Pages in the pool.
         vocabulary_fingerprint: Hash of the tokens that grammars are masked with; empty: no structured output.
         special_tokens: Names of the vocabulary's special tokens, for compiling grammars.

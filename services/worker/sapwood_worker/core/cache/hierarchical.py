@@ -83,7 +83,7 @@ class HierarchicalCache:
     Args:
         host: The second tier.
         num_device_pages: Pages of the first tier.
-        page_size: Tokens a page.
+        page_size: Tokens in a page.
         policy: When pages are copied to the second tier.
         storage: The third tier; None: there cannot be one.
 

@@ -38,7 +38,7 @@ class PageChain:
 
     Args:
         namespace: Sequences of different namespaces share no keys.
-        page_size: Tokens a page.
+        page_size: Tokens in a page.
         known: The first pages, where they are known already.
 
     Attributes:

@@ -85,7 +85,7 @@ class PrefixCache:
     Args:
         allocator: The ledger.
         page_table: Rows of the running requests.
-        page_size: Tokens a page.
+        page_size: Tokens in a page.
         enabled: Whether anything is kept and found.
         eviction: What is evicted first when room is needed.
         below: The tiers below; None: there are none.

@@ -72,7 +72,7 @@ class RadixTree:
     """Cached prefixes and their pages. Knows nothing of who owns a page outside of it.
 
     Args:
-        page_size: Tokens a page.
+        page_size: Tokens in a page.
         eviction: Which leaf is evicted first.
         events: Records what is stored and removed; None: nobody asks.
         alone: Whether there are no tiers below: once the tree is empty, nothing is cached.

@@ -1,4 +1,7 @@
-"""What an attention backend is: it plans once a step, and all layers use the plan."""
+"""The protocols of an attention backend: it plans each step once, and all layers use the plan.
+
+In shapes: T tokens of a step, B requests, H query heads, K key/value heads, D elements of a head.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ class AttentionLayer:
     """The constants of one layer's attention.
 
     Attributes:
-        index: Which of the pool's layers it reads and writes.
+        index: The pool's layer that it reads and writes.
         scale: Factor of query-key products.
         window: Positions a token sees, itself included; None for all before it.
-        softcap: See ``sapwood_kernels.reference.attention``.
+        softcap: Products become ``softcap * tanh(product / softcap)``; None: they stay.
     """
 
     index: int
@@ -31,7 +34,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Which tokens of a step belong together, on the host, and where the cache keeps theirs.
+    """Which tokens of a step belong to which request, and where the cache keeps their keys and values. On the host.
 
     Attributes:
         query_starts: int64 [B + 1]: request i's tokens are rows ``query_starts[i]`` .. ``query_starts[i + 1] - 1``; each
@@ -79,5 +82,5 @@ class AttentionBackend(Protocol):
     """One way to compute attention over the paged cache."""
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
-        """Prepares a step. Mutates nothing of the batch; the plan is valid until the next call."""
+        """Prepares a step. Does not mutate the batch; the plan is valid until the next call."""
         ...

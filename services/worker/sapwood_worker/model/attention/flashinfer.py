@@ -1,4 +1,4 @@
-"""Paged attention by FlashInfer, on CUDA: planned once a step for each distinct kind of layer, then reused by all its layers."""
+"""Paged attention by FlashInfer, on CUDA: each step is planned once for each kind of layer, and all its layers reuse the plan."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def variant_of(layer: AttentionLayer) -> Variant:
 
 
 def paged_keys(batch: AttentionBatch, page_size: int, indices: Tensor) -> PagedKeys:
-    """Where the batch's keys are, as FlashInfer takes it; vectorised, O(pages).
+    """The addresses of the batch's keys in FlashInfer's form; vectorised, O(pages).
 
     Args:
         batch: The step.
-        page_size: Tokens a page.
+        page_size: Tokens in a page.
         indices: int32 device buffer that the page ids are written to.
     """
     counts = -(-batch.seq_lens // page_size)
@@ -102,7 +102,7 @@ class FlashInferBackend:
         self._pool = pool
         self.shape = shape
         self.kinds = tuple(kinds)
-        # Requests may share pages, so a step can name more pages than the pool has: room for that.
+        # Requests may share pages, so a step can name more pages than the pool has.
         self.indices = torch.zeros(4 * pool.num_pages, dtype=torch.int32, device=pool.device)
         self._float8 = pool.dtype != shape.dtype
         self._prefill: dict[Variant, PrefillAttention | Float8PrefillAttention]
@@ -119,12 +119,12 @@ class FlashInferBackend:
         self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def begin_plan(self) -> None:
-        """Waits until the last plan's host buffers, which the next will write to, have been read. That is before its step's
-        computation: a step may be planned while the device is at the one before."""
+        """Waits until the device has read the last plan's host buffers, which the next plan overwrites. It reads them before the
+        step's computation, so a step may be planned while the device computes the one before."""
         self._planned.synchronize()
 
     def end_plan(self) -> None:
-        """All copies of a plan have been asked for."""
+        """Notes that all copies of a plan have been queued on the device."""
         self._planned.record()
 
     def decode_attention(

@@ -22,7 +22,7 @@ from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLaye
 from sapwood_worker.model.pools.device_pool import DevicePool, KVDestination
 
 _TILE = 256
-# Tiles of at least this many queries are computed alone: there is nothing to gain by batching them, only padding to lose.
+# Tiles of at least this many queries are computed alone: batching them gains nothing and costs padding.
 _ALONE = 32
 
 IntArray = npt.NDArray[np.int64]
@@ -30,12 +30,12 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Tiles computed in one call: B of them, N queries and M keys each.
+    """B tiles computed in one call, each with N queries and M keys.
 
     Attributes:
-        rows: int64 [B * N]: the queries' rows of the step; None when they are all rows in order.
-        slots: int64 [B * M]: where their keys are.
-        mask: [B, 1, 1, N, M], 0 where a query sees a key and -inf where not; None when all see all.
+        rows: int64 [B * N]: the queries' rows in the step; None when they are all rows in order.
+        slots: int64 [B * M]: the cache slots of their keys.
+        mask: [B, 1, 1, N, M], 0 where a query sees a key and -inf where not; None when every query sees every key.
         kept: Positions in B * N that are not padding; None when all are kept.
         kept_rows: ``rows[kept]``.
         size: B.
@@ -66,7 +66,7 @@ class TorchNativeBackend:
 
     Args:
         pool: Keys and values.
-        dtype: Of the queries.
+        dtype: The dtype of the queries.
     """
 
     def __init__(self, pool: DevicePool, dtype: torch.dtype) -> None:
@@ -119,7 +119,7 @@ class TorchNativePlan:
     def _plan(self, window: int | None) -> list[_Group]:
         tiles = _cut(self._batch, window)
         total = int(self._batch.query_starts[-1])
-        # Equal key: padded together. Large tiles get a key of their own.
+        # Tiles of equal key are padded together. Each large tile gets a key of its own.
         number = np.arange(len(tiles.row))
         kind = np.where(tiles.queries >= _ALONE, -1 - number, _log2(tiles.queries) * 64 + _log2(tiles.keys))
         kinds, inverse = np.unique(kind, return_inverse=True)

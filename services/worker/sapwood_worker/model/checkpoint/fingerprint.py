@@ -1,4 +1,4 @@
-"""What tells one model from every other, whatever its files are called."""
+"""A hash that tells one model from every other, whatever its files are called."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def read_gguf_eos(file: GgufFile) -> tuple[int, ...]:
 
 
 def _usual(values: GgufValues) -> ModelConfig:
-    """As a Llama would have it."""
+    """The configuration that the metadata gives a Llama; families then adapt it."""
     get, tensors = values.get, values.file.tensors
     hidden, heads, layers = get("embedding_length"), get("attention.head_count"), get("block_count")
     head_dim = get("attention.key_length", hidden // heads)

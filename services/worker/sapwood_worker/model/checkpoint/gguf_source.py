@@ -73,7 +73,7 @@ class GgufSource:
             return
         values = torch.from_numpy(read_tensor(self._file, tensor)).view(tensor.shape)
         if heads is not None:
-            # Stored [heads, D / 2, 2, ...]: pairs side by side. Wanted: first halves, then second halves.
+            # The file has pairs side by side, [heads, D / 2, 2, ...]; we want first halves, then second halves.
             pairs = values.view(heads, -1, 2, *values.shape[1:])
             values = pairs.transpose(1, 2).reshape(tensor.shape)
         target.copy_(values)
@@ -115,7 +115,7 @@ def dequantize_into(file: GgufFile, tensor: GgufTensor, out: npt.NDArray[np.floa
             if kind == gguf.GGMLQuantizationType.Q8_0:
                 _q8_0(part, into)
             else:
-                # As one row: gguf loops over rows in Python.
+                # One row, since gguf loops over rows in Python.
                 into[:] = gguf.dequantize(part.reshape(1, -1), kind)[0]
     # NotImplementedError is what the gguf library raises for a type that it cannot widen.
     except (ValueError, KeyError, NotImplementedError, GgufError) as error:
@@ -123,7 +123,7 @@ def dequantize_into(file: GgufFile, tensor: GgufTensor, out: npt.NDArray[np.floa
 
 
 def _q8_0(blocks: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]) -> None:
-    """A block is a float16 scale and 32 int8. Several times faster than ``gguf.dequantize``."""
+    """Dequantises blocks of a float16 scale and 32 int8 into ``out``; several times faster than ``gguf.dequantize``."""
     result = out.reshape(-1, _Q8_0_SIZE)
     result[:] = blocks[:, 2:].view(np.int8)
     result *= blocks[:, :2].copy().view(np.float16).astype(np.float32)

@@ -51,7 +51,7 @@ def read_hf_eos(directory: Path) -> tuple[int, ...]:
 
 
 def _usual(name: str, found: HfValues) -> ModelConfig:
-    """As a Llama would have it."""
+    """The configuration that the file gives a Llama; families then adapt it."""
     values = found.values
     heads = int(values["num_attention_heads"])
     head_dim = int(values.get("head_dim") or values["hidden_size"] // heads)

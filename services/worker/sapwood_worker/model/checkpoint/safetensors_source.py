@@ -1,7 +1,7 @@
 """Weights of a Hugging Face directory: ``model.safetensors``, or shards named by ``model.safetensors.index.json``.
 
-Weights that are stored in float8 are widened as they are read: times their ``weight_scale`` (one for all, one a row or one a
-block) or ``weight_scale_inv``, as DeepSeek's checkpoints call the same thing for blocks of 128 x 128.
+Weights stored in float8 are widened as they are read, times their ``weight_scale`` (one in all, one for each row or block) or
+``weight_scale_inv``, DeepSeek's name for the scales of blocks of 128 x 128.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from sapwood_common.errors import ConfigError
 from sapwood_worker.model.families.hf_values import read_json
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# Multimodal checkpoints keep the language model under one of these; the rest of theirs is not loaded.
+# Multimodal checkpoints keep the language model under one of these prefixes; their other tensors are not loaded.
 _LANGUAGE_PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
 )
 _OTHER_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-# Constants that some old checkpoints stored; scales of activations and of caches, which are found anew.
+# Constants that some old checkpoints store, and scales of activations and caches, which we compute ourselves.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".input_scale", ".output_scale", ".k_scale", ".v_scale")
 _SCALE_SUFFIXES = ("_scale", "_scale_inv")
 _BLOCK = 128
@@ -34,7 +34,7 @@ class SafetensorsSource:
 
     Args:
         directory: Holds the files.
-        tied: The output head is the embedding, so a stored copy of it is not wanted.
+        tied: Whether the output head is the embedding; a stored copy of it is then ignored.
 
     Raises:
         ConfigError: No such files, or one is damaged or missing.
@@ -42,7 +42,7 @@ class SafetensorsSource:
 
     def __init__(self, directory: Path, *, tied: bool) -> None:
         self._files: dict[Path, Any] = {}
-        # Our name -> file and name there.
+        # Our name -> file and the file's name for it.
         self._found: dict[str, tuple[Path, str]] = {}
         # The same for the scales of a weight, by the weight's name.
         self._scales: dict[str, tuple[Path, str]] = {}
@@ -96,7 +96,7 @@ def _paths(directory: Path) -> list[Path]:
 
 
 def _widened(weight: Tensor, scales: Tensor) -> Tensor:
-    """A float8 weight [N, K] times its scales: one, [N] or [N, 1], or one for each block of 128 x 128.
+    """A float8 weight [N, K] times its scales: one in all, [N] or [N, 1], or one for each block of 128 x 128.
 
     Raises:
         ValueError: The scales are of another shape.

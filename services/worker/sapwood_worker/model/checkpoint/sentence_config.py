@@ -33,7 +33,7 @@ class SentenceConfig:
         normalizes: Whether vectors have length 1.
         max_tokens: Longer inputs are cut to so many tokens; 0: none is cut.
         special_ids: Special tokens; those at an input's end stay when it is cut.
-        shortened: To how many numbers vectors may be cut, for which the model was trained; empty: any; None: they are not.
+        shortened: Lengths to which vectors may be cut, for which the model was trained; empty: any; None: they may not be cut.
     """
 
     pooling: str
@@ -48,8 +48,8 @@ def read_sentence_config(path: Path, pooling: str, most: int) -> SentenceConfig:
 
     Args:
         path: The model's directory, or a file, which says nothing.
-        pooling: What is done if the files do not say.
-        most: Tokens that the model takes.
+        pooling: The pooling if the files do not say.
+        most: The most tokens that the model takes.
 
     Raises:
         ConfigError: They ask for what is not supported, or cannot be read.
@@ -78,7 +78,7 @@ def read_sentence_config(path: Path, pooling: str, most: int) -> SentenceConfig:
 
 
 def _shortened(file: Path) -> tuple[int, ...] | None:
-    """As vLLM reads it: ``matryoshka_dimensions``, or ``is_matryoshka`` for any number."""
+    """The lengths that ``config.json`` allows, as vLLM reads it: ``matryoshka_dimensions``, or any if ``is_matryoshka``."""
     values = _read(file) or {}
     dimensions = values.get("matryoshka_dimensions")
     if dimensions is None:
@@ -99,7 +99,7 @@ def _pooling(file: Path) -> str:
 
 
 def _read(file: Path) -> Any:
-    """What a JSON file holds; None if there is none."""
+    """The content of a JSON file; None if there is no such file."""
     try:
         return json.loads(file.read_text())
     except (FileNotFoundError, NotADirectoryError):

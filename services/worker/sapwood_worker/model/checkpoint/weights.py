@@ -39,8 +39,8 @@ def load_weights(slots: WeightSlots, source: WeightSource, norm_offset: float, t
     """Fills every slot.
 
     Args:
-        slots: Where tensors go; mutated.
-        source: Where they come from.
+        slots: The tensors to fill; mutated.
+        source: The checkpoint.
         norm_offset: Added to norm weights as they are stored.
         threads: Tensors read at once.
 
@@ -65,7 +65,7 @@ def load_weights(slots: WeightSlots, source: WeightSource, norm_offset: float, t
 
     def read(name: str) -> None:
         slot = slots[name]
-        # Inference mode is a property of the thread.
+        # Each thread has an inference mode of its own.
         with torch.inference_mode():
             source.read_into(name, slot.target)
             if slot.norm and norm_offset:

@@ -14,12 +14,12 @@ from sapwood_common.errors import ConfigError
 from sapwood_worker.model.families.hf_values import read_json
 
 ARCHITECTURES = ("BertModel", "BertForMaskedLM")
-"""Of the second the head is left out, which is for training. A head that makes the answer is none to be left out."""
+"""The second one's head serves only training and is left out. Models whose head makes the answer are not served."""
 
 
 @dataclass(frozen=True, slots=True)
 class BertConfig:
-    """The shape of a model; names as in ``config.json``."""
+    """The shape of a model; the names are those of ``config.json``."""
 
     vocab_size: int
     hidden_size: int
@@ -74,7 +74,7 @@ class BertLayer(nn.Module):
         self.output = _dense_norm(inner, size, eps)
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """[B, T, hidden_size]; ``mask`` bool [B, 1, 1, T] is true where there is a token."""
+        """[B, T, hidden_size] -> the same shape; ``mask``, bool [B, 1, 1, T], is true where there is a token."""
         batch, length, size = hidden.shape
         projections, output = self.attention["self"], self.attention["output"]
         assert isinstance(projections, nn.ModuleDict) and isinstance(output, nn.ModuleDict)

@@ -22,12 +22,12 @@ Angles = tuple[Tensor, Tensor]
 
 
 class DecoderLayer(Layer, ABC):
-    """One layer: attention and MLP with a model family's way of norms around them.
+    """One layer: attention and MLP, with norms where the model family has them.
 
     Args:
-        config: The model's.
-        index: Which layer.
-        dtype: Of weights and activations.
+        config: The model's configuration.
+        index: The layer's index.
+        dtype: The dtype of weights and activations.
         device: Where the weights lie.
     """
 
@@ -75,13 +75,13 @@ class DecoderLayer(Layer, ABC):
         return slots
 
     def norm(self, name: str) -> RMSNorm:
-        """One of its norms."""
+        """The norm of a name."""
         found = self.norms[name]
         assert isinstance(found, RMSNorm)
         return found
 
     def prepare(self, dtype: torch.dtype, quantization: Quantization = "none") -> None:
-        """Called once when weights are loaded."""
+        """Readies the weights for use; called once when they are loaded."""
         self.attention.prepare(dtype, quantization)
         self.mlp.prepare(quantization)
         for name in self.norm_names():
@@ -92,9 +92,9 @@ class DecoderModel(Layer):
     """A decoder-only language model.
 
     Args:
-        config: What it is.
+        config: The model's configuration.
         layer_class: The family's layer.
-        dtype: Of weights and activations.
+        dtype: The dtype of weights and activations.
         device: Where the weights lie. They are not set: fill :meth:`weights`, then call :meth:`prepare`.
     """
 
@@ -120,7 +120,7 @@ class DecoderModel(Layer):
             RotaryEmbedding(inverse_frequencies(config.head_dim, rope), config.max_position, dtype, device)
             for rope in ropes
         )
-        # Which of the rotary embeddings each layer uses.
+        # The index of each layer's rotary embedding.
         self._kinds = [int(config.local_rope is not None and window is not None) for window in config.windows]
 
     def weights(self) -> WeightSlots:

@@ -1,4 +1,4 @@
-"""What is particular to a family of models, in one value: a family is a file that ends with one, and a line in ``registry``."""
+"""A family of models as one value: each family's file ends with such a value, and ``registry`` names it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class ModelFamily:
     """A family of decoder-only models.
 
     Attributes:
-        name: What ``GetModelInfo`` calls it, and GGUF files (``general.architecture``).
-        architectures: What ``config.json`` calls it.
-        layer: Its layers.
-        defaults: What ``config.json`` may leave out, because transformers' configuration classes have it as a default.
-        adapt: Makes the configuration of the one that ``config.json`` would give a Llama. Raises ValueError where it cannot.
+        name: Its name in ``GetModelInfo`` and in GGUF files (``general.architecture``).
+        architectures: Its names in ``config.json``.
+        layer: The class of its layers.
+        defaults: Settings that ``config.json`` may leave out: the defaults of transformers' configuration classes.
+        adapt: Turns the configuration that ``config.json`` would give a Llama into the family's. Raises ValueError if it cannot.
         in_gguf: Whether it is read from GGUF files.
-        adapt_gguf: As ``adapt``, for a GGUF file.
+        adapt_gguf: The same for a GGUF file.
         gguf_norms: Names of a layer's norms in GGUF files, beside ``attn_norm``, and in Hugging Face's.
         gguf_interleaves: Whether GGUF files hold the rows of queries and keys in interleaved rotary order.
     """

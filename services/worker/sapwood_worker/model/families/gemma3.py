@@ -21,9 +21,9 @@ class Gemma3DecoderLayer(DecoderLayer):
     """Norms before and after attention and MLP.
 
     Args:
-        config: The model's.
-        index: Which layer.
-        dtype: Of weights and activations.
+        config: The model's configuration.
+        index: The layer's index.
+        dtype: The dtype of weights and activations.
         device: Where the weights lie.
     """
 
@@ -46,7 +46,7 @@ class Gemma3DecoderLayer(DecoderLayer):
         return hidden
 
 
-# GGUF files do not state these.
+# Values that GGUF files do not state.
 _LOCAL_THETA, _PATTERN, _27B_LAYERS = 10_000.0, 6, 62
 
 

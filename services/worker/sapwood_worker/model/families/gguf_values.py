@@ -1,4 +1,4 @@
-"""What the metadata of a GGUF file says of its model.
+"""The settings in the metadata of a GGUF file.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, with each architecture's conventions as llama.cpp has them.
 """

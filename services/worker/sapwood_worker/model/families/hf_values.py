@@ -1,4 +1,4 @@
-"""What ``config.json`` of a Hugging Face model says, and the parts of it that families read alike."""
+"""The settings in ``config.json`` of a Hugging Face model, and the parts that all families read alike."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class HfValues:
     """The settings of a model.
 
     Attributes:
-        given: What the file says.
-        values: The same, with the family's defaults where it says nothing.
+        given: The settings in the file.
+        values: The settings with the family's defaults for those that the file leaves out.
     """
 
     given: Mapping[str, Any]
@@ -79,7 +79,7 @@ class HfValues:
 
         Args:
             given: ``rope_scaling``, or ``rope_parameters`` of newer files; None: there is none.
-            theta: Its base where that does not say.
+            theta: The base if ``given`` has none.
 
         Raises:
             ValueError: Its kind is not supported.

@@ -15,9 +15,9 @@ class LlamaDecoderLayer(DecoderLayer):
     """Norms before attention and MLP.
 
     Args:
-        config: The model's.
-        index: Which layer.
-        dtype: Of weights and activations.
+        config: The model's configuration.
+        index: The layer's index.
+        dtype: The dtype of weights and activations.
         device: Where the weights lie.
     """
 

@@ -15,9 +15,9 @@ _FAMILIES = {family.name: family for family in (GEMMA3, LLAMA, MISTRAL, QWEN2, Q
 
 
 def families() -> tuple[ModelFamily, ...]:
-    """All there are, those of other packages included.
+    """All families, those of other packages included.
 
     Raises:
-        ConfigError: One of those cannot be imported.
+        ConfigError: A family of another package cannot be imported.
     """
     return tuple(find_part(GROUP, name, _FAMILIES) for name in part_names(GROUP, _FAMILIES))

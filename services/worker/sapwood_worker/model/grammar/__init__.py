@@ -1,1 +1,1 @@
-"""Structured output: which tokens may come next, and masks of that. Only ``logit_masks`` imports torch."""
+"""Structured output: which tokens may come next, as masks. Only ``logit_masks`` imports torch."""

@@ -1,4 +1,4 @@
-"""The grammars of a step's rows: their masks are filled while the model computes and then laid on its logits."""
+"""Grammar masks of a step's rows: they are filled while the model computes and then applied to its logits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sapwood_worker.records.step import ScheduledRequest
 class StepMasks:
     """The masks of one step, perhaps still being filled.
 
-    Use as a context manager around the step: when it is left, whatever befell it, no grammar is touched any more.
+    Use as a context manager around the step: on leaving it, by an error too, no grammar is touched any more.
 
     Args:
-        rows: Rows of the logits that have a grammar; each mask's, in order.
-        filled: int32 [G, W], once it is there; None: there are none.
+        rows: Rows of the logits that have a grammar, in the order of the masks.
+        filled: Will hold the masks, int32 [G, W]; None: there are none.
         count: Rows of the logits.
     """
 

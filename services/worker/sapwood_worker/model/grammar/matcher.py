@@ -1,10 +1,10 @@
 """One request's place in its grammar, over llguidance's matcher (an Earley parser with a lazily built lexer).
 
-Jump-forward: where only one token may come next, :meth:`forced` names it, and the scheduler appends it without asking the model.
-The output is the same with and without. Where the grammar forces *text* that several token sequences spell, the model is asked,
-as which of them it prefers is its choice. A vocabulary with many long tokens leaves such a choice nearly everywhere (Gemma's, in
-JSON: at every place); what is forced there are special tokens, and all text over a vocabulary of bytes. The end token after a
-complete answer is never computed: the request ends as soon as nothing may follow.
+Jump-forward: where only one token may come next, :meth:`forced` returns it, and the scheduler appends it without asking the
+model. The output is the same with and without. Where the grammar forces *text* that several token sequences spell, the model
+chooses among them. A vocabulary with many long tokens leaves that choice nearly everywhere (Gemma's in JSON: always), so there
+only special tokens are forced; over a vocabulary of bytes all forced text is. The end token after a complete answer is never
+computed: the request ends as soon as nothing may follow.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy.typing as npt
 from sapwood_common.grammar.compile import engine_message
 
 _LONGEST_BEGINNING = 16
-"""Bytes: if no longer token begins the forced text, it hardly matters that a mask is computed in vain."""
+"""Bytes of the longest token looked for at the beginning of forced text; a mask is then seldom computed in vain."""
 
 
 class GrammarMatcher:
     """Implements :class:`~sapwood_worker.records.grammar_state.GrammarState`.
 
     Args:
-        engine: A matcher of its own, at the start of the grammar.
+        engine: A matcher of this request's own, at the start of the grammar.
         released: Called once with ``engine`` when the request has ended.
         spellings: The bytes of every token.
         words: int32 words of a mask.
@@ -67,15 +67,15 @@ class GrammarMatcher:
         return bool(self._engine.consume_token(token_id))
 
     def accept_all(self, token_ids: Sequence[int]) -> int:
-        """Advances over tokens generated before; returns how many the grammar allowed (it stops at the first it does not)."""
+        """Advances over tokens of an earlier try; stops at the first that is not allowed; returns how many were."""
         return int(self._engine.try_consume_tokens(list(token_ids)))
 
     def validate(self, token_ids: Sequence[int]) -> int:
-        """How many of the tokens could be accepted one after another; the state stays as it is. For drafted tokens."""
+        """How many of the first tokens could be accepted one after another; does not change the state. For drafted tokens."""
         return int(self._engine.validate_tokens(list(token_ids)))
 
     def rollback(self, count: int) -> None:
-        """Takes the last ``count`` accepted tokens back, an end token among them or not."""
+        """Takes back the last ``count`` accepted tokens, end tokens included."""
         rolled = self._engine.rollback(count)
         assert rolled, f"cannot take {count} tokens back: {self.error}"
 

@@ -1,8 +1,8 @@
 """Makes matchers from compiled grammars.
 
-A grammar's lexer is an automaton that is built while tokens are masked, the costly part (up to 20 ms a mask when cold, 50 us when
-warm). So the matcher of a request that has ended is taken back to its start and kept, automaton and all: the next request with
-the same grammar gets a copy. Kept: the ``max_kept`` most recently used grammars.
+A grammar's lexer is an automaton that is built while tokens are masked, which is the costly part: a mask takes up to 20 ms when
+cold and 50 us when warm. So the matcher of an ended request is reset and kept with its automaton, and the next request with the
+same grammar gets a copy. Bound: the ``max_kept`` most recently used grammars are kept.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class GrammarStore:
 
     Args:
         vocabulary: The model's tokens.
-        vocab_size: Of the model: columns of its logits; ids beyond the vocabulary are never allowed.
-        eos_token_ids: The model's end tokens: allowed where the grammar is complete.
-        max_kept: Most grammars kept for later requests.
+        vocab_size: Columns of the model's logits; ids beyond the vocabulary are never allowed.
+        eos_token_ids: The model's end tokens, allowed where the grammar is complete.
+        max_kept: The most grammars kept for later requests.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class GrammarStore:
 
         Args:
             compiled: A serialised artefact.
-            generated: Output tokens of before, in case the request goes on from them.
+            generated: Output tokens of an earlier try, from which the request goes on.
 
         Raises:
             InvalidArgumentError: The artefact is damaged or of another vocabulary, or the tokens do not match it.
@@ -119,6 +119,6 @@ class _Tokens:
 
 def _index(tokens: list[bytes], special_ids: frozenset[int], eos_token_ids: Sequence[int]) -> llguidance.LLTokenizer:
     special = sorted(index for index in special_ids | set(eos_token_ids) if index < len(tokens))
-    ends = list(eos_token_ids) or None  # a model without end tokens: the library adds one beyond the vocabulary
+    ends = list(eos_token_ids) or None  # if the model has none, the library adds one beyond the vocabulary
     wrapper = llguidance.TokenizerWrapper(_Tokens(tokens, special, ends[0] if ends else None))
     return llguidance.LLTokenizer(wrapper, eos_token=ends)

@@ -46,13 +46,13 @@ class QKNorm(Layer):
         }
 
     def prepare(self, dtype: torch.dtype) -> None:
-        """Called once when weights are loaded."""
+        """Readies the weights for use; called once when they are loaded."""
         self.norm.weight[: self._num_heads] = self._stored[0]
         self.norm.weight[self._num_heads :] = self._stored[1]
         self.norm.prepare(dtype)
 
     def forward(self, query_key: Tensor) -> Tensor:
-        """[T, num_heads + num_kv_heads, head_dim] -> the same shape."""
+        """Norms each head: [T, num_heads + num_kv_heads, head_dim] -> the same shape."""
         result: Tensor = self.norm(query_key)
         return result
 
@@ -65,11 +65,11 @@ class Attention(Layer):
         num_heads: Query heads.
         num_kv_heads: Key/value heads.
         head_dim: Elements a head.
-        constants: What the backend needs to know.
+        constants: The layer's constants for the backend.
         qk_norm: Norms on query and key heads, or None.
         qkv_bias: Whether the input projections have biases.
-        output_bias: Whether the output projection has one.
-        dtype: Of weights and activations.
+        output_bias: Whether the output projection has a bias.
+        dtype: The dtype of weights and activations.
         device: Where the weights lie.
     """
 
@@ -104,13 +104,13 @@ class Attention(Layer):
         return self.qkv.weights(prefix) | self.output.weights(prefix) | norms
 
     def prepare(self, dtype: torch.dtype, quantization: Quantization = "none") -> None:
-        """Called once when weights are loaded."""
+        """Readies the weights for use; called once when they are loaded."""
         self.qkv.prepare(quantization)
         self.output.prepare(quantization)
         if self.qk_norm is not None:
             self.qk_norm.prepare(dtype)
         if self.qkv.weight.device.type == "cuda":
-            from sapwood_kernels.triton_qkv import norm_rope_store  # triton is there only with CUDA builds of torch
+            from sapwood_kernels.triton_qkv import norm_rope_store  # only CUDA builds of torch have triton
 
             norm = self.qk_norm
             self._fused = partial(
@@ -121,7 +121,7 @@ class Attention(Layer):
             )
 
     def forward(self, hidden: Tensor, norm: RMSNorm, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
-        """[T, hidden_size], still to be normed -> [T, hidden_size]; writes this step's keys and values to the cache."""
+        """[T, hidden_size], which it norms first -> [T, hidden_size]; writes this step's keys and values to the cache."""
         result: Tensor = self.output(self._context(hidden, norm, angles, plan))
         return result
 

@@ -19,10 +19,10 @@ class Embedding(Layer):
 
     Args:
         vocab_size: Rows.
-        hidden_size: Their width.
+        hidden_size: Width of a row.
         scale: Factor on the output, rounded to ``dtype`` first (as Gemma does).
-        dtype: Of the table.
-        device: Where it lies.
+        dtype: The table's dtype.
+        device: Where the table lies.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class LMHead(Layer):
     """Logits from hidden states.
 
     Args:
-        weight: [vocab_size, hidden_size]; the embedding's own parameter where they are tied.
-        tied: Whether it is the embedding's; then it has no tensor of its own in a checkpoint.
+        weight: [vocab_size, hidden_size]; the embedding's parameter if the two are tied.
+        tied: Whether it is the embedding's; checkpoints then have no tensor for it.
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
     """
 
@@ -65,16 +65,16 @@ class LMHead(Layer):
         return {} if self._tied else {f"{prefix}.weight": WeightSlot(self.weight)}
 
     def prepare(self) -> None:
-        """Called once when weights are loaded."""
+        """Readies the weights for use; called once when they are loaded."""
         if cpu.can_pack(self.weight):
             self._packed = cpu.PackedLinear(self.weight, None)
         elif self.weight.device.type == "cuda":
-            from sapwood_kernels.triton_gemv import gemv  # triton is there only with CUDA builds of torch
+            from sapwood_kernels.triton_gemv import gemv  # only CUDA builds of torch have triton
 
             self._one_row = gemv
 
     def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
-        """[R, hidden_size], still to be normed -> [R, vocab_size], float32 or the model's dtype."""
+        """[R, hidden_size], which it norms first -> [R, vocab_size], float32 or the model's dtype."""
         if self._one_row is not None and hidden.shape[0] == 1:
             logits = self._one_row(hidden, self.weight, norm=(norm.weight, norm.eps), dtype=torch.float32)
         elif self._packed is not None:

@@ -21,7 +21,7 @@ Quantization = Literal["none", "fp8", "fp8_block", "fp8_tensor"]
 """How linear layers compute: in the model's dtype, or in float8 scaled by row, by block or by tensor."""
 Input = Tensor | Quantised
 
-# Wider rows are faster in cuBLAS, which splits them: 31 against 33 us for 4096 x 14336 on an H200.
+# Elements of the widest row that our kernel multiplies; cuBLAS splits wider rows: 31 against 33 us for 4096 x 14336 on an H200.
 _WIDEST_ROW = 8192
 
 
@@ -31,8 +31,8 @@ class Linear(Layer):
     Args:
         in_features: Width of the input.
         parts: Checkpoint name of each projection (``q_proj``) -> its output width, in output order.
-        bias: Whether each has a bias.
-        dtype: Of weights and activations.
+        bias: Whether each projection has a bias.
+        dtype: The dtype of weights and activations.
         device: Where the weights lie.
     """
 
@@ -49,7 +49,7 @@ class Linear(Layer):
         self._packed: cpu.PackedLinear | None = None
         self._one_row: Callable[..., Tensor] | None = None
         self.float8: Float8Linear | None = None
-        """The layer in float8, once it is prepared, if it is to be."""
+        """The layer in float8, if :meth:`prepare` was told to quantise it."""
 
     def weights(self, prefix: str) -> WeightSlots:
         """The slots of its tensors, each projection under ``prefix.name``."""
@@ -73,7 +73,7 @@ class Linear(Layer):
         elif cpu.can_pack(self.weight):
             self._packed = cpu.PackedLinear(self.weight, self.bias)
         if self.weight.device.type == "cuda" and (self.weight.shape[1] <= _WIDEST_ROW or self.float8 is not None):
-            from sapwood_kernels.triton_gemv import gemv  # triton is there only with CUDA builds of torch
+            from sapwood_kernels.triton_gemv import gemv  # only CUDA builds of torch have triton
 
             scales = None if self.float8 is None else self.float8.row_scales
             self._one_row = partial(gemv, weight=self.weight, bias=self.bias, scales=scales)

@@ -20,9 +20,9 @@ class GatedMLP(Layer):
     Args:
         hidden_size: Width in and out.
         intermediate_size: Width of gate and up.
-        gelu: Activation: gelu (tanh form) or else silu.
+        gelu: Whether the activation is gelu (tanh form); else it is silu.
         bias: Whether the projections have biases.
-        dtype: Of weights and activations.
+        dtype: The dtype of weights and activations.
         device: Where the weights lie.
     """
 
@@ -48,12 +48,12 @@ class GatedMLP(Layer):
         return self.gate_up.weights(prefix) | self.down.weights(prefix)
 
     def prepare(self, quantization: Quantization = "none") -> None:
-        """Called once when weights are loaded."""
+        """Readies the weights for use; called once when they are loaded."""
         self.gate_up.prepare(quantization)
         self.down.prepare(quantization)
 
     def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
-        """[T, hidden_size], still to be normed -> [T, hidden_size]."""
+        """[T, hidden_size], which it norms first -> [T, hidden_size]."""
         result: Tensor = self.down(self._inner(hidden, norm))
         return result
 
@@ -69,7 +69,7 @@ class GatedMLP(Layer):
 
 def _activation(device: torch.device, *, gelu: bool) -> Callable[[Tensor], Tensor]:
     if device.type == "cuda":
-        from sapwood_kernels import triton_activation  # triton is there only with CUDA builds of torch
+        from sapwood_kernels import triton_activation  # only CUDA builds of torch have triton
 
         return triton_activation.gelu_tanh_mul if gelu else triton_activation.silu_mul
     if device.type == "cpu":

@@ -14,12 +14,12 @@ from sapwood_worker.model.layers.weight_slot import WeightSlot, WeightSlots
 
 
 class RMSNorm(Layer):
-    """Root-mean-square norm; see ``sapwood_kernels.reference.rms_norm``.
+    """Root-mean-square norm: ``sapwood_kernels.reference.rms_norm``.
 
     The weight is float32 whatever the model's dtype, and is the factor itself: for Gemma, 1 + w.
 
     Args:
-        shape: Of the weight; the norm is over its last dimension.
+        shape: The weight's shape; the norm is over its last dimension.
         eps: Added to the mean square.
         device: Where the weight lies.
     """
@@ -35,11 +35,11 @@ class RMSNorm(Layer):
         return {f"{prefix}.weight": WeightSlot(self.weight, norm=True)}
 
     def prepare(self, dtype: torch.dtype) -> None:
-        """Called once when weights are loaded."""
+        """Readies the weights for use; called once when they are loaded."""
         if self.weight.device.type == "cpu" and dtype == torch.float32:
             self._fast = cpu.RmsNorm(self.weight, self.eps)
         elif self.weight.device.type == "cuda" and self.weight.dim() == 1:
-            from sapwood_kernels.triton_norm import rms_norm  # triton is there only with CUDA builds of torch
+            from sapwood_kernels.triton_norm import rms_norm  # only CUDA builds of torch have triton
 
             self._fast = partial(rms_norm, weight=self.weight, eps=self.eps)
 

@@ -23,11 +23,11 @@ class RopeConfig:
     Attributes:
         theta: Base of the wavelengths.
         scaling: ``linear`` divides every frequency by ``factor``; ``llama3`` divides the low ones and blends between.
-        factor: See ``scaling``.
+        factor: By how much ``scaling`` divides frequencies.
         low_freq_factor: llama3: wavelengths over ``original_max_position / low_freq_factor`` are divided by ``factor``.
         high_freq_factor: llama3: wavelengths under ``original_max_position / high_freq_factor`` stay as they are.
         original_max_position: llama3: the context length before scaling.
-        divisors: Divides each frequency, one for each pair of elements; GGUF files state llama3 scaling that way.
+        divisors: One for each pair of elements, dividing its frequency; GGUF files state llama3 scaling that way.
     """
 
     theta: float
@@ -40,7 +40,7 @@ class RopeConfig:
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:
-    """Radians a position, float32 [head_dim / 2]."""
+    """Radians per position, float32 [head_dim / 2]."""
     frequencies = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     if rope.scaling == "linear":
         frequencies = frequencies / rope.factor

@@ -1,4 +1,4 @@
-"""Where a named tensor of a checkpoint goes."""
+"""The places that a checkpoint's tensors are loaded into."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class WeightSlot:
 
     Attributes:
         target: A parameter or the part of a fused one; written in place.
-        norm: A norm's weight: initial value 1, and where the file stores w of 1 + w, 1 is added.
+        norm: Whether it is a norm's weight: dummy weights are 1, and 1 is added if the file stores the w of 1 + w.
     """
 
     target: Tensor

@@ -1,4 +1,4 @@
-"""The memory behind the pages: one key and one value tensor a layer, written in place."""
+"""The memory behind the pages: one key and one value tensor for each layer, written in place."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from sapwood_kernels import reference
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """What a stored number of each layer is multiplied by to give the true one; powers of two, so that scaling is exact.
+    """Factors by which stored numbers are multiplied to give the true ones; powers of two, so that scaling is exact.
 
     Attributes:
-        keys: One for each layer.
-        values: One for each layer.
+        keys: One factor for each layer's keys.
+        values: One factor for each layer's values.
     """
 
     keys: tuple[float, ...]
     values: tuple[float, ...]
 
     def of(self, layer: int) -> tuple[float, float]:
-        """Those of a layer's keys and of its values."""
+        """The factors of a layer's keys and of its values."""
         return self.keys[layer], self.values[layer]
 
 
@@ -58,19 +58,19 @@ class DevicePool:
     Args:
         num_layers: Layers that cache.
         num_pages: Pages in each.
-        page_size: Tokens a page.
-        num_kv_heads: Heads a token.
-        head_dim: Elements a head.
-        dtype: Of keys and values as they are stored.
+        page_size: Tokens in a page.
+        num_kv_heads: Key/value heads of a token.
+        head_dim: Elements of a head.
+        dtype: The dtype in which keys and values are stored.
         device: Where the pool lies.
-        scales: Of a dtype of few bits; None: numbers are stored as they are.
+        scales: The factors of a float8 pool; None: numbers are stored as they are.
 
     Attributes:
         num_pages: Pages in each layer.
-        page_size: Tokens a page.
+        page_size: Tokens in a page.
         device: Where the pool lies.
-        dtype: As given.
-        scales: One factor a layer; 1 where none were given.
+        dtype: The dtype in which keys and values are stored.
+        scales: The factors of each layer; 1 where none were given.
         key_slots: For each layer [num_pages * page_size, num_kv_heads, head_dim]: page p holds slots
             p * page_size .. (p + 1) * page_size - 1.
         value_slots: The same for values.
@@ -100,7 +100,7 @@ class DevicePool:
         self._arrivals: Sequence[torch.cuda.Event] = ()
 
     def arriving(self, events: Sequence[torch.cuda.Event]) -> None:
-        """Pages are being filled on another stream; each layer is in place after its event. Replaces what was said before."""
+        """Says that pages are being filled on another stream; each layer is in place after its event. Replaces earlier events."""
         self._arrivals = events
 
     def await_layer(self, layer: int) -> None:

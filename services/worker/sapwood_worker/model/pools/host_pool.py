@@ -21,19 +21,13 @@ _MOST_OF_FREE = 0.9
 
 
 class HostPool:
-    """Host memory for pages.
-
-    Memory is claimed as it is used.
+    """Host memory for pages, claimed as it is used.
 
     Attributes:
         num_pages: Pages.
         page_bytes: Bytes of a page's keys and values.
-        records: uint8 [num_pages + SCRATCH_PAGES, record_bytes]: header, content, padding. The last ones are no pages of the
-            cache: whoever opens a store tries it out on them.
-
-    Args:
-        num_pages: See above.
-        page_bytes: See above.
+        records: uint8 [num_pages + SCRATCH_PAGES, record_bytes]: header, content, padding. The last ones are not pages of the
+            cache: whoever opens a store tests and measures it with them.
     """
 
     def __init__(self, num_pages: int, page_bytes: int) -> None:
@@ -60,13 +54,13 @@ def host_pool_pages(*, page_bytes: int, num_device_pages: int, gigabytes: float,
     """How many pages the second tier gets; 0: there is none.
 
     Args:
-        page_bytes: See :class:`HostPool`.
+        page_bytes: Bytes of a page's keys and values.
         num_device_pages: Pages of the first tier.
-        gigabytes: Memory in GiB; 0: go by the ratio.
-        ratio: Host pages for each device page; 0: go by the memory.
+        gigabytes: Memory in GiB; 0: the ratio decides.
+        ratio: Host pages for each device page; 0: the memory decides.
 
     Raises:
-        ConfigError: The machine has not that much memory free.
+        ConfigError: The machine does not have that much memory free.
     """
     pages = int(gigabytes * (1 << 30)) // record_bytes(page_bytes) if gigabytes else int(ratio * num_device_pages)
     if not pages:
@@ -83,7 +77,7 @@ def host_pool_pages(*, page_bytes: int, num_device_pages: int, gigabytes: float,
 
 
 def available_memory(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes that this process could still get, by the machine and by its control group; None where nobody says."""
+    """Bytes that this process could still get, by the machine's and its control group's limits; None if both are unknown."""
     limits: list[int] = []
     if meminfo.is_file():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
@@ -91,7 +85,7 @@ def available_memory(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path
     try:
         most, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        limits.append(most - used + int(stat.get("inactive_file", 0)))  # cached files make room
+        limits.append(most - used + int(stat.get("inactive_file", 0)))  # the kernel drops cached files if need be
     except (OSError, ValueError):  # no control groups of version 2, or no limit
         pass
     return min(limits, default=None)

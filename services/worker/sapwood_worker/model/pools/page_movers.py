@@ -1,9 +1,9 @@
 """Ways of moving pages between a CUDA device and pinned host memory.
 
-On an H200 (``benchmarks/gpu/bench_page_copies.py``; 1000 scattered pages of 2 MiB; plain pinned copies run at 55 GB/s each way):
-a kernel of few programs loads at 50 GB/s; the copy engines, with a piece for each layer's keys and values, at 47, and asking them
-takes the host 27 ms. A kernel stores at 51 GB/s while matrix products beside it take 1.4 times as long; gathered first and
-then fetched by the copy engines it is 52 GB/s and 1.05 times.
+Measured on an H200 (``benchmarks/gpu/bench_page_copies.py``: 1000 scattered pages of 2 MiB; plain pinned copies run at 55 GB/s
+each way). Loads: a kernel of few programs reaches 50 GB/s; the copy engines, one piece for each layer's keys and values, 47 GB/s,
+and 27 ms of host time to launch. Stores: a kernel reaches 51 GB/s but slows concurrent matrix products by 1.4; a kernel that
+gathers pages for the copy engines reaches 52 GB/s and slows them by 1.05.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PageStorer(Protocol):
     """Copies pages to the host."""
 
     def store(self, copy: PageCopy) -> None:
-        """Asks for the copies on the current stream; they are done when that has come so far."""
+        """Queues the copies on the current stream; they are done when that has reached this point."""
         ...
 
 
@@ -36,21 +36,21 @@ class PageLoader(Protocol):
     """Copies pages to the device, layer by layer."""
 
     def load(self, copy: PageCopy) -> Iterator[None]:
-        """Asks for the copies of a layer on the current stream, then yields; as often as there are layers."""
+        """For each layer queues its copies on the current stream, then yields."""
         ...
 
 
 class KernelMover:
-    """Implements :class:`PageStorer` and :class:`PageLoader`: a kernel reads and writes the host's memory, a launch a layer.
+    """Implements :class:`PageStorer` and :class:`PageLoader` with a kernel on the host's memory, launched once for each layer.
 
     Args:
         device: The device pool.
         host: The host pages as ``torch_transfer.host_tensor`` shows them, pinned.
-        programs: How many programs of the kernel copy.
+        programs: Programs of the kernel that copy.
     """
 
     def __init__(self, device: DevicePool, host: Tensor, programs: int = _PROGRAMS) -> None:
-        from sapwood_kernels import triton_page_copy  # triton is there only with CUDA builds of torch
+        from sapwood_kernels import triton_page_copy  # only CUDA builds of torch have triton
 
         self._device = device
         self._host = host
@@ -76,16 +76,16 @@ class KernelMover:
 class StagedStorer:
     """Implements :class:`PageStorer`: a kernel collects whole pages in device memory, the copy engines take them from there.
 
-    So the multiprocessors are busy with a page for a microsecond, not for the time that it takes to the host.
+    So the multiprocessors are busy with a page for a microsecond, not for its whole way to the host.
 
     Args:
         device: The device pool.
         host: The host pool, pinned.
-        batch: The driver's call.
+        batch: The driver's call that copies many pieces.
     """
 
     def __init__(self, device: DevicePool, host: HostPool, batch: MemcpyBatch) -> None:
-        from sapwood_kernels import triton_page_copy  # triton is there only with CUDA builds of torch
+        from sapwood_kernels import triton_page_copy  # only CUDA builds of torch have triton
 
         self._device = device
         self._host = host
@@ -113,7 +113,7 @@ class StagedStorer:
 
 
 def record_addresses(host: HostPool, pages: PageIds) -> Addresses:
-    """uint64 [N]: where the content of host pages begins."""
+    """uint64 [N]: the addresses at which the content of host pages begins."""
     first, stride = host.content.ctypes.data, host.records.strides[0]
     addresses: Addresses = np.uint64(first) + pages.astype(np.uint64) * np.uint64(stride)
     return addresses

@@ -74,7 +74,7 @@ class CpuTransfer:
     def _copy(self, copy: PageCopy, kernel: Kernel) -> float:
         began = time.perf_counter()
         device, host = (torch.from_numpy(pages).long() for pages in (copy.device, copy.host))
-        byte = torch.uint8  # torch indexes no float8
+        byte = torch.uint8  # torch cannot index float8
         for layer in range(len(self._device.key_slots)):
             keys, values = self._device.key_pages(layer).view(byte), self._device.value_pages(layer).view(byte)
             kernel(keys, values, self._host.view(byte), layer, device, host)
@@ -82,7 +82,7 @@ class CpuTransfer:
 
 
 class CudaTransfer:
-    """Implements :class:`Transfer` on two streams, one a direction, beside the stream that computes.
+    """Implements :class:`Transfer` on two streams, one for each direction, beside the stream that computes.
 
     A store waits for what was launched before it, so that it reads finished KV; the computation waits for it only at a fence.
     A load goes layer by layer and records an event after each: the computation of a layer waits for that layer's event alone
@@ -100,7 +100,7 @@ class CudaTransfer:
         self._loader = loader
         self._stores = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
         self._loads = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
-        # Number, beginning and end of stores; beginning and end of loads.
+        # Of stores the number, beginning and end; of loads the beginning and end.
         self._running: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
         self._loading: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -119,7 +119,7 @@ class CudaTransfer:
         if copies.fence:
             computing.wait_stream(self._stores)
         if copies.load is not None:
-            self._loads.wait_stream(computing)  # steps before may still use the pages under their old names
+            self._loads.wait_stream(computing)  # earlier steps may still read the old content of these pages
             with torch.cuda.stream(self._loads):
                 events = [self._mark(self._loads)]
                 events += [self._mark(self._loads) for _ in self._loader.load(copies.load)]
@@ -161,5 +161,5 @@ def pin(host: HostPool) -> None:
         raise RuntimeError(
             f"the host cache of {host.records.nbytes} bytes could not be pinned: CUDA error {int(error)}"
         )
-    # Else the driver takes the addresses for its own when the memory is used for something else.
+    # Without it the driver would still take the addresses for pinned when the memory is used for something else.
     weakref.finalize(host, runtime.cudaHostUnregister, address).atexit = False

@@ -1,4 +1,4 @@
-"""Copying pages between device and host; the runner's half of the second tier."""
+"""Copies pages between device and host: the runner's half of the second tier."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """CUDA graphs of the decode step: a ladder of batch sizes, captured once, replayed with new contents at the same addresses.
 
-A decode step of a small model is hundreds of kernels of a few microseconds; launched one by one the host is the bottleneck.
-A batch runs on the next larger size of the ladder; the rows that pad it compute on a scratch page of their own. All graphs share
-one memory pool, captured from the largest down, so the ladder costs little more memory than its largest size.
+A decode step of a small model is hundreds of kernels of a few microseconds; if they were launched one by one, the host would be
+the bottleneck. A batch runs on the next larger size of the ladder; padding rows write to a scratch page. All graphs share one
+memory pool, captured from the largest down, so the ladder costs little more memory than its largest size.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def ladder(largest: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """What a replay leaves behind; views of the graph's own buffers, valid until the next replay.
+    """The result of a replay: views of the graph's own buffers, valid until the next replay.
 
     Attributes:
         logits: [B, vocab_size], float32 or the model's dtype.
         largest: float32 [B]: each row's largest logit.
-        greedy: int64 [B]: where it is.
-        slots: int64 [B]: the rows of the page table, as given.
+        greedy: int64 [B]: that logit's token.
+        slots: int64 [B]: the requests' rows of the page table, as given.
     """
 
     logits: Tensor
@@ -49,7 +49,7 @@ class DecodeResult:
     slots: Tensor
 
     def select(self, rows: Tensor) -> DecodeResult:
-        """Those of some rows, int64 [R]: new tensors."""
+        """The results of some rows, int64 [R], as new tensors."""
         parts = (each.index_select(0, rows) for each in (self.logits, self.largest, self.greedy, self.slots))
         return DecodeResult(*parts)
 
@@ -62,15 +62,15 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """Captures and replays.
+    """Captures and replays decode steps.
 
     Args:
         model: The model.
-        backend: Its attention; the pool must have a page beyond ``scratch_page`` - 1 that nobody else uses.
+        backend: The model's attention.
         pool: Keys and values.
-        sizes: Batch sizes to capture, ascending; see :func:`ladder`.
-        scratch_page: The page that padding rows write to.
-        last_tokens: int64 [rows of the page table]: stands in where a request's token is not known on the host.
+        sizes: Batch sizes to capture, ascending, as :func:`ladder` gives them.
+        scratch_page: The page that padding rows write to, which nobody else uses.
+        last_tokens: int64 [rows of the page table]: each row's latest token, used where the host does not know it.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class DecodeGraphs:
         self._scratch_page = scratch_page
         self._last_tokens = last_tokens
         self._sizes = list(sizes)
-        # Rows: token ids, positions, cache slots, rows of the page table. One copy a step brings all four over.
+        # Its rows are token ids, positions, cache slots and rows of the page table: a step copies all four at once.
         self._inputs = torch.zeros(4, self._sizes[-1], dtype=torch.int64, device=pool.device)
         self._staging = torch.zeros(4, self._sizes[-1], dtype=torch.int64).pin_memory()
         self._captured: dict[int, _Captured] = {}
@@ -106,7 +106,7 @@ class DecodeGraphs:
 
     @property
     def most_pages(self) -> int:
-        """How many pages the rows of a batch may name together."""
+        """The most pages that the rows of a batch may name together."""
         return len(self._backend.indices) - self.largest  # a padding row names one
 
     def run(
@@ -116,13 +116,13 @@ class DecodeGraphs:
         page_table: npt.NDArray[np.int32],
         slots: npt.NDArray[np.int64],
     ) -> DecodeResult:
-        """Computes B tokens, writes their KV, and leaves their logits; asynchronous. Rows of one request may see each other.
+        """Computes B tokens, writes their KV, and returns their logits; asynchronous. Rows of one request may see each other.
 
         Args:
-            token_ids: [B]; -1 for one that is among ``last_tokens`` only.
+            token_ids: [B]; -1 for a token that only ``last_tokens`` holds.
             positions: [B].
             page_table: [B, P]: pages in order; entries beyond the position's page are undefined.
-            slots: [B]: where each row's request's is in ``last_tokens``.
+            slots: [B]: each row's index in ``last_tokens``.
         """
         self._backend.begin_plan()
         count = len(token_ids)

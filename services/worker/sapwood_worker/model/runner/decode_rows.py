@@ -1,10 +1,10 @@
-"""A small step as rows of a decode graph: one row for each token to compute, be it a decode or part of a prompt.
+"""Turns a small step into rows of a decode graph: one row for each token to compute, be it a decode or part of a prompt.
 
-A decode graph writes the keys and values of all its rows before any row attends, and a row sees the positions up to its own. So a
-few tokens of a prompt, each a row with the request's pages and its own length, are computed there just as they are in a prefill:
-a prompt of which the prefix cache holds all but the end then costs a replay, not the launches of every layer's attention.
+A decode graph writes the keys and values of all its rows before any row attends, and a row sees the positions up to its own. So
+a few tokens of a prompt, as rows with the request's pages and their own lengths, are computed as in a prefill: a prompt that is
+cached but for its end costs one replay, not the launches of every layer's attention.
 
-Cost: each row reads its request's keys by itself, where prefill reads them once for all; so only few keys are worth it.
+Cost: each row reads its request's keys by itself, where prefill reads them once for all rows; this pays for few keys only.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from sapwood_worker.records.step import ScheduledRequest
 IntArray = npt.NDArray[np.int64]
 
 MOST_KEYS = 32768
-"""Keys that the rows of prompts may read: about 0.9 ms of a 28-layer model with 8 heads of 128 on an H200, less than is saved."""
+"""Keys that the rows of prompts may read: that takes 0.9 ms for 28 layers of 8 heads of 128 on an H200, less than is saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """A step's tokens, T of them.
+    """The T tokens of a step.
 
     Attributes:
-        token_ids: [T]; -1 for one that only the device knows.
+        token_ids: [T]; -1 for a token that only the device knows.
         positions: [T].
-        slots: [T]: each row's request's row of the page table.
+        slots: [T]: the row of the page table of each token's request.
         sampled: Indices of the requests that sample.
-        last: [R]: the rows after which they do; None: all rows, in order.
+        last: [R]: the rows after which those requests sample; None: all rows, in order.
     """
 
     token_ids: IntArray
@@ -50,9 +50,9 @@ def decode_rows(
 
     Args:
         requests: At least one.
-        page_size: Tokens a page.
-        most_rows: Of the largest graph.
-        most_pages: How many pages the rows may name together.
+        page_size: Tokens in a page.
+        most_rows: Rows of the largest graph.
+        most_pages: The most pages that the rows may name together.
         prompts: Whether parts of prompts may be among them.
     """
     count = len(requests)

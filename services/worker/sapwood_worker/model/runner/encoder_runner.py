@@ -16,7 +16,7 @@ from sapwood_worker.records.step import CompletedStep, ModelOutput, SchedulerOut
 class EncoderRunner:
     """Implements :class:`sapwood_worker.records.step.Runner` for BERT-type models.
 
-    Pages mean nothing to it: the scheduler counts with them as ever, as many as all running requests can need.
+    It has no KV cache; the scheduler is told of as many pages as all running requests can need.
 
     Args:
         options: What to run.
@@ -58,7 +58,7 @@ class EncoderRunner:
         )
 
     def cache_identity(self) -> str:
-        """Nothing is cached."""
+        """Returns an empty text: nothing is cached."""
         return ""
 
     def launch(self, output: SchedulerOutput) -> CompletedStep:

@@ -38,7 +38,7 @@ def make_runner(config: WorkerConfig) -> ModelRunner | EncoderRunner:
     """Loads the model.
 
     Raises:
-        ConfigError: It cannot be loaded, there is no such device, or a setting has no effect on it.
+        ConfigError: The model cannot be loaded, there is no such device, or a setting would have no effect.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device: no CUDA device is available here")

@@ -1,4 +1,4 @@
-"""One forward pass's input, flat over requests."""
+"""The input of one forward pass, flat over requests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sapwood_worker.model.attention.backend import AttentionBatch
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """Tokens of all requests one after the other; T in all, R of them to sample after.
+    """T tokens, request after request; after R of them a token is sampled.
 
     Attributes:
         token_ids: int64 [T].
         positions: int64 [T].
-        attention: Which tokens belong together and where the cache keeps theirs.
+        attention: Which tokens belong to which request, and where the cache keeps their keys and values.
         logit_rows: int64 [R]: rows of T whose logits are wanted; None for all.
     """
 

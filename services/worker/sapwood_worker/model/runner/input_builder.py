@@ -24,9 +24,9 @@ def build_forward_batch(
 
     Args:
         output: At least one request, each with at least one token.
-        page_size: Tokens a page.
+        page_size: Tokens in a page.
         device: Where tensors go.
-        last_tokens: int64 [rows of the page table] on the device: stands in where a request's token is not known on the host.
+        last_tokens: int64 [rows of the page table] on the device: each row's latest token, used where the host does not know it.
     """
     requests = output.requests
     count = len(requests)

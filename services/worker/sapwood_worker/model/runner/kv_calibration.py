@@ -1,9 +1,9 @@
-"""Chooses the scales of a cache of float8: a trial prompt through the model, looking at the largest key and value of each layer.
+"""Chooses the scales of a float8 cache: runs a trial prompt through the model and takes each layer's largest key and value.
 
 float8_e4m3 holds numbers from 2^-9 to 448, with full precision from 2^-6 on, so nearly every layer's keys and values fit as they
-are: a scale other than 1 is only for a layer whose largest number in the trial is under 2, of which many would be lost below the
-smallest, or over 224, which leaves less than a factor of 2 to what other prompts may bring. Scales are powers of 2, so that
-scaling adds no rounding. Numbers beyond what the type holds are cut off, never made infinite.
+are. A layer gets a scale other than 1 only if its largest number in the trial is under 2, where many would be too small, or over
+224, where other prompts could exceed the range. Scales are powers of 2, so that scaling adds no rounding. Numbers beyond the
+range are clamped, never made infinite.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TrialPlan:
         self._stored: KVDestination | None = None
 
     def prepare(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        """Says what keys and values will be: [T, K, D]."""
+        """Sets the shape [T, K, D], dtype and device of keys and values."""
         keys, values = torch.zeros((2, *shape), dtype=dtype, device=device)
         self._stored = KVDestination(keys, values, torch.arange(shape[0], device=device))
 
@@ -68,10 +68,10 @@ def calibrate(model: DecoderModel, config: ModelConfig, dtype: torch.dtype, devi
     """The scales for a model's cache, by a prompt of pseudo-random tokens that is always the same.
 
     Args:
-        model: Ready to run.
-        config: Its.
-        dtype: Of its activations.
-        device: Where it is.
+        model: The model, ready to run.
+        config: Its configuration.
+        dtype: The dtype of its activations.
+        device: The device it is on.
     """
     count = min(_TOKENS, config.max_position)
     generator = torch.Generator().manual_seed(0)

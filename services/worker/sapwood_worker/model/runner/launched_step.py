@@ -1,4 +1,4 @@
-"""A step that the device has been asked to compute, and its answer."""
+"""A step that was queued on the device, and its answer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sapwood_worker.records.step import ModelOutput, SchedulerOutput
 
 
 class LaunchedStep:
-    """Implements :class:`sapwood_worker.records.step.LaunchedStep`. What is on the device is on its way at once.
+    """Implements :class:`sapwood_worker.records.step.LaunchedStep`; copies results to the host from construction on.
 
     Args:
         output: The step.
         sampled: Indices of the requests that sample.
-        tokens: Their tokens; None if none does.
-        prompts: By index, log probabilities of prompt tokens.
-        pooled: By index, float32 [hidden_size] of chunks that are to be pooled.
-        copied: What has become of copies between tiers, asked when the result is taken.
+        tokens: The sampled tokens; None if no request samples.
+        prompts: Log probabilities of prompt tokens, by the request's index.
+        pooled: float32 [hidden_size] of each chunk that is to be pooled, by the request's index.
+        copied: Asked, when the result is taken, which copies between tiers have ended.
     """
 
     def __init__(

@@ -19,11 +19,11 @@ def measure_pool_bytes(device: torch.device, fraction: float, trial: Callable[[]
 
     Args:
         device: A CUDA device, with the weights on it.
-        fraction: In (0, 1]: what other programs take counts as used.
-        trial: Computes the largest step with all that a runner keeps, in a small cache; returns that cache's bytes.
+        fraction: In (0, 1]; memory that other programs use counts as used.
+        trial: Computes the largest step with all of a runner's buffers and a small cache; returns that cache's bytes.
 
     Raises:
-        ConfigError: Nothing is left.
+        ConfigError: No memory is left.
     """
     _release(device)
     before = torch.cuda.memory_reserved(device)

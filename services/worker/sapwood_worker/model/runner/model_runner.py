@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from sapwood_worker.model.runner.cuda_graph import DecodeGraphs
     from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs
 
-# Pages beyond those the scheduler knows of: rows that only pad a batch write there.
+# Pages beyond those that the scheduler knows of, to which padding rows write.
 _SCRATCH_PAGES = 1
-# Prompt tokens whose logits are computed at once where their log probabilities are wanted: they take memory.
+# Prompt tokens whose logits are computed at once for log probabilities; more would take more memory.
 _LOGPROB_ROWS = 256
 _DEFAULT_BYTES = 1 << 30
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,23 +61,23 @@ class RunnerOptions:
         model_path: A ``.gguf`` file or a Hugging Face directory.
         load_format: ``dummy`` reads the configuration only and makes weights up.
         device: A torch device.
-        dtype: Of weights, activations and cache; ``auto`` is float32 on a CPU, else bfloat16.
-        page_size: Tokens a page.
+        dtype: The dtype of weights, activations and cache; ``auto`` is float32 on a CPU, else bfloat16.
+        page_size: Tokens in a page.
         num_pages: Pages in the pool; None: as many as fit in ``kv_cache_bytes``.
-        kv_cache_bytes: Memory of the pool, unless ``num_pages`` is given; None: on CUDA what is left of ``memory_fraction``
+        kv_cache_bytes: Bytes of the pool, unless ``num_pages`` is given; None: on CUDA what is left of ``memory_fraction``
             after a trial of the largest step, elsewhere 1 GiB.
-        quantization: Of the linear layers: ``fp8`` scales by token and output channel, ``fp8_block`` by 128 numbers of a token
-            and 128 x 128 of the weight, ``fp8_tensor`` with one scale each.
-        kv_cache_dtype: Of the pool: ``auto`` is the model's.
-        memory_fraction: Largest share of the GPU's memory that is used, by whatever uses it.
-        max_step_tokens: Most tokens in a step: how large the trial's is.
+        quantization: How linear layers are quantised: ``fp8`` has scales for each token and output channel, ``fp8_block`` for
+            128 numbers of a token and 128 x 128 of the weight, ``fp8_tensor`` one for each tensor.
+        kv_cache_dtype: The pool's dtype: ``auto`` is the model's.
+        memory_fraction: Largest share of the GPU's memory that may be in use, other programs' included.
+        max_step_tokens: Most tokens in a step, and the tokens of the trial.
         context_length: Upper limit of prompt and output together; None: the model's own.
         max_running: Most requests in a step; the pool must have a page for each.
         threads: CPU threads of torch and of loading; None: torch's own choice. Set for the whole process.
-        seed: Of made-up weights.
+        seed: Seed of made-up weights.
         structured_output: Whether the vocabulary is read for requests with a grammar.
-        host_cache_gb: Memory of the KV cache's second tier in GiB; 0: go by the ratio.
-        host_cache_ratio: Its pages for each page of the pool; 0: go by the memory. Both 0: there is none.
+        host_cache_gb: Memory of the KV cache's second tier in GiB; 0: the ratio decides.
+        host_cache_ratio: Pages of that tier for each page of the pool; 0: the memory decides. Both 0: there is none.
     """
 
     model_path: Path
@@ -174,11 +174,11 @@ class ModelRunner:
     def _build_backend(
         self, config: ModelConfig, pool: DevicePool, sizes: Sequence[int] | None
     ) -> tuple[AttentionBackend, DecodeGraphs | None]:
-        """What attends, and the graphs of decode steps where there are any: of the given sizes, None: of all."""
+        """The attention backend, and the graphs of decode steps where there are any, of the given sizes (None: all)."""
         dtype = self._dtype
         if self._device.type != "cuda" or dtype == torch.float32:
             return TorchNativeBackend(pool, dtype), None
-        # Imported here: the package is there only with the extra [gpu].
+        # Imported here, since only the extra [gpu] installs the package.
         from sapwood_kernels.flashinfer_attention import AttentionShape, Variant
         from sapwood_worker.model.attention.flashinfer import FlashInferBackend
         from sapwood_worker.model.runner.cuda_graph import DecodeGraphs, ladder
@@ -194,7 +194,7 @@ class ModelRunner:
     def _build_pieces(
         self, backend: AttentionBackend, pool: DevicePool, *, whole_ladder: bool
     ) -> PiecewiseGraphs | None:
-        """The graphs of steps that compute prompts, where there are any: of all sizes, or of the largest only."""
+        """The graphs of steps that compute prompts, where there are any, of all sizes or of the largest only."""
         if self._device.type != "cuda" or self._dtype == torch.float32:
             return None
         from sapwood_worker.model.attention.flashinfer import FlashInferBackend
@@ -245,9 +245,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _try_largest_step(self, config: ModelConfig, size: int) -> int:
-        """Computes a step of the most tokens and the most samples beside the largest decode graph, in a pool of its own.
+        """Computes a step with the most tokens and samples beside the largest decode graph, in a trial pool.
 
-        Returns that pool's bytes, of pages of ``size`` bytes. Also has libraries build and load what a first request needs.
+        Returns the bytes of that pool, whose pages have ``size`` bytes. Libraries also load here what a first request needs.
         """
         options = self._options
         longest = config.max_position
@@ -317,9 +317,9 @@ class ModelRunner:
         return LaunchedStep(output, sampled, tokens, prompts, self._copied, pooled)
 
     def cache_identity(self) -> str:
-        """What a page's content depends on besides its tokens, other than the page size: equal only if it can be exchanged.
+        """What a page's content depends on besides its tokens and the page size: equal only if pages can be exchanged.
 
-        Reads the model's files, which takes as long as that takes.
+        Reads all of the model's files.
         """
         options, pool = self._options, self._pool
         made_up = f"dummy-{options.seed}" if options.load_format == "dummy" else ""
@@ -364,11 +364,11 @@ class ModelRunner:
         return tokens
 
     def _keep(self, tokens: SampledTokens, slots: Tensor) -> None:
-        """Notes a step's tokens on the device for the next step. Where there is none the request ends; 0 will do."""
+        """Keeps a step's tokens on the device for the next step; 0 where none was sampled, as that request ends."""
         self._last_tokens.index_copy_(0, slots, tokens.tokens.clamp(min=0))
 
     def _prompt_logprobs(self, hidden: Tensor, request: ScheduledRequest) -> Logprobs:
-        """Of the prompt tokens, at least one, after each of a chunk's, whose hidden states are given."""
+        """Log probabilities of the prompt tokens, at least one, that follow a chunk's tokens; ``hidden`` are the chunk's."""
         assert request.prompt_logprobs is not None
         first = request.start + 1
         following = request.history[first : min(first + len(hidden), request.prompt_length)]

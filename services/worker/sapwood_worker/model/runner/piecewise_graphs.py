@@ -1,9 +1,9 @@
 """CUDA graphs of steps that compute prompts: all but the attention, in a piece for each layer.
 
-A layer is nine kernels, and launched one by one they take the host 0.3 to 0.4 ms, however little there is to compute: a step of
-a small model, or of few tokens, waits for the host. What lies between two layers' attention depends on the number of tokens
-only, so it is captured for a ladder of numbers and replayed as one launch; attention, whose shape differs from step to step, is
-launched by itself. Such graphs are known as piecewise. Rows that pad a step to the ladder's next number write to a scratch page.
+A layer is nine kernels; launching them one by one takes the host 0.3 to 0.4 ms, so a step of a small model, or of few tokens,
+waits for the host. All between two layers' attention depends on the number of tokens only: it is captured for a ladder of
+numbers and replayed as one launch. Attention, whose shape differs from step to step, is launched by itself. Rows that pad a step
+to the ladder's next number write to a scratch page.
 
 The captures share one memory pool: they are replayed in the order of their capture, one number of tokens at a time.
 """
@@ -26,15 +26,15 @@ if TYPE_CHECKING:  # FlashInfer is there only with the extra [gpu]
     from sapwood_worker.model.attention.flashinfer import FlashInferBackend
 
 _LAUNCH_SECONDS, _FLOAT8_LAUNCH_SECONDS = 12.5e-3, 20e-3
-"""About what the host takes to launch the kernels of 28 to 32 layers one by one."""
+"""Seconds that the host takes to launch the kernels of 28 to 32 layers one by one, about."""
 _OPERATIONS_A_SECOND, _FLOAT8_OPERATIONS_A_SECOND = 6e14, 1.1e15
-"""What matrix products reach on the GPUs that this is for."""
+"""Operations per second that matrix products reach on an H100 or H200, about."""
 _FEWEST, _MOST = 256, 8192
 _APART = 512
 
 
 def worth_capturing(parameters: int, *, float8: bool = False) -> int:
-    """The number of tokens from which on a step takes the device longer than the host, for layers with so many parameters."""
+    """The number of tokens from which on a step takes the device longer than the host; ``parameters`` are the layers'."""
     seconds = _FLOAT8_LAUNCH_SECONDS if float8 else _LAUNCH_SECONDS
     operations = _FLOAT8_OPERATIONS_A_SECOND if float8 else _OPERATIONS_A_SECOND
     tokens = int(seconds * operations / (2 * parameters))
@@ -42,8 +42,7 @@ def worth_capturing(parameters: int, *, float8: bool = False) -> int:
 
 
 def token_ladder(largest: int) -> list[int]:
-    """Numbers of tokens to capture: 16 apart at first, then four to each doubling, so that padding stays under a quarter, and
-    not more than 512 apart."""
+    """Numbers of tokens to capture: 16 apart at first, then four to each doubling, at most 512 apart: padding stays under 1/4."""
     sizes = list(range(16, 129, 16))
     while sizes[-1] < largest:
         step = min(sizes[-1] // 4, _APART)
@@ -52,13 +51,13 @@ def token_ladder(largest: int) -> list[int]:
 
 
 class _Cut:
-    """A plan of attention that ends the capture of a piece wherever attention is due, and begins the next.
+    """An ``AttentionPlan`` that ends the capture of a piece wherever attention is due, and begins the next.
 
     Args:
         pool: Keys and values.
-        slots: int64 [T]: where they go.
-        query: [T, heads, head_dim]: where each piece leaves its queries.
-        context: [T, heads, head_dim]: where it finds what they attended to.
+        slots: int64 [T]: the cache slots that they are written to.
+        query: [T, heads, head_dim]: each piece writes its queries here.
+        context: [T, heads, head_dim]: each piece reads the attention's output here.
         memory: The graphs' memory pool; None: nothing is captured, the pieces run as they are.
     """
 
@@ -72,13 +71,13 @@ class _Cut:
         self.layers: list[AttentionLayer] = []
 
     def begin(self) -> None:
-        """What follows is a piece."""
+        """Begins the capture of a piece."""
         if self._memory is not None:
             self.graphs.append(torch.cuda.CUDAGraph())
             self.graphs[-1].capture_begin(pool=self._memory)
 
     def end(self) -> None:
-        """The piece is over."""
+        """Ends the capture of the piece."""
         if self._memory is not None:
             self.graphs[-1].capture_end()
 
@@ -99,13 +98,13 @@ class _Cut:
 
 
 class PiecewiseGraphs:
-    """Captures and replays.
+    """Captures and replays steps that compute prompts.
 
     Args:
         model: The model.
-        backend: Its attention.
+        backend: The model's attention.
         pool: Keys and values.
-        sizes: Numbers of tokens to capture, ascending; see :func:`token_ladder`.
+        sizes: Numbers of tokens to capture, ascending, as :func:`token_ladder` gives them.
         scratch_page: The page that padding rows write to.
     """
 
@@ -118,7 +117,7 @@ class PiecewiseGraphs:
         self._sizes = list(sizes)
         self._scratch_slot = scratch_page * pool.page_size
         shape, most = backend.shape, self._sizes[-1]
-        # Rows: token ids, positions, cache slots.
+        # Its rows are token ids, positions and cache slots.
         self._inputs = torch.zeros(3, most, dtype=torch.int64, device=pool.device)
         self._inputs[2].fill_(self._scratch_slot)
         self._query = torch.zeros(most, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=pool.device)
@@ -142,7 +141,7 @@ class PiecewiseGraphs:
         return self._sizes[-1]
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """As :meth:`DecoderModel.forward`; asynchronous. The result is valid until the next call."""
+        """Computes :meth:`DecoderModel.forward`; asynchronous. The result is valid until the next call."""
         plan = self._backend.plan(batch.attention)
         count = len(batch.token_ids)
         size = self._sizes[bisect_left(self._sizes, count)]

@@ -1,4 +1,4 @@
-"""What a chunk of a prompt brings towards its embedding."""
+"""Pools the hidden states of a prompt's chunk for its embedding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def pool_chunk(hidden: Tensor, pooling: str) -> Tensor:
     """Pools a chunk's hidden states; the scheduler joins the chunks.
 
     Args:
-        hidden: [T, hidden_size], after the last norm.
+        hidden: [T, hidden_size], after the final norm.
         pooling: ``mean``, ``last`` or ``cls``.
 
     Returns:

@@ -10,7 +10,7 @@ import torch
 
 
 class TorchProfiler:
-    """Operators on CPU and, if there is one, kernels on the GPU. One recording at a time, by whoever runs the steps."""
+    """Implements ``Profiler``: records operators on the CPU and kernels on the GPU. One recording at a time."""
 
     def __init__(self) -> None:
         self._profile: Any = None

@@ -1,8 +1,8 @@
-"""Tokens that may not come: all but some, or those that would complete a sequence of tokens.
+"""Forbids tokens: all but an allowed set, or those that would complete a banned sequence of tokens.
 
-Like the counts of penalties, all of it stays on the device, one row for each row of the page table: a row is written when a
-request that asks for it first samples in it, and takes note of each token where it was sampled, so that a step need not wait for
-the host to know the token before. No memory is taken before the first such request.
+Like the counts of penalties, the state stays on the device, one row for each row of the page table. A row is written when a
+request with bans first samples in it, and records each token where it was sampled, so that a step need not wait for the host to
+know the token before. No memory is taken before the first such request.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sapwood_kernels.device_copy import to_device
 from sapwood_kernels.token_bitmask import forbid_tokens
 
 _ANY, _NONE = -2, -1
-"""In place of a token: it is as good as each; it is like none."""
+"""In place of a token id: one that equals every token, and one that equals none."""
 
 
 class AllowedTokens:
-    """Which tokens alone may come, where a request says so.
+    """The only tokens that a row may sample, for rows whose request lists them.
 
     Args:
         rows: Rows of the page table.
@@ -38,7 +38,7 @@ class AllowedTokens:
         """int32 [rows, words]: bit ``i % 32`` of word ``i // 32`` for token i."""
 
     def enter(self, row: int, allowed: Sequence[int]) -> None:
-        """Gives a row its tokens."""
+        """Sets the tokens that a row may sample."""
         if self._masks is None:
             self._masks = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         bits = np.zeros(self._shape[1] * 32, np.uint8)
@@ -46,12 +46,12 @@ class AllowedTokens:
         self._masks[row] = to_device(np.packbits(bits, bitorder="little").view(np.int32), self._device)
 
     def apply(self, logits: Tensor, at: Tensor, rows: Tensor) -> None:
-        """Forbids the others, in place.
+        """Forbids all other tokens, in place.
 
         Args:
             logits: float32 [R, V].
             at: int64 [S]: rows of the logits.
-            rows: int64 [S]: their rows of the page table.
+            rows: int64 [S]: the rows of the page table that they belong to.
         """
         assert self._masks is not None
         forbid_tokens(logits, self._masks.index_select(0, rows), at)
@@ -60,8 +60,8 @@ class AllowedTokens:
 class BannedSequences:
     """Sequences of tokens that no token of output may complete, and the last tokens of each row's output.
 
-    A sequence is written as the tokens before its last, aligned to the right; what a shorter one lacks at the left matches
-    anything. Cost a step: S rows times the most sequences of any row times the longest one's length.
+    A sequence is stored as its tokens but the last, aligned to the right; a shorter one is padded at the left with entries that
+    match anything. A step costs O(S rows x most sequences of any row x the longest one's length).
 
     Args:
         rows: Rows of the page table.
@@ -73,17 +73,17 @@ class BannedSequences:
         self._tails = torch.empty(0)
         """int32 [rows, LONGEST_BAD_WORD - 1]: the latest tokens at the right."""
         self._before = torch.empty((rows, 0, 0), dtype=torch.int32, device=device)
-        """[rows, sequences, length]: what comes before each sequence's last token."""
+        """int32 [rows, sequences, length]: the tokens before each sequence's last."""
         self._last = torch.empty((rows, 0), dtype=torch.int64, device=device)
-        """[rows, sequences]: that token; -1: there is no such sequence."""
+        """int64 [rows, sequences]: each sequence's last token; -1: there is no such sequence."""
 
     def enter(self, row: int, sequences: Sequence[Sequence[int]], output: array[int]) -> None:
-        """Gives a row its sequences.
+        """Sets the sequences of a row.
 
         Args:
-            row: Of the page table.
-            sequences: None empty, none longer than LONGEST_BAD_WORD.
-            output: What its request has generated so far.
+            row: The row of the page table.
+            sequences: Each of 1 to LONGEST_BAD_WORD tokens.
+            output: The tokens that its request has generated so far.
         """
         self._widen(len(sequences), max(map(len, sequences)) - 1)
         _, count, length = self._before.shape
@@ -108,7 +108,7 @@ class BannedSequences:
         logits.view(-1).scatter_add_(0, places.flatten(), values.flatten())
 
     def add(self, tokens: Tensor, at: Tensor, rows: Tensor) -> None:
-        """Takes note of a step's tokens, int64 [R], in rows that have sequences."""
+        """Records a step's tokens, int64 [R], in rows that have sequences."""
         new = tokens.index_select(0, at)[:, None].int()
         self._tails.index_copy_(0, rows, torch.cat((self._tails.index_select(0, rows)[:, 1:], new), 1))
 

@@ -13,12 +13,12 @@ from sapwood_worker.records.output import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of S tokens.
+    """Log probabilities of S tokens and of K alternatives to each.
 
     Attributes:
-        chosen: float32 [S].
-        top_ids: int64 [S, K], likeliest first.
-        top: float32 [S, K].
+        chosen: float32 [S]: the tokens' own.
+        top_ids: int64 [S, K]: the likeliest tokens, likeliest first.
+        top: float32 [S, K]: their log probabilities.
     """
 
     chosen: Tensor
@@ -27,11 +27,11 @@ class Logprobs:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All of it."""
+        """``chosen``, ``top_ids`` and ``top``."""
         return self.chosen, self.top_ids, self.top
 
     def to_list(self, alternatives: Sequence[int] | None = None) -> list[TokenLogprobs]:
-        """As plain data; waits for the device, if it is there.
+        """The log probabilities as records; waits for the device.
 
         Args:
             alternatives: How many of the K are wanted for each token; None: all.
@@ -46,7 +46,7 @@ class Distribution:
 
     Args:
         logits: float32 [S, V]; not changed, and must not be changed by others.
-        alternatives: K.
+        alternatives: K, the number of alternatives.
     """
 
     def __init__(self, logits: Tensor, alternatives: int) -> None:
@@ -55,12 +55,12 @@ class Distribution:
         self._top = logits.topk(alternatives, dim=-1)
 
     def of(self, tokens: Tensor) -> Logprobs:
-        """The log probabilities of one token a row, int64 [S]."""
+        """The log probabilities of one token of each row, int64 [S]."""
         chosen = self._logits.gather(1, tokens[:, None]) - self._total
         return Logprobs(chosen[:, 0], self._top.indices, self._top.values - self._total)
 
 
 def join(parts: Sequence[Logprobs]) -> Logprobs:
-    """Those of all parts, of at least one, with the same K."""
+    """Concatenates parts, at least one, which have the same K."""
     chosen, top_ids, top = (torch.cat(tensors) for tensors in zip(*(part.tensors for part in parts), strict=True))
     return Logprobs(chosen, top_ids, top)

@@ -24,11 +24,11 @@ from sapwood_kernels.device_copy import to_device
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of S rows of R.
+    """Penalties of S of the R rows of a step.
 
     Attributes:
-        rows: int64 [S]: which rows of the logits.
-        slots: int64 [S]: which rows of the page table, by which tokens are counted.
+        rows: int64 [S]: the rows of the logits.
+        slots: int64 [S]: the rows of the page table, under which tokens are counted.
         frequency: float32 [S, 1].
         presence: float32 [S, 1].
         repetition: float32 [S, 1], over 0.
@@ -60,7 +60,7 @@ class TokenCounts:
         """Counts a row anew.
 
         Args:
-            row: Of the page table.
+            row: The row of the page table.
             tokens: Prompt and output so far; copied.
             output_start: Where the output begins.
         """
@@ -90,7 +90,7 @@ class TokenCounts:
 
 def _kernels(device: torch.device) -> tuple[Callable[..., None], Callable[..., None]]:
     if device.type == "cuda":
-        from sapwood_kernels import triton_logits  # triton is there only with CUDA builds of torch
+        from sapwood_kernels import triton_logits  # only CUDA builds of torch have triton
 
         return triton_logits.apply_penalties, triton_logits.count_tokens
     return reference.apply_penalties, reference.count_tokens

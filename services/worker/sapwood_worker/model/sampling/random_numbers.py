@@ -14,13 +14,13 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) with 53 random bits for each pair.
+    """One number in [0, 1) with 53 random bits for each pair: float64 [R].
 
     Args:
         seeds: uint64 [R].
         positions: int64 [R].
     """
-    # Wrapping is meant.
+    # The hash relies on wrap-around.
     with np.errstate(over="ignore"):
         mixed = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -21,7 +21,7 @@ from sapwood_worker.model.sampling.random_numbers import uniform
 from sapwood_worker.model.sampling.sampler import SamplingBatch
 
 _SEED_MASK = (1 << 64) - 1
-# What a row asks for, as bits.
+# The kinds of settings that a row has, as bits.
 _SAMPLED, _PENALISED, _BIASED, _MINIMUM, _LOGPROBS, _ALLOWED, _BANNED = 1, 2, 4, 8, 16, 32, 64
 
 IntArray = npt.NDArray[np.int64]
@@ -36,7 +36,7 @@ class Additions:
     """Numbers to add to single logits.
 
     Attributes:
-        at: int64 [N]: index into the flattened logits; one that is there twice has 0 added but for one time.
+        at: int64 [N]: indices into the flattened logits; if one comes several times, all but one of its values are 0.
         values: float32 [N].
     """
 
@@ -68,7 +68,7 @@ class RowSettings:
         self._penalties = np.zeros((rows, 3), np.float32)
         self._free_from = np.zeros(rows, np.int64)
         self._logprobs = np.zeros(rows, np.int64)
-        # Token ids and what is added to their logits; rows are filled up with 0 for token 0.
+        # Token ids and what is added to their logits; rows are padded with token 0 and 0.0.
         self._bias_ids, self._bias = np.zeros((rows, 1), np.int64), np.zeros((rows, 1), np.float32)
         self._end_ids, self._end_bias = np.zeros((rows, 1), np.int64), np.zeros((rows, 1), np.float32)
 
@@ -104,7 +104,7 @@ class RowSettings:
         return bool(self._asks[row] & _PENALISED)
 
     def plain(self, rows: IntArray) -> bool:
-        """Whether all of these rows want just the likeliest token."""
+        """Whether all of these rows want the likeliest token and nothing else."""
         return not self._asks[rows].any()
 
     def sampling(self, rows: IntArray, positions: IntArray) -> SamplingBatch | None:

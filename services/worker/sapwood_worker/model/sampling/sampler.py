@@ -7,10 +7,10 @@ result does not depend on how a sort breaks ties.
 The token is then the inverse of the cumulative distribution, in vocabulary order, at the row's random number. Nothing in a
 row's result depends on another row: it is a pure function of (seed, position, logits).
 
-On a GPU one kernel does all of this without waiting for the host (``sapwood_kernels.triton_sampling``); here:
+On a GPU one kernel does all of this without waiting for the host (``sapwood_kernels.triton_sampling``).
 
-Cost for R rows of V logits: O(R V) without top-k and top-p; top-k adds a partial sort for the largest k; top-p a partial sort
-of the ``_FIRST_CANDIDATES`` likeliest, of 16 times more while some row needs them, and of everything in the worst case.
+Complexity on a CPU for R rows of V logits: O(R V) without top-k and top-p; top-k adds a partial sort for the largest k; top-p a
+partial sort of the ``_FIRST_CANDIDATES`` likeliest, then of 16 times more while some row needs them, at worst of all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SamplingBatch:
     """Settings of the S rows of R that are not greedy.
 
     Attributes:
-        rows: int64 [S]: which rows; None when all R.
+        rows: int64 [S]: these rows; None when they are all R.
         count: S.
         temperature: float32 [S, 1], over 0.
         top_k: int64 [S, 1], in 1 .. vocabulary size.
@@ -43,7 +43,7 @@ class SamplingBatch:
         min_p: float32 [S, 1].
         uniform: float64 [S, 1]: each row's random number.
         most_k: The largest of ``top_k`` below the vocabulary size; 0 when no row has one.
-        any_top_p: Whether some row's is below 1.
+        any_top_p: Whether some row's ``top_p`` is below 1.
     """
 
     rows: Tensor | None
@@ -81,13 +81,13 @@ def sample(logits: Tensor, batch: SamplingBatch | None) -> tuple[Tensor, Tensor]
 
 
 def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's maximum and its first index; NaN if the row holds one. As ``max(-1)``, in two levels.
+    """Each row's maximum, NaN if the row holds one, and its first index: ``max(-1)``, in two levels.
 
     A maximum alone is vectorised where one with its index is not: on a CPU this is several times faster. On a GPU logits may be
     of any float dtype, and a kernel reads them as they are.
     """
     if logits.is_cuda:
-        from sapwood_kernels import triton_logits  # triton is there only with CUDA builds of torch
+        from sapwood_kernels import triton_logits  # only CUDA builds of torch have triton
 
         return triton_logits.row_max(logits)
     rows, width = logits.shape
@@ -103,7 +103,7 @@ def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sample_on_gpu(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    from sapwood_kernels.triton_sampling import sample_rows  # triton is there only with CUDA builds of torch
+    from sapwood_kernels.triton_sampling import sample_rows  # only CUDA builds of torch have triton
 
     return sample_rows(logits, batch.rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniform)
 
@@ -154,7 +154,7 @@ def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     # Strictly below the sum even after rounding, so that the index found has a weight.
     target = torch.minimum(uniform * sums[:, -1:], sums[:, -1:] * _BELOW_ONE)
-    # In a row that holds a NaN the search finds nothing: any index will do then, as long as it is one.
+    # In a row that holds a NaN the search finds nothing; any valid index will do.
     block = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
     inner = blocks[torch.arange(rows, device=weights.device), block[:, 0]].cumsum(-1, dtype=torch.float64)

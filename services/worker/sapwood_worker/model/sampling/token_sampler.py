@@ -29,9 +29,9 @@ class SampledTokens:
 
     Attributes:
         tokens: int64 [R]; -1 for a row whose logits were not finite numbers, or all forbidden.
-        logprobs: Of those rows that asked.
-        rows: Which those are.
-        alternatives: How many alternatives each of those wants.
+        logprobs: Log probabilities of the rows that asked for them.
+        rows: The indices of those rows.
+        alternatives: How many alternatives each of those rows wants.
     """
 
     tokens: Tensor
@@ -41,7 +41,7 @@ class SampledTokens:
 
 
 class TokenSampler:
-    """Samples; keeps what it must know of each row of the page table.
+    """Samples tokens; keeps the sampling state of each row of the page table.
 
     Args:
         rows: Rows of the page table.
@@ -70,15 +70,15 @@ class TokenSampler:
         Args:
             logits: [R, V], contiguous; float32 ones are changed in place.
             requests: Each row's request.
-            masks: The rows' grammars.
-            greedy: Each row's largest logit and its place, if that is known already.
+            masks: The rows' grammar masks.
+            greedy: Each row's largest logit and its token, if they are known already.
         """
         slots, positions = self._enter(requests)
         settings = self._settings
         if settings.plain(slots) and not masks:
             largest, tokens = greedy if greedy is not None else row_max(logits)
             return SampledTokens(_valid(tokens, largest))
-        logits = logits.float()  # the likeliest is the same in fewer bits; whatever changes logits needs them all
+        logits = logits.float()  # all that follows changes logits or needs their full precision
         wanted = settings.logprobs(slots)
         distribution = None
         if wanted is not None:
@@ -105,7 +105,7 @@ class TokenSampler:
         return SampledTokens(_valid(tokens, largest), logprobs, tuple(wanted[0].tolist()), tuple(wanted[1].tolist()))
 
     def _enter(self, requests: Sequence[ScheduledRequest]) -> tuple[IntArray, IntArray]:
-        """The rows of the page table and the positions of the tokens to come; rows that have a new request are told."""
+        """The rows of the page table, and the positions of the tokens to come; writes the state of rows with a new request."""
         count = len(requests)
         slots = np.fromiter((request.slot for request in requests), np.int64, count)
         positions = np.fromiter((request.start + len(request.token_ids) for request in requests), np.int64, count)

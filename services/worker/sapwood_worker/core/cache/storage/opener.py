@@ -38,7 +38,7 @@ class StorageFacts:
 
     Attributes:
         pool: The host pages.
-        page_size: Tokens a page.
+        page_size: Tokens in a page.
         identity: Returns what the content of pages depends on besides tokens; may take long.
         seconds_per_token: Seconds that computing a token takes.
         min_tokens: Fewer tokens than this are not fetched; None: measured.

@@ -106,7 +106,7 @@ class StorageTier:
     Args:
         host: The second tier's pages.
         pool: Their memory.
-        page_size: Tokens a page.
+        page_size: Tokens in a page.
         options: How requests wait.
         clock: Seconds, monotonic.
 

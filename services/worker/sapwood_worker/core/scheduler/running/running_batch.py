@@ -21,7 +21,7 @@ class RunningBatch:
     Args:
         table: The page table.
         cache: Where pages come from and go to.
-        page_size: Tokens a page.
+        page_size: Tokens in a page.
     """
 
     def __init__(self, table: PageTable, cache: PrefixCache, page_size: int) -> None:

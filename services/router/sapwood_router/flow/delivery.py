@@ -83,6 +83,8 @@ class Delivery:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._left = 0
+        self._behind = False
+        """Whether a run was told to wait, and not yet to go on: its client may be ready again before the task is awake."""
         self._error: SapwoodError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -99,7 +101,8 @@ class Delivery:
             await asyncio.gather(*(run.start(self, index) for index, run in enumerate(runs)))
         client = self._client
         while True:
-            if not client.writable():
+            if self._behind or not client.writable():
+                self._behind = False
                 await client.drained()
                 for run in runs:
                     run.flush()
@@ -119,6 +122,7 @@ class Delivery:
         """Whether the client takes a delta now."""
         if self._client.writable():
             return True
+        self._behind = True
         self._wake()
         return False
 

@@ -1,0 +1,71 @@
+"""A request's runs and their client, where the client is ready, and not, at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from sapwood_router.flow.delivery import Delivery
+from sapwood_router.request.context import Delta, Finish, FinishReason, Usage
+from sapwood_router.request.output import Output
+
+LAST = Delta(Output("x"), [1], Finish(FinishReason.LENGTH, Usage(1, 1, 0)))
+
+
+class Client:
+    def __init__(self) -> None:
+        self.open = True
+        self.written: list[Delta] = []
+
+    def writable(self) -> bool:
+        return self.open
+
+    async def drained(self) -> None:
+        while not self.open:
+            await asyncio.sleep(0)
+
+    def write(self, index: int, delta: Delta) -> bool:
+        self.written.append(delta)
+        return True
+
+    def token_writer(self, index: int) -> None:
+        return None
+
+
+class Run:
+    """One delta, which waits where the client is not ready."""
+
+    def __init__(self, client: Client, early: bool) -> None:
+        self.client = client
+        self.early = early
+        self.waits = False
+
+    async def start(self, sink: Delivery, index: int) -> None:
+        self.sink = sink
+        if self.early:
+            self.come()
+
+    def come(self) -> None:
+        """The delta comes while the client is not ready, which it is again before anybody else has had a turn."""
+        self.client.open = False
+        self.waits = not self.sink.ready()
+        self.client.open = True
+
+    def flush(self) -> None:
+        if self.waits and self.sink.ready():
+            self.waits = False
+            self.sink.delta(0, LAST)
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_a_client_that_is_ready_again_at_once_gets_what_had_to_wait(early) -> None:
+    client = Client()
+    run = Run(client, early)
+    carried = asyncio.ensure_future(Delivery(client).carry([run]))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    if not early:
+        run.come()
+    await asyncio.wait_for(carried, 10)
+    assert client.written == [LAST]

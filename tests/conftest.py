@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import json
@@ -103,6 +104,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         demo = sum(taken for unit, taken in durations.items() if unit.startswith(_DEMO_MODEL))
         items.sort(key=lambda i: -(demo if i.nodeid.startswith(_DEMO_MODEL) else durations[_unit(i.nodeid)]))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays: the collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries look at the end whether all of theirs is gone."""
+    gc.unfreeze()
 
 
 def _shard(durations: dict[str, float], shard: str) -> set[str]:

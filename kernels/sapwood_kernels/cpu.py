@@ -17,7 +17,7 @@ _PLAIN_ROWS = 2
 
 
 class RmsNorm:
-    """As :func:`reference.rms_norm` for a fixed float32 weight, in four torch calls.
+    """Computes :func:`reference.rms_norm` for a fixed float32 weight, in four torch calls.
 
     ``sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(N eps)) / sqrt(N)``; the ``sqrt(N)`` is folded into the weight.
 
@@ -32,24 +32,24 @@ class RmsNorm:
         self._floor = torch.tensor(math.sqrt(width * eps), dtype=weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., N] -> [..., N]."""
+        """Norms x: [..., N] -> [..., N]."""
         length = torch.linalg.vector_norm(x, 2, -1, True)
         return torch.div(x, torch.hypot(length, self._floor)).mul_(self._weight)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As :func:`reference.rope`, with ``cos`` and ``sin`` [T, 1, D]."""
+    """Computes :func:`reference.rope`, with ``cos`` and ``sin`` [T, 1, D]."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """As :func:`reference.silu_mul`."""
+    """Computes :func:`reference.silu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
-    """As :func:`reference.gelu_tanh_mul`."""
+    """Computes :func:`reference.gelu_tanh_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
@@ -62,7 +62,7 @@ def can_pack(weight: Tensor) -> bool:
 class PackedLinear:
     """``x @ weight.T + bias`` with the weight also held in oneDNN's blocked layout.
 
-    Holds a second copy of the weight: memory for speed, and the plain one is the faster for one or two rows.
+    It holds the weight twice, which takes memory: for one or two rows the plain layout is faster.
 
     Args:
         weight: float32 [N, K] on a CPU; shared, not copied.
@@ -76,7 +76,7 @@ class PackedLinear:
         self._linear = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] -> [T, N]."""
+        """Multiplies x: [T, K] -> [T, N]."""
         if x.shape[0] <= _PLAIN_ROWS:
             return F.linear(x, self._weight, self._bias)
         result: Tensor = self._linear(x, self._packed, self._bias, "none", [], "")

@@ -1,4 +1,4 @@
-"""Arrays between host and device without waiting for what the device is at."""
+"""Copies arrays between host and device without waiting for the device's other work."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import Tensor
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     """A tensor with the array's contents. The array may be changed afterwards only if ``device`` is not the CPU.
 
-    A copy from ordinary memory would wait until the device has done all it was asked to before; one from pinned memory does
-    not.
+    It goes through pinned memory: a copy from ordinary memory would wait for all that is queued on the device.
     """
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
@@ -25,7 +24,7 @@ class HostCopies:
     """Tensors on their way to the host.
 
     Args:
-        tensors: All on one device; they may be changed as soon as this returns.
+        tensors: All on one device; later work on its current stream may change them.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

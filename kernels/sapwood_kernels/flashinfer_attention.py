@@ -24,9 +24,9 @@ class AttentionShape:
     Attributes:
         num_heads: Query heads.
         num_kv_heads: Key/value heads.
-        head_dim: Elements a head.
-        page_size: Tokens a page.
-        dtype: Of queries, and of what these kernels read.
+        head_dim: Elements of a head.
+        page_size: Tokens in a page.
+        dtype: The dtype of queries, and of the keys and values that these kernels read.
     """
 
     num_heads: int
@@ -38,14 +38,14 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What may differ between layers: see ``reference.attention``."""
+    """What may differ between layers; the fields are arguments of ``reference.attention``."""
 
     scale: float
     window: int | None
     softcap: float | None
 
     def arguments(self) -> dict[str, Any]:
-        """As FlashInfer's ``plan`` spells it."""
+        """The fields as arguments of FlashInfer's ``plan``."""
         return {
             "sm_scale": self.scale,
             "window_left": -1 if self.window is None else self.window - 1,
@@ -68,18 +68,18 @@ class PagedKeys:
     last_page_len: Tensor
 
     def split(self, count: int) -> tuple[PagedKeys, PagedKeys]:
-        """Those of the first ``count`` requests and those of the others."""
+        """The keys of the first ``count`` requests, and those of the others."""
         at = int(self.indptr[count])
         first = PagedKeys(self.indptr[: count + 1], self.indices[:at], self.last_page_len[:count])
         return first, PagedKeys(self.indptr[count:] - at, self.indices[at:], self.last_page_len[count:])
 
 
 class PrefillAttention:
-    """Chunks of prompts, decodes among them too; planned anew for each step.
+    """Attention of chunks of prompts, decodes among them too; planned anew for each step.
 
     Args:
-        shape: See :class:`AttentionShape`.
-        variant: See :class:`Variant`.
+        shape: What all layers share.
+        variant: The kind of layer.
         device: The CUDA device.
     """
 
@@ -117,21 +117,21 @@ class PrefillAttention:
     ) -> Tensor:
         """[T, H, D] and pages [P, page_size, K, D] of the same dtype -> [T, H, D], in ``out`` if given."""
         assert scales == (1.0, 1.0), "a cache of the queries' dtype has no scales"
-        out = torch.empty_like(query) if out is None else out  # FlashInfer would clear one of its own
+        out = torch.empty_like(query) if out is None else out  # FlashInfer's own would be cleared first
         result: Tensor = self._wrapper.run(query, (key_pages, value_pages), out=out)
         return result
 
 
 class DecodeAttention:
-    """One token a request.
+    """Attention of one token for each request.
 
     Args:
-        batch: How many requests, where it is to be captured in a CUDA graph and its buffers stay at their addresses; None: any
-            number, planned anew for each step.
+        batch: The number of requests if it is captured in a CUDA graph, with buffers at fixed addresses; None: any number,
+            planned anew for each step.
         indices: int32 buffer of page ids; all batch sizes share it.
         workspace: uint8 buffer; all batch sizes share it.
-        shape: See :class:`AttentionShape`.
-        variant: See :class:`Variant`.
+        shape: What all layers share.
+        variant: The kind of layer.
     """
 
     def __init__(
@@ -151,11 +151,11 @@ class DecodeAttention:
 
     @staticmethod
     def workspace(device: torch.device) -> Tensor:
-        """A buffer for the constructor."""
+        """A workspace for the constructor, uint8."""
         return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
     def plan(self, keys: PagedKeys) -> None:
-        """Prepares a step: writes FlashInfer's schedule, to its fixed addresses if there are, on the current stream."""
+        """Prepares a step: writes FlashInfer's schedule on the current stream, to the fixed addresses if ``batch`` is given."""
         shape = self._shape
         self._wrapper.plan(
             keys.indptr,
@@ -225,8 +225,8 @@ class PrefillPart(Protocol):
 class MixedAttention:
     """A step whose first requests decode while others prefill: each part in the kernel made for it.
 
-    The prefill kernel gives each request a tile of 128 query rows and does not split its keys, so that a decode in it takes
-    several times as long as in the decode kernel.
+    The prefill kernel gives each request a tile of 128 query rows and does not split its keys, so a decode takes several times as
+    long there as in the decode kernel.
 
     Args:
         decode: For the first requests.

@@ -1,12 +1,11 @@
-"""A linear layer in float8 (W8A8): weights quantised once, activations as they come.
+"""A linear layer in float8 (W8A8): weights are quantised once, activations in each call.
 
-Three ways of scaling. By row: one scale for each output channel of the weight and one for each token, which is finer than one for
-a whole tensor and, for many tokens, as fast on an H200. By tensor: one for the weight and one for all tokens of a step; its
-products are faster for few tokens, but its scale takes a pass of its own over the activations. By block: one for each 128 x 128
-numbers of the weight and each 128 of a token, as DeepSeek-V3's (2024) checkpoints have them. The products are
-``torch._scaled_mm``'s on CUDA; where it does not take such scales (blocks where K / 128 is no multiple of 4), and elsewhere, the
-same rounded numbers are multiplied in the model's dtype, the reference, and slow on a GPU, where the weight is widened for each
-product.
+There are three ways of scaling. By row: one scale for each output channel of the weight and for each token; finer than by tensor
+and, for many tokens, as fast on an H200. By tensor: one scale for the weight and one for all tokens of a step; products of few
+tokens are faster, but the scale takes a pass of its own over the activations. By block: one scale for each 128 x 128 numbers of
+the weight and each 128 of a token, as in DeepSeek-V3's (2024) checkpoints. On CUDA ``torch._scaled_mm`` multiplies. Where it does
+not take such scales (blocks where K / 128 is not a multiple of 4), and on CPUs, the same rounded numbers are multiplied in the
+model's dtype: the reference, slow on a GPU, since it widens the weight for each product.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Quantised:
 
 
 def can_quantise(weight: Tensor) -> bool:
-    """Whether the matrix units take a weight of this shape."""
+    """Whether the GPU's matrix units take a weight of this shape."""
     return weight.shape[0] % _ALIGNED == 0 and weight.shape[1] % _ALIGNED == 0
 
 
@@ -84,9 +83,9 @@ class Float8Linear:
         return self.scales.expand(len(self.weight), 1).contiguous() if self._tensor else self.scales
 
     def quantise(self, x: Tensor) -> Quantised:
-        """[T, K]."""
+        """Quantises x [T, K]."""
         if self._cuda:
-            from sapwood_kernels import triton_float8  # triton is there only with CUDA builds of torch
+            from sapwood_kernels import triton_float8  # only CUDA builds of torch have triton
 
             if self._tensor:
                 return Quantised(*triton_float8.quantise_tensor(x), x.shape[0])
@@ -96,7 +95,7 @@ class Float8Linear:
         return Quantised(*reference.quantise_rows(x, GROUP if self._block else None), x.shape[0])
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Quantised:
-        """:meth:`quantise` of the RMSNorm of x, of whose weight float32 [K]."""
+        """Norms x [T, K] (RMSNorm with ``weight``, float32 [K]), then quantises it."""
         if self._cuda and self._tensor:
             from sapwood_kernels import triton_norm
 
@@ -108,7 +107,7 @@ class Float8Linear:
         return self.quantise(reference.rms_norm(x, weight, eps))
 
     def gate(self, gate_up: Tensor, gate: Gate) -> Quantised:
-        """:meth:`quantise` of a gated activation: [T, 2K]."""
+        """Applies a gated activation to [T, 2K], then quantises the result [T, K]."""
         if self._cuda and self._tensor:
             from sapwood_kernels import triton_activation
 
@@ -122,7 +121,7 @@ class Float8Linear:
         return self.quantise(activate(gate_up))
 
     def __call__(self, x: Quantised) -> Tensor:
-        """[T, N], a new tensor."""
+        """Multiplies: a new tensor [T, N]."""
         if not self._scaled:
             wide = reference.dequantise_blocks(x.values[: x.rows], x.scales[: x.rows]).to(self._dtype)
             dense = self._dense
@@ -133,8 +132,8 @@ class Float8Linear:
         return result if self._bias is None else result.add_(self._bias)
 
     def _scaled_product(self, x: Quantised) -> Tensor:
-        # Sums of float8 products in fewer bits than float32's: its error is far under that of the rounding to float8.
-        dtype = torch.bfloat16 if self._dtype == torch.float32 else self._dtype  # torch gives no float32
+        # Products are summed with fewer bits than float32 has; that error is far below float8's rounding.
+        dtype = torch.bfloat16 if self._dtype == torch.float32 else self._dtype  # torch cannot return float32 here
         result: Tensor = torch._scaled_mm(
             x.values, self.weight.t(), scale_a=x.scales, scale_b=self.scales.t(), out_dtype=dtype,
             use_fast_accum=not self._block,

@@ -1,10 +1,10 @@
 """Attention of prompt chunks over a float8 cache: the pages are widened into a buffer, which FlashAttention 3 then reads.
 
 FlashInfer's kernel that reads float8 with wider queries is three times slower than FlashAttention 3 on an H200 (164 against 542
-TFLOP/s for 8192 tokens, 32/8 heads of 128), and widening costs a few bytes a key where attention costs a query's worth of
-products. Requests are taken in groups whose pages fit in the buffer.
+TFLOP/s for 8192 tokens, 32/8 heads of 128), and widening costs little beside attention. Requests are taken in groups whose pages
+fit in the buffer.
 
-Cost: in addition to attention's, one read of a byte and one write of two a number of the chunks' contexts.
+Cost beside attention's: for each number of the chunks' contexts one byte is read and two are written.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _LEAST_TOKENS = 32768
 
 
 class WideningBuffer:
-    """Where pages are widened to; all kinds of layer share one, as they use it one after the other.
+    """The buffer that pages are widened into; all kinds of layer share it, as they use it one after the other.
 
     Args:
-        shape: See :class:`AttentionShape`.
-        tokens: Of the longest request.
+        shape: What all layers share.
+        tokens: Tokens of the longest request.
         device: The CUDA device.
     """
 
@@ -41,9 +41,9 @@ class _Group:
     """Requests whose pages fit in the buffer.
 
     Attributes:
-        attention: Planned for them.
-        rows: Their rows of the step.
-        pages: int32, their pages of the cache, on the device.
+        attention: The attention planned for them.
+        rows: Their rows in the step.
+        pages: int32 on the device: their pages in the cache.
     """
 
     attention: PrefillAttention
@@ -52,12 +52,12 @@ class _Group:
 
 
 class Float8PrefillAttention:
-    """As :class:`sapwood_kernels.flashinfer_attention.PrefillAttention`, over a float8 cache.
+    """Implements :class:`sapwood_kernels.flashinfer_attention.PrefillPart` over a float8 cache.
 
     Args:
-        shape: See :class:`AttentionShape`.
-        variant: See :class:`Variant`.
-        buffer: See :class:`WideningBuffer`.
+        shape: What all layers share.
+        variant: The kind of layer.
+        buffer: The buffer for widened pages.
         device: The CUDA device.
     """
 

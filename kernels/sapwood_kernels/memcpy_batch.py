@@ -1,4 +1,4 @@
-"""Many copies in one call of the CUDA driver, by the copy engines: ``cuMemcpyBatchAsync``, in drivers for CUDA 12.8 and later."""
+"""Many copies by the copy engines in one call of the driver: ``cuMemcpyBatchAsync`` of CUDA 12.8 and later."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MemcpyBatch:
 
     Raises:
         OSError: There is no CUDA driver.
-        AttributeError: It is older than the call.
+        AttributeError: The driver is older than the call.
     """
 
     def __init__(self) -> None:
@@ -32,16 +32,16 @@ class MemcpyBatch:
         self._first = np.zeros(1, np.uint64)
 
     def copy(self, targets: Addresses, sources: Addresses, size: int, stream: int) -> None:
-        """Asks for ``size`` bytes from each source to its target, in no particular order among them.
+        """Queues copies of ``size`` bytes from each source to its target; their order is undefined.
 
         Args:
             targets: uint64 [N]: addresses of device memory or of pinned host memory.
-            sources: uint64 [N]: the same.
-            size: Bytes of each.
-            stream: Handle of a stream other than the default one, of the current device.
+            sources: uint64 [N]: addresses of either kind.
+            size: Bytes of each copy.
+            stream: Handle of a stream of the current device, not the default one.
 
         Raises:
-            RuntimeError: The driver refuses.
+            RuntimeError: The driver reports an error.
         """
         if not len(targets):
             return

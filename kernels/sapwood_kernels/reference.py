@@ -2,7 +2,7 @@
 
 Shapes: T tokens, H query heads, K key/value heads, D head size, S cache slots (pages times page size). "Slot" is a token's
 place in the paged cache: ``page * page_size + offset``. Each function works on any device and floating dtype; statistics are
-taken in float32. Speed is not their aim (``cpu.py`` holds what is tuned), obviousness is.
+taken in float32. They aim at being obvious, not at speed (``cpu.py`` holds tuned versions).
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
 
 
 def quantise(x: Tensor, scale: float | Tensor) -> Tensor:
-    """``x / scale`` as float8_e4m3fn, to the nearest, cut off at the largest number it holds."""
+    """``x / scale`` rounded to float8_e4m3fn, clamped to its range."""
     most = torch.finfo(torch.float8_e4m3fn).max
     return (x.float() / scale).clamp(-most, most).to(torch.float8_e4m3fn)
 
 
 def dequantise(x: Tensor, scale: float | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What :func:`quantise` made ``x`` of, but for its rounding."""
+    """Undoes :func:`quantise`, but for its rounding."""
     return (x.float() * scale).to(dtype)
 
 
@@ -86,13 +86,13 @@ def quantise_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def quantise_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`quantise_rows` with one scale for all: [T, K] -> [T, K] and [1, 1]."""
+    """Does :func:`quantise_rows` with one scale for all: [T, K] -> [T, K] and [1, 1]."""
     scale = _scales(x.float().abs().amax().view(1, 1))
     return quantise(x, scale), scale
 
 
 def quantise_blocks(x: Tensor, size: int = 128) -> tuple[Tensor, Tensor]:
-    """As :func:`quantise_rows` for square blocks: [N, K] -> [N, K] and [N / size, K / size]."""
+    """Does :func:`quantise_rows` for square blocks: [N, K] -> [N, K] and [N / size, K / size]."""
     parts = x.float().view(x.shape[0] // size, size, x.shape[1] // size, size)
     scales = _scales(parts.abs().amax((1, 3)))
     return quantise(parts, scales[:, None, :, None]).view(x.shape), scales
@@ -127,7 +127,7 @@ def store_kv(
         scales: What keys and values are divided by on the way into slots of float8_e4m3fn.
     """
     if key_slots.dtype == torch.float8_e4m3fn:
-        # torch has no index_copy of float8; its bytes will do.
+        # torch has no index_copy for float8, so the bytes are copied.
         key, value = (quantise(each, scale).view(torch.uint8) for each, scale in ((key, scales[0]), (value, scales[1])))
         key_slots, value_slots = key_slots.view(torch.uint8), value_slots.view(torch.uint8)
     key_slots.index_copy_(0, slots, key)
@@ -190,8 +190,8 @@ def paged_attention(
         page_table: Integers [B, P]: the pages of each request in order.
         query_lens: Integers [B], summing to T.
         seq_lens: Integers [B]: keys of each request, its own query tokens included.
-        page_size: Slots a page.
-        scale: As in :func:`attention`, with ``window`` and ``softcap``.
+        page_size: Slots in a page.
+        scale, window, softcap: As in :func:`attention`.
 
     Returns:
         [T, H, D].
@@ -227,9 +227,9 @@ def store_pages(
 def load_pages(
     keys: Tensor, values: Tensor, host: Tensor, layer: int, device_pages: Tensor, host_pages: Tensor
 ) -> None:
-    """The other way: copies host pages into one layer of the device pool. Mutates ``keys`` and ``values``.
+    """Copies host pages into one layer of the device pool. Mutates ``keys`` and ``values``.
 
-    Arguments as for :func:`store_pages`, but each of ``device_pages`` once.
+    The arguments are those of :func:`store_pages`; ``device_pages`` holds each page once.
     """
     keys[device_pages] = host.select(1, layer).select(1, 0)[host_pages.cpu()].to(keys.device)
     values[device_pages] = host.select(1, layer).select(1, 1)[host_pages.cpu()].to(values.device)
@@ -249,12 +249,12 @@ def apply_penalties(
 
     Args:
         logits: float32 [R, V]; mutated.
-        counts: int32 [P, V]: how often each token is in an output.
-        seen: bool [P, V]: whether it is in its prompt or output.
+        counts: int32 [P, V]: how often each token is in the output of a row of the page table.
+        seen: bool [P, V]: whether it is in the row's prompt or output.
         rows: int64 [S]: rows of the logits, each once.
         slots: int64 [S]: the row of ``counts`` and ``seen`` for each.
-        frequency: float32 [S, 1]: subtracted for each time.
-        presence: float32 [S, 1]: subtracted if there is one.
+        frequency: float32 [S, 1]: subtracted from a token's logit for each time that it is in the output.
+        presence: float32 [S, 1]: subtracted once if it is in the output.
         repetition: float32 [S, 1]: divides positive and multiplies other logits of tokens that were seen.
     """
     count, known, chosen = counts.index_select(0, slots), seen.index_select(0, slots), logits.index_select(0, rows)

@@ -1,9 +1,9 @@
 """Decode attention by our own split kernel, in the form of ``flashinfer_attention.DecodeAttention``.
 
-On an H200 it takes 6.9 us a layer for one request of 1100 keys where FlashInfer takes 10.9 (8 key/value heads of 128), 16.1
-against 19.5 for 8 requests; of 100 to 1948 keys each, 40 against 47 for 32 requests, 72 against 84 for 64, 137 against 157 for
-128, and 247 against 255 for 256, where FlashInfer's plan evens out longer ones better. Of a float8 cache it reads 256 requests
-in 190 us where bfloat16 takes 286 and FlashInfer's kernels for float8 take 295. Nor has it anything to plan on the host.
+Microseconds for a layer on an H200, against FlashInfer's (8 key/value heads of 128): 6.9 against 10.9 for one request of 1100
+keys, 16.1 against 19.5 for 8; for requests of 100 to 1948 keys 40 against 47 for 32 of them, 72 against 84 for 64, 137 against
+157 for 128, and 247 against 255 for 256, where FlashInfer's plan balances long requests better. 256 requests over a float8 cache
+take 190, over bfloat16 286, with FlashInfer's kernels for float8 295. It needs no plan on the host.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from sapwood_kernels.flashinfer_attention import AttentionShape, PagedKeys, Vari
 from sapwood_kernels.triton_decode_attention import decode_attention, num_splits
 
 MOST_SPLIT = 128
-"""The largest batch that it serves where the cache is of the queries' dtype."""
+"""The largest batch for which it is used over a cache of the queries' dtype."""
 
 
 class SplitDecodeAttention:
-    """One token a request; with a fixed number of requests at fixed addresses, made to be captured in a CUDA graph.
+    """Attention of one token for each request; can be captured in a CUDA graph if the number of requests is fixed.
 
     Args:
-        batch: B; None: any number, at addresses of each step's own.
+        batch: The number of requests, whose buffers keep their addresses; None: any number, with new buffers in each step.
         indices: int32 buffer of page ids that all batch sizes share.
-        shape: See :class:`AttentionShape`.
-        variant: See :class:`Variant`.
+        shape: What all layers share.
+        variant: The kind of layer.
     """
 
     def __init__(self, batch: int | None, indices: Tensor, shape: AttentionShape, variant: Variant) -> None:
@@ -39,7 +39,7 @@ class SplitDecodeAttention:
         self._lengths = torch.ones(batch or 0, dtype=torch.int32, device=device)
 
     def plan(self, keys: PagedKeys) -> None:
-        """Prepares a step: brings where its keys are to the device, on the current stream."""
+        """Prepares a step: copies the keys' page numbers and lengths to the device, on the current stream."""
         counts = keys.indptr[1:] - keys.indptr[:-1]
         lengths = (counts - 1) * self._shape.page_size + keys.last_page_len
         if self._fixed:

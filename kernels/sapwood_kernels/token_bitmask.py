@@ -1,4 +1,4 @@
-"""Forbids tokens: bit masks onto logits. The plain-torch reference, and fast enough on a CPU to be used there."""
+"""Forbids tokens by bit masks. This is the plain-torch reference, and fast enough to be used on a CPU."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor | None = N
 
 
 def forbid_tokens(logits: Tensor, bitmask: Tensor, rows: Tensor | None = None) -> None:
-    """What :func:`apply_token_bitmask` does, on a GPU with a kernel; rows of logits contiguous, bitmask contiguous."""
+    """Does :func:`apply_token_bitmask`, on a GPU with a kernel; rows of ``logits``, and the whole ``bitmask``, are contiguous."""
     if logits.is_cuda:
-        from sapwood_kernels import triton_logits  # triton is there only with CUDA builds of torch
+        from sapwood_kernels import triton_logits  # only CUDA builds of torch have triton
 
         triton_logits.apply_token_bitmask(logits, bitmask, rows)
     else:
@@ -43,6 +43,6 @@ def forbid_tokens(logits: Tensor, bitmask: Tensor, rows: Tensor | None = None) -
 
 @functools.cache
 def _table(device: torch.device) -> Tensor:
-    """int64 [256]: for each byte of a mask eight booleans, one a byte: whether its tokens are forbidden."""
+    """int64 [256]: for each byte of a mask eight booleans of a byte each, true where the token is forbidden."""
     entries = [sum(1 << (8 * bit) for bit in range(8) if not byte >> bit & 1) for byte in range(256)]
     return torch.tensor(entries, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Triton: the gated activations of an MLP. Bound: reads both halves and writes one, once."""
+"""Triton: the gated activations of an MLP. Bound: reads each input and writes each output once."""
 
 from __future__ import annotations
 

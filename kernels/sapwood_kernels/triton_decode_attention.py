@@ -1,18 +1,18 @@
-"""Triton: attention of one new token a request over the paged cache, the keys of each request split over many programs.
+"""Triton: attention of one new token for each request over the paged cache; the keys of a request are split over many programs.
 
 Algorithm (Flash-Decoding; Dao et al., 2023): a program takes one request, one key/value head with all the query heads that share
-it, and one of up to ``SPLITS`` stretches of the keys; it keeps a running maximum and sum (online softmax) and leaves its part of
+it, and one of up to ``SPLITS`` stretches of the keys; it keeps a running maximum and sum (online softmax) and writes its part of
 the result with the logarithm of its sum. A second kernel adds the parts, weighted by these sums. With few requests the splits
-fill the chip; with many only long ones are split, so that none outlasts the others by much. A library's kernel plans that on the
-host, this one needs no plan, only the lengths, on the device.
+fill the chip; with many only long requests are split, so that none outlasts the others by much. This needs no plan on the host:
+the kernel reads the lengths on the device.
 
-A float8 cache is widened to float16, which holds each of its numbers, and its scales go into the query and the result. What
-binds there is not the memory but the instructions: on NVIDIA's GPUs four numbers are read as a word and widened two at a time,
-where Triton by itself moves bytes one by one (20 instructions of a warp for a key and its value instead of 36). One warp a
-program, as there is nothing to wait for then, and programs of the heads that share a row of memory side by side.
+Keys and values in float8 are widened to float16, which holds each of their numbers; their scales go into the query and the
+result. Instructions, not memory, are the limit there: on NVIDIA's GPUs four numbers are read as a word and widened two at a
+time, where Triton by itself would move single bytes (20 instead of 36 instructions of a warp for a key and its value). Programs
+have one warp, as they seldom wait for memory, and those of heads that share a row of memory run side by side.
 
-Cost: one read of the keys and values; of a request that is split, partial results of its stretches x H x D floats written and
-read. Bound: no stretch is longer than its share of the request's keys, rounded up to a block.
+Cost: one read of the keys and values; a request that is split also writes and reads stretches x H x D floats of partial results.
+Bound: no stretch is longer than its share of the request's keys, rounded up to a block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LEAST_ROWS = 16  # of a matrix unit's product
+_LEAST_ROWS = 16  # the fewest rows of a matrix unit's product
 _MOST_SPLITS = 32
 _SPLITS_OF_LONG = 8
 _SHORT, _LONG = 256, 512
@@ -78,7 +78,7 @@ def _block_of_words(
     q, keys, values, own, at, end, head, word_stride, highest, total, result, scale, cap,
     D: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As _block, of float8 keys and values in words of four."""
+    """Does _block for float8 keys and values, read in words of four."""
     words = tl.arange(0, BLOCK_D // 4)
     # Beyond the end the last token is read again, which costs less than masks.
     tokens = tl.minimum(at + tl.arange(0, BLOCK), end - 1)
@@ -102,14 +102,14 @@ def _block_of_words(
 
 @triton.jit
 def _stretches(length, LEAST: tl.constexpr, SPLITS: tl.constexpr):
-    """Into how many stretches so many keys are split."""
+    """The number of stretches into which ``length`` keys are split."""
     return tl.minimum(tl.maximum(length // LEAST, 1), SPLITS)
 
 
 @triton.jit
 def _split_kernel(
     query, keys, values, indptr, lengths, pages, part, sums, out, scale, value_scale, softcap, slot_stride,
-    # Keys and values are float8 in words of four (WORDS), whose stride slot_stride is then.
+    # With WORDS, keys and values are float8 in words of four, and slot_stride counts words.
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, FLOAT8: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -147,7 +147,7 @@ def _split_kernel(
                     q, keys, values, own, block, end, head, slot_stride, highest, total, result, scale, cap,
                     D, PAGE, CAPPED, BLOCK_D, BLOCK,
                 )  # fmt: skip
-        else:  # the interpreter knows no loops with bounds of its own
+        else:  # Triton's interpreter cannot run such loops
             while at < end:
                 highest, total, result = _block(
                     q, keys, values, own, at, end, head, slot_stride, highest, total, result, scale, cap,
@@ -188,9 +188,9 @@ def _merge_kernel(
 def num_splits(batch: int, kv_heads: int, processors: int, *, float8: bool = False) -> tuple[int, int]:
     """How many programs may share a request's keys, a power of 2, and the fewest keys that one of them takes.
 
-    With few requests as many as fill the chip up to four times, at most 32: within 5 % of the best of those tried on an H200 for
-    up to 16 requests of 1100 to 8192 keys. With many, stretches of 256 or 512 keys and more, which evens out what the processors
-    have to do: for 32 to 256 requests of 100 to 1948 keys up to a third faster than whole requests.
+    With few requests it is as many as fill the chip up to four times, at most 32: within 5 % of the best of those tried on an
+    H200 for up to 16 requests of 1100 to 8192 keys. With many it is stretches of at least 256 or 512 keys, which balances the
+    processors: up to a third faster than whole requests for 32 to 256 requests of 100 to 1948 keys.
     """
     most = 4 * processors // (batch * kv_heads)
     filling = min(_MOST_SPLITS, 1 << max(0, most.bit_length() - 1))
@@ -201,7 +201,7 @@ def num_splits(batch: int, kv_heads: int, processors: int, *, float8: bool = Fal
 
 
 def takes_words(slots: Tensor) -> bool:
-    """Whether float8 keys or values [S, K, D] can be read four at a time: by this GPU, and with places that fit in 31 bits."""
+    """Whether float8 keys or values [S, K, D] can be read four at a time: the GPU can, and the words' indices fit in 31 bits."""
     if not slots.is_cuda or torch.version.cuda is None or slots.shape[-1] % 4:
         return False
     return torch.cuda.get_device_capability(slots.device) >= (8, 9) and slots.numel() // 4 < 2**31
@@ -224,7 +224,7 @@ def decode_attention(
     kv_scales: tuple[float, float] = (1.0, 1.0),
     out: Tensor | None = None,
 ) -> Tensor:
-    """As ``reference.paged_attention`` with one query token a request; nothing is read on the host.
+    """Computes ``reference.paged_attention`` with one query token for each request; does not wait for the device.
 
     Args:
         query: [B, H, D], contiguous.
@@ -233,14 +233,12 @@ def decode_attention(
         indptr: int32 [B + 1]: request i's pages begin at ``pages[indptr[i]]``.
         pages: int32, page ids.
         lengths: int32 [B]: keys of each request, at least 1.
-        page_size: Slots a page.
-        splits: Most programs a request and key/value head: a power of 2; see :func:`num_splits`.
-        scale: See ``reference.attention``, with ``window`` and ``softcap``.
-        least: Fewest keys a program; see :func:`num_splits`.
-        window: See ``scale``.
-        softcap: See ``scale``.
+        page_size: Slots in a page.
+        splits: Most programs for a request and key/value head, a power of 2, as :func:`num_splits` gives it.
+        scale, window, softcap: As in ``reference.attention``.
+        least: Fewest keys of a program, as :func:`num_splits` gives it.
         kv_scales: Factors of the stored keys and values.
-        out: [B, H, D], contiguous: where the result goes; None: to a new tensor.
+        out: [B, H, D], contiguous: the result is written here; None: to a new tensor.
 
     Returns:
         [B, H, D].

@@ -1,7 +1,7 @@
-"""Triton: activations to float8 with a scale a row or a group, together with what makes them: a norm, or an MLP's gate.
+"""Triton: quantises activations to float8 with a scale for each row or group, after a norm or an MLP's gate if wanted.
 
-One program a row: it has the row in registers when the largest number is known, so nothing is read twice. Bound: reads the row
-(or gate and up) once, writes a byte a number.
+One program takes a row: it has the row in registers when the largest number is known, so nothing is read twice. Bound: reads the
+row (or gate and up) once, writes one byte for each number.
 """
 
 from __future__ import annotations
@@ -77,26 +77,26 @@ def quantise(x: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor]:
 
     Args:
         x: [T, K] with contiguous rows; K a multiple of 128 if grouped.
-        grouped: A scale for each 128 numbers of a row, else one for each row.
+        grouped: Whether each 128 numbers of a row have a scale, not each row.
 
     Returns:
-        float8_e4m3fn [T, K] and float32 [T, 1]. If grouped, T is rounded up to a multiple of 4 in both, what is beyond is
-        undefined, and the scales are [T, K / 128], column by column in memory, as ``torch._scaled_mm`` wants them.
+        float8_e4m3fn [T, K] and scales, float32 [T, 1]. If grouped, both have T rounded up to a multiple of 4, with undefined
+        rows beyond T, and the scales are [T, K / 128], column by column in memory, as ``torch._scaled_mm`` wants them.
     """
     return _run(x, None, 0.0, 0, grouped=grouped)
 
 
 def quantise_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``reference.quantise_tensor``; x [T, K] with contiguous rows. Reads x twice: all of it must be seen for the scale."""
+    """Computes ``reference.quantise_tensor``; x [T, K] with contiguous rows. Reads x twice: the scale depends on all of it."""
     largest = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
     return _run(x, None, 0.0, 0, grouped=False, given=(largest / 448.0).clamp_(min=1e-12).view(1, 1))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, grouped: bool) -> tuple[Tensor, Tensor]:
-    """:func:`quantise` of ``reference.rms_norm``; weight float32 [K]."""
+    """Does :func:`quantise` after ``reference.rms_norm``; weight float32 [K]."""
     return _run(x, weight, eps, 1, grouped=grouped)
 
 
 def gated(gate_up: Tensor, gate: Literal["silu", "gelu_tanh"], *, grouped: bool) -> tuple[Tensor, Tensor]:
-    """:func:`quantise` of ``reference.silu_mul`` or ``gelu_tanh_mul``: [T, 2K] -> [T, K]."""
+    """Does :func:`quantise` after ``reference.silu_mul`` or ``gelu_tanh_mul``: [T, 2K] -> [T, K]."""
     return _run(gate_up, None, 0.0, 2 if gate == "silu" else 3, grouped=grouped)

@@ -1,8 +1,8 @@
-"""Triton: a linear layer on one row, with what surrounds it in the same kernel: the norm before, the gate or the sum after.
+"""Triton: a linear layer on one row, in one kernel with the norm before it and the gate or the sum after it.
 
-At batch 1 a decode step reads every weight once and does nothing else, so what counts is bytes in flight and few kernels. Each
-program takes ``BLOCK_N`` rows of the weight and streams them past the input vector, products and sums in float32. The norm
-costs nothing extra: ``W (x * w / rms) = (W (x * w)) / rms``, and each program has the whole of x at hand to find its rms.
+At batch 1 a decode step is bound by reading every weight once, so many bytes in flight and few kernels make it fast. Each
+program takes ``BLOCK_N`` rows of the weight and streams them past the input vector, with products and sums in float32. The norm
+costs nothing extra: ``W (x * w / rms) = (W (x * w)) / rms``, and each program reads all of x, so it knows the rms.
 
 Bound: one read of the weight. O(N K).
 """
@@ -101,13 +101,13 @@ def gemv(
     Args:
         x: [1, K], contiguous.
         weight: [N, K], contiguous; [2N, K] with a gate: gate first, then up.
-        scales: float32, of a weight of float8: [N, 1], or [N / 128, K / 128] of blocks; 2N likewise with a gate.
+        scales: float32, of a float8 weight: [N, 1], or [N / 128, K / 128] by block; with a gate for 2N rows.
         bias: [N] or [2N].
-        norm: RMSNorm of x before the product: its weight, float32 [K], and eps.
-        gate: ``activation(first half) * second half``.
-        add_to: [1, N]: changed in place, and returned.
-        dtype: Of the result; x's if not given.
-        blocks: See :func:`block_shape`.
+        norm: Norms x before the product (RMSNorm): the norm's weight, float32 [K], and eps.
+        gate: The activation, for ``activation(first half) * second half``.
+        add_to: [1, N]: the result is added to it in place, and it is returned.
+        dtype: The result's dtype; x's if not given.
+        blocks: The tile, as :func:`block_shape` gives it.
 
     Returns:
         [1, N].

@@ -1,6 +1,6 @@
-"""Triton: brings pages of a float8 cache into a buffer of the model's dtype, where an attention kernel without float8 reads them.
+"""Triton: widens pages of a float8 cache into a buffer of the model's dtype, for attention kernels that cannot read float8.
 
-One program copies a few tokens' heads of a page. Bound: reads each element once, one byte, and writes it once, two bytes.
+One program copies a few tokens' heads of a page. Bound: reads one byte and writes two for each element.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def dequantise_pages(
         pages: int32 [N].
         key_out: [at least N, page_size, K, D], contiguous, of a wider dtype; mutated.
         value_out: The same for values.
-        scales: Of keys and of values.
+        scales: The factors of keys and of values.
     """
     words = key_pages[0].numel()
     block = min(_BLOCK, triton.next_power_of_2(words))

@@ -1,7 +1,7 @@
-"""Triton: what a step does to whole rows of logits besides drawing from them: the likeliest token, penalties, forbidden tokens.
+"""Triton: operations on whole rows of logits, besides sampling: the likeliest token, penalties, forbidden tokens.
 
-Each is one pass. Bounds: :func:`row_max` reads the logits once in the dtype they come in; :func:`apply_penalties` reads and
-writes them and reads five bytes a token of counts; :func:`apply_token_bitmask` reads the masks and writes what is forbidden.
+Each is one pass. Bounds: :func:`row_max` reads the logits once in their dtype; :func:`apply_penalties` reads and writes them and
+reads five bytes of counts for each token; :func:`apply_token_bitmask` reads the masks and writes the forbidden logits.
 """
 
 from __future__ import annotations

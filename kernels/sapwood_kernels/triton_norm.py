@@ -1,4 +1,4 @@
-"""Triton: RMSNorm. One program a row; statistics in float32. Bound: one read and one write of the row."""
+"""Triton: RMSNorm. Each program takes a row, with statistics in float32. Bound: reads and writes the row once."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Triton: copies of whole pages between the device pool and pinned host memory.
 
-The first two kernels read or write host memory themselves, through its mapping into the device's address space, one launch a
-layer: a page's keys (or values) of a layer are one contiguous piece on both sides, usually 8 to 64 KiB. Few programs stride over
-the pieces: a few hundred KiB in flight fill the link, and the other multiprocessors stay with the computation. Bound: the link
-between host and device; each byte crosses it once. The third collects pages within device memory, for copy engines to fetch.
+:func:`store_pages` and :func:`load_pages` access host memory through its mapping into the device's address space, in one launch
+for each layer: a page's keys (or values) of a layer are one contiguous piece on both sides, usually 8 to 64 KiB. Few programs
+stride over the pieces: a few hundred KiB in flight fill the link, and the other multiprocessors go on computing. Bound: the link
+between host and device; each byte crosses it once. :func:`gather_pages` collects pages within device memory for the copy engines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 _BLOCK = 4096
 PROGRAMS = 16
-"""How many programs copy, where nothing else is said: each has 16 KiB in flight, which fills a PCIe 5 link."""
+"""The default number of programs that copy: each has 16 KiB in flight, and together they fill a PCIe 5 link."""
 
 
 @triton.jit(do_not_specialize=["count"])

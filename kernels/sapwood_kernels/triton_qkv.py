@@ -1,7 +1,7 @@
-"""Triton: what lies between the QKV projection and attention, in one kernel: head norms, rotation, and the KV write.
+"""Triton: head norms, rotation and the KV write in one kernel, all between the QKV projection and attention.
 
 One program takes a few heads of a token. Separately these are five launches over data that fits in registers; at batch 1 a launch
-costs more than the work. A cache of few bits gets numbers divided by the layer's scale, cut off at what its type holds.
+costs more than the work. For a float8 cache, numbers are divided by the layer's scale and clamped to the type's range.
 Bound: reads the projection once, writes each head once.
 """
 
@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 _LARGEST_E4M3 = tl.constexpr(448.0)
-_ELEMENTS = 1024  # of a program
-_FEW_TOKENS = 64  # up to so many programs of one head fill the chip sooner: 1.4 against 2.6 us for one token on an H200
+_ELEMENTS = 1024  # elements that a program takes
+_FEW_TOKENS = 64  # up to so many tokens, programs take one head each: 1.4 instead of 2.6 us for one token on an H200
 
 
 @triton.jit
 def _stored(x, scale, SCALED: tl.constexpr):
-    """As it is written to the cache: ``scale`` is the factor, one over the cache's own."""
+    """``x`` as it is written to the cache; ``scale`` is one over the cache's scale."""
     if SCALED:
         x = tl.minimum(tl.maximum(x.to(tl.float32) * scale, -_LARGEST_E4M3), _LARGEST_E4M3)
     return x
@@ -89,7 +89,7 @@ def norm_rope_store(
         slots: int64 [T].
         num_heads: H.
         norm_weights: float32 [D] for query heads and for key heads; None: no norm.
-        eps: Of the norm.
+        eps: Added to the mean square in the norms.
         scales: What keys and values are divided by for a cache of float8.
 
     Returns:

@@ -1,13 +1,12 @@
 """Triton: draws a token from each row of logits, in one kernel: temperature, top-k, top-p, min-p and the draw.
 
-One program a row. The filters are thresholds on a token's weight ``exp((logit - largest) / temperature)``, and a threshold is
-found without sorting: top-k's is the largest t such that k weights are at least t, top-p's the largest such that those at least
-t hold the wanted mass. A float32 of at least 0 is ordered as its bits are, so 30 halvings of the bits find t exactly, each a
-pass over the row, which lies in the L2 cache by then. (A sort, as on the CPU, needs to know how far, and so waits for the
-device.) The draw is the inverse of the cumulative distribution in vocabulary order, as in ``model/sampling/sampler.py`` of the
-worker.
+Each program takes a row. The filters are thresholds on a token's weight ``exp((logit - largest) / temperature)``, found without
+sorting: top-k's is the largest t such that k weights are at least t, top-p's the largest such that the weights of at least t hold
+the wanted mass. Non-negative float32 numbers are ordered as their bits are, so 30 bisections over the bits find t exactly; each
+is a pass over the row, which lies in the L2 cache by then. (The CPU's partial sort would have to wait for the device to know how
+far to sort.) The draw is the inverse of the cumulative distribution in vocabulary order, as in the worker's ``sampler.py``.
 
-Bound: reads a row once from memory and up to 64 times from the cache. O(V) a row.
+Bound: reads a row once from memory and up to 64 times from the cache. O(V) for each row.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _BLOCK = 4096
 
 @triton.jit
 def _mass(logits, largest, scale, least, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr):
-    """The sum, or the number, of a row's weights that are at least ``least``."""
+    """The sum of a row's weights that are at least ``least``; with COUNT their number."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -37,7 +36,7 @@ def _mass(logits, largest, scale, least, V: tl.constexpr, BLOCK: tl.constexpr, C
 
 @triton.jit
 def _threshold(logits, largest, scale, floor, wanted, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr):
-    """The largest t, at least ``floor``, such that the weights of at least t are, or number, at least ``wanted``."""
+    """The largest t, at least ``floor``, such that the weights of at least t sum (with COUNT: number) to at least ``wanted``."""
     low = tl.cast(floor, tl.int32, bitcast=True)
     high = tl.cast(largest * 0.0 + 1.0, tl.int32, bitcast=True) + 1
     for _ in range(30):
@@ -115,7 +114,7 @@ def sample_rows(
 
     Args:
         logits: float32 [R, V], rows contiguous; not changed.
-        rows: int64 [S]: which rows; None: all.
+        rows: int64 [S]: the rows to sample; None: all.
         temperature: float32 [S, 1], over 0.
         top_k: int64 [S, 1]; V: all.
         top_p: float64 [S, 1], in (0, 1].

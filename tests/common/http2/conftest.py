@@ -173,8 +173,9 @@ class Wire:
     def connection_lost(self, connection: ServerConnection) -> None:
         pass
 
-    def connection_failed(self, connection: ServerConnection, error: ConnectionFailedError) -> None:
+    def connection_failed(self, connection: ServerConnection, error: ConnectionFailedError) -> bool:
         self.failed.append(error)
+        return False
 
     def open_call(self, connection: ServerConnection, stream: ServerStream, head: RequestHead) -> None:
         self.calls[stream.number] = recorder = Recorder(stream, head.headers, self.echo)

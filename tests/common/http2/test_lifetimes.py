@@ -157,6 +157,7 @@ async def test_who_does_not_read_its_last_answers_is_closed(serve, request_block
         client.send(frames.settings([(SettingCodes.INITIAL_WINDOW_SIZE, 1 << 30)]) + frames.window_update(0, 1 << 30))
         client.send(frames.header_frames(1, request_block("Flood"), frames.USUAL_FRAME))
         client.send(frames.frame(frames.DATA, frames.END_STREAM, 1, grpc_message(b"")))
+        await until(lambda: running.server.connections)
         (connection,) = running.server.connections
         await until(lambda: not connection.writable)
         connection.close_gently()

@@ -50,6 +50,7 @@ _MOST_AT_ONCE = 64
 _PING, _LAST_PING = b"sapwood.", b"goodbye."
 """What pings say: whether the client is there, and whether it has heard that it is to go."""
 _CLOSE_SECONDS = 1.0
+_LINGER_SECONDS = 0.25
 _MOST_UNREAD = 1024 * 1024
 """Bytes that wait for a client that goes on sending. Messages stop long before; answers to its pings and the like do not."""
 
@@ -95,7 +96,7 @@ class ServerConnection(asyncio.Protocol):
         self._ids = StreamIds()
         self._consumed = 0
         self._closing = False
-        self._aborter: asyncio.TimerHandle | None = None
+        self._closers: list[asyncio.TimerHandle] = []
         self._life = Lifetime(timeouts)
 
     @property
@@ -159,15 +160,25 @@ class ServerConnection(asyncio.Protocol):
         if not self._streams:
             self._transport.close()
 
-    def close(self) -> None:
-        """Closes, after what was written; calls that run find their client gone."""
+    def close(self, linger: float = 0.0) -> None:
+        """Closes, after what was written; calls that run find their client gone.
+
+        Args:
+            linger: Seconds before that in which nothing is read: what a client hears is lost if we close on what it has sent.
+        """
         self._closing = True
+        transport, self._transport = self._transport, ClosedTransport()
         self._end_streams()
-        if self._transport is not None and self._aborter is None:
-            self._transport.close()
-            # A client that reads nothing would keep the connection for ever.
-            self._aborter = asyncio.get_running_loop().call_later(_CLOSE_SECONDS, self._transport.abort)
-            self._transport = ClosedTransport()
+        if transport is None or isinstance(transport, ClosedTransport):
+            return
+        # A client that reads nothing would keep the connection for ever.
+        loop = asyncio.get_running_loop()
+        self._closers.append(loop.call_later(linger + _CLOSE_SECONDS, transport.abort))
+        if linger:
+            transport.pause_reading()
+            self._closers.append(loop.call_later(linger, transport.close))
+        else:
+            transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greets the client."""
@@ -187,8 +198,8 @@ class ServerConnection(asyncio.Protocol):
         self._closing = True
         self._transport = ClosedTransport()
         self._share.drop(self)
-        if self._aborter is not None:
-            self._aborter.cancel()
+        for closer in self._closers:
+            closer.cancel()
         self._end_streams()
         self.owner.connection_lost(self)
 
@@ -241,8 +252,7 @@ class ServerConnection(asyncio.Protocol):
             return
         except ConnectionFailedError as error:
             self._goaway(error.code, self._ids.last, str(error))
-            self.close()
-            self.owner.connection_failed(self, error)
+            self.close(_LINGER_SECONDS if self.owner.connection_failed(self, error) else 0.0)
             return
         if self._consumed > CONNECTION_WINDOW // 2:
             self.send(frames.window_update(0, self._consumed))

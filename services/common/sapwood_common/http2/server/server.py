@@ -22,7 +22,8 @@ from sapwood_common.http2.server.stream import ServerStream
 from sapwood_common.http2.server.turnstile import Place, Turnstile
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 from sapwood_common.http2.wire.request_head import RequestHead
-from sapwood_common.network.listen import BACKLOG, listen
+from sapwood_common.network.acceptor import Acceptor, Encryption
+from sapwood_common.network.listen import listen
 from sapwood_common.network.tls import ServerContext, ServerTls
 from sapwood_common.pacing.time_share import TimeShare
 from sapwood_common.tenants.tenant import Tenant
@@ -33,6 +34,7 @@ _CHECKS = 4
 """How often connections are looked at in the shortest time that counts for them."""
 _CHECKED_AT_ONCE = 64
 """Connections: what is due for thousands must not hold up the others."""
+_MOST_LINGERING = 64
 
 Wrap = Callable[[str, Handler], Handler]
 _STOP_SECONDS = 5.0
@@ -69,8 +71,10 @@ class Http2Server:
         self._timeouts = timeouts or Timeouts()
         self._tls = None if tls is None else ServerContext(tls, alpn=("h2",))
         self._handlers: dict[bytes, Handler] = {}
-        self._server: asyncio.Server | None = None
+        self._acceptor: Acceptor | None = None
         self._connections: set[ServerConnection] = set()
+        self._lingering: set[ServerConnection] = set()
+        """Those of them that failed, and that stay so long that their clients may hear why."""
         self._running: set[RunningCall] = set()
         self._turnstile = Turnstile()
         self._share = TimeShare()
@@ -109,23 +113,19 @@ class Http2Server:
         """
         listener = listen(host, port, reuse_port=reuse_port)
         chosen: int = listener.getsockname()[1]
-        self._server = await asyncio.get_running_loop().create_server(
-            self._connect,
-            sock=listener,
-            backlog=BACKLOG,
-            ssl=None if self._tls is None else self._tls.context,
-            ssl_handshake_timeout=None if self._tls is None else self._timeouts.handshake,
-            ssl_shutdown_timeout=None if self._tls is None else self._timeouts.flush,
-        )
+        times = self._timeouts
+        encryption = None if self._tls is None else Encryption(self._tls.context, times.handshake, times.flush)
+        self._acceptor = Acceptor(listener, self._connect, encryption)
+        self._acceptor.start()
         self._checker = asyncio.create_task(self._check(), name="connections' liveness")
         return chosen
 
     async def stop(self, grace: float) -> None:
         """Listens no more, and gives running calls ``grace`` seconds before their clients lose them."""
-        if self._server is None:
+        if self._acceptor is None:
             return
         self._stopping = True
-        self._server.close()
+        self._acceptor.close()
         if self._checker is not None:
             self._checker.cancel()
         for connection in tuple(self._connections):
@@ -153,6 +153,7 @@ class Http2Server:
 
     def connection_lost(self, connection: ServerConnection) -> None:
         self._connections.discard(connection)
+        self._lingering.discard(connection)
         if not self._connections and self._alone is not None and not self._alone.done():
             self._alone.set_result(None)
 
@@ -177,10 +178,14 @@ class Http2Server:
             logger.info("connections that were closed in %g s: %s; the last: %s", seconds, counts, self._last_failed)
             self._failed.clear()
 
-    def connection_failed(self, connection: ServerConnection, error: ConnectionFailedError) -> None:
+    def connection_failed(self, connection: ServerConnection, error: ConnectionFailedError) -> bool:
         self._failed[error.code] += 1
         self._last_failed = f"{connection.peer}: {error}"
         logger.debug(self._last_failed)
+        if len(self._lingering) >= _MOST_LINGERING:
+            return False
+        self._lingering.add(connection)
+        return True
 
     def open_call(self, connection: ServerConnection, stream: ServerStream, head: RequestHead) -> None:
         fields = head.fields

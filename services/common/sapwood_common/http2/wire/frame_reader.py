@@ -10,8 +10,10 @@ from h2.errors import ErrorCodes
 from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 
-_MOST_BLOCK_BYTES = 256 * 1024
-"""Of a header block in frames, with the frames' headers: until there blocks are read, so that other calls go on."""
+_MOST_BLOCK_BYTES = 96 * 1024
+"""Of a header block in frames: until there blocks are read, so that other calls go on."""
+_MOST_BLOCK_FRAMES = 1024
+"""Of a header block, however small they are."""
 _UNASKED, _AGAIN = 2048, 512
 """Bytes of frames that are handed over before it is asked whether time is over, and before it is asked again."""
 _BLOCK = 512
@@ -135,13 +137,13 @@ class _SplitBlock:
         self.data = bytearray(data)
         self.ends = ends
         self.priority = priority
-        self._wire_bytes = len(data)
+        self._frames = 1
 
     def add(self, data: bytes) -> None:
-        """Takes the next frame's. Raises ConnectionFailedError if it has become too large, be the frames empty."""
+        """Takes the next frame's. Raises ConnectionFailedError if it has become too large, or too many frames."""
         self.data += data
-        self._wire_bytes += frames.HEADER + len(data)
-        if self._wire_bytes > _MOST_BLOCK_BYTES:
+        self._frames += 1
+        if len(self.data) > _MOST_BLOCK_BYTES or self._frames > _MOST_BLOCK_FRAMES:
             raise ConnectionFailedError(ErrorCodes.ENHANCE_YOUR_CALM, "headers without an end")
 
 

@@ -6,15 +6,21 @@ import logging
 from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
+from h2.errors import ErrorCodes
 from hpack import Decoder
+
+from sapwood_common.http2.wire.frames import ConnectionFailedError
+from sapwood_common.http2.wire.header_fields import has_more_than
 
 # At the level DEBUG it logs every header, API keys among them.
 logging.getLogger("hpack").setLevel(logging.INFO)
 
 MOST_HEADER_BYTES = 64 * 1024
 """Of a call's header fields, as RFC 9113 counts them; a call with more is refused."""
-_MOST_READ_BYTES = 4 * MOST_HEADER_BYTES
+_MOST_READ_BYTES = 96 * 1024
 """Until where they are read, so that the connection's other calls go on."""
+_MOST_FIELDS = 256
+"""Of a block; a client that sends more is none that only calls."""
 _MOST_KNOWN = 64
 _LONGEST_KNOWN = 512
 """Bytes: a block of a call that brings nothing new has about 20."""
@@ -44,7 +50,8 @@ class HeaderReader(Generic[ReadT]):
         """What ``make`` makes of a block's fields, not to be changed; None if they are more than ``MOST_HEADER_BYTES``.
 
         Raises:
-            HPACKError: It makes no sense, or has far too many.
+            HPACKError: It makes no sense, or has far too many bytes.
+            ConnectionFailedError: It has far too many fields.
         """
         known = self._known.get(block)
         if known is not None:
@@ -63,6 +70,8 @@ class HeaderReader(Generic[ReadT]):
 
     def _decode(self, block: bytes) -> tuple[Headers | None, bool]:
         """The fields, and whether the block leaves the table as it was."""
+        if has_more_than(block, _MOST_FIELDS):
+            raise ConnectionFailedError(ErrorCodes.ENHANCE_YOUR_CALM, f"more than {_MOST_FIELDS} header fields")
         headers = cast(Headers, self._decoder.decode(block, raw=True))
         is_too_large = sum([len(name) + len(value) + 32 for name, value in headers]) > MOST_HEADER_BYTES
         table = self._decoder.header_table

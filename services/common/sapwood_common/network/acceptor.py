@@ -1,0 +1,159 @@
+"""Accepts connections as fast as they come, and begins a few of them in each turn of the event loop.
+
+uvloop begins one a turn: where somebody opens thousands a second, the kernel's queue overflows, and who connects then waits for
+the second after which TCP tries again. asyncio begins all that wait in one turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from ssl import SSLContext, SSLError
+
+from sapwood_common.pacing.time_share import SLICE
+
+logger = logging.getLogger(__name__)
+
+_BEGUN, _ENCRYPTED_BEGUN = 8, 2
+"""Connections that begin in a turn; over TLS the handshake costs a millisecond or two."""
+_MOST_WAITING = 1024
+"""Connections that were accepted and have not begun."""
+_PAUSE = 0.5
+"""Seconds without another try where the process has no more descriptors."""
+_NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+_ESTABLISHED = 1
+"""State of a TCP connection whose client has not left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encryption:
+    """TLS of a listener.
+
+    Attributes:
+        context: Its certificate and so on.
+        handshake: Seconds for a handshake.
+        shutdown: Seconds for the end of a connection.
+    """
+
+    context: SSLContext
+    handshake: float
+    shutdown: float
+
+
+class Acceptor:
+    """Of one listening socket, which it closes in the end.
+
+    Args:
+        listener: The socket, for an event loop.
+        make: Makes the protocol of a connection.
+        encryption: None for plain text.
+    """
+
+    def __init__(
+        self, listener: socket.socket, make: Callable[[], asyncio.Protocol], encryption: Encryption | None = None
+    ) -> None:
+        self._listener = listener
+        self._make = make
+        self._encryption = encryption
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[socket.socket] = deque()
+        self._beginning: set[asyncio.Task[None]] = set()
+        self._due = False
+        self._resume: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Connections that were accepted and have not begun."""
+        return len(self._waiting)
+
+    def start(self) -> None:
+        """Begins to accept."""
+        self._resume = None
+        self._loop.add_reader(self._listener, self._accept)
+
+    def close(self) -> None:
+        """Accepts no more; what has not begun is closed."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._resume is not None:
+            self._resume.cancel()
+        else:
+            self._loop.remove_reader(self._listener)
+        self._listener.close()
+        for connection in self._waiting:
+            connection.close()
+        self._waiting.clear()
+        for task in self._beginning:
+            task.cancel()
+
+    def _accept(self) -> None:
+        until = time.perf_counter() + SLICE
+        while len(self._waiting) < _MOST_WAITING and time.perf_counter() < until:
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                break
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                logger.warning("no connection can be accepted: %s", error.strerror)
+                self._pause()
+                break
+            if _is_alive(connection):
+                connection.setblocking(False)
+                self._waiting.append(connection)
+            else:
+                connection.close()
+        if not self._due:
+            self._begin_some()
+
+    def _pause(self) -> None:
+        self._loop.remove_reader(self._listener)
+        self._resume = self._loop.call_later(_PAUSE, self.start)
+
+    def _begin_some(self) -> None:
+        begun = 0
+        while self._waiting and begun < (_BEGUN if self._encryption is None else _ENCRYPTED_BEGUN):
+            connection = self._waiting.popleft()
+            if not _is_alive(connection):
+                connection.close()
+                continue
+            begun += 1
+            task = self._loop.create_task(self._begin(connection))
+            self._beginning.add(task)
+            task.add_done_callback(self._beginning.discard)
+        self._due = bool(self._waiting)
+        if self._due:
+            self._loop.call_soon(self._begin_some)
+
+    async def _begin(self, connection: socket.socket) -> None:
+        encryption = self._encryption
+        try:
+            if encryption is None:
+                await self._loop.connect_accepted_socket(self._make, connection)
+            else:
+                await self._loop.connect_accepted_socket(
+                    self._make,
+                    connection,
+                    ssl=encryption.context,
+                    ssl_handshake_timeout=encryption.handshake,
+                    ssl_shutdown_timeout=encryption.shutdown,
+                )
+        except (OSError, SSLError) as error:  # the client has left, or speaks no TLS that is spoken here
+            logger.debug("a connection did not begin: %s", error)
+
+
+def _is_alive(connection: socket.socket) -> bool:
+    """Whether the client has not left already: one that has been given up costs next to nothing so."""
+    try:
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+    except (AttributeError, OSError):  # no Linux, or no TCP
+        return True

@@ -1,0 +1,162 @@
+"""Connections begin a few a turn, those that were given up not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import ssl
+from typing import ClassVar
+
+import pytest
+import trustme
+
+from sapwood_common.network import acceptor as acceptor_module
+from sapwood_common.network.acceptor import Acceptor, Encryption
+from sapwood_common.network.listen import listen
+
+
+class Made(asyncio.Protocol):
+    """Keeps what was made, and says hello."""
+
+    all: ClassVar[list[Made]] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.all.append(self)
+        self.transport = transport
+        transport.write(b"hello")  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[Made]:
+    monkeypatch.setattr(Made, "all", [])
+    return Made.all
+
+
+@pytest.fixture
+async def listener():
+    made = listen("127.0.0.1", 0)
+    yield made
+    made.close()
+
+
+def connect(listener: socket.socket, count: int) -> list[socket.socket]:
+    return [socket.create_connection(listener.getsockname()) for _ in range(count)]
+
+
+async def until(condition) -> None:
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("what is waited for does not come")
+
+
+async def test_a_few_begin_in_a_turn_and_all_in_the_end(listener, made) -> None:
+    address = listener.getsockname()
+    clients = connect(listener, 100)
+    acceptor = Acceptor(listener, Made)
+    acceptor.start()
+    grown, before = [], 0
+    while len(made) < 100:
+        await asyncio.sleep(0)
+        grown.append(len(made) - before)
+        before = len(made)
+    assert max(grown) <= acceptor_module._BEGUN
+    for client in clients:
+        assert client.recv(10) == b"hello"
+        client.close()
+    acceptor.close()
+    acceptor.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+
+
+async def test_who_has_left_before_his_turn_is_nobody(listener, made) -> None:
+    for client in connect(listener, 500):
+        client.close()
+    (stayed,) = connect(listener, 1)
+    acceptor = Acceptor(listener, Made)
+    acceptor.start()
+    await until(lambda: made)
+    assert stayed.recv(10) == b"hello"
+    assert len(made) == 1
+    stayed.close()
+    acceptor.close()
+
+
+async def test_without_descriptors_it_waits_and_tries_again(listener, made, monkeypatch) -> None:
+    monkeypatch.setattr(acceptor_module, "_PAUSE", 0.01)
+    tries = []
+
+    class Full:
+        def accept(self):
+            tries.append(1)
+            if len(tries) < 3:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return listener.accept()
+
+        def fileno(self) -> int:
+            return listener.fileno()
+
+        def close(self) -> None:
+            pass
+
+    acceptor = Acceptor(Full(), Made)  # type: ignore[arg-type]
+    acceptor.start()
+    (client,) = connect(listener, 1)
+    await until(lambda: made)
+    assert len(tries) >= 3
+    client.close()
+    acceptor.close()
+
+
+async def test_what_waits_is_closed_with_the_listener(listener, made) -> None:
+    clients = connect(listener, 50)
+    acceptor = Acceptor(listener, Made)
+    acceptor.start()
+    await until(lambda: acceptor.waiting)
+    acceptor.close()
+    await asyncio.sleep(0.01)
+    begun = len(made)
+    assert begun < 50
+    for each in made:
+        each.transport.close()
+    await asyncio.sleep(0.01)
+    ends = 0
+    for client in clients:
+        client.settimeout(5)
+        try:
+            while client.recv(10):
+                pass
+            ends += 1
+        except ConnectionResetError:
+            ends += 1
+        client.close()
+    assert ends == 50
+
+
+async def test_a_failed_handshake_is_its_clients_alone(listener, made, tmp_path, caplog) -> None:
+    issued = trustme.CA().issue_cert("127.0.0.1")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    issued.configure_cert(context)
+    acceptor = Acceptor(listener, Made, Encryption(context, 5.0, 5.0))
+    acceptor.start()
+    (client,) = connect(listener, 1)
+    client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    client.setblocking(False)
+    loop = asyncio.get_running_loop()
+    try:
+        while await loop.sock_recv(client, 100):
+            pass
+    except ConnectionResetError:
+        pass
+    client.close()
+    checking = ssl.create_default_context()
+    checking.check_hostname, checking.verify_mode = False, ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection(*listener.getsockname(), ssl=checking)
+    assert await reader.readexactly(5) == b"hello"
+    writer.close()
+    acceptor.close()
+    assert [record for record in caplog.records if record.levelname != "DEBUG"] == []

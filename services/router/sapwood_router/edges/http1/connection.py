@@ -22,8 +22,10 @@ logger = logging.getLogger(__name__)
 
 _MOST_DROPPED = 64 * 1024
 """Bytes of a body nobody asked for that are read so that the connection can go on; for more it is closed."""
-_MOST_LINGERED = 32 * 1024 * 1024
+_MOST_LINGERED = 256 * 1024
 """Bytes that are read after the last answer: with some of them unread, the kernel would take the answer back."""
+_MOST_REFUSED = 32 * 1024 * 1024
+"""The same where they are a body that was refused."""
 _EMPTY_LINE = b"\r\n\r\n"
 _PLAIN = [(b"content-type", b"text/plain; charset=utf-8")]
 
@@ -60,8 +62,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._reading = True
         self._breathes = False
         """Whether it filled the buffer: it reads on after its next step."""
-        self._lingered = -1
-        """Bytes that came after the last answer; -1 before it."""
+        self._lingers = False
+        """Whether the last answer was given."""
+        self._lingering = 0
+        """Bytes that are still read then."""
         self._timer: asyncio.TimerHandle | None = None
         """Ends the wait for a head, for more of a body, or for the client to leave."""
         self._drained: asyncio.Event | None = None
@@ -79,7 +83,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self._data, self._at, self._lingered = b"", 0, 0
+        self._data, self._at, self._lingers = b"", 0, True
         self._host.lost(self)
         self._host.share.drop(self)
         if self._place is not None:
@@ -115,9 +119,9 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         source, request = self._host.input, self._request
-        if self._lingered >= 0:
-            self._lingered += nbytes
-            if self._lingered > _MOST_LINGERED:
+        if self._lingers:
+            self._lingering -= nbytes
+            if self._lingering < 0:
                 self.abort()
                 return
         else:
@@ -164,7 +168,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """Closes an idle connection; one whose request is being answered closes after the answer, as the host is stopping."""
-        if self._request is None and self._lingered < 0:
+        if self._request is None and not self._lingers:
             self._close()
 
     def go_on(self, until: float) -> bool:
@@ -188,7 +192,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _advance(self) -> bool:
         """A step; says whether there is another to do now."""
-        if self._lingered >= 0 or (self._request is None and (self.write_paused or not self._take_head())):
+        if self._lingers or (self._request is None and (self.write_paused or not self._take_head())):
             return False
         request = self._request
         assert request is not None
@@ -307,7 +311,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         if not unread and not self._encrypted:
             self._close()
             return
-        self._lingered = 0
+        self._lingers = True
+        self._lingering = _MOST_LINGERED if request is None or request.body.complete else _MOST_REFUSED
         self._host.works(self)
         self.writes.flush()
         if self.transport.can_write_eof():
@@ -316,7 +321,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._regulate()
 
     def _close(self) -> None:
-        self._lingered = 0
+        self._lingers = True
         self._host.works(self)
         self.writes.flush()
         self.transport.close()

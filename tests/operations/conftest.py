@@ -85,20 +85,26 @@ class Process:
 
 
 class Cluster:
-    """Addresses and processes of the three services."""
+    """Addresses and processes of the three services.
 
-    def __init__(self) -> None:
-        self.processes: dict[str, Process] = {}
+    Args:
+        lent: A tokenizer and a worker that run already, and go on; none: it starts its own.
+    """
+
+    def __init__(self, lent: dict[str, Process] | None = None) -> None:
+        self._lent = lent or {}
+        self.processes: dict[str, Process] = dict(self._lent)
         self.grpc = self.http = self.tokenizer = self.worker = ""
         self.secure = False
 
     def start(self, model: Path, common: tuple[str, ...], **flags: tuple[str, ...]) -> None:
         """Starts all; the worker computes nothing, unless there are flags for a ``model_worker``."""
-        self._start("tokenizer", "--model", str(model), "--port", "0", *common, *flags.get("tokenizer", ()))
+        if not self._lent:
+            self._start("tokenizer", "--model", str(model), "--port", "0", *common, *flags.get("tokenizer", ()))
         if "model_worker" in flags:
             worker = Process("model worker", "--model", str(model), "--port", "0", *common, *flags["model_worker"])
             self.processes["worker"] = worker
-        else:
+        elif not self._lent:
             self._start("worker", "--port", "0", "--vocab-size", "256", *common, *flags.get("worker", ()))
         self.tokenizer = self.processes["tokenizer"].find(r"\blistening on ([\d.]+:\d+)")
         self.worker = self.processes["worker"].find(r"\blistening on ([\d.]+:\d+)")
@@ -139,7 +145,7 @@ class Cluster:
     def stop(self) -> None:
         """Stops all, the router first."""
         for name in ("router", "worker", "tokenizer"):
-            if name in self.processes:
+            if name in self.processes and name not in self._lent:
                 self.processes[name].stop()
 
     def _start(self, service: str, *flags: str) -> None:
@@ -168,6 +174,33 @@ def _services(small_model: Path) -> Iterator[Callable[..., Cluster]]:
         running.append(cluster)
         cluster.start(model, common, **flags)
         return cluster
+
+    yield start
+    for cluster in running:
+        cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def backends(small_model: Path) -> Iterator[dict[str, Process]]:
+    """A tokenizer and a worker without flags, for routers of several tests."""
+    running = {
+        "tokenizer": Process("tokenizer", "--model", str(small_model), "--port", "0"),
+        "worker": Process("worker", "--port", "0", "--vocab-size", "256"),
+    }
+    yield running
+    for process in running.values():
+        process.stop()
+
+
+@pytest.fixture
+def start_router(backends: dict[str, Process], small_model: Path) -> Iterator[Callable[..., Cluster]]:
+    """Starts a router before the tests' common tokenizer and worker, which are to be left as they are."""
+    running: list[Cluster] = []
+
+    def start(*flags: str) -> Cluster:
+        running.append(Cluster(backends))
+        running[-1].start(small_model, (), router=flags)
+        return running[-1]
 
     yield start
     for cluster in running:

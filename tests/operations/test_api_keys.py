@@ -64,9 +64,9 @@ def test_only_who_has_a_key_is_served(start_services, connect, keys: Path) -> No
     assert not any(secret in logs for secret in (alice, bob, alice[:-1]))
 
 
-def test_a_keys_rate_ends_in_a_retry_delay(start_services, connect, keys: Path) -> None:
+def test_a_keys_rate_ends_in_a_retry_delay(start_router, connect, keys: Path) -> None:
     slow, free = make_key("slow", keys, "--per-minute", "12"), make_key("free", keys)
-    cluster = start_services(router=("--api-keys", str(keys)))
+    cluster = start_router("--api-keys", str(keys))
     cluster.wait_ready()
     client = connect(cluster.grpc, api_key=slow)
     with pytest.raises(ResourceExhaustedError) as refused:
@@ -81,8 +81,8 @@ def test_a_keys_rate_ends_in_a_retry_delay(start_services, connect, keys: Path) 
         connect(cluster.grpc, api_key=free).list_workers()
 
 
-def test_operators_methods_have_their_own_port(start_services, connect) -> None:
-    cluster = start_services(router=("--admin-port", "0"))
+def test_operators_methods_have_their_own_port(start_router, connect) -> None:
+    cluster = start_router("--admin-port", "0")
     cluster.wait_ready()
     with pytest.raises(SapwoodError, match="admin-port"):
         connect(cluster.grpc).list_workers()
@@ -91,8 +91,8 @@ def test_operators_methods_have_their_own_port(start_services, connect) -> None:
     assert connect(cluster.grpc).list_models()
 
 
-def test_a_request_that_is_too_large_is_refused(start_services) -> None:
-    cluster = start_services(router=("--max-body-bytes", "2000"))
+def test_a_request_that_is_too_large_is_refused(start_router) -> None:
+    cluster = start_router("--max-body-bytes", "2000")
     cluster.wait_ready()
     with grpc.insecure_channel(cluster.grpc) as channel:
         call = router_pb2_grpc.RouterStub(channel).Generate(router_pb2.RouterGenerateRequest(text="x" * 3000))

@@ -52,13 +52,13 @@ class Authority:
         return grpc.ssl_channel_credentials(self.ca_file.read_bytes(), *reversed(blobs))
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path / "pki")
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls") / "pki")
 
 
-@pytest.fixture
-def secured(start_services, authority: Authority):
+@pytest.fixture(scope="module")
+def secured(module_services, authority: Authority):
     """Router with TLS for all clients; behind it mutual TLS."""
     files = {name: authority.issue(name) for name in ("router", "tokenizer")}
     files["worker"] = authority.issue("worker", "worker.sapwood.internal")  # it is reached by its IP address
@@ -71,7 +71,7 @@ def secured(start_services, authority: Authority):
     cert, key = files["router"]
     peers = ("--peer-ca", str(authority.ca_file), "--peer-cert", str(cert), "--peer-key", str(key))
     peers += ("--worker-name", "worker.sapwood.internal")
-    cluster = start_services(
+    cluster = module_services(
         router=serving("router", *peers), tokenizer=serving("tokenizer", *inside), worker=serving("worker", *inside)
     )
     cluster.wait_ready()

@@ -161,16 +161,31 @@ class Service:
         return self.process.returncode
 
 
+@pytest.fixture(scope="session")
+def small_vocabulary(byte_level: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the small tokenizer."""
+    folder = tmp_path_factory.mktemp("vocabulary") / "model"
+    folder.mkdir()
+    byte_level.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text('{"model_type": "llama", "eos_token_id": 1}')
+    return folder
+
+
+@pytest.fixture(scope="session")
+def common_service(small_vocabulary: Path) -> Iterator[Service]:
+    """The service on the small tokenizer, for tests that leave it as they found it, caches aside."""
+    running = Service(small_vocabulary)
+    yield running
+    running.stop()
+
+
 @pytest.fixture
-def start_service(byte_level: Tokenizer, tmp_path: Path) -> Iterator[Callable[..., Service]]:
+def start_service(small_vocabulary: Path) -> Iterator[Callable[..., Service]]:
     """Starts the service on a directory with the small tokenizer."""
-    (tmp_path / "model").mkdir()
-    byte_level.save(str(tmp_path / "model" / "tokenizer.json"))
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "eos_token_id": 1}')
     running: list[Service] = []
 
     def start(*flags: str) -> Service:
-        running.append(Service(tmp_path / "model", *flags))
+        running.append(Service(small_vocabulary, *flags))
         return running[-1]
 
     yield start

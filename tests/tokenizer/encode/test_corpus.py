@@ -1,8 +1,9 @@
 """Texts of all kinds on real vocabularies: the service's encoder and detokenizer beside the `tokenizers` library."""
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -133,15 +134,14 @@ def test_a_long_text_streams_back(loaded: LoadedTokenizer, table: TokenBytes) ->
     assert streamed(table, ids, 16) == text
 
 
-async def test_half_a_surrogate_pair_is_refused_by_name(byte_level: Tokenizer, start_service: Callable) -> None:
+async def test_half_a_surrogate_pair_is_refused_by_name(byte_level: Tokenizer, common_service: Any) -> None:
     encoder = Encoder(byte_level, EncoderOptions(MIB))
     with pytest.raises(InvalidArgumentError, match="half a surrogate pair") as caught:
         await encoder.encode(["good", "bad \ud83d"])
     assert caught.value.field == "texts[1]"
     encoder.close()
-    service = start_service()
     good = tokenizer_pb2.TokenizeRequest(texts=["abc"]).SerializeToString()
-    async with grpc.aio.insecure_channel(service.address) as channel:
+    async with grpc.aio.insecure_channel(common_service.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await channel.unary_unary("/sapwood.v1.Tokenizer/Tokenize")(good.replace(b"abc", b"\xed\xa0\xbd"))
         assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT

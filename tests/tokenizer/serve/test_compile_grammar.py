@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -88,8 +89,8 @@ async def test_what_is_wrong_is_named(start_service: Callable) -> None:
             assert text in message
 
 
-async def test_a_schema_of_50_mb_is_refused_and_others_are_answered_meanwhile(start_service: Callable) -> None:
-    async with open_channel(start_service().address) as channel:
+async def test_a_schema_of_50_mb_is_refused_and_others_are_answered_meanwhile(common_service: Any) -> None:
+    async with open_channel(common_service.address) as channel:
         stub = tokenizer_pb2_grpc.TokenizerStub(channel)
         large = json.dumps({"enum": ["x" * (50 << 20)]})
         refused = asyncio.ensure_future(refusal(stub.CompileGrammar(ask(json_schema=large))))

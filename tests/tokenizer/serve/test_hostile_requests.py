@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -45,8 +46,9 @@ def chat(**fields: object) -> tokenizer_pb2.ApplyChatTemplateRequest:
     return tokenizer_pb2.ApplyChatTemplateRequest(messages=[{"role": "user", "content": "x" * 1000}], **fields)  # type: ignore[arg-type]
 
 
-async def test_a_text_of_fifty_megabytes_is_refused_while_others_are_served(start_service: Callable) -> None:
-    service = start_service()
+async def test_a_text_of_fifty_megabytes_is_refused_while_others_are_served(
+    start_service: Callable, common_service: Any
+) -> None:
     huge = "x" * 50_000_000
     requests = {
         "texts[0]": lambda stub: stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=[huge])),
@@ -57,7 +59,7 @@ async def test_a_text_of_fifty_megabytes_is_refused_while_others_are_served(star
     template = Path(__file__).parents[1] / "template" / "templates" / "gemma3.jinja"
     chatting = start_service("--chat-template", str(template))
     for field, call in requests.items():
-        address = (service if field == "texts[0]" else chatting).address
+        address = (common_service if field == "texts[0]" else chatting).address
         named, _ = await refused(address, call, grpc.StatusCode.INVALID_ARGUMENT)
         assert named == field
 
@@ -101,12 +103,11 @@ async def test_an_expression_that_explodes_is_an_error_while_others_are_served(
 
 
 async def test_stop_strings_that_would_make_an_expression_explode_are_only_strings(
-    start_service: Callable, byte_level: Tokenizer
+    common_service: Any, byte_level: Tokenizer
 ) -> None:
-    service = start_service()
     stops = ["(a+)+$", "a" * 1000 + "b", "a" * 999 + "c", ".*" * 400]
     ids = byte_level.encode("a" * 20_000).ids
-    async with open_channel(service.address) as channel:
+    async with open_channel(common_service.address) as channel:
         call = tokenizer_pb2_grpc.TokenizerStub(channel).Detokenize()
         await call.write(
             tokenizer_pb2.DetokenizeRequest(

@@ -2,6 +2,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -137,10 +138,9 @@ async def test_special_tokens_offsets_and_limits_are_as_asked_and_the_caches_cou
 
 
 async def test_streams_of_one_call_do_not_mix_and_one_that_fails_fails_alone(
-    start_service: Callable, byte_level: Tokenizer, corpus: list[str]
+    common_service: Any, byte_level: Tokenizer, corpus: list[str]
 ) -> None:
-    service = start_service()
-    async with grpc.aio.insecure_channel(service.address) as channel:
+    async with grpc.aio.insecure_channel(common_service.address) as channel:
         call = tokenizer_pb2_grpc.TokenizerStub(channel).Detokenize()
         ids = {number: byte_level.encode(text).ids for number, text in enumerate(corpus)}
         await call.write(
@@ -269,10 +269,9 @@ async def test_half_a_surrogate_pair_in_json_is_refused(start_service: Callable,
 
 
 async def test_a_stop_string_ends_its_stream_and_later_tokens_are_ignored(
-    start_service: Callable, byte_level: Tokenizer
+    common_service: Any, byte_level: Tokenizer
 ) -> None:
-    service = start_service()
-    async with grpc.aio.insecure_channel(service.address) as channel:
+    async with grpc.aio.insecure_channel(common_service.address) as channel:
         call = tokenizer_pb2_grpc.TokenizerStub(channel).Detokenize()
         await call.write(one(1, byte_level.encode("one two three").ids, options={"stop": ["two"]}))
         (output,) = (await call.read()).outputs

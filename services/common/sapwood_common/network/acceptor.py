@@ -56,7 +56,7 @@ class Acceptor:
     """
 
     def __init__(
-        self, listener: socket.socket, make: Callable[[], asyncio.Protocol], encryption: Encryption | None = None
+        self, listener: socket.socket, make: Callable[[], asyncio.BaseProtocol], encryption: Encryption | None = None
     ) -> None:
         self._listener = listener
         self._make = make

@@ -92,6 +92,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         if request is not None:
             request.lose_client()
         self.resume_writing()
+        # uvloop's TLS knows this one for ever: the two would wait for the collector, with half a megabyte.
+        self._transport = None
 
     def eof_received(self) -> bool:
         """Has the connection close, whether or not the client still reads."""
@@ -164,7 +166,9 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._regulate()
 
     def abort(self) -> None:
-        self.transport.abort()
+        # In the next turn: what calls this may write yet, if it is uvloop's TLS.
+        if self._transport is not None:
+            asyncio.get_running_loop().call_soon(self._transport.abort)
 
     def close(self) -> None:
         """Closes an idle connection; one whose request is being answered closes after the answer, as the host is stopping."""

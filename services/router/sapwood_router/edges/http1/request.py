@@ -151,6 +151,8 @@ class Request:
 
     def write_chunk(self, body: bytes) -> None:
         """The same in this turn of the loop, before any task that is woken from now on goes on. Only while :meth:`writable`."""
+        if self.over:
+            return
         connection = self._connection
         connection.writes.add(connection.transport, b"%x\r\n%b\r\n" % (len(body), body) if self._chunked else body)
 

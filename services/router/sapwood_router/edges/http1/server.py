@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from sapwood_common.http2.server.turnstile import Rank, Turnstile
-from sapwood_common.network.listen import BACKLOG, listen
+from sapwood_common.network.acceptor import Acceptor, Encryption
+from sapwood_common.network.listen import listen
 from sapwood_common.network.tls import ServerContext, ServerTls
 from sapwood_common.pacing.time_share import TimeShare
 from sapwood_router.edges.http1.body_memory import BodyMemory
@@ -25,17 +25,13 @@ KEEP_ALIVE = 620.0
 """Seconds that an idle connection stays open: longer than those in front keep it (AWS's load balancers 60, Google's 600, Go's
 client 90). Whoever closes first loses the request that the other is just sending."""
 
-_ACCEPTS = 8
-"""Connections accepted in a turn of the event loop. uvloop accepts one a turn from each socket: with one, those who come on new
-connections wait seconds while a flood of others does, and the router is half idle.
-"""
-_ENCRYPTED_ACCEPTS = 2
-"""The same over TLS: a handshake costs a millisecond or two."""
 _INPUT_BYTES = 64 * 1024
 _STOP_SECONDS = 1.0
 _SWEEP_SECONDS = 5.0
-_TLS_SECONDS = 30.0
+_TLS_SECONDS = 10.0
 """For a handshake."""
+_TLS_END_SECONDS = 1.0
+"""For the end of a connection that is idle."""
 _FAILED = b"internal error\n"
 
 Handler = Callable[[Request], Awaitable[None]]
@@ -84,7 +80,7 @@ class HttpServer:
         self._port = port
         self._most_connections = most_connections
         self._keep_alive = keep_alive
-        self._listeners: list[asyncio.Server] = []
+        self._acceptor: Acceptor | None = None
         self._connections: set[HostedConnection] = set()
         self._idle: dict[HostedConnection, None] = {}
         """Those that rest, the longest first."""
@@ -104,25 +100,19 @@ class HttpServer:
         Raises:
             ConfigError: The address cannot be listened on.
         """
-        loop = asyncio.get_running_loop()
         listener = listen(self.host, self._port)
         port: int = listener.getsockname()[1]
-        secure: dict[str, Any] = {}
-        accepts = _ACCEPTS
-        if self._tls is not None:
-            secure = {"ssl": self._tls.context, "ssl_handshake_timeout": _TLS_SECONDS, "ssl_shutdown_timeout": 1.0}
-            accepts = _ENCRYPTED_ACCEPTS
-        for each in [listener, *(listener.dup() for _ in range(accepts - 1))]:
-            made = await loop.create_server(lambda: HttpConnection(self), sock=each, backlog=BACKLOG, **secure)
-            self._listeners.append(made)
+        encryption = None if self._tls is None else Encryption(self._tls.context, _TLS_SECONDS, _TLS_END_SECONDS)
+        self._acceptor = Acceptor(listener, lambda: HttpConnection(self), encryption)
+        self._acceptor.start()
         self._sweep()
         return port
 
     async def stop(self) -> None:
         """Closes the listener and all connections; a request still running gets a second."""
         self.stopping = True
-        for listener in self._listeners:
-            listener.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         if self._sweeper is not None:
             self._sweeper.cancel()
         for connection in tuple(self._connections):

@@ -1,4 +1,4 @@
-"""What the client puts on its channel and its calls: address, key, trace context, sizes."""
+"""The client's settings of its channel and calls: address, key, trace context, sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-"""Where the router listens unless it was told otherwise."""
+"""The router's default address."""
 
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -18,7 +18,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
-"""Of the channel to the router."""
+"""Options of the channel to the router."""
 
 
 def router_address(address: str | None) -> str:
@@ -27,7 +27,7 @@ def router_address(address: str | None) -> str:
 
 
 def call_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """What names the caller: ``api_key``, or the one in SAPWOOD_API_KEY; empty without either."""
+    """The metadata with ``api_key``, or the key in SAPWOOD_API_KEY; empty without either."""
     key = api_key or os.environ.get("SAPWOOD_API_KEY")
     return (("authorization", f"Bearer {key}"),) if key else ()
 
@@ -44,5 +44,5 @@ def with_trace(metadata: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], 
 
 
 def request_id_of(metadata: Iterable[Any] | None) -> str | None:
-    """The request id among what the router sent first; None if it is not there."""
+    """The request id in the router's initial metadata; None if it is not there."""
     return next((str(value) for key, value in metadata or () if key == "x-request-id"), None)

@@ -96,7 +96,7 @@ class Generation(Iterator[Delta]):
 
     @property
     def request_id(self) -> str | None:
-        """Under which the services log this request. Waits for the server's first sign of life."""
+        """The id under which the services log this request. Waits for the server's initial metadata."""
         return request_id_of(self._call.initial_metadata())
 
     def __next__(self) -> Delta:
@@ -175,7 +175,7 @@ class Client:
             messages: A conversation to answer: mappings with ``role`` and ``content``, and where they are needed ``name``,
                 ``tool_calls``, ``tool_call_id`` and ``reasoning``.
             token_ids: A prompt as the model's token ids.
-            options: See :class:`~sapwood.generation.Options`.
+            options: The fields of :class:`~sapwood.generation.Options`.
 
         Raises:
             ValueError: Not exactly one prompt is given, or a value is beyond what its field can hold.
@@ -206,7 +206,7 @@ class Client:
 
         Raises:
             SapwoodError: The call failed.
-            ValueError, TypeError: An input is none.
+            ValueError, TypeError: An input is neither text nor token ids.
         """
         request = build_embed_request(inputs, model, pooling, normalize, dimensions, truncate_prompt_tokens)
         try:
@@ -260,7 +260,7 @@ class AsyncGeneration(AsyncIterator[Delta]):
         self._responses = aiter(call)
 
     async def request_id(self) -> str | None:
-        """Under which the services log this request. Waits for the server's first sign of life."""
+        """The id under which the services log this request. Waits for the server's initial metadata."""
         return request_id_of(await self._call.initial_metadata())
 
     async def __anext__(self) -> Delta:
@@ -324,7 +324,7 @@ class AsyncClient:
         token_ids: Iterable[int] | None = None,
         **options: Unpack[Options],
     ) -> AsyncGeneration:
-        """Starts a generation; see :meth:`Client.generate`."""
+        """Does what :meth:`Client.generate` does."""
         request = build_request(text, messages, token_ids, options)
         return AsyncGeneration(self._stub.Generate(request, timeout=self._timeout, metadata=with_trace(self._metadata)))
 

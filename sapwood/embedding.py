@@ -1,4 +1,4 @@
-"""Texts to vectors: the request for them and what comes back, as plain Python values."""
+"""The request for embeddings and its answer, as plain Python values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def build_embed_request(
 
 
 def to_embeddings(response: router_pb2.RouterEmbedResponse) -> Embeddings:
-    """The answer."""
+    """The vectors of a response."""
     vectors = tuple(tuple(item.values) for item in response.embeddings)
     return Embeddings(vectors, response.prompt_tokens, response.model)
 

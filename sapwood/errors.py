@@ -1,4 +1,4 @@
-"""What a call to Sapwood can end with: one exception a gRPC status, with the field at fault and the retry delay.
+"""The errors of calls to Sapwood: one exception for each gRPC status, with the field at fault and the retry delay.
 
 Needs nothing but grpcio. The ``google.rpc`` details that carry field and delay are three small messages
 (https://github.com/googleapis/googleapis/blob/master/google/rpc/error_details.proto); reading them here, one pass over

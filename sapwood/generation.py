@@ -1,4 +1,4 @@
-"""What a client asks for and what comes back, as plain Python values."""
+"""The options of a generation and its answer, as plain Python values."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Options(TypedDict, total=False):
         seed: The same seed gives the same tokens.
         max_tokens: The most tokens to generate; at least 1.
         stop_token_ids: Generation ends at any of these.
-        ignore_eos: Go on past the model's own end tokens.
+        ignore_eos: Whether generation goes on past the model's own end tokens.
         stop: Text ends before the first of these; at most 16.
-        skip_special_tokens: Leave special tokens out of the text.
-        detokenize: False gives token ids and no text: they come without a visit to the tokenizer. Not with ``stop`` or ``tools``.
+        skip_special_tokens: Whether special tokens are left out of the text.
+        detokenize: False gives token ids and no text, without using the tokenizer. Not with ``stop`` or ``tools``.
         request_id: 1 to 128 plain characters by which logs and answers name the request.
         frequency_penalty: Taken off a token's logit for each time it was generated, in [-2, 2].
         presence_penalty: Taken off a token's logit once it was generated, in [-2, 2].
         repetition_penalty: Divides the logits of tokens in prompt and answer; over 0.
         logit_bias: Token id to what is added to its logit, in [-100, 100].
-        min_tokens: No end before so many tokens.
-        n: Continuations of the one prompt; each delta says by its ``index`` whose it is.
-        logprobs: Tell each token's log probability, and so many alternatives; 0 to 20.
+        min_tokens: Generation does not end before so many tokens.
+        n: The number of continuations of the prompt; each delta has the ``index`` of its continuation.
+        logprobs: Each token comes with its log probability and so many alternatives; 0 to 20.
         prompt_logprobs: The same for the prompt's tokens.
         allowed_token_ids: The only tokens that are generated.
         bad_words: Words that the answer does not hold.
@@ -53,8 +53,8 @@ class Options(TypedDict, total=False):
             only.
         add_generation_prompt: Whether the prompt ends with the opening of the assistant's turn. With messages only.
         continue_final_message: The answer goes on with the last message. With messages only.
-        truncate_prompt_tokens: Of a longer prompt so many tokens are left, the last; -1: as many as leave room for the answer.
-        truncate_right: The first ones are left instead.
+        truncate_prompt_tokens: A longer prompt is cut to its last so many tokens; -1: to as many as leave room for the answer.
+        truncate_right: Whether the first tokens are kept instead.
         json_schema: The text is JSON that matches this schema (a mapping, or JSON text).
         regex: The text matches this expression.
         ebnf: The text matches these rules; ``root`` is the first.
@@ -102,7 +102,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; ``cached_tokens`` of the prompt's were found in the prefix cache."""
+    """Token counts of one request; ``cached_tokens`` of its prompt tokens were found in the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -143,14 +143,14 @@ class Delta:
     Attributes:
         text: New text; may be empty while a character or a possible stop string is incomplete.
         token_ids: New tokens.
-        finish_reason: None but on the last.
-        usage: None but on the last.
+        finish_reason: None but on the last piece.
+        usage: None but on the last piece.
         stop_match: On the last: the stop string that ended the text, if one did.
         reasoning: New text of the reasoning before the answer.
         tool_calls: More of the calls.
-        index: Which of the ``n`` continuations this is about; each has its own last delta.
+        index: The number of the continuation, of ``n``; each has its own last delta.
         logprobs: One for each of ``token_ids``, if asked for.
-        prompt_logprobs: On the first of index 0, if asked for: one for each token of the prompt but its first.
+        prompt_logprobs: On the first piece of index 0, if asked for: one for each token of the prompt but its first.
     """
 
     text: str
@@ -171,7 +171,7 @@ class Answer:
 
     Attributes:
         text: The text.
-        reasoning: What the model thought before.
+        reasoning: The reasoning before it.
         tool_calls: The calls.
         token_ids: All tokens.
         finish_reason: None where the answer was cut off.

@@ -1,4 +1,4 @@
-"""Plain Python values to the message that asks for a generation."""
+"""Builds the message that asks for a generation from plain Python values."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def build_request(
 
 
 def _sampling(options: Options) -> common_pb2.SamplingParams:
-    """The options that are sampling settings: they go by the names of the message's fields."""
+    """The sampling settings among the options, which have the names of the message's fields."""
     given: dict[str, Any] = {name: value for name, value in options.items() if name in _SAMPLING}
     given["bad_words_ids"] = [common_pb2.TokenIds(ids=ids) for ids in options.get("bad_words_ids") or ()]
     return common_pb2.SamplingParams(**given)

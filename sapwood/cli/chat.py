@@ -1,4 +1,4 @@
-"""`sapwood chat`: a conversation in the terminal, or one turn a line from standard input."""
+"""`sapwood chat`: a conversation in the terminal, or with one turn for each line of standard input."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
                 if not _turn(conversation, line.strip()):
                     break
             return 0
-        with failing_plainly(arguments.address):  # a router that is not there is better said before the first question
+        with failing_plainly(arguments.address):  # reports an unreachable router before the first question
             models = client.list_models()
         print(f"{arguments.model or ', '.join(model.id for model in models)}: {_HELP}")
         _read_history()
@@ -82,7 +82,7 @@ class Conversation:
     """Turns so far. A turn whose answer fails is forgotten; one that is stopped keeps what was said.
 
     Args:
-        client: Where to ask; stays the caller's.
+        client: The connection to the router; not closed here.
         options: Sent with each turn.
         system: Sent before the first turn.
     """
@@ -102,13 +102,13 @@ class Conversation:
     def ask(self, question: str) -> None:
         """Streams the answer to standard output; Ctrl-C stops it. Raises CliError.
 
-        After an answer with calls of tools the next lines are what the tools gave, one a call.
+        After an answer with tool calls, each of the next questions is the result of one call.
         """
         from sapwood.errors import CancelledError
         from sapwood.generation import answer_of
 
         turn: dict[str, Any] = {"role": "user", "content": question}
-        if self._unanswered:  # what is typed after a call is what the tool gave
+        if self._unanswered:  # the line is the result of a tool call
             turn = {"role": "tool", "content": question, "tool_call_id": self._unanswered[0].id}
         asked = [*self._messages, turn]
         if len(self._unanswered) > 1:
@@ -136,8 +136,8 @@ class Conversation:
 
 @contextmanager
 def _cancelled_by_ctrl_c(generation: Generation) -> Iterator[threading.Event]:
-    """On a terminal Ctrl-C cancels the answer, and sets the event. As an exception it could come while grpcio changes its
-    accounts of what runs on the channel, whose next call then waits for ever.
+    """On a terminal Ctrl-C cancels the answer and sets the event. A KeyboardInterrupt could interrupt grpcio while it updates the
+    channel's state, after which the next call would wait for ever.
     """
     stopped = threading.Event()
 
@@ -183,7 +183,7 @@ def _read_history() -> None:
 
     try:
         import readline
-    except ImportError:  # some builds of Python have none: input() then edits as the terminal does
+    except ImportError:  # some builds of Python have no readline; input() then edits as the terminal does
         return
     from sapwood_common.models.model_files import sapwood_home
 

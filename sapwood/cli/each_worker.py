@@ -1,4 +1,4 @@
-"""What verbs about workers share: which workers, and a call to each."""
+"""Calls each of several workers, for the verbs about workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def each_worker(addresses: str, call: Callable[[worker_pb2_grpc.WorkerStub], Ans
 
     Args:
         addresses: ``host:port``, several separated by commas.
-        call: Must be done with the stub when it returns.
+        call: Makes the call; must not use the stub after it returns.
 
     Raises:
         CliError: A worker refuses, or cannot be reached; those after it are not called.

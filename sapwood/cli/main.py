@@ -16,7 +16,7 @@ def build_parser(verb: str = "") -> argparse.ArgumentParser:
     """The parser of the whole command line; each verb sets ``run`` to its function.
 
     Args:
-        verb: The one that is asked for: ``up`` has the services' flags only then.
+        verb: The verb that will run: ``up`` gets the services' flags only if it is the one.
 
     Raises:
         CliError: The verb needs packages that are not installed.
@@ -36,7 +36,7 @@ def build_parser(verb: str = "") -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command line and returns its exit code; see ``sapwood.cli.errors`` for what it means."""
+    """Runs one command line and returns its exit code, one of those in ``sapwood.cli.errors``."""
     words = sys.argv[1:] if argv is None else argv
     try:
         arguments = _parse(build_parser(words[0] if words else ""), words)
@@ -66,7 +66,7 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
 
 
 def _similar(word: str, flags: list[str]) -> list[str]:
-    """The flags that may have been meant: those of this name with a service's before it, else the one that is spelt alike."""
+    """The flags that may have been meant: a service's flags of this name, else the one that is spelt alike."""
     name = word.partition("=")[0].replace(".", "-").replace("_", "-")
     return [flag for flag in flags if flag.endswith(name[1:])] or difflib.get_close_matches(
         name, flags, n=1, cutoff=0.8

@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: flags of a request, and server errors as one line with an exit code."""
+"""Shared by `generate` and `chat`: the flags of a request, and server errors as one line with an exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # at run time grpc is loaded only by the verbs that use it
 
 
 _VALUES = ("model", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
-"""Flags that are options of the same name."""
+"""Flags whose values go to the option of the same name."""
 
 
 def add_request_options(parser: argparse.ArgumentParser, *, max_tokens: int | None = None) -> None:
@@ -150,7 +150,7 @@ def open_client(arguments: argparse.Namespace) -> Client:
 
 
 def request_options(arguments: argparse.Namespace) -> Options:
-    """The options that were given; those that were not are left to the server."""
+    """The options that were given; the server has defaults for the others."""
     options = _sampling(arguments.sampling)
     given = vars(arguments)
     options.update({name: given[name] for name in _VALUES if given[name] is not None})

@@ -28,9 +28,9 @@ class Service(Generic[ConfigT]):
 
     Attributes:
         name: ``router``, ``tokenizer`` or ``worker``.
-        given: What flags and variables of `sapwood up` say, by field, as :func:`given_settings` has it.
+        given: The values of `sapwood up`'s flags and variables by field, from :func:`given_settings`.
         file: The service's YAML file.
-        config: What they make together with the service's own variables and its defaults.
+        config: The configuration made of these, the service's own variables and its defaults.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Service(Generic[ConfigT]):
     config: ConfigT
 
     def command_line(self, changes: Mapping[str, Any]) -> list[str]:
-        """The flags of its process; ``changes`` are the fields that have another value there."""
+        """The flags of its process; ``changes`` replace the values of some fields."""
         file = [] if self.file is None else [f"--config={self.file}"]
         return [*file, *command_line({**self.given, **changes})]
 
     def ports(self, further: int = 0) -> dict[str, int]:
-        """The ports it has, by field; those of the process that comes ``further`` after the first."""
+        """Its ports by field, for process number ``further`` of the service, counted from 0."""
         ports = {name: value for name, value in self.config.model_dump().items() if name.endswith("port")}
         return {name: port + further if port else 0 for name, port in ports.items() if port is not None}
 
@@ -61,13 +61,13 @@ class Service(Generic[ConfigT]):
 
 @dataclass(frozen=True)
 class Services:
-    """What a cluster is made of.
+    """The services of a cluster.
 
     Attributes:
         router: The one router.
         tokenizer: The one tokenizer.
-        worker: Each of the workers.
-        workers: How many.
+        worker: The settings of each worker.
+        workers: The number of workers.
     """
 
     router: Service[RouterConfig]
@@ -77,7 +77,7 @@ class Services:
 
     @property
     def drain_timeout(self) -> float:
-        """Seconds after which each of them has given up on its requests."""
+        """Seconds after which every service has ended its requests."""
         return max(service.config.drain_timeout for service in (self.router, self.tokenizer, self.worker))
 
 
@@ -100,10 +100,10 @@ def read_services(
 
     Args:
         arguments: Has the flags of :func:`add_service_flags`.
-        router: What `sapwood up` says of it in flags of its own, by field, where the service's flag is not given; None: nothing.
-        tokenizer: The same.
-        worker: The same.
-        workers: How many.
+        router: Values from `sapwood up`'s own flags, by field, used where the service's flag is not given; None: no values.
+        tokenizer: The same for the tokenizer.
+        worker: The same for workers.
+        workers: The number of workers.
 
     Raises:
         CliError: A value is wrong.

@@ -1,4 +1,4 @@
-"""What the long-running verbs write on: lines, one changing status line, a progress bar.
+"""The output of long-running verbs: lines, one changing status line, a progress bar.
 
 On a terminal, and with `rich` installed (extra ``cli``), status and bar are drawn live below the lines. Elsewhere only
 lines appear, and a bar becomes a line at each quarter.
@@ -59,7 +59,7 @@ class PlainTerminal:
         print(f"{label} | {text}" if label else text, file=self._stream, flush=True)
 
     def status(self, text: str) -> None:
-        """Nothing: a pipe has no line that changes."""
+        """Does nothing: a pipe has no line that changes."""
 
     def progress(self, text: str, done: int, total: int) -> None:
         if text != self._bar:
@@ -71,7 +71,7 @@ class PlainTerminal:
             self.line(f"{text}: {25 * quarters} %")
 
     def close(self) -> None:
-        """Nothing is drawn live."""
+        """Does nothing: nothing is drawn live."""
 
 
 class RichTerminal:

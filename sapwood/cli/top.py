@@ -43,7 +43,7 @@ def _seconds(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace, connect: Connect) -> int:
-    """Shows the router until Ctrl-C; on what is no terminal, one table after another."""
+    """Shows the router until Ctrl-C; without a terminal, prints one table after another."""
     from sapwood.v1 import router_pb2
 
     live = sys.stdout.isatty() and not arguments.once
@@ -84,8 +84,8 @@ def render(status: router_pb2.GetStatusResponse) -> list[str]:
 def worker_rows(workers: Sequence[router_pb2.WorkerStatus]) -> list[tuple[str, ...]]:
     """A table's head and a row for each worker.
 
-    Where a worker has a second tier, HOST is the share of it that holds something, FROM HOST the share of the prompt tokens since
-    the start that were found there and not on the device, and FROM STORE of these the share that came from a store.
+    Where a worker has a second cache tier, HOST is the share of its pages in use, FROM HOST the share of prompt tokens since the
+    start that were found there and not on the device, and FROM STORE the share of those that came from a store.
     """
     tiers = any(worker.load.host_num_pages for worker in workers)
     rows: list[tuple[str, ...]] = [

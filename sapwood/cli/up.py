@@ -18,13 +18,13 @@ from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, CliErro
 from sapwood.cli.terminal import Terminal, open_terminal
 from sapwood_common.settings.flags import PORT, add_option, one_of, whole_number
 
-if TYPE_CHECKING:  # at run time they are imported by this verb alone, and need the services' packages
+if TYPE_CHECKING:  # at run time only this verb imports them, since they need the services' packages
     from sapwood.cli.local.cluster import Endpoints
     from sapwood.cli.services import Services
 
-# One package that only the named extra brings.
+# For each extra one package that only it installs.
 _NEEDED = {"httptools": "router", "tokenizers": "tokenizer", "torch": "worker"}
-# `timeout`, and a terminal together with `kill`, deliver one wish to stop as two signals.
+# Seconds within which two signals count as one: `timeout`, or a terminal and `kill`, send two for one wish to stop.
 _SAME_WISH_SECONDS = 0.5
 _PORT_FLAGS = {("router", "port"): "--port", ("router", "http_port"): "--http-port"}
 _COLOURS = {"router": "magenta", "tokenizer": "yellow"}
@@ -35,8 +35,8 @@ def configure(verbs: Any, *, with_services: bool) -> None:
     """Adds the verb to the parser.
 
     Args:
-        verbs: Gets it.
-        with_services: Whether to add the services' flags. To know them takes half a second, and the services' packages.
+        verbs: The parser's verbs.
+        with_services: Whether to add the services' flags, which takes half a second and the services' packages.
     """
     parser: argparse.ArgumentParser = verbs.add_parser(
         "up",
@@ -175,7 +175,7 @@ def _services(arguments: argparse.Namespace) -> Services:
 
 
 def _cores() -> int:
-    """CPUs that this process may use; a container's limit counts, where the kernel tells."""
+    """CPUs that this process may use, by a container's limit too if the kernel tells it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -237,7 +237,7 @@ async def _serve(services: Services, terminal: Terminal) -> int:
         if not deaf:
             try:
                 terminal.line(line, label=f"{name:<9}", colour=colour)
-            except OSError:  # whoever read this has gone: a cluster that nobody can see is not left running
+            except OSError:  # the reader of our output has gone: stop rather than leave an unseen cluster running
                 deaf.append(name)
                 stopping.set()
 

@@ -1,1 +1,1 @@
-"""What runs and lies on this machine: a cluster's processes, a packaged model. Knows no verb."""
+"""A cluster's processes and a packaged model on this machine. Knows no verb."""

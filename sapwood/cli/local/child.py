@@ -20,9 +20,9 @@ class Child:
     """A running service. Made by :meth:`start`.
 
     Attributes:
-        name: For people, such as ``worker-0``.
-        last_lines: What it wrote last.
-        exited: Set once it has ended and everything it wrote has been read.
+        name: Its name in messages, such as ``worker-0``.
+        last_lines: The last lines that it wrote.
+        exited: Set once it has ended and all its output has been read.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Child:
         """Starts ``python -m module flags`` in a process group of its own, tied to this process.
 
         Args:
-            name: For people.
+            name: Its name in messages.
             module: The service's package.
             flags: Its command line.
             on_line: Called with name and text of each line it writes; must not raise.
-            reworded: Each line is shown and kept as this makes it.
+            reworded: Changes each line before it is shown and kept.
         """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -99,7 +99,7 @@ class Child:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Ends its whole process group at once. Also after its end, for what it may have left behind."""
+        """Ends its whole process group at once; after its end, the children that it may have left behind."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -109,7 +109,7 @@ class Child:
             while True:
                 try:
                     raw = await self._process.stdout.readline()
-                except ValueError:  # longer than the limit: the rest of it comes as lines of their own
+                except ValueError:  # the line is too long; the rest of it comes as further lines
                     continue
                 if not raw:
                     break

@@ -19,12 +19,12 @@ ResultT = TypeVar("ResultT")
 
 _POLL_SECONDS = 0.1
 _METRICS_OFFSET = 40_900
-"""From a service's port down to that of its /metrics: 50052 has 9152, 50061 has 9161."""
+"""A service's port less that of its /metrics: 50052 has 9152, 50061 has 9161."""
 
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where a cluster answers, each as ``host:port``."""
+    """The addresses of a cluster, each as ``host:port``."""
 
     grpc: str
     http: str
@@ -44,7 +44,7 @@ class Cluster:
     """Life cycle: construct, :meth:`start`, :meth:`watch` for as long as it shall run, :meth:`stop` in any case.
 
     Args:
-        services: What to start.
+        services: The services to start.
         on_line: Gets name and text of each line a service logs.
         on_status: Gets a line about what is being waited for, several times a second, while starting or stopping.
     """
@@ -90,7 +90,7 @@ class Cluster:
         restarts, address = Restarts(time.monotonic), await self._address(child)
         while True:
             await child.exited.wait()
-            child.kill()  # what it may have left behind
+            child.kill()  # ends processes that it may have left behind
             delay = restarts.next_delay()
             if delay is None:
                 raise DiedError(child)
@@ -108,7 +108,7 @@ class Cluster:
             while not all(child.exited.is_set() for child in running):
                 names = ", ".join(child.name for child in running if not child.exited.is_set())
                 self._on_status(f"stopping {names}: {time.monotonic() - start:.0f} s (Ctrl-C again kills)")
-                # A service gives up on its requests after its own drain timeout; one that does not end then hangs.
+                # A service ends its requests after its own drain timeout; one that does not exit then hangs.
                 if time.monotonic() - start > self._services.drain_timeout + 10:
                     self.kill()
                 await asyncio.sleep(_POLL_SECONDS)
@@ -128,11 +128,11 @@ class Cluster:
         backends = [await self._start_tokenizer()]
         for index in range(services.workers):
             backends.append(await self._start_worker(index))  # noqa: PERF401 - one that fails to start ends those before
-        # They say where they listen once they are ready.
+        # Each logs its address once it is ready.
         addresses = [await self._address(child) for child in backends]
         tokenizer, *workers = map(_reachable, addresses)
         self._router = await self._child(services.router, "router", self._of_router(tokenizer, workers))
-        # Only now, with all children started, is gRPC used here: it does not like a fork after it has threads.
+        # gRPC is used here only once all children are started: it does not support a fork once it has threads.
         grpc_address = _reachable(await self._address(self._router, "gRPC"))
         http_address = _reachable(await self._address(self._router, "HTTP"))
         has_tls = services.router.config.tls_cert is not None
@@ -143,30 +143,30 @@ class Cluster:
         return Endpoints(grpc_address, http_address, tokenizer, tuple(workers))
 
     async def _start_tokenizer(self, port: int | None = None) -> Child:
-        """Starts the tokenizer, on a port that is its own already or the one that it is to have."""
+        """Starts the tokenizer, on ``port`` (its own before a restart) or on the configured one."""
         tokenizer = self._services.tokenizer
         self._tokenizer = await self._child(tokenizer, "tokenizer", _ports(tokenizer, 0, port))
         return self._tokenizer
 
     async def _start_worker(self, index: int, port: int | None = None) -> Child:
-        """Starts a worker, likewise."""
+        """Starts a worker, on ``port`` (its own before a restart) or on the configured one."""
         worker = self._services.worker
         self._workers[index] = await self._child(worker, f"worker-{index}", _ports(worker, index, port))
         return self._workers[index]
 
     def _of_router(self, tokenizer: str, workers: list[str]) -> dict[str, Any]:
-        """The router's settings that depend on the others; those that were named are asked, too."""
+        """The router's settings that depend on the other services, beside those given by flags."""
         router = self._services.router
         settings: dict[str, Any] = {
             "tokenizer": ",".join([tokenizer, *filter(None, [router.given.get("tokenizer")])]),
             "workers": [*workers, *router.given.get("workers", ())],
         }
         if router.config.tls_cert is not None and router.config.health_port is None:
-            settings["health_port"] = 0  # the one port on which this process can ask without certificates
+            settings["health_port"] = 0  # only this port answers without certificates
         return settings
 
     async def _operators_address(self, router: Child, grpc_address: str) -> str | None:
-        """Where the router lists its workers to whoever asks; None: nowhere."""
+        """The address at which the router lists its workers without a key; None: there is none."""
         config = self._services.router.config
         if config.tls_cert is not None:
             return None
@@ -187,7 +187,7 @@ class Cluster:
         return address
 
     async def _healthy(self, child: Child, address: str) -> None:
-        """Waits until the service reports SERVING; for how long, is the caller's matter."""
+        """Waits until the service reports SERVING, without a time limit."""
         import grpc
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -218,7 +218,7 @@ class Cluster:
                 await asyncio.sleep(_POLL_SECONDS)
 
     async def _or_death(self, work: Awaitable[ResultT], watched: Sequence[Child] | None = None) -> ResultT:
-        """What ``work`` returns, unless a child ends first: one of ``watched``, or of all there are then."""
+        """Returns the result of ``work``. Raises DiedError if a child of ``watched`` (None: of all) ends first."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -241,7 +241,7 @@ class Cluster:
 def _ports(service: Service[Any], further: int = 0, port: int | None = None) -> dict[str, int]:
     """A service's ports, with ``port`` in place of its own if it has one already.
 
-    That of its metrics goes with its own, or is a free one where ordinary users may not have it.
+    The port of its metrics is derived from its own, or a free one where ordinary users may not use that.
     """
     ports = service.ports(further)
     beside = ports["port"] - _METRICS_OFFSET

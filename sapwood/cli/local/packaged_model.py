@@ -43,10 +43,10 @@ class PackagedModel:
     """A model file that packages carry in parts.
 
     Attributes:
-        version: Of each package.
-        parts: In the order of the file.
-        size: Of the file, in bytes.
-        sha256: Of the file, in hexadecimal.
+        version: The version of each package.
+        parts: The packages, in the order of their pieces in the file.
+        size: Bytes of the file.
+        sha256: The file's SHA-256 in hexadecimal.
     """
 
     version: str
@@ -56,7 +56,7 @@ class PackagedModel:
 
     @property
     def download_bytes(self) -> int:
-        """What the wheels weigh together."""
+        """Bytes of all wheels together."""
         return sum(part.wheel_bytes for part in self.parts)
 
 
@@ -75,14 +75,14 @@ DEMO = PackagedModel(
 )
 
 Progress = Callable[[str, int, int], None]
-"""Told what is going on, the bytes done and the bytes in all."""
+"""Takes a description of the current work, the bytes done and the bytes in all."""
 
 
 def fetch(model: PackagedModel, target: Path, progress: Progress) -> bool:
     """Makes sure that the model lies at ``target``; returns whether it had to be fetched.
 
     Raises:
-        CliError: It cannot be had; nothing half-done is left behind.
+        CliError: It cannot be fetched; no partial file is left behind.
     """
     if is_checked(model, target):
         return False
@@ -154,7 +154,7 @@ def _adopt(model: PackagedModel, target: Path, progress: Progress) -> bool:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Removes what a killed fetch left; the lock says that none is running."""
+    """Removes what a killed fetch left behind; the caller holds the lock, so no fetch is running."""
     for leftover in folder.glob("fetch-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -208,7 +208,7 @@ def _poll(process: subprocess.Popen[bytes]) -> int | None:
 def _wheel_bytes(folder: Path) -> int:
     """Bytes downloaded so far: pip writes into temporary folders of its own and then moves each wheel."""
     sizes: dict[str, int] = {}
-    for place, _, names in os.walk(folder):  # unlike Path.rglob it does not mind folders that vanish meanwhile
+    for place, _, names in os.walk(folder):  # Path.rglob would fail if a folder vanished meanwhile
         for name in names:
             if name.endswith(".whl"):
                 with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Whether a process that ended is started anew, and when: later each time, and not for ever."""
+"""Decides whether and when to restart a process that ended: with growing pauses, a limited number of times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LONGEST_DELAY = 30.0
 
 
 class Restarts:
-    """Of one process: at most MOST in WINDOW seconds, each after twice the time of the last one.
+    """The restarts of one process: at most MOST in WINDOW seconds, each after twice the pause before the last one.
 
     Args:
         clock: Seconds, monotonic.

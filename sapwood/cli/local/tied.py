@@ -1,8 +1,8 @@
 """Starts a service so that it does not outlive the process that started it: ``-m sapwood.cli.local.tied MODULE ARGUMENT...``
 
-On Linux the kernel is asked to send SIGTERM when the parent dies, however it dies; the request survives exec. Done in a
-process of its own because the alternative, ``preexec_fn``, forks the parent with its threads. Elsewhere services are only
-stopped by a parent that lives to do so.
+On Linux it asks the kernel to send SIGTERM when the parent dies, however it dies; the request survives exec. This runs in a
+process of its own because the alternative, ``preexec_fn``, forks the parent with its threads. On other systems services are
+stopped only by a living parent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> None:
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before it was asked for
+        if os.getppid() != parent:  # the parent died before the request
             sys.exit(1)
     os.execv(sys.executable, [sys.executable, "-m", *sys.argv[1:]])
 

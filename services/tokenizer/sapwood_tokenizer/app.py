@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 USUAL_METRICS_PORT = 9152
 
 _SWITCH_SECONDS = 0.0005
-"""After so long a thread hands the interpreter on. With Python's own 5 ms, a template that runs on costs every other request
-twice that: once for its arrival and once for its answer."""
+"""Seconds after which a thread hands the interpreter on. With Python's own 5 ms, a long template delays every other request by
+twice that: once at its arrival and once at its answer."""
 
 _MOST_THREADS = 8
-"""Encoding threads unless told otherwise; more than the event loop can feed are of no use."""
+"""The most encoding threads unless the configuration says otherwise: the event loop cannot feed more."""
 
 
 def build_encoder(loaded: LoadedTokenizer, config: TokenizerConfig) -> Encoder:
@@ -49,7 +49,8 @@ def build_encoder(loaded: LoadedTokenizer, config: TokenizerConfig) -> Encoder:
     Raises:
         ConfigError: The tokenizer cannot be used.
     """
-    # The encoder spreads texts over its own threads; the library's would only get in the way. It asks at each call.
+    # The encoder spreads texts over its own threads, and the library's would compete with them. The library reads this at each
+    # call.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return Encoder(
         loaded.tokenizer,
@@ -65,7 +66,7 @@ def build_encoder(loaded: LoadedTokenizer, config: TokenizerConfig) -> Encoder:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is read before anything is served."""
+    """The model's files as read before anything is served."""
 
     name: str
     loaded: LoadedTokenizer
@@ -98,7 +99,7 @@ def run(config: TokenizerConfig) -> int:
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         model = load_model(config)
-        gc.freeze()  # what is loaded stays: collections need not look at it, nor processes copy it
+        gc.freeze()  # collections then skip what is loaded, and forked processes do not copy it
         if config.processes == 1:
             return uvloop.run(serve(config, model, lambda port: announce_model(config.host, port, model, started)))
         return _run_group(config, model, started)
@@ -147,7 +148,7 @@ async def serve(
 
     Args:
         config: The configuration.
-        model: What is served.
+        model: The model that is served.
         on_serving: Called with the port once calls are taken.
         reuse_port: Whether other processes listen on the same port.
 

@@ -1,4 +1,4 @@
-"""What the tokenizer service can be told."""
+"""The configuration of the tokenizer service."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Token ids to text that is certain: characters, stop strings, then the output's parsers. No gRPC."""
+"""Token ids to text that is certain: characters, stop strings, then the output's parsers. Knows no gRPC."""

@@ -1,7 +1,7 @@
 """One token stream on its way to text: whole characters only, special tokens skipped, stop strings honoured.
 
 Algorithm: tokens become bytes (``token_bytes``), bytes become characters as soon as they are whole (UTF-8 is self-delimiting:
-at most three bytes wait), characters are released as soon as they cannot belong to a stop string. O(1) a token.
+at most three bytes wait), characters are released as soon as they cannot belong to a stop string. O(1) for each token.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sapwood_tokenizer.vocab.token_bytes import TokenBytes
 
 @dataclass(slots=True)
 class Piece:
-    """What became certain.
+    """Text that became certain.
 
     Attributes:
         text: New text.
-        tokens: How many tokens of the stream all text so far accounts for.
+        tokens: How many tokens of the stream are part of the text so far.
         stop_match: The stop string that ended the text.
     """
 
@@ -48,8 +48,8 @@ class Detokenizer:
         self._incomplete = False  # bytes of a character wait for the rest of it
         self._tokens = 0
         self._consumed = 0
-        # With stop strings, for the tokens not yet accounted for: how many characters must be out until they are, and how
-        # many tokens of the stream they and those before them are. One entry for all tokens that wait for the same character.
+        # With stop strings, tokens count only once their characters are released. Each entry is a number of characters, and the
+        # number of tokens that count once so many are released. Tokens that wait for the same character share an entry.
         self._boundaries: deque[tuple[int, int]] = deque()
         self._decoded = 0
         self._released = 0
@@ -77,13 +77,13 @@ class Detokenizer:
                 texts.append(released)
                 self._released += len(released)
                 if match is not None:
-                    # The tokens up to this one were needed to see the match; what follows is not the text's any more.
+                    # The tokens up to this one were needed to see the match; later ones are not part of the text.
                     return Piece("".join(texts), self._tokens, match)
             self._account()
         return Piece("".join(texts), self._consumed)
 
     def finish(self) -> Piece:
-        """No more tokens come: releases what was held back; half a character becomes U+FFFD."""
+        """Ends the stream: releases what was held back; half a character becomes U+FFFD."""
         rest = self._decoder.decode(b"", final=True)
         if self._matcher is None:
             return Piece(rest, self._tokens)
@@ -108,7 +108,7 @@ class Detokenizer:
         return text
 
     def _account(self) -> None:
-        """Counts the last token, at once or when the text that it is part of is out."""
+        """Counts the last token, at once or when its characters are released."""
         boundary = self._decoded + self._incomplete
         waiting = self._boundaries
         if boundary <= self._released:

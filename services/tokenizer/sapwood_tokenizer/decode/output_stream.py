@@ -16,8 +16,8 @@ class StreamOptions:
 
     Attributes:
         stop: Stop strings, none empty; looked for in all that the model writes, before it is parsed.
-        skip_special_tokens: Leave special tokens out, those that a parser needs aside.
-        parsers: Which parsers.
+        skip_special_tokens: Whether special tokens are left out, but for those that a parser needs.
+        parsers: The parsers that it goes through.
     """
 
     stop: tuple[str, ...] = ()
@@ -26,8 +26,8 @@ class StreamOptions:
 
 
 StreamPiece = tuple[list[Event], int, str | None]
-"""What became certain: text, reasoning and calls; how many tokens of the stream were decoded to whole characters so far (what a
-parser still holds back of them counts); the stop string that ended the stream."""
+"""What became certain: events (text, reasoning and calls); how many tokens of the stream were decoded to whole characters so far,
+those that a parser still holds back included; the stop string that ended the stream."""
 
 
 class OutputStream:
@@ -50,7 +50,7 @@ class OutputStream:
         return self._parser.feed(piece.text), piece.tokens, None
 
     def finish(self) -> StreamPiece:
-        """No more tokens come: releases what was held back."""
+        """Ends the stream: releases what was held back."""
         return self._parse_end(self._detokenizer.finish())
 
     def _parse_end(self, piece: Piece) -> StreamPiece:

@@ -1,11 +1,11 @@
-"""Stop strings in streamed text: found across any cut of the text, and nothing of one ever leaks.
+"""Stop strings in streamed text: found across any cut of the text, and no part of one is ever shown.
 
-Algorithm: Knuth, Morris and Pratt (1977), one automaton a stop string, fed a character at a time. The state of each is the
+Algorithm: Knuth, Morris and Pratt (1977), one automaton for each stop string, fed a character at a time. The state of each is the
 length of the longest end of the text that begins its string, so the longest state of all is what is held back. The string
 completed first ends the text, before its own first character; of several completed by the same character, the longest. So the
-result does not depend on how the text is cut. Complexity: amortised O(characters x stop strings), and where no string has
-begun a search in C for its first character. Memory: four bytes a character of the stop strings, and the text held back, which
-is shorter than the longest of them.
+result does not depend on how the text is cut. Complexity: amortised O(characters x stop strings); while no string has begun, a
+search in C for its first character. Memory: four bytes for each character of the stop strings, and the text held back, which is
+shorter than the longest of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Takes new text; returns what may be shown now, and the stop string that was completed, after which all is over."""
+        """Takes new text; returns what may be shown now, and the stop string that was completed, which ends the text."""
         if not self._patterns:
             return text, None
         before = len(self._held)
@@ -41,7 +41,7 @@ class StopMatcher:
         return text[:keep], None
 
     def finish(self) -> str:
-        """The text held back, when nothing more comes."""
+        """Ends the text; returns what was held back."""
         held, self._held = self._held, ""
         return held
 
@@ -54,7 +54,7 @@ class _Pattern:
     def __init__(self, text: str) -> None:
         self.text = text
         self.state = 0
-        # After i + 1 matching characters: how many still match when the next one does not.
+        # Entry i: after i + 1 matching characters, how many still match when the next one does not.
         self._fallback = array("I", bytes(4 * len(text)))
         matched = 0
         for index in range(1, len(text)):

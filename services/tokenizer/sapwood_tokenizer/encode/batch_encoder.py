@@ -1,7 +1,7 @@
-"""Encodes lists of texts with the library, cutting them at safe boundaries and leaving out what is known.
+"""Encodes lists of texts with the library, cutting them at safe boundaries and skipping parts whose ids are cached.
 
-Special tokens around a text (BOS) are put there by this class, not by the library: what a tokenizer's post-processor adds to a
-single text is the same for every text, so it is found out once and the caches need not know of it.
+This class, not the library, puts special tokens (BOS) around a text: a tokenizer's post-processor adds the same ones to every
+single text, so they are found out once and the caches need not know of them.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class BatchEncoder:
 
         Args:
             texts: Any number of texts.
-            salts: One for each: what is known of a text is what came with the same one. Empty: they have none.
+            salts: One for each text, which then shares the cache only with texts of the same salt. Empty: no text has one.
             parse_special_tokens: Whether the text of a special token is that token; else it is text like any other.
-            offsets: Whether they are wanted; then the text is encoded whole and nothing is looked up or kept.
+            offsets: Whether offsets are wanted; then texts are encoded whole, without the cache.
         """
         tokenizer = self._tokenizer if parse_special_tokens else self._plain_tokenizer()
         if offsets:
@@ -92,13 +92,13 @@ class BatchEncoder:
 
     def _encode_parts(self, texts: Sequence[str], salts: Sequence[str], lead: str) -> list[Encoded]:
         results: list[list[array[int] | None]] = []
-        missing: list[tuple[list[array[int] | None], int, PartKey, bool]] = []  # result, place, key, whether it is kept
+        missing: list[tuple[list[array[int] | None], int, PartKey, bool]] = []  # result, index, key, whether kept
         for text, salt in zip(texts, salts, strict=True):
             cut = self._boundaries.cut(text)
             last = len(cut) - 1
             result: list[array[int] | None] = []
             for place, part in enumerate(cut):
-                # The last part, which no boundary ends, will not come again but in the same text, which L0 knows.
+                # The last part, which no boundary ends, comes again only in the same text, which L0 knows.
                 key = (salt, place == 0, part)
                 ids = self._parts.get(key) if place < last else None
                 if ids is None and part:
@@ -116,7 +116,7 @@ class BatchEncoder:
         return [Encoded(_joined(result)) for result in results]
 
     def _plain_tokenizer(self) -> Tokenizer:
-        if self._plain is None:  # two threads at once make two that are the same
+        if self._plain is None:  # two threads may both make one; they are equal
             self._plain = _without_special_tokens(self._tokenizer)
         return self._plain
 

@@ -2,13 +2,13 @@
 
 Two levels: L0 knows whole texts (``Encoder`` asks it before anything else). L1 knows the parts between safe boundaries
 (``safe_boundary``), so of a conversation that has grown by a turn only the new turn is encoded. A part's ids do not depend on
-what is before it, so parts are kept by their own text: every prefix of a text that was encoded before is found, a text shared
-by many conversations is kept once, and a part behind one that has changed is found, too. Keys are the texts themselves,
-compared in full: no hash is trusted, so no client can make another get wrong ids. A salt goes with each: what one tenant sent is
-not known to another, who could tell it by the time.
+the text before it, so its key is its own text: every prefix of a text that was encoded before is found, a text shared by many
+conversations is kept once, and a part behind one that has changed is found, too. Keys are the texts themselves, compared in
+full: no hash is trusted, so no client can make another get wrong ids. A key includes a salt: otherwise one tenant could tell by
+the time taken what another has sent.
 
-Algorithm: least recently used goes first. O(length of the key) to hash it, O(1) otherwise. Bound: the budget, counting keys,
-ids and the table.
+Algorithm: LRU eviction. O(length of the key) to hash it, O(1) otherwise. Bound: the budget in bytes, counting keys, ids and
+table.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 _ENTRY_BYTES = 360
-"""What an entry takes beside the text and the ids: dictionary slot and links, key tuple, array object."""
+"""Bytes of an entry beside the text and the ids: dictionary slot and links, key tuple, array object."""
 
 _LARGEST_SHARE = 8
-"""An entry larger than the budget's eighth is not kept: it would push out everything else."""
+"""An entry larger than this fraction (one eighth) of the budget is not kept: it would evict too much else."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -82,7 +82,7 @@ class EncodeCache(Generic[K]):
 
         Args:
             key: Holds ``text`` and possibly more.
-            text: Its size counts.
+            text: The text, whose size counts.
             ids: The token ids.
         """
         size = _ENTRY_BYTES + sys.getsizeof(text) + len(ids) * ids.itemsize
@@ -90,7 +90,7 @@ class EncodeCache(Generic[K]):
             return
         with self._lock:
             if key in self._entries:
-                return  # encoded twice at once
+                return  # another thread encoded the same text
             self._entries[key] = (ids, size)
             self._bytes += size
             while self._bytes > self._capacity:

@@ -2,13 +2,13 @@
 
 Two lanes, each with threads of its own, so that a short text never waits for a long one:
 
-- Short texts: a free thread takes all that waits, up to a bound, as one batch; what arrives while all threads are busy becomes
-  the next one. So batches grow with the load and a lone request waits for nothing. A request of many short texts goes in
-  parts, in turn with the others'.
-- Long texts, which take up to seconds, one by one.
+- Short texts: a free thread takes all waiting texts, up to a bound, as one batch; texts that arrive while all threads are busy
+  form the next one. So batches grow with the load and a lone request waits for nothing. A request of many short texts is split
+  into parts, which take turns with others'.
+- Long texts, which take up to seconds, are encoded one by one.
 
 A batch is encoded on the thread that took it: the library's own pool (``TOKENIZERS_PARALLELISM``, off unless set) costs more
-than it gives for short texts, and a long text would take all of it.
+than it gains for short texts, and a long text would occupy all of it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from sapwood_tokenizer.encode.encode_cache import CacheStats, EncodeCache
 logger = logging.getLogger(__name__)
 
 _SHORT_COST = 64 * 1024
-"""The most of one caller's that goes into one batch, in characters. A text that costs more is a long one."""
+"""The most of one caller's texts that goes into a batch, in characters. A text that costs more is a long one."""
 _BATCH_COST = 256 * 1024
-"""The most that goes into one batch: bounds how long the next one waits."""
+"""The most that goes into a batch, in characters: bounds how long the next batch waits."""
 _COST_A_TEXT = 64
-"""What a text costs besides its characters."""
+"""Characters that a text costs besides its own."""
 _LONGEST_LOOKED_UP = 256 * 1024
-"""Characters of the longest text that L0 is asked about: hashing it is done on the event loop."""
+"""Characters of the longest text that L0 is asked about: hashing it blocks the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class EncoderOptions:
     Attributes:
         max_text_bytes: The longest text taken, in bytes of UTF-8.
         max_text_tokens: The most tokens a text may have, those around it included; None is no limit.
-        threads: How many encode short texts; half as many, at least one, encode long ones.
-        exact_cache_bytes: Budget of L0, whole texts.
-        prefix_cache_bytes: Budget of L1, parts of texts.
+        threads: Threads that encode short texts; half as many, at least one, encode long ones.
+        exact_cache_bytes: Budget in bytes of L0, whole texts.
+        prefix_cache_bytes: Budget in bytes of L1, parts of texts.
     """
 
     max_text_bytes: int
@@ -63,11 +63,11 @@ class EncodeOptions:
     """What is wanted of one request.
 
     Attributes:
-        add_special_tokens: Put the model's own special tokens, such as BOS, around each text.
-        parse_special_tokens: Read the text of a special token as that token; else it is text like any other.
-        offsets: Tell where in the text each token is. Then no cache is asked.
+        add_special_tokens: Whether the model's own special tokens, such as BOS, are put around each text.
+        parse_special_tokens: Whether the text of a special token is that token; else it is text like any other.
+        offsets: Whether each token's place in the text is wanted. Then no cache is asked.
         max_tokens: The most tokens a text may have, if fewer than the service's own limit.
-        salt: What is kept of a text is found only under the same one.
+        salt: Texts share the cache only with texts of the same salt.
     """
 
     add_special_tokens: bool = True
@@ -80,7 +80,7 @@ class EncodeOptions:
 @dataclass(frozen=True, slots=True)
 class _Failed:
     reason: str
-    """What the library said."""
+    """The library's error message."""
 
 
 _Result = Encoded | _Failed
@@ -92,7 +92,7 @@ class _Job:
     salt: str
     cost: int
     kind: tuple[bool, bool]
-    """Whether special tokens are parsed, and whether offsets are wanted: one batch is of one kind."""
+    """Whether special tokens are parsed, and whether offsets are wanted: all texts of a batch are of one kind."""
     done: asyncio.Future[list[_Result]]
 
 
@@ -100,7 +100,7 @@ class Encoder:
     """Encodes for many callers at once. Lives on one event loop.
 
     Args:
-        tokenizer: Changed by nobody from now on.
+        tokenizer: The tokenizer; not to be changed from now on.
         options: Limits and sizes.
 
     Raises:
@@ -119,12 +119,12 @@ class Encoder:
 
     @property
     def exact_cache(self) -> CacheStats:
-        """What L0 did."""
+        """Statistics of L0."""
         return self._exact.stats()
 
     @property
     def prefix_cache(self) -> CacheStats:
-        """What L1 did."""
+        """Statistics of L1."""
         return self._parts.stats()
 
     async def encode(
@@ -135,7 +135,7 @@ class Encoder:
         Args:
             texts: Any number of texts.
             options: What is wanted.
-            field: How the caller spells the texts, for errors.
+            field: The caller's field of the texts, for errors.
 
         Raises:
             InvalidArgumentError: A text is too long, in bytes or in tokens, or holds half a surrogate pair, or the library
@@ -174,7 +174,7 @@ class Encoder:
         return encoded
 
     def close(self) -> None:
-        """Lets the threads go; what waits is cancelled, and nothing may be encoded any more."""
+        """Ends the threads and cancels waiting texts; nothing may be encoded any more."""
         self._short_threads.shutdown(wait=False, cancel_futures=True)
         self._long_threads.shutdown(wait=False, cancel_futures=True)
 
@@ -255,7 +255,7 @@ class Encoder:
         try:
             return [*self._batches.encode(texts, salts, parse_special_tokens=parse_special_tokens, offsets=offsets)]
         except BaseException as error:  # a panic in the library is no Exception
-            if len(texts) > 1:  # which of them is it?
+            if len(texts) > 1:  # find out which of them failed
                 single = zip(texts, salts, strict=True)
                 return [result for text, salt in single for result in self._encode([text], [salt], kind)]
             logger.error("the tokenizer library failed on a text", exc_info=error)

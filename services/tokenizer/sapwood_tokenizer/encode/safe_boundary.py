@@ -1,7 +1,7 @@
 """Where a text can be cut so that the tokens of the parts, put together, are the tokens of the whole.
 
-The library takes added tokens (``<|im_end|>``) out of a text first; what is between two of them is then normalised, split into
-words and encoded on its own. So right after such a token is a safe boundary, if the token is found there whatever
+The library takes added tokens (``<|im_end|>``) out of a text first; the text between two of them is then normalised, split into
+words and encoded on its own. So the place after such a token is a safe boundary, if the token is found there whatever
 surrounds it. That holds for a token which
 
 - is matched in the raw text: not ``normalized``, or the tokenizer has no normalizer;
@@ -11,8 +11,8 @@ surrounds it. That holds for a token which
 - shares no character with another match wherever both occur: it is part of no other added token, none is part of it, and
   no end of it is the beginning of an added token, itself included, nor the other way round.
 
-What still depends on the place is only whether a part is the first of its text (Metaspace's ``prepend_scheme`` "first"), so
-that is part of a part's identity: later ones are encoded behind a boundary token whose id is dropped.
+Only one thing still depends on the place: whether a part is the first of its text (Metaspace's ``prepend_scheme`` "first"). So
+that belongs to a part's key, and later parts are encoded behind a boundary token whose id is dropped.
 
 No place inside the text between two added tokens counts as safe. In a SentencePiece vocabulary merges may cross any of
 them, and a byte-level one's pre-tokenizer looks ahead.
@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from tokenizers import AddedToken, Tokenizer
 
 SHORTEST_PART = 128
-"""Parts of fewer characters are not worth looking up: the text is cut at the first boundary after so many."""
+"""Characters of a part at least: shorter ones are not worth looking up, so a text is cut at the first boundary after so many."""
 
 _LONGEST_TOKEN = 256
 
@@ -39,7 +39,7 @@ _AT_AN_END = re.compile(r"\A[\s\w]|[\s\w]\Z")
 
 
 class SafeBoundaries:
-    """Cuts texts at safe boundaries, not at every one of them.
+    """Cuts texts at safe boundaries, skipping some so that no part is too short.
 
     Attributes:
         lead: A boundary token's text; None if the tokenizer has none, and texts are never cut.
@@ -50,7 +50,7 @@ class SafeBoundaries:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         tokens = boundary_tokens(list(tokenizer.get_added_tokens_decoder().values()), normalizes=_normalizes(tokenizer))
-        # Those that begin with the same character as most do: a search for one character is many times as fast.
+        # Only tokens that begin with the commonest first character: a search for one character is many times as fast.
         firsts = Counter(token[0] for token in tokens)
         tokens = [token for token in tokens if token[0] == firsts.most_common(1)[0][0]]
         self.lead = tokens[0] if tokens else None

@@ -1,4 +1,4 @@
-"""Which parsers fit the model that is served."""
+"""Chooses the parsers that fit the model that is served."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def parser_defaults(tool_parser: str, reasoning_parser: str, template: str | Non
     """The parsers as configured: "auto" asks the chat template, "none" is none.
 
     Args:
-        tool_parser: The flag.
-        reasoning_parser: The flag.
+        tool_parser: The value of ``--tool-parser``.
+        reasoning_parser: The value of ``--reasoning-parser``.
         template: The model's chat template, if it has one.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Schema, expression, rules or structural tag to the compiled grammar that workers mask with.
+"""Compiles a schema, expression, rules or structural tag to the grammar that workers mask with.
 
-How a grammar is compiled, bounded and kept, and why with llguidance (the figures beside xgrammar's): ``sapwood_common.grammar``.
+``sapwood_common.grammar`` says how a grammar is compiled, bounded and kept, and why with llguidance (figures against xgrammar).
 Compilation runs in processes of its own; one that passes its deadline is killed, while the other requests of this service
 keep their latency.
 """
@@ -27,8 +27,8 @@ class Grammars:
     """Answers ``CompileGrammar``. Lives on one event loop.
 
     Args:
-        vocabulary: The model's tokens; None where there are none to be had.
-        limits: Bounds on compilation and on what is kept.
+        vocabulary: The model's tokens; None if its files hold none.
+        limits: Bounds on compilation and on the cache.
         template: The model's chat template, "" if it has none.
     """
 
@@ -46,13 +46,13 @@ class Grammars:
         """Compiles or finds a grammar.
 
         Args:
-            request: See the proto.
+            request: The request.
             time_remaining: Seconds to the caller's deadline, if it has one.
 
         Raises:
             InvalidArgumentError: The grammar is at fault; its field is named.
             DeadlineExceededError: It took too long and was stopped.
-            ResourceExhaustedError: Too many wait already.
+            ResourceExhaustedError: Too many compilations wait already.
             UnimplementedError: The model's files hold no vocabulary.
         """
         if self._compiler is None:
@@ -67,7 +67,7 @@ class Grammars:
         try:
             compiled = await self._compiler.compile(source, time_remaining)
         except SapwoodError as error:
-            if error.field is not None and made:  # it names what was made here
+            if error.field is not None and made:  # the field is of the source made here, not of the request
                 error.field = "tool_calls.tools" if answer is None else f"grammar.{answer.kind}"
             raise
         return tokenizer_pb2.CompileGrammarResponse(
@@ -92,8 +92,8 @@ def build_grammars(path: Path, loaded: LoadedTokenizer, config: TokenizerConfig)
 
     Args:
         path: The model.
-        loaded: Its tokenizer, for files in which only the tokenizer can read, and its chat template.
-        config: Bounds.
+        loaded: Its chat template, and its tokenizer for files that only the tokenizer can read.
+        config: The bounds.
 
     Raises:
         ConfigError: It cannot be read; the message names the file.

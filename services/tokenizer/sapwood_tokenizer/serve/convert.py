@@ -1,4 +1,4 @@
-"""Between the proto messages and what the service works with."""
+"""Converts between proto messages and the service's own types."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ MOST_SALT = 256
 class CallArguments(dict[str, Any]):
     """The arguments of a call, for chat templates.
 
-    Most templates treat them as a mapping, some put them into the prompt as text; as text they are the JSON they came as.
+    Most templates treat them as a mapping; some put them into the prompt as text, which is the JSON as it came.
 
     Args:
         text: A JSON object.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text is not a JSON object.
     """
 
     def __init__(self, text: str) -> None:
@@ -55,10 +55,10 @@ class CallArguments(dict[str, Any]):
 def to_messages(messages: Sequence[common_pb2.ChatMessage]) -> list[dict[str, Any]]:
     """A conversation in the form that chat templates expect, which is that of OpenAI's API.
 
-    A message without content has None where it has tool calls, else "". Reasoning goes by both names that templates use.
+    A message without content gets None if it has tool calls, else "". Reasoning gets both names that templates use.
 
     Raises:
-        InvalidArgumentError: The arguments of a call are no JSON object. The field is
+        InvalidArgumentError: The arguments of a call are not a JSON object. The field is
             "messages[i].tool_calls[j].arguments".
     """
     return [_to_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -94,7 +94,7 @@ def to_variables(text: str) -> dict[str, Any]:
     """Variables for a chat template, from a JSON object; "" is none.
 
     Raises:
-        InvalidArgumentError: It is no JSON object. The field is "template_variables".
+        InvalidArgumentError: It is not a JSON object. The field is "template_variables".
     """
     try:
         variables = json.loads(text or "{}")
@@ -106,7 +106,7 @@ def to_variables(text: str) -> dict[str, Any]:
 
 
 def to_encode_options(request: tokenizer_pb2.TokenizeRequest) -> EncodeOptions:
-    """What is wanted of a request.
+    """The options of a request.
 
     Raises:
         InvalidArgumentError: Its salt is too long.
@@ -121,7 +121,7 @@ def to_encode_options(request: tokenizer_pb2.TokenizeRequest) -> EncodeOptions:
 
 
 def checked_salt(salt: str) -> str:
-    """The salt. Raises InvalidArgumentError where it is too long."""
+    """Returns the salt. Raises InvalidArgumentError if it is too long."""
     if len(salt) > MOST_SALT:
         raise InvalidArgumentError(f"cache_salt has more than {MOST_SALT} characters", field="cache_salt")
     return salt
@@ -144,7 +144,7 @@ def add_offsets(response: tokenizer_pb2.TokenizeResponse, offsets: Sequence[tupl
 
 
 def to_cache_stats(stats: CacheStats) -> tokenizer_pb2.EncodeCacheStats:
-    """As the proto has it."""
+    """The statistics of a cache as a message."""
     return tokenizer_pb2.EncodeCacheStats(
         hits=stats.hits,
         misses=stats.misses,
@@ -187,7 +187,7 @@ def to_stream_options(options: tokenizer_pb2.DetokenizeOptions, id_seed: str) ->
 
 @contextmanager
 def within_options() -> Iterator[None]:
-    """Names the fields of errors as parts of the options."""
+    """Prefixes the fields of errors raised within it with ``options.``."""
     try:
         yield
     except InvalidArgumentError as error:
@@ -195,7 +195,7 @@ def within_options() -> Iterator[None]:
 
 
 def add_events(output: tokenizer_pb2.DetokenizeOutput, events: Iterable[Event]) -> None:
-    """Put events into an output: texts of a kind joined, calls in order, a call's start with what follows of it."""
+    """Put events into an output: texts of a kind joined, calls in order, each call's start with its arguments."""
     for event in events:
         if isinstance(event, TextDelta):
             output.text = output.text + event.text if output.text else event.text
@@ -210,7 +210,7 @@ def add_events(output: tokenizer_pb2.DetokenizeOutput, events: Iterable[Event]) 
 
 
 def write_error(error: SapwoodError, message: tokenizer_pb2.StreamError) -> None:
-    """Fills in what befell one stream, or one item, of a call."""
+    """Writes the error of one stream, or one item, of a call into a message."""
     message.code = code_number(error)
     message.message = error.message
     message.field = error.field or ""

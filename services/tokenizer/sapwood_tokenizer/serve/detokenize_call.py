@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 OpenStream = Callable[[StreamOptions], OutputStream]
 
 _TOKENS_A_STEP = 1024
-"""A few milliseconds of work."""
+"""Tokens decoded without a break: a few milliseconds of work."""
 _INPUTS_A_STEP = 256
 
 
@@ -36,7 +36,7 @@ class DetokenizeCall:
     Args:
         open_stream: Makes a stream; raises InvalidArgumentError where its options name no parser.
         vocab_size: Every token id must be below it.
-        open_streams: Counts those of all calls.
+        open_streams: Counts the streams of all calls.
     """
 
     def __init__(self, open_stream: OpenStream, vocab_size: int, open_streams: OpenStreams) -> None:
@@ -51,10 +51,9 @@ class DetokenizeCall:
         return not self._streams
 
     def process(self, request: tokenizer_pb2.DetokenizeRequest) -> Iterator[tokenizer_pb2.DetokenizeResponse]:
-        """Takes the inputs of one message, a few milliseconds' worth a step; yields what there is to say after each.
+        """Takes the inputs of one message in steps of a few milliseconds; yields a response after each.
 
-        A response may have no outputs. An input with very many tokens is taken in several steps, and may get an output in
-        each.
+        A response may have no outputs. An input with very many tokens takes several steps, and may get an output in each.
         """
         waiting: list[tokenizer_pb2.DetokenizeInput] = []
         tokens = 0
@@ -89,7 +88,7 @@ class DetokenizeCall:
             self._forget(stream_id)
 
     def _process(self, item: tokenizer_pb2.DetokenizeInput, response: tokenizer_pb2.DetokenizeResponse) -> None:
-        """Takes one input and adds the output that there is, if any. What it raises, it raises before."""
+        """Takes one input and adds its output, if there is any, to ``response``; if it raises, it has added nothing."""
         stream_id = item.stream_id
         if item.cancel:
             self._forget(stream_id)
@@ -97,7 +96,7 @@ class DetokenizeCall:
         opened = self._streams.get(stream_id)
         if opened is None:
             if not item.HasField("options"):
-                return  # tokens on their way when their stream ended
+                return  # these tokens were on their way when their stream ended
             opened = self._open(item)
         elif item.HasField("options"):
             raise InvalidArgumentError("options may only come with a stream's first input", field="options")
@@ -118,7 +117,7 @@ class DetokenizeCall:
             self._forget(stream_id)
         elif not events and not token_ids:
             return
-        # Made in its place: a message of its own, to be copied there, would cost more than decoding a token.
+        # Built in place: copying a message into the response would cost more than decoding a token.
         output = response.outputs.add(stream_id=stream_id, tokens_consumed=tokens)
         add_events(output, events)
         if ended:
@@ -147,7 +146,7 @@ class DetokenizeCall:
 
 
 def _log_fault(error: Exception, name: str) -> None:
-    """The streams of a call are of many requests: each is logged under what its caller named it by."""
+    """Logs a fault under the caller's name for the stream, since a call carries streams of many requests."""
     token = request_id_var.set(name if is_valid_request_id(name) else "-")
     try:
         logger.error("a detokenize stream failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""The items of one Encode call: each is answered by itself, as a call of its own would be; what is ready leaves together."""
+"""The items of one Encode call: each is answered like a call of its own; answers that are ready together share a message."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ ApplyChatTemplate = Callable[
 
 _SERVICE = "/sapwood.v1.Tokenizer/"
 _METHODS = {"tokenize": f"{_SERVICE}Tokenize", "apply_chat_template": f"{_SERVICE}ApplyChatTemplate"}
-"""As what an item is counted, timed and traced."""
+"""The method under which an item is counted, timed and traced."""
 
 _MOST_ITEMS = 4096
 _MOST_BYTES = 64 * 1024 * 1024
-"""Items under way, and bytes of them, above which no more is read."""
+"""Items under way, and their bytes, above which no further request is read."""
 _ITEMS_A_TURN = 64
-"""Then it is other calls' turn."""
+"""Items begun in one go; then other calls have their turn."""
 _RESPONSE_BYTES = 1024 * 1024
-"""A response that has so many gets no further result."""
+"""Bytes after which a response gets no further result."""
 _MOST_RESULT_BYTES = MAX_MESSAGE_BYTES - 2 * _RESPONSE_BYTES
 
 
@@ -56,7 +56,7 @@ class EncodeCall:
         tokenize: Answers items that are texts.
         apply_chat_template: Answers items that are conversations.
         telemetry: Measures the items, as calls of the method that does the same.
-        draining: Set when the service is about to stop: what comes then is refused, and the call ends with its last item.
+        draining: Set when the service is about to stop: later items are refused, and the call ends with its last item.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class EncodeCall:
         self._items: dict[int, _Item] = {}
         self._bytes = 0
         self._ready: deque[tuple[tokenizer_pb2.EncodeResult, int]] = deque()
-        """With their sizes."""
+        """Results that are ready, with their sizes in bytes."""
         self._changed = asyncio.Event()
         self._room = asyncio.Event()
 
@@ -90,7 +90,7 @@ class EncodeCall:
         for task in (reading, draining):
             task.add_done_callback(lambda _: self._changed.set())
         try:
-            yield tokenizer_pb2.EncodeResponse()  # the call stands
+            yield tokenizer_pb2.EncodeResponse()  # tells the client that the call is accepted
             while True:
                 if reading.done():
                     reading.result()
@@ -180,7 +180,7 @@ class EncodeCall:
         total = 0
         while self._ready and total < _RESPONSE_BYTES:
             result, size = self._ready.popleft()
-            if result.id in self._items:  # or it was cancelled
+            if result.id in self._items:  # else it was cancelled
                 self._forget(result.id)
                 response.results.append(result)
                 total += size

@@ -1,4 +1,4 @@
-"""The tokenizer's metrics; docs/metrics.md lists them. All are read when they are asked for."""
+"""The tokenizer's metrics; docs/metrics.md lists them. All are read at each scrape."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Caches = Callable[[], dict[str, CacheStats]]
 
 
 def add_metrics(metrics: MetricSet, caches: Caches, open_streams: Callable[[], int]) -> None:
-    """Makes them.
+    """Adds the metrics.
 
     Args:
-        metrics: Where they are made.
-        caches: What the encode caches (``exact``, ``prefix``) did.
-        open_streams: How many Detokenize streams are open.
+        metrics: The registry that they are added to.
+        caches: Statistics of the encode caches (``exact``, ``prefix``).
+        open_streams: Returns how many Detokenize streams are open.
     """
 
     def polled(kind: str, name: str, text: str, read: Callable[[CacheStats], float]) -> None:

@@ -11,8 +11,8 @@ class OpenStreams:
     """Counts streams and the bytes of their options. Lives on one event loop.
 
     Args:
-        most: How many may be open at a time.
-        most_option_bytes: How many bytes the options of open streams may have together, as they came.
+        most: The most streams that may be open at a time.
+        most_option_bytes: The most bytes that the options of open streams may have together, as serialised.
     """
 
     def __init__(self, most: int, most_option_bytes: int) -> None:
@@ -29,10 +29,10 @@ class OpenStreams:
         return self._count
 
     def opened(self, option_bytes: int) -> None:
-        """One more is open.
+        """Counts a stream that opens.
 
         Raises:
-            ResourceExhaustedError: That would be too many; it is not counted.
+            ResourceExhaustedError: There would be too many; it is not counted.
         """
         if self._count >= self._most:
             raise ResourceExhaustedError(f"{self._most} streams are open, which is the most", retry_after=1.0)
@@ -43,7 +43,7 @@ class OpenStreams:
         self._none.clear()
 
     def closed(self, option_bytes: int) -> None:
-        """One that was opened with so many bytes of options is no longer open."""
+        """Takes a stream that has ended, and the bytes of its options, out of the count."""
         self._count -= 1
         self._option_bytes -= option_bytes
         if self._count == 0:

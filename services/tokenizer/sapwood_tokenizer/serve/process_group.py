@@ -1,8 +1,8 @@
 """Several processes that serve on one port, kept running.
 
-They are forked from a process that has loaded the model and does nothing else but wait: so a vocabulary is in memory once (as
-far as nobody writes to it), and a process that dies is replaced in a moment. The kernel spreads the connections over those that
-listen (SO_REUSEPORT); all calls of one connection go to one process.
+They are forked from a process that has loaded the model and then only waits: so a vocabulary is in memory once (except pages that
+are written to), and a process that dies is replaced in a moment. The kernel spreads connections over the processes that listen
+(SO_REUSEPORT); all calls of one connection go to one process.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from sapwood_common.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 Serve = Callable[[int, Callable[[], None]], int]
-"""Runs one process: takes its number and what to call once it serves, returns the exit code."""
+"""Runs one process: takes its number and a function to call once it serves, returns the exit code."""
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
-"""Seconds before a process that died is replaced; twice as long each time it dies soon again."""
+"""Seconds before a process that died is replaced; the pause doubles each time it soon dies again."""
 _SOON = 60.0
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -44,12 +44,12 @@ def reserve_port(host: str, port: int) -> socket.socket:
         port: 0 takes a free one.
 
     Raises:
-        ConfigError: The address cannot be listened on, or somebody else listens there.
+        ConfigError: The address cannot be listened on, or another process listens there.
     """
     address = host.strip("[]")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family) as probe:  # sharing a port with strangers would go unnoticed
+        with socket.socket(family) as probe:  # SO_REUSEPORT would hide another program's use
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, port))
         reserved = socket.socket(family)
@@ -64,7 +64,7 @@ def reserve_port(host: str, port: int) -> socket.socket:
 class _Slot:
     process: ForkProcess | None = None
     ready: Connection | None = None
-    """Where the process says that it serves, until it has."""
+    """The pipe on which the process says that it serves; None once it has."""
     started: float = 0.0
     start_at: float = 0.0
     pause: float = _SHORTEST_PAUSE
@@ -74,9 +74,9 @@ class ProcessGroup:
     """Runs processes until a signal. Must be used in the main thread of a process without other threads.
 
     Args:
-        count: How many.
-        serve: Runs in each of them; SIGTERM must end it.
-        on_serving: Called once, when all serve for the first time.
+        count: The number of processes.
+        serve: Runs in each process; SIGTERM must end it.
+        on_serving: Called once, when all processes serve for the first time.
     """
 
     def __init__(self, count: int, serve: Serve, on_serving: Callable[[], None]) -> None:
@@ -88,7 +88,7 @@ class ProcessGroup:
         self._code = 0
 
     def run(self) -> int:
-        """Returns the exit code when all have ended: 0 after a signal, else that of the first that could not start."""
+        """Runs until all processes have ended; returns 0 after a signal, else the exit code of the first that failed to start."""
         with _signals_as_bytes(signal.SIGTERM, signal.SIGINT) as signals:
             for number in range(len(self._slots)):
                 self._start(number)
@@ -134,7 +134,7 @@ class ProcessGroup:
         try:
             slot.ready.recv()
         except EOFError:
-            return  # it is about to be found dead
+            return  # the process has just died, which the caller will notice
         finally:
             slot.ready.close()
             slot.ready = None
@@ -153,7 +153,7 @@ class ProcessGroup:
             slot.ready = None
         if self._stopping:
             return
-        if self._not_yet:  # it never worked: another would not, either
+        if self._not_yet:  # it never served, and neither would another
             logger.error("process %d could not start", number)
             self._code = self._code or (code if code > 0 else 1)
             self._stop()
@@ -179,7 +179,7 @@ def _signals_as_bytes(*numbers: signal.Signals) -> Iterator[socket.socket]:
         end.setblocking(False)
 
     def nothing(number: int, frame: FrameType | None) -> None:
-        """The byte says it."""
+        """Does nothing: the byte in the socket tells of the signal."""
 
     before = {number: signal.signal(number, nothing) for number in numbers}
     fd = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
@@ -199,7 +199,7 @@ def _run(serve: Serve, number: int, ready: Connection, parent: int) -> None:
         signal.signal(received, signal.default_int_handler if received == signal.SIGINT else signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before that
+    if os.getppid() != parent:  # the parent died before the call
         sys.exit(1)
 
     def on_serving() -> None:

@@ -65,18 +65,18 @@ class Limits:
 
 
 class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
-    """Implements ``sapwood.v1.Tokenizer``; see the proto for what each method does.
+    """Implements ``sapwood.v1.Tokenizer``; the proto says what each method does.
 
     Args:
         loaded: The tokenizer.
-        table: What answers are decoded with; None: there are none.
+        table: The bytes of each token, for decoding answers; None: the model gives no answers.
         model: The name clients use.
         parsers: The parsers that fit the model.
         encoder: Encodes texts.
         limits: What clients may ask for.
         draining: Set when the service is about to stop.
         grammars: Compiles grammars.
-        telemetry: Measures what comes as items of one call.
+        telemetry: Measures the items of Encode calls.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         await self._open_streams.wait_until_none()
 
     def close(self) -> None:
-        """Lets the threads go. No call may be running."""
+        """Ends the threads. No call may be running."""
         self._encoder.close()
         self._render_threads.close()
 
@@ -138,7 +138,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     def Encode(
         self, request_iterator: AsyncIterator[tokenizer_pb2.EncodeRequest], context: Context
     ) -> AsyncIterator[tokenizer_pb2.EncodeResponse]:
-        """Both, for many requests over one call."""
+        """Does what Tokenize and ApplyChatTemplate do, for many requests over one call."""
         call = EncodeCall(self._tokenize, self._apply_chat_template, self._telemetry, self._draining)
         return call.answer(request_iterator)
 
@@ -193,7 +193,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         except asyncio.CancelledError:
             budget.cancel()
             raise
-        # The template writes the special tokens itself.
+        # No special tokens are added, since the template writes them.
         options = EncodeOptions(
             add_special_tokens=False,
             max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
@@ -229,7 +229,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
                 upcoming = None
                 for number, response in enumerate(call.process(request)):
                     if number:
-                        await asyncio.sleep(0)  # other calls' turn
+                        await asyncio.sleep(0)  # lets other calls run
                     if response.outputs:
                         yield response
         finally:
@@ -284,7 +284,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         return OutputStream(Detokenizer(self._table, options.stop, skipped), parser)
 
     def _skipped_for(self, needed: frozenset[str]) -> frozenset[int]:
-        # One set for all streams whose parsers need the same tokens: models have thousands of special tokens.
+        # Streams whose parsers need the same tokens share a set, since models have thousands of special tokens.
         found = self._skipped.get(needed)
         if found is None:
             ids = map(self._loaded.tokenizer.token_to_id, needed)

@@ -13,7 +13,7 @@ from sapwood_common.errors import ConfigError, InvalidArgumentError, ResourceExh
 from sapwood_tokenizer.template.sandbox import BUDGET, Budget, BudgetError, TemplateSandbox
 
 MOST_CHARACTERS = 16 * 1024 * 1024
-"""The longest text that a rendering makes."""
+"""Characters of the longest text that a rendering may make."""
 _DEFAULT_SECONDS = 10.0
 _LONGEST_MESSAGE = 400
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", BUDGET)
@@ -45,7 +45,7 @@ class ChatTemplate:
             raise ConfigError(
                 f"{origin}: the chat template is wrong at line {error.lineno}: {error.message}"
             ) from error
-        except (RecursionError, SyntaxError) as error:  # what Jinja's own parser lets through
+        except (RecursionError, SyntaxError) as error:  # Jinja's own parser lets these through
             raise ConfigError(f"{origin}: the chat template cannot be compiled: {error}") from error
         self._special_tokens = special_tokens
 
@@ -63,17 +63,16 @@ class ChatTemplate:
 
         Args:
             messages: In the form of OpenAI's API; not changed.
-            add_generation_prompt: End with the opening of the assistant's turn.
-            tools: On offer; in the form of OpenAI's API.
-            continue_final_message: End where the last message's content does, so that the model goes on with it.
-            variables: Further ones for the template; they may replace special tokens' names, but nothing else it is given.
-            budget: What it may take, not yet started; ten seconds unless given.
+            add_generation_prompt: Whether the text ends with the opening of the assistant's turn.
+            tools: The tools on offer, in the form of OpenAI's API.
+            continue_final_message: Whether the text ends where the last message's content does, so that the model goes on there.
+            variables: Further variables for the template; they may replace special tokens, but no other given variable.
+            budget: Bounds on the rendering, not yet started; ten seconds unless given.
 
         Raises:
-            InvalidArgumentError: A variable has the name of something else; the template refuses the messages, or it takes
-                more than its budget; or the last message is to be continued and has no content, or the template does not
-                show it.
-            ResourceExhaustedError: It takes long, and so do too many others in the budget's place.
+            InvalidArgumentError: A variable has the name of a given one; the template refuses the messages, or it exceeds its
+                budget; or the last message is to be continued and has no content, or the template does not show it.
+            ResourceExhaustedError: The rendering is slow, and too many slow ones run already.
         """
         budget = budget or Budget(_DEFAULT_SECONDS, MOST_CHARACTERS)
         given = {**self._special_tokens, **(variables or {})}
@@ -93,7 +92,7 @@ class ChatTemplate:
             raise InvalidArgumentError(
                 "the chat template does not show the last message's content", field="continue_final_message"
             )
-        # A template that keeps the space after the mark keeps the content's own; one that trims it trims that, too.
+        # A template that keeps the space after the mark also keeps the content's trailing space; one that trims it trims both.
         return before if after.startswith(" ") else before.rstrip()
 
     def _render(self, variables: Mapping[str, Any], budget: Budget) -> str:
@@ -122,7 +121,7 @@ class ChatTemplate:
 
 
 def _shortened(error: Exception) -> str:
-    # Templates put messages, or a word of a client's, into what they raise.
+    # Templates put clients' messages into their errors.
     message = (str(error) or type(error).__name__).encode(errors="replace").decode()
     return message if len(message) <= _LONGEST_MESSAGE else message[:_LONGEST_MESSAGE] + "..."
 

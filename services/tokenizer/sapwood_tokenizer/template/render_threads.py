@@ -1,9 +1,9 @@
 """Threads that render chat templates, so that those that take long do not keep others waiting.
 
-A rendering begins in one of few quick places. One that has used more CPU time than a slice leaves its place to the next and goes
-on in slices, in turn with the other slow ones, one of them at a time. So however many hostile renderings there are, they have one
-thread's share of the interpreter together, and a new rendering waits for quick ones only. Handing on a turn is O(1); slices are
-counted where a rendering checks its time (``template_sandbox``).
+A rendering begins in one of few quick places. If it uses more CPU time than a slice, it leaves its place to the next and goes on
+in slices, taking turns with other slow renderings, one at a time. So all hostile renderings together have one thread's share of
+the interpreter, and a new rendering waits for quick ones only. Handing on a turn is O(1); a slice's end is noticed where a
+rendering checks its time (``sandbox``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SLICE = 0.05
 
 
 class Turns:
-    """One of several threads at a time, first come first served. Thread-safe."""
+    """Lets several threads run one at a time, first come first served. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,10 +46,10 @@ class Turns:
             if turn in self._waiting:
                 self._waiting.remove(turn)
                 return False
-        return True  # it came in the last moment
+        return True  # the turn came at the last moment
 
     def hand_on(self) -> None:
-        """The one whose turn it is lets the next."""
+        """Ends the caller's turn; the next thread has its own."""
         with self._lock:
             if self._waiting:
                 self._waiting.popleft().set()
@@ -61,8 +61,8 @@ class RenderThreads:
     """Runs renderings. Lives on one event loop; what it runs calls :meth:`Place.check` now and then.
 
     Args:
-        quick: Quick places.
-        slow: Most slow renderings at a time; one more is refused.
+        quick: The number of quick places.
+        slow: The most slow renderings at a time; one more is refused.
     """
 
     def __init__(self, quick: int = 4, slow: int = 64) -> None:
@@ -74,28 +74,28 @@ class RenderThreads:
         self._threads = ThreadPoolExecutor(quick + slow + 1, thread_name_prefix="render")
 
     async def enter(self) -> Place:
-        """A quick place, once one is free; :meth:`run` must follow at once."""
+        """Waits for a quick place; the caller must call :meth:`run` at once."""
         await self._places.acquire()
         loop = asyncio.get_running_loop()
         return Place(self, lambda: loop.call_soon_threadsafe(self._places.release))
 
     async def run(self, place: Place, work: Callable[[], T]) -> T:
-        """What ``work`` returns; it runs on a thread, in the place. Cancelling the call does not end it.
+        """Runs ``work`` on a thread, in the place; returns its result. Cancelling the call does not end the work.
 
         Raises:
-            ResourceExhaustedError: It is slow, and too many slow ones run.
+            ResourceExhaustedError: The work is slow, and too many slow ones run.
         """
         future: Future[T] = self._threads.submit(place.run, work)
-        # One that is cancelled before its thread took it up gives nothing back itself.
+        # Work that is cancelled before a thread began it cannot give its place back itself.
         future.add_done_callback(lambda done: place.give_up() if done.cancelled() else None)
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Lets the threads go."""
+        """Ends the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def enter_slow(self) -> Turns:
-        """Counts a slow rendering, whose turn is not yet."""
+        """Counts one more slow rendering; returns the turns to take. Raises ResourceExhaustedError if too many run."""
         with self._lock:
             if self._count >= self._slow:
                 raise ResourceExhaustedError("too many conversations take long to render", retry_after=1.0)
@@ -103,7 +103,7 @@ class RenderThreads:
         return self._turns
 
     def leave_slow(self) -> None:
-        """It has ended."""
+        """Counts one slow rendering less."""
         with self._lock:
             self._count -= 1
 
@@ -112,8 +112,8 @@ class Place:
     """Where one rendering runs. Used on its thread only.
 
     Args:
-        threads: Whose it is.
-        release: Gives the quick place to the next.
+        threads: The threads that it belongs to.
+        release: Gives the quick place to the next rendering.
     """
 
     def __init__(self, threads: RenderThreads, release: Callable[[], object]) -> None:
@@ -135,7 +135,7 @@ class Place:
             self.give_up()
 
     def give_up(self) -> None:
-        """Gives back whatever it holds: the rendering has ended."""
+        """Gives back the place or the turn when the rendering has ended."""
         if self._turns is None:
             self._release()
             return
@@ -147,7 +147,7 @@ class Place:
         """Waits for its turn if the slice is over, at most until ``end`` on the monotonic clock.
 
         Raises:
-            ResourceExhaustedError: It has become slow, and too many are.
+            ResourceExhaustedError: The rendering has become slow, and too many slow ones run.
         """
         if self._turns is None:
             left = self._cpu_end - time.thread_time()

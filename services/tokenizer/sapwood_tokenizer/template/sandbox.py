@@ -1,10 +1,10 @@
-"""The sandbox that chat templates run in: Jinja's own, and bounds on what a rendering takes.
+"""The sandbox that chat templates run in: Jinja's own, with bounds on the time and memory of a rendering.
 
-Templates come with models and are fed by clients; one that is quadratic in the number of messages, say, is stopped by nothing
-in Jinja's sandbox. So the body of each loop and macro begins, in the compiled template, with a look at the
-:class:`Budget` of the rendering: whatever repeats passes there. Cost: a function call an iteration. Values that grow are
-checked where templates make them grow: ``*``, ``**``, ``+``, ``~`` and ``set``. (Not checked is what one call of a filter
-makes out of a number, such as ``'' | center(10 ** 9)``: only the author of a template, not a client, can write that.)
+Templates come with models and clients feed them; Jinja's sandbox does not stop one that is, say, quadratic in the number of
+messages. So the compiled body of each loop and macro begins with a check of the rendering's :class:`Budget`: all repetition
+passes there. Cost: a function call for each iteration. Values are checked where templates make them grow: ``*``, ``**``, ``+``,
+``~`` and ``set``. (What one call of a filter makes of a number, such as ``'' | center(10 ** 9)``, is not checked: only the
+author of a template, not a client, can write that.)
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _CHECK_SIZE = "\x00size"
 
 
 class BudgetError(Exception):
-    """The rendering took too much; the message says of what."""
+    """The rendering took too much of something, which the message names."""
 
 
 class Budget:
-    """What one rendering may take.
+    """Bounds on one rendering.
 
     Args:
-        seconds: Its time, from :meth:`start`.
-        most_characters: Length of its text.
-        place: Where it runs, if others are to have their turn.
+        seconds: The most seconds it may take, from :meth:`start`.
+        most_characters: The most characters of its text.
+        place: Its place among other renderings; None: it takes no turns.
     """
 
     def __init__(self, seconds: float, most_characters: int, place: Place | None = None) -> None:
@@ -51,15 +51,15 @@ class Budget:
         self._cancelled = False
 
     def start(self) -> None:
-        """The rendering begins."""
+        """Notes that the rendering begins."""
         self._end = time.monotonic() + self._seconds
 
     def cancel(self) -> None:
-        """The text is not needed any more. The one method that another thread may call."""
+        """Has the rendering end: its text is not needed. Only this method may be called by another thread."""
         self._cancelled = True
 
     def check_time(self) -> None:
-        """Raises BudgetError when the time is over or the rendering was cancelled. May wait while it is others' turn."""
+        """Raises BudgetError if the time is over or the rendering was cancelled. May wait while others have their turn."""
         now = time.monotonic()
         if self._place is not None and now > self._place.next_check:
             self._place.check(self._end)
@@ -105,7 +105,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _generate(
         self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
     ) -> str:
-        # The hook that Jinja has for changing how templates are compiled.
+        # Jinja's hook for changing how templates are compiled.
         repeated: list[nodes.For | nodes.Macro | nodes.CallBlock] = [
             *source.find_all(nodes.For), *source.find_all(nodes.Macro), *source.find_all(nodes.CallBlock)
         ]  # fmt: skip

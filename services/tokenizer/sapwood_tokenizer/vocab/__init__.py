@@ -1,1 +1,1 @@
-"""Vocabularies from every kind of file, with what belongs to them. Knows no request and no gRPC."""
+"""Vocabularies from every kind of file, with templates and special tokens. Knows no request and no gRPC."""

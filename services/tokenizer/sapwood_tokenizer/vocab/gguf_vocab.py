@@ -24,7 +24,7 @@ from sapwood_tokenizer.vocab.sentencepiece_vocab import (
 )
 from sapwood_tokenizer.vocab.split_patterns import PATTERNS, split_as_gpt2, split_at
 
-# What llama.cpp's converter calls the pre-tokenizer -> the family of expressions; None is GPT-2's own.
+# llama.cpp's name of the pre-tokenizer -> the family of expressions; None is GPT-2's own.
 _FAMILIES: dict[str, str | None] = {
     **dict.fromkeys(("default", "gpt-2"), None),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "glm4", "chatglm-bpe"), "cl100k"),
@@ -35,9 +35,9 @@ _FAMILIES: dict[str, str | None] = {
     "deepseek-v3": "deepseek",
 }
 _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "gpt-4o", "llama4", "tekken", "kimi-k2"})
-"""Those that take a word that is a token whole, whatever the merges say."""
+"""Pre-tokenizers of vocabularies that take a word that is a token whole, whatever the merges say."""
 _BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "llama4", "tekken", "deepseek-v3"})
-"""Those that begin a text with BOS where the file does not say."""
+"""Pre-tokenizers of vocabularies that begin a text with BOS unless the file says otherwise."""
 
 
 class VocabularyError(Exception):
@@ -135,7 +135,7 @@ def _add_post_processor(
 
 
 def _distinct(tokens: Sequence[str]) -> Sequence[str]:
-    """The tokens, with a name of its own for each that is a duplicate or no Unicode text, so that ids stay as they are."""
+    """The tokens with each duplicate or invalid Unicode text renamed to a unique one, so that ids stay as they are."""
     if len(set(tokens)) == len(tokens) and all(tokens) and _is_unicode("".join(tokens)):
         return tokens
     seen: set[str] = set()

@@ -40,13 +40,13 @@ class LoadedTokenizer:
 
     Attributes:
         tokenizer: Encodes and decodes.
-        origin: The file it is from.
+        origin: The tokenizer's file.
         vocab_size: Every id is below it.
         bos_token_id: Beginning of text, if the model has one.
         eos_token_ids: The model's end tokens.
         special_ids: Tokens left out of text when special tokens are skipped.
         chat_template: Jinja source, if there is one.
-        template_origin: The file it is from.
+        template_origin: The template's file.
         special_tokens: Names that chat templates use (``bos_token``, ``eos_token``, ...), with their text.
         only_encodes: Whether nothing is ever decoded with it: its model makes embeddings.
     """
@@ -64,10 +64,10 @@ class LoadedTokenizer:
 
 
 def resolve_tokenizer(model: str) -> Path:
-    """The file or folder that ``--model`` names: as every service knows it, or a vocabulary file, or a folder with one.
+    """The file or folder that ``--model`` names: a model, a vocabulary file or a folder with one.
 
     Raises:
-        ConfigError: There is nothing there; the message says what to do.
+        ConfigError: There is no such file or folder; the message says what to do.
     """
     path = Path(model).expanduser()
     return path if path.is_dir() or (path.suffix in _VOCABULARY_SUFFIXES and path.is_file()) else resolve_model(model)
@@ -113,7 +113,7 @@ def _from_gguf(path: Path, template: _Template | None) -> LoadedTokenizer:
     file.close()
     try:
         tokenizer = build_tokenizer(metadata)
-    except Exception as error:  # a VocabularyError, or what other values than expected lead to, here or in the library
+    except Exception as error:  # a VocabularyError, or any error of ours or the library's over unexpected values
         raise ConfigError(f"{path}: its vocabulary cannot be used: {error}") from error
     if template is None:
         template = _template_of_gguf(path, metadata)
@@ -150,7 +150,7 @@ def _from_files(path: Path, template: _Template | None) -> LoadedTokenizer:
         name: text for name in _NAMED_TOKENS if (text := _token_text(settings.get(name))) is not None
     }
     ends = generation.get("eos_token_id", model.get("eos_token_id"))
-    # The tokenizer's own end token first: it is the one that chat templates mean.
+    # The tokenizer's own end token comes first, as chat templates mean that one.
     eos = [_own_id(tokenizer, texts.get("eos_token")), *(ends if isinstance(ends, list) else [ends])]
     bos = _own_id(tokenizer, texts.get("bos_token"))
     bos = _known_id(tokenizer, model.get("bos_token_id")) if bos is None else bos
@@ -159,7 +159,7 @@ def _from_files(path: Path, template: _Template | None) -> LoadedTokenizer:
         index = _known_id(tokenizer, given)
         if index is not None:
             texts.setdefault(name, _text_of(tokenizer, index))
-    # A file saved after training or evaluation may cut or pad what it encodes; prompts are never cut in silence.
+    # Files saved after training may truncate or pad texts; prompts must not be cut silently.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     rows = model.get("vocab_size")
@@ -168,10 +168,10 @@ def _from_files(path: Path, template: _Template | None) -> LoadedTokenizer:
 
 
 def table_of(loaded: LoadedTokenizer) -> TokenBytes | None:
-    """What answers are decoded with; None where it cannot be made and no answers are to be.
+    """The bytes of each token, for decoding answers; None if the model gives none and the tokenizer's decoder is unknown.
 
     Raises:
-        ConfigError: It cannot be made, but has to be; the message names the file and says why.
+        ConfigError: The decoder is unknown and the model gives answers; the message names the file and says why.
     """
     try:
         return TokenBytes(loaded.tokenizer, loaded.origin)
@@ -185,7 +185,7 @@ def table_of(loaded: LoadedTokenizer) -> TokenBytes | None:
 def _only_encodes(tokenizer: Tokenizer, architectures: Any) -> bool:
     if isinstance(architectures, list) and architectures:
         return not any(end in str(architectures[0]) for end in ("ForCausalLM", "ForConditionalGeneration"))
-    return isinstance(tokenizer.model, models.WordPiece)  # what encoders have, and nothing else
+    return isinstance(tokenizer.model, models.WordPiece)  # only encoders have it
 
 
 def _loaded(
@@ -198,7 +198,7 @@ def _loaded(
     model_vocab_size: int = 0,
 ) -> LoadedTokenizer:
     added = tokenizer.get_added_tokens_decoder()
-    # A model may have more rows than its tokenizer has tokens; such an id has no text, but it is no error.
+    # A model may have more rows than its tokenizer has tokens; an id beyond the tokens has no text, but is no error.
     vocab_size = max(tokenizer.get_vocab_size(), max(added, default=-1) + 1, model_vocab_size)
     eos = [index for index in ends if isinstance(index, int) and 0 <= index < vocab_size]
     turn_ends = map(tokenizer.token_to_id, _TURN_ENDS)
@@ -222,7 +222,7 @@ def _template_of_directory(path: Path, settings: dict[str, Any]) -> _Template | 
         return _Template(_read_text(file), str(file))
     file = path / "tokenizer_config.json"
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several named ones: the default is the one for plain chat
+    if isinstance(template, list):  # several named templates: "default" is the one for plain chat
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
         template = named.get("default")
     return _Template(template, str(file)) if isinstance(template, str) else None

@@ -1,7 +1,7 @@
 """Builds a ``tokenizers.Tokenizer`` from a vocabulary of bytes with ranks: tiktoken files and Mistral's ``tekken.json``.
 
-Such a vocabulary has no merges: at each step the neighbours whose joined bytes have the lowest rank are joined. So the merges are
-every split of every token into two tokens, in the order of the joined token's rank. Cost: O(total bytes of the vocabulary)
+Such a vocabulary has no merges: each step joins the neighbours whose joined bytes have the lowest rank. So the merges are every
+split of every token into two tokens, in the order of the joined token's rank. Complexity: O(total bytes of the vocabulary)
 look-ups; 200 000 tokens give 450 000 merges.
 
 Sources: https://github.com/openai/tiktoken (``_educational.py``); Mistral's tekken as in https://github.com/mistralai/mistral-common.
@@ -31,7 +31,7 @@ class RankedVocabularyError(Exception):
 class _Family:
     name: str
     patterns: tuple[str, ...] | None
-    """How words are cut; None is GPT-2's way."""
+    """The expressions that cut words; None: GPT-2's."""
     special: Mapping[str, int]
     bos: str | None = None
 
@@ -57,7 +57,7 @@ _LLAMA3_SPECIAL = _numbered(
 )
 _FILL_IN = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
 
-# A tiktoken file holds neither the expression nor the special tokens; which family it is shows in how many tokens it has.
+# A tiktoken file holds neither the expression nor the special tokens; its number of tokens tells the family.
 _FAMILIES: dict[int, _Family] = {
     50256: _Family("gpt2", None, {"<|endoftext|>": 50256}),
     50280: _Family("p50k", None, {"<|endoftext|>": 50256}),
@@ -95,11 +95,11 @@ def load_tiktoken(path: Path, special: Mapping[str, int]) -> tuple[Tokenizer, st
 
     Args:
         path: The file.
-        special: Special tokens from elsewhere, with their ids; where there are none, those of the vocabulary's family.
+        special: Special tokens from other files, with their ids; if empty, those of the vocabulary's family are used.
 
     Raises:
         OSError: The file cannot be read.
-        RankedVocabularyError: It is no such file, or of a family that is not known.
+        RankedVocabularyError: It is not such a file, or of an unknown family.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
@@ -126,7 +126,7 @@ def load_tekken(path: Path) -> Tokenizer:
 
     Raises:
         OSError: The file cannot be read.
-        RankedVocabularyError: It is no such file.
+        RankedVocabularyError: It is not such a file.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -144,7 +144,7 @@ def load_tekken(path: Path) -> Tokenizer:
     return _build(ranks, count, named, (pattern,))
 
 
-# Those of vocabularies before version 7, which do not name them.
+# Special tokens of vocabularies before version 7, which do not name them.
 _TEKKEN_SPECIAL = (
     "<unk>",
     "<s>",

@@ -1,9 +1,9 @@
 """Builds a ``tokenizers.Tokenizer`` from a SentencePiece vocabulary: a ``tokenizer.model`` file, or one inside a GGUF file.
 
-Two algorithms exist. BPE (Llama 2, Mistral, Gemma): each token has a score and there are no merges; at each step the neighbours
-whose joined token has the highest score are joined. So the merges are every split of every token into two tokens, ordered by
-the joined token's score, descending. Cost: O(total characters of the vocabulary) dictionary look-ups plus one sort; Gemma's
-262 144 tokens give 515 000 merges. Unigram (T5, XLM-R): the library has it.
+Two algorithms exist. BPE (Llama 2, Mistral, Gemma): each token has a score and there are no merges; each step joins the
+neighbours whose joined token has the highest score. So the merges are every split of every token into two tokens, ordered by the
+joined token's score, descending. Complexity: O(total characters of the vocabulary) look-ups and one sort; Gemma's 262 144 tokens
+give 515 000 merges. Unigram (T5, XLM-R): the library implements it.
 
 Sources: SentencePiece's ``bpe_model.cc`` and ``sentencepiece_model.proto`` (Kudo and Richardson 2018).
 """
@@ -32,17 +32,17 @@ class SentencePieceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SentencePieceVocabulary:
-    """What is needed to build a tokenizer.
+    """The parts of a vocabulary from which a tokenizer is built.
 
     Attributes:
         tokens: The token of each id, no two alike.
-        scores: Its score; the higher, the earlier it is merged.
-        types: Its type.
-        unknown_id: The token for what no other stands for.
+        scores: The score of each id; tokens of higher score are merged earlier.
+        types: The type of each id.
+        unknown_id: The token for text that no other token stands for.
         adds_prefix: Whether a text gets a space at its start.
         byte_fallback: Whether characters without a token become bytes.
-        unigram: The algorithm: Unigram, else BPE.
-        charsmap: How characters are normalised first; empty for not at all.
+        unigram: Whether the algorithm is Unigram; else it is BPE.
+        charsmap: How characters are normalised first; empty: they are not.
         trims_spaces: Whether spaces at the ends and repeated ones are dropped.
     """
 
@@ -72,7 +72,7 @@ def load_sentencepiece(path: Path) -> SentencePieceModel:
 
     Raises:
         OSError: The file cannot be read.
-        SentencePieceError: It is no such file, or of a kind that is not supported.
+        SentencePieceError: It is not such a file, or its kind is not supported.
     """
     model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at run time
     try:
@@ -142,8 +142,8 @@ def rebuild_merges(tokens: Sequence[str], scores: Sequence[float], types: Sequen
 
     Args:
         tokens: The token of each id.
-        scores: Its score; the higher, the earlier it is merged. Ties go by id, splits of one token by their place.
-        types: Its type number; only normal tokens take part in merges.
+        scores: The score of each id; tokens of higher score are merged earlier, ties by id, splits of one token by place.
+        types: The type of each id; only normal tokens take part in merges.
     """
     mergeable = {token for token, kind in zip(tokens, types, strict=True) if kind in (NORMAL, UNUSED)}
     merges: list[tuple[str, str]] = []
@@ -172,7 +172,7 @@ def _bpe(vocabulary: SentencePieceVocabulary) -> models.BPE:
 
 
 def _unigram(vocabulary: SentencePieceVocabulary) -> models.Unigram:
-    # The library looks for every token in the text, also for those that stand for none: they are never the best choice.
+    # The library matches every token in the text, even control tokens; this score makes those never the best choice.
     never = min(vocabulary.scores) - _NEVER
     scored = zip(vocabulary.tokens, vocabulary.scores, vocabulary.types, strict=True)
     return models.Unigram(

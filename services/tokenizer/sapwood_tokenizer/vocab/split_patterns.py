@@ -15,7 +15,7 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _cased(upper: str, lower: str, suffix: str) -> str:
-    """A word: letters of which the small ones come last."""
+    """The expression of a word: upper-case letters, then lower-case ones."""
     return rf"[^\r\n\p{{L}}\p{{N}}]?[{upper}]*[{lower}]+{suffix}|[^\r\n\p{{L}}\p{{N}}]?[{upper}]+[{lower}]*{suffix}"
 
 
@@ -58,5 +58,5 @@ def split_at(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
 
 
 def split_as_gpt2() -> pre_tokenizers.PreTokenizer:
-    """GPT-2's own expression, which the library knows."""
+    """Cuts by GPT-2's own expression, which the library knows."""
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)

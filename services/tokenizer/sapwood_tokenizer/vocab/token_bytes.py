@@ -1,9 +1,9 @@
 """The bytes that each token stands for.
 
-The decoders of language models' tokenizers are of two kinds, and in both a text is nothing but the bytes of its tokens one after
-another: byte-level BPE (GPT-2: each byte written as a printable character) and SentencePiece with byte fallback (U+2581 for
-a space, ``<0xE2>`` for a byte). So a stream is decoded by a look-up a token and an incremental UTF-8 decoder, O(1) a token,
-with no window to decode again and again. A tokenizer with another kind of decoder (word-level, WordPiece) is refused when the
+The decoders of language models' tokenizers are of two kinds, and in both a text is the concatenation of its tokens' bytes:
+byte-level BPE (GPT-2: each byte written as a printable character) and SentencePiece with byte fallback (U+2581 for a space,
+``<0xE2>`` for a byte). So decoding a stream takes one look-up for each token and an incremental UTF-8 decoder, O(1) for each
+token, and no window is decoded again. A tokenizer with another kind of decoder (word-level, WordPiece) is refused when the
 service starts, unless its model makes embeddings only.
 """
 
@@ -88,7 +88,7 @@ class TokenBytes:
 
 
 def _is_understood(step: dict[str, Any]) -> bool:
-    """Whether a step of a decoder is one of SentencePiece's, with what it has there."""
+    """Whether a step of a decoder is one of SentencePiece's, with its usual settings."""
     match step:
         case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
             return bool(pattern == _SPACE and content == " ")
@@ -108,7 +108,7 @@ def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def printable_bytes() -> dict[int, str]:
-    """GPT-2's way to write each byte as one printable character: itself where it is one, else the next free from U+0100."""
+    """GPT-2's printable character for each byte: the byte's own where it is printable, else the next free one from U+0100."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(0xAE, 0x100)]
     characters = {byte: chr(byte) for byte in printable}
     others = (byte for byte in range(256) if byte not in characters)

@@ -35,7 +35,7 @@ class Vocabulary:
 
     Attributes:
         tokenizer: Encodes and decodes.
-        file: Where it is from.
+        file: The tokenizer's file.
         special_tokens: The texts of ``bos_token`` and the like, as far as the file knows them.
     """
 
@@ -49,7 +49,7 @@ def load_vocabulary(path: Path, settings: Mapping[str, Any]) -> Vocabulary:
 
     Args:
         path: A directory, or a vocabulary file of a known kind.
-        settings: What the ``tokenizer_config.json`` beside it says.
+        settings: The settings of the ``tokenizer_config.json`` beside it.
 
     Raises:
         ConfigError: There is no vocabulary, or it cannot be used; the message names the file and says why.
@@ -141,7 +141,7 @@ def _add_listed(tokenizer: Tokenizer, listed: Mapping[str, int], settings: Mappi
 
 
 def _put_around(tokenizer: Tokenizer, bos: str | None, eos: str | None, settings: Mapping[str, Any]) -> None:
-    """Texts begin with BOS unless the settings say otherwise, and end with EOS if they say so."""
+    """Has texts begin with BOS unless the settings say otherwise, and end with EOS if the settings say so."""
     opening = [bos] if bos is not None and settings.get("add_bos_token", True) else []
     closing = [eos] if eos is not None and settings.get("add_eos_token", False) else []
     known = {token: tokenizer.token_to_id(token) for token in (*opening, *closing)}

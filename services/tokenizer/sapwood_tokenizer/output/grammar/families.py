@@ -27,16 +27,16 @@ MakeTags = Callable[[Sequence[OfferedTool], bool], list[Format]]
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How calls are written.
+    """How a family writes calls.
 
     Attributes:
-        tags: (tools, parallel) to the alternatives of which an output consists.
-        trigger: What begins each of them where text may stand before; "" where calls are not marked.
+        tags: Makes the alternatives for a call from (tools, parallel).
+        trigger: The literal that begins each call where text may stand before it; "" where calls are not marked.
         not_call: Where calls are not marked: a regular expression for text that cannot be taken for a call.
-        answer_head: What the model writes before an answer that is no call.
-        separator: Stands between two of them.
-        markers: What must be text or a special token whose name a grammar can spell: ``<...>``.
-        many: Whether several may follow each other.
+        answer_head: What the model writes before an answer that is not a call.
+        separator: Stands between two calls.
+        markers: Literals that must be text, or special tokens whose names a grammar can spell: ``<...>``.
+        many: Whether several calls may follow each other.
     """
 
     tags: MakeTags
@@ -48,12 +48,12 @@ class CallFormat:
     many: bool = True
 
     def required(self, tools: Sequence[OfferedTool], *, parallel: bool) -> Format:
-        """Calls and nothing else."""
+        """The format of outputs that must be calls."""
         single = not (parallel and self.many)
         return repeated(self.tags(tools, parallel), self.separator, least=True, single=single)
 
     def offered(self, tools: Sequence[OfferedTool], *, parallel: bool) -> Format:
-        """Text and calls."""
+        """The format of outputs that may hold text and calls."""
         tags = self.tags(tools, parallel)
         if self.trigger:
             return triggered(self.trigger, tags, single=not (parallel and self.many))
@@ -61,7 +61,7 @@ class CallFormat:
         return either([self.required(tools, parallel=parallel), self.answer(free)])
 
     def answer(self, content: Format) -> Format:
-        """An answer that is no call."""
+        """The format of an answer that is not a call."""
         return sequence(text(self.answer_head), content) if self.answer_head else content
 
 
@@ -186,10 +186,10 @@ def _gpt_oss(tools: Sequence[OfferedTool], _parallel: bool) -> list[Format]:
 
 
 FINAL = "<|channel|>final<|message|>"
-"""What begins an answer of gpt-oss."""
+"""The header of gpt-oss's answers."""
 
 GENERIC = CallFormat(_llama, not_call=r"([^{\s](?s:.*))?", separator="; ")
-"""JSON objects; ``llama3_json`` reads them."""
+"""Calls as JSON objects, which ``llama3_json`` reads."""
 GENERIC_PARSER = "llama3_json"
 
 _DEEPSEEK_MARKERS = (
@@ -225,8 +225,8 @@ def call_format(tool_parser: str, template: str, special_names: frozenset[str]) 
     objects, ``{"name": "f", "parameters": {...}}``, and the parser that reads those.
 
     Args:
-        tool_parser: A name of ``tool_parser.registry``, or "".
-        template: The model's chat template; tells DeepSeek's two forms apart.
+        tool_parser: A name in ``tool_parser.registry``, or "".
+        template: The model's chat template, which tells DeepSeek's two forms apart.
         special_names: The special tokens' names.
     """
     found = _FORMATS.get(tool_parser)

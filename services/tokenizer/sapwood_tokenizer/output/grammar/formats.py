@@ -1,4 +1,4 @@
-"""The structural-tag formats (see ``sapwood_common.grammar.structural_tag``) that output grammars are made of."""
+"""The structural-tag formats (``sapwood_common.grammar.structural_tag``) that output grammars are made of."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def either(parts: Sequence[Format]) -> Format:
 
 
 def optional(part: Format) -> Format:
-    """It or nothing."""
+    """A part or nothing."""
     return {"type": "or", "elements": [part, text("")]}
 
 
@@ -48,7 +48,7 @@ def tag(begin: str, content: Format, end: str = "") -> Format:
 
 
 def repeated(tags: Sequence[Format], separator: str, *, least: bool, single: bool = False) -> Format:
-    """Tags with a separator between them: none only if not ``least``, not more than one if ``single``."""
+    """Tags with a separator between them: at least one if ``least``, at most one if ``single``."""
     return {
         "type": "tags_with_separator",
         "tags": list(tags),

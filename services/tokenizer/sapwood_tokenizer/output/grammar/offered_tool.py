@@ -24,8 +24,8 @@ class OfferedTool:
 
     Attributes:
         name: Its name.
-        schema: What its arguments, an object, must match. No parameters given: none are taken.
-        strict: The caller wants the schema enforced, or refused.
+        schema: What its arguments, an object, must match; if the caller gives none, there are no arguments.
+        strict: Whether the caller wants the schema enforced, or else an error.
     """
 
     name: str
@@ -41,7 +41,7 @@ def offered_tools(text: str) -> list[OfferedTool]:
             "tools[i]...".
     """
     objects = load_tools(text)
-    Tools.from_objects(objects)  # names every other fault
+    Tools.from_objects(objects)  # raises for every other fault
     return [_offered(item.get("function", item), index) for index, item in enumerate(objects)]
 
 

@@ -14,15 +14,15 @@ _ANALYSIS = tag("<|channel|>analysis<|message|>", ANYTHING, "<|end|><|start|>ass
 def after_reasoning(
     answer: Format, parser: str, reasoning_open: bool | None, special_names: frozenset[str], *, in_channel: bool
 ) -> Format:
-    """What a model writes that may or must reason before its answer.
+    """The format of an output that may or must hold reasoning before its answer.
 
     Args:
-        answer: What follows the reasoning.
-        parser: A name of ``reasoning_parser.registry``, or "".
-        reasoning_open: Whether the output begins inside the reasoning; None as is usual for the family. True: it must
-            be closed. None and not usual: there may be some. False: there is none.
+        answer: The format of what follows the reasoning.
+        parser: A name in ``reasoning_parser.registry``, or "".
+        reasoning_open: True: the output begins inside reasoning, which it must close. False: there is no reasoning. None: True
+            if that is usual for the family; else there may be reasoning.
         special_names: The special tokens' names.
-        in_channel: The answer writes gpt-oss's header of its message itself.
+        in_channel: Whether ``answer`` includes gpt-oss's header of its message.
 
     Raises:
         InvalidArgumentError: There is no such parser, or its marks are special tokens that no grammar can spell. The field

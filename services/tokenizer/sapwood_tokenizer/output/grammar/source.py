@@ -1,4 +1,4 @@
-"""What a caller wants of an output, put together to one grammar."""
+"""Combines what a caller wants of an output into one grammar."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CallsWanted:
 
 @dataclass(frozen=True, slots=True)
 class ModelFormat:
-    """What of a model decides how it writes.
+    """The facts about a model that decide how it writes.
 
     Attributes:
         template: Its chat template, "" if it has none.
@@ -51,10 +51,10 @@ def output_source(
     """The grammar of a whole output, and the parser that finds the calls in it.
 
     Args:
-        answer: What text must match; None with ``calls``: their text is free, or there is none.
+        answer: What text must match; None, which needs ``calls``: text is free where calls allow any.
         calls: Which calls there may or must be; None: none.
-        reasoning_parser: How the model marks the reasoning before; "": there is none.
-        reasoning_open: Whether the output begins inside it.
+        reasoning_parser: How the model marks reasoning; "": there is none.
+        reasoning_open: Whether the output begins inside reasoning.
         model: How the model writes.
 
     Raises:
@@ -69,7 +69,7 @@ def output_source(
         body = _format_of(answer)
     else:
         body, parser = _with_calls(answer, calls, model)
-    in_channel = parser == GPT_OSS  # what goes with calls writes the headers itself
+    in_channel = parser == GPT_OSS  # its formats of calls and answers include the headers
     whole = after_reasoning(body, reasoning_parser, reasoning_open, model.special_names, in_channel=in_channel)
     options = answer.options if answer is not None else GrammarOptions()
     return GrammarSource("structural_tag", json.dumps({"format": whole}, ensure_ascii=False), options), parser
@@ -96,7 +96,7 @@ def _format_of(source: GrammarSource) -> Format:
     """A grammar as a part of a structural tag.
 
     Raises:
-        InvalidArgumentError: It is not JSON where it must be.
+        InvalidArgumentError: The source is not JSON where it must be.
     """
     match source.kind:
         case "json_schema":

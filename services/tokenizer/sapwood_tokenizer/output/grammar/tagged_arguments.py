@@ -1,6 +1,6 @@
-"""Arguments that stand one by one between tags, or as keywords: the parts of an object schema, each with its own format.
+"""Formats of arguments written one by one between tags, or as keywords: each property of an object schema has its own.
 
-Strings are written without quotes between tags, so of their schema only ``enum`` and ``const`` are enforced there.
+Strings between tags have no quotes, so only ``enum`` and ``const`` of their schema are enforced there.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Argument:
         name: Its name.
         schema: What its value must match, with the definitions it may refer to.
         required: Whether it must be there.
-        is_string: Whether it can only be a string; None where the schema does not say which type it has.
-        lenient: What of the schema cannot be enforced is ignored.
+        is_string: Whether it can only be a string; None where the schema does not give its type.
+        lenient: Whether parts of the schema that cannot be enforced are ignored.
     """
 
     name: str
@@ -66,7 +66,7 @@ def arguments_of(tool: OfferedTool) -> list[Argument]:
 
 
 def _resolved(schema: Any, definitions: dict[str, Any]) -> Any:
-    """What a chain of references to the definitions leads to."""
+    """The schema at the end of a chain of references to the definitions."""
     for _ in range(_LONGEST_CHAIN):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str):
@@ -85,7 +85,7 @@ def tagged(arguments: Sequence[Argument], begin: Callable[[Argument], str], end:
 
 
 def keywords(arguments: Sequence[Argument]) -> Format:
-    """``a=1, b="x"``: values in JSON; those that are required first."""
+    """The arguments as ``a=1, b="x"``: values in JSON, required ones first."""
     parts = [_keyword(argument) for argument in arguments if argument.required]
     rest = [_keyword(argument) for argument in arguments if not argument.required]
     if parts:

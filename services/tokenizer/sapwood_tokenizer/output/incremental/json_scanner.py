@@ -1,10 +1,10 @@
 """JSON as models write it, read as it arrives.
 
 The scanner follows strings, escapes and brackets to find where a value ends; it does not check the value, since what a
-model wrote must reach the client either way. Time is linear in the text; nothing recurses, so depth has no limit.
+model wrote must reach the client either way. Time is linear in the text. There is no recursion, so depth has no limit.
 
-Where JSON is broken it gives up at the first ``<`` outside a string, which no JSON has and which is how the tags of
-nearly all formats begin; so a value that lacks its closing bracket ends before the closing tag.
+Where JSON is broken it gives up at the first ``<`` outside a string: no JSON has it there, and the tags of nearly all formats
+begin with it. So a value that lacks its closing bracket ends before the closing tag.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def copy_string(source: Source, emit: Emit) -> Steps[bool]:
 
 
 def decode_string(source: Source, emit: Emit) -> Steps[bool]:
-    """Stream what one JSON string means. False if the text ends before it does.
+    """Stream the decoded content of one JSON string. False if the text ends before it does.
 
     The source stands at the opening quote. An unknown or incomplete escape is kept as it is written; half a surrogate
     pair becomes U+FFFD.
@@ -80,7 +80,7 @@ def decode_string(source: Source, emit: Emit) -> Steps[bool]:
 
 
 def read_string(source: Source, limit: int) -> Steps[str | None]:
-    """Read what one short JSON string means. None if no string comes here, or it is cut, or longer than ``limit``."""
+    """Read and decode one short JSON string. None if no string comes here, or it is cut, or longer than ``limit``."""
     if not (yield from source.accept('"')):
         return None
     pieces: list[str] = []

@@ -1,8 +1,8 @@
 """A set of fixed strings to look for in a text that arrives in pieces.
 
-The one subtle point is when a match is certain. No marker may contain another one; then the first marker that is
-complete is also the first that began, so it never has to wait for a longer one, and a search that continues from any
-cut finds the same markers as a search of the whole text.
+A match must be certain at once: no marker may contain another one. Then the first marker that is complete is also the first
+that began, it never has to wait for a longer one, and a search that continues from any cut finds the same markers as a search
+of the whole text.
 """
 
 from __future__ import annotations

@@ -45,11 +45,11 @@ class Source:
         self._position = 0
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Ends the text."""
         self._closed = True
 
     def start_recording(self, read_before: str = "") -> None:
-        """Forget what was recorded; from now on keep what is read, after ``read_before``."""
+        """Begin a new record with ``read_before``; it takes all that is read from now on."""
         self._record = [read_before]
 
     def stop_recording(self) -> str:
@@ -66,7 +66,7 @@ class Source:
         return piece
 
     def take_run(self, pattern: re.Pattern[str]) -> str:
-        """Read what matches here of the text that is there; "" if nothing does.
+        """Read what matches at this place of the text that has come; "" if nothing does.
 
         ``pattern`` is a run of characters of one class, so that two matches side by side are as good as one.
         """
@@ -122,7 +122,7 @@ class Source:
     def until(self, markers: Markers, emit: Emit) -> Steps[str]:
         """Stream the text before the first of ``markers`` to ``emit``, read the marker and return it.
 
-        Returns "" at the end of the text. What may be the beginning of a marker is held back.
+        Returns "" at the end of the text. Text that may be the beginning of a marker is held back.
         """
         while True:
             match = markers.find(self._text, self._position)

@@ -22,7 +22,7 @@ class ReasoningFamily:
     """A family of models and how they mark reasoning.
 
     Attributes:
-        name: What requests call it.
+        name: Its name in requests.
         opening: The opening tag.
         closing: The closing tag.
         starts_open: Whether the family's prompts usually open the reasoning.
@@ -43,7 +43,7 @@ class ReasoningFamily:
         return frozenset([self.opening, self.closing, *self.implied_by])
 
     def script(self, starts_open: bool | None) -> Script:
-        """What parses an output; ``starts_open`` of None is the family's habit."""
+        """The script that parses an output; if ``starts_open`` is None, the family's usual form."""
         is_open = self.starts_open if starts_open is None else starts_open
         ends = Markers(self.closing, *self.implied_by)
 

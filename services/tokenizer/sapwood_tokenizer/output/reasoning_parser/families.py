@@ -1,4 +1,4 @@
-"""The families, a row each; whose template is recognised by its signs, most telling first."""
+"""The families, one row each. A chat template is of the first family whose signs it has, so the most telling come first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAMILIES: tuple[ReasoningFamily, ...] = (
     ReasoningFamily("glm45", "<think>", "</think>", signs=("<think>", "<arg_key>")),
     # DeepSeek V3.1 and later: the template opens or closes them as the request wants.
     ReasoningFamily("deepseek_v3", "<think>", "</think>", signs=("<think>", "</think>", "<｜Assistant｜>", "thinking")),
-    # DeepSeek R1 and its distillations: the template has usually written the first.
+    # DeepSeek R1 and its distillations: the template has usually written the opening tag.
     ReasoningFamily("deepseek_r1", "<think>", "</think>", starts_open=True, signs=("</think>", "<｜Assistant｜>")),
     # Qwen3 and QwQ: the model writes the tags, or the template opens them for those that always think.
     ReasoningFamily("qwen3", "<think>", "</think>", signs=("<think>", "<|im_start|>")),

@@ -1,4 +1,4 @@
-"""The reasoning families by name, and which one a chat template speaks of."""
+"""The reasoning families by name, and which one a chat template is of."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sapwood_tokenizer.output.reasoning_parser import families
 from sapwood_tokenizer.output.reasoning_parser.base import ReasoningFamily
 
 GPT_OSS = "gpt_oss"
-"""The family that one parser reads whole, reasoning and calls; see ``tool_parser.gpt_oss``."""
+"""The family whose parser, ``tool_parser.gpt_oss``, reads reasoning and calls together."""
 _GPT_OSS_SIGNS = ("<|channel|>", "<|start|>")
 
 FAMILIES: Mapping[str, ReasoningFamily] = MappingProxyType({family.name: family for family in families.FAMILIES})
@@ -34,8 +34,8 @@ def ends_in_reasoning(prompt: str, continued: str = "") -> bool | None:
     """Whether a prompt ends inside reasoning, so that the model's output begins there; None if it does not say.
 
     Args:
-        prompt: Ends inside if its last word is an opening tag, and outside if it is a closing tag.
-        continued: The message that the prompt ends with, if the model is to go on with it: its last tag counts.
+        prompt: The prompt; it ends inside if its last word is an opening tag, and outside if that is a closing tag.
+        continued: The message that the prompt ends with, if the model is to go on with it: its last tag decides.
     """
     text = prompt.rstrip()
     if any(text.endswith(family.opening) for family in FAMILIES.values()):

@@ -34,7 +34,7 @@ def long_id(seed: str, index: int) -> str:
 
 
 def short_id(seed: str, index: int) -> str:
-    """Nine letters and digits, which is what Mistral's templates demand."""
+    """An id of nine letters and digits, which Mistral's templates demand."""
     return _digest(seed, index, 5)[:9]
 
 
@@ -47,10 +47,10 @@ class ToolFamily:
     """A family of formats.
 
     Attributes:
-        name: What requests call it.
-        script: Parses an output, given the tools on offer.
+        name: Its name in requests.
+        script: Makes the parser of an output, given the tools on offer.
         special_tokens: Markers that may be special tokens of the vocabulary; the text must hold them.
-        make_id: ``(seed, index)`` to the id of a call that the model did not name.
+        make_id: Makes the id of a call that the model did not name from ``(seed, index)``.
     """
 
     name: str
@@ -64,8 +64,8 @@ class CallMarkers:
     """The markers around calls.
 
     Args:
-        openers: Where a call may begin.
-        closers: What may follow a call and means nothing then. Before the first call they are text.
+        openers: Literals after which a call may begin.
+        closers: Literals that may follow a call and are dropped there. Before the first call they are text.
     """
 
     openers: Markers
@@ -88,7 +88,7 @@ def marked_calls(
         out: Where its text goes.
         markers: The markers.
         attempt: Reads on after an opener, while the source records; returns whether a call was started. What the
-            record holds when it returns is text.
+            record holds when it returns comes out as text.
     """
     started = False
     while True:

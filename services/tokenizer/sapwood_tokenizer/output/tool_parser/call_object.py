@@ -21,8 +21,8 @@ class CallRules:
     """When an object is a call.
 
     Attributes:
-        marked: Something before the object says that it is a call. Then the name is enough; else it takes arguments that
-            are an object, too.
+        marked: Whether something before the object says that it is a call. Then a name is enough; else the object must also
+            have arguments that are an object.
         accepts: Whether a tool of this name can be called.
         accepts_bare: Whether a name alone, without arguments, is a call when nothing marks it.
     """
@@ -33,14 +33,14 @@ class CallRules:
 
 
 MARKED = CallRules(marked=True, accepts=lambda _name: True, accepts_bare=True)
-"""For formats whose calls are marked."""
+"""The rules of formats that mark calls."""
 
 
 def parse_call_object(source: Source, out: Emitter, rules: CallRules = MARKED) -> Steps[bool]:
     """Read one call object. Returns whether a call was started.
 
-    The source records. What the record holds afterwards was read but is no part of a call: everything, where no call
-    was started; the rest of the object from the fault on, where it is broken.
+    The source records. The record then holds what is not part of a call: everything if no call was started; the rest of
+    the object from the fault on if it is broken.
     """
     if not (yield from source.accept("{")):
         return False

@@ -4,8 +4,8 @@
 <|call|>``. A message with a recipient is a call (of ``f`` for ``functions.f``; built-in tools keep their full name); else
 channel ``analysis`` is reasoning, and ``final`` and ``commentary`` are text. The recipient may stand with the role or with the
 channel. The prompt ends with ``<|start|>assistant``, so the output begins inside a header. Messages of a kind that follow
-each other are set apart by a line break. What stands outside any message, and a header that is none, is text; the proper
-beginning of a header, cut off by the end of the output, says nothing and is dropped.
+each other are set apart by a line break. Anything outside a message, and a malformed header, is text; a well-formed header that
+the end of the output cuts off is dropped.
 
 Source: OpenAI's description of the harmony response format.
 """
@@ -115,16 +115,16 @@ class _Separated:
         self._empty = True
 
     def begin(self) -> None:
-        """The next message begins."""
+        """Begins the next message."""
         if not self._empty:
             self._separator = "\n"
 
     def emit(self, piece: str) -> None:
-        """More of the message."""
+        """Emits more of the message."""
         self._target(self._separator + piece)
         self._separator = ""
         self._empty = False
 
 
 GPT_OSS = ToolFamily("gpt_oss", _script, frozenset([*_OUTSIDE.literals, _CONSTRAIN]))
-"""Both the tool and the reasoning parser of gpt-oss: they cannot be told apart."""
+"""The tool and the reasoning parser of gpt-oss in one, since its format has both in one."""

@@ -1,7 +1,7 @@
-"""Python literals to JSON, as they arrive.
+"""Converts Python literals to JSON as they arrive.
 
 Lists, tuples (as arrays), dicts, strings, numbers, True, False, None; also JSON's true, false and null. Bare words and
-numbers that JSON does not have become strings. Keys of dicts become strings. Nothing recurses, so depth has no limit;
+numbers that JSON does not have become strings. Keys of dicts become strings. There is no recursion, so depth has no limit;
 strings are streamed, other scalars (at most ``_SCALAR_LIMIT`` characters) come whole.
 """
 
@@ -31,7 +31,7 @@ def json_text(value: str) -> str:
 def copy_literal(source: Source, emit: Emit) -> Steps[bool]:
     """Stream one Python literal as JSON. False if it is broken, ends too early, or none comes here."""
     closers: list[str] = []  # of the open brackets, innermost last
-    separator = ""  # held back, for Python allows a comma before the closing bracket
+    separator = ""  # held back, since Python allows a comma before the closing bracket
     at_key = False
     while True:
         yield from source.whitespace()

@@ -1,4 +1,4 @@
-"""The tool-call families by name, and which one a chat template speaks of; packages add theirs as entry points of ``GROUP``."""
+"""The tool-call families by name, and which one a chat template is of; packages add theirs as entry points of ``GROUP``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def names() -> tuple[str, ...]:
-    """All there are, those of other packages included."""
+    """The names of all families, those of other packages included."""
     return part_names(GROUP, FAMILIES)
 
 

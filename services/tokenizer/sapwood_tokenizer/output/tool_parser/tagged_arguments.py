@@ -1,4 +1,4 @@
-"""Arguments that a model writes one by one between tags, put together to a JSON object as they come.
+"""Turns arguments that a model writes one by one between tags into a JSON object as they come.
 
 A value stands in the text without quotes, so its type must come from elsewhere. Where the tool's schema says "string" it
 is a string, streamed as it comes. Else it is held back until it ends: JSON of a type the schema allows (any type, if the
@@ -25,10 +25,10 @@ class TaggedArguments:
     """Writes the arguments of the latest call.
 
     Args:
-        source: Where the values are read.
-        out: Where the arguments go.
-        end: What ends a value.
-        trims_line: Drop one line break at each end of a value.
+        source: The text with the values.
+        out: Takes the arguments.
+        end: The literal that ends a value.
+        trims_line: Whether one line break at each end of a value is dropped.
     """
 
     def __init__(self, source: Source, out: Emitter, end: Markers, *, trims_line: bool) -> None:
@@ -41,7 +41,7 @@ class TaggedArguments:
     def copy(self, key: str, types: frozenset[str]) -> Steps[bool]:
         """Read the value of argument ``key`` and the tag after it. False if the text ended first.
 
-        A value that was cut is passed on as far as it came.
+        A value that is cut off is passed on as far as it came.
         """
         self._out.arguments(f"{self._opening}{json_text(key)}: ")
         self._opening = ", "
@@ -65,7 +65,7 @@ class TaggedArguments:
         return whole
 
     def close(self) -> None:
-        """No argument follows."""
+        """Ends the JSON object."""
         self._out.arguments("{}" if self._opening == "{" else "}")
 
 
@@ -93,7 +93,7 @@ def _json_value(text: str, types: frozenset[str]) -> str:
     if not types:
         return bare
     if "string" in types:
-        # Quotes around a string are part of it: these formats write strings without any.
+        # Quotes around a string are part of it, since these formats write strings without quotes.
         return bare if found != "string" and _matches(found, types) else json_text(text)
     return bare
 

@@ -1,4 +1,4 @@
-"""The tools a request offers, as far as the parsers need them."""
+"""The tools that a request offers, with the types of their arguments for parsers."""
 
 from __future__ import annotations
 

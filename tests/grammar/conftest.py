@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
 from sapwood_common.grammar.artefact import GrammarArtefact
@@ -85,6 +84,8 @@ def check_json() -> Callable[[bytes, Any], None]:
     """Raises unless a text is JSON that its schema, formats included, admits."""
 
     def check(text: bytes, schema: Any) -> None:
+        import jsonschema  # takes seconds
+
         cls = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
         cls(schema, format_checker=cls.FORMAT_CHECKER).validate(json.loads(text))
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from sapwood.v1 import common_pb2
 from sapwood_common.errors import InvalidArgumentError
@@ -73,6 +72,8 @@ CONVERSATIONS = {
 
 def theirs(source: str, messages: list[dict[str, Any]], **options: Any) -> str | None:
     """What transformers renders; None where it refuses."""
+    from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds
+
     try:
         rendered, _ = render_jinja_template([messages], chat_template=source, **options)
     except Exception:

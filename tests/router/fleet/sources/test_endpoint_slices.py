@@ -10,7 +10,6 @@ import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from kubernetes import client
 
 from sapwood_common.errors import ConfigError
 from sapwood_router.fleet.sources.endpoint_slices import follow_endpoint_slices, parse_service
@@ -127,6 +126,8 @@ def api_server():
 
 async def test_workers_come_and_go_with_the_slices(api_server: ApiServer, wait_until) -> None:
     api_server.put(endpoint_slice("a", "10.0.0.1", "10.0.0.2"))
+    from kubernetes import client  # takes seconds
+
     configuration = client.Configuration()
     configuration.host = f"http://127.0.0.1:{api_server.server.server_port}"
     configuration.proxy = None
@@ -157,6 +158,8 @@ async def test_workers_come_and_go_with_the_slices(api_server: ApiServer, wait_u
 
 async def test_the_port_may_be_a_number(api_server: ApiServer, wait_until) -> None:
     api_server.put(endpoint_slice("a", "10.0.0.1"))
+    from kubernetes import client  # takes seconds
+
     configuration = client.Configuration()
     configuration.host = f"http://127.0.0.1:{api_server.server.server_port}"
     api = client.DiscoveryV1Api(client.ApiClient(configuration))
@@ -167,6 +170,8 @@ async def test_the_port_may_be_a_number(api_server: ApiServer, wait_until) -> No
 
 
 async def test_while_the_api_server_does_not_answer_something_else_stands_in(api_server: ApiServer, wait_until) -> None:
+    from kubernetes import client  # takes seconds
+
     configuration = client.Configuration()
     configuration.host = f"http://127.0.0.1:{api_server.server.server_port}"
     configuration.proxy = None
@@ -198,6 +203,8 @@ async def test_while_the_api_server_does_not_answer_something_else_stands_in(api
 
 
 async def test_an_api_server_that_says_nothing_is_one_that_fails(api_server: ApiServer, wait_until) -> None:
+    from kubernetes import client  # takes seconds
+
     configuration = client.Configuration()
     configuration.host = f"http://127.0.0.1:{api_server.server.server_port}"
     configuration.proxy = None

@@ -110,7 +110,7 @@ def test_a_package_can_bring_a_family(plugin, parse_every_way):
     [("llama3", "llama3_json"), ("qwen3", "hermes"), ("mistral", "mistral"), ("deepseek", "deepseek"), ("gemma3", "")],
 )
 def test_the_templates_of_families_are_told_apart(family: str, parser: str) -> None:
-    template = (Path(__file__).parents[2] / "templates" / f"{family}.jinja").read_text()
+    template = (Path(__file__).parents[2] / "template" / "templates" / f"{family}.jinja").read_text()
     assert detect_tool_parser(template) == parser
 
 

@@ -22,7 +22,7 @@ RELEASED := protos/released.binpb
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-slow test-containers test-losses audit lint fmt proto proto-release docs bench-cpu bench-scheduler bench-tokenizer bench-router bench-floods bench-gpu node clean
+.PHONY: help up test test-slow test-clients test-containers test-losses audit lint fmt proto proto-release docs bench-cpu bench-scheduler bench-tokenizer bench-router bench-floods bench-gpu node clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,7 +35,10 @@ test: $(BIN)/.installed-dev $(BIN)/.system node ## Run the tests but the slow on
 	$(TEST_ENV) $(BIN)/pytest -n auto -m "not slow" $(ARGS)
 
 test-slow: $(BIN)/.installed-dev $(BIN)/.system ## Run the slow tests: SHARD=2/3 a third of them
-	$(TEST_ENV) SHARD=$(SHARD) $(BIN)/pytest -n auto -m "slow and not containers" $(ARGS)
+	$(TEST_ENV) SHARD=$(SHARD) $(BIN)/pytest -n auto -m "slow and not containers and not clients" $(ARGS)
+
+test-clients: $(BIN)/.installed-dev ## Install openai, langchain, litellm, pydantic-ai and guidellm and run their calls against a demo cluster
+	$(BIN)/pytest tests/clients -m clients -v $(ARGS)
 
 test-containers: $(BIN)/.installed-dev ## Build the images, run the compose file on a Docker engine of its own and hurt it (root on Debian)
 	$(BIN)/pytest tests/containers -m containers -v -s -rs $(ARGS)

@@ -23,6 +23,7 @@ import pytest
 
 _DURATIONS = Path(__file__).with_name("durations.json")
 _DEMO_MODEL = (
+    "tests/clients/",
     "tests/e2e/",
     "tests/integration/",
     "tests/worker/model/families/test_models_demo.py",

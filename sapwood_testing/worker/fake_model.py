@@ -21,7 +21,6 @@ class FakeWorkerConfig(WorkerConfig):
     """A worker's configuration and what the fake runner can be told."""
 
     served_model_name: str | None = Field("fake", description="Name that clients use.")
-    num_pages: int | None = Field(1024, ge=2, description="Pages of the KV cache.")
     context_length: int | None = Field(4096, ge=2, description="Most tokens of prompt and output together.")
     step_ms: float = Field(1.0, ge=0, description="How long a step takes, in milliseconds.")
     load_seconds: float = Field(0.0, ge=0, description="How long loading takes.")

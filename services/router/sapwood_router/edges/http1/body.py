@@ -10,8 +10,8 @@ from sapwood_router.edges.http1.body_memory import BodyMemory
 from sapwood_router.edges.http1.chunks import ChunkReader
 from sapwood_router.edges.http1.errors import HttpError
 
-MOST_UNASKED = 64 * 1024
-"""Bytes of a body that are taken before somebody asks for it."""
+MOST_UNASKED, _MOST_CHUNKS_UNASKED = 64 * 1024, 16 * 1024
+"""Bytes of a body that are taken before somebody asks for it; in chunks, framing included, which take more time."""
 
 
 class Body:
@@ -59,7 +59,9 @@ class Body:
         """Whether more of it is to be read now."""
         if self.complete or self.error is not None:
             return False
-        return self._dropped or self._waiter is not None or self.size < MOST_UNASKED
+        if self._dropped or self._waiter is not None:
+            return True
+        return self.size < MOST_UNASKED if self._chunks is None else self._chunks.fed < _MOST_CHUNKS_UNASKED
 
     def left_at_most(self, count: int) -> bool:
         """Whether it is known that no more than ``count`` bytes are still to come."""

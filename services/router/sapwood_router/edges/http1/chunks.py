@@ -24,12 +24,14 @@ class ChunkReader:
 
     Attributes:
         complete: Whether the body has ended.
+        fed: Bytes that were read, framing included.
     """
 
-    __slots__ = ("_allowed", "_parser", "_parts", "_tail", "complete")
+    __slots__ = ("_allowed", "_parser", "_parts", "_tail", "complete", "fed")
 
     def __init__(self) -> None:
         self.complete = False
+        self.fed = 0
         self._parts: list[bytes] = []
         self._tail = b""
         """The last three bytes: an empty line may begin in them."""
@@ -65,6 +67,7 @@ class ChunkReader:
             self._parser.feed_data(piece)
         except httptools.HttpParserError as error:
             raise HttpError(400, f"malformed chunks: {str(error)[:100]}") from None
+        self.fed += len(piece)
         parts, self._parts = self._parts, []
         size = sum(map(len, parts))
         self._allowed += _FRAMING_PER_BYTE * size - (len(piece) - size)

@@ -169,6 +169,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         # In the next turn: what calls this may write yet, if it is uvloop's TLS.
         if self._transport is not None:
             asyncio.get_running_loop().call_soon(self._transport.abort)
+            self._breathes = True
+            self._regulate()
 
     def close(self) -> None:
         """Closes an idle connection; one whose request is being answered closes after the answer, as the host is stopping."""
@@ -176,11 +178,18 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._close()
 
     def go_on(self, until: float) -> bool:
-        self._queued = self._breathes = False
+        self._queued = False
+        if self._breathes:
+            self._host.breaths.enter(self._read_on)
         clock = self._host.share.clock
         self._work(lambda: clock() >= until)
         self._regulate()
         return self._queued
+
+    def _read_on(self) -> None:
+        if self._transport is not None:
+            self._breathes = False
+            self._regulate()
 
     def _work(self, is_over: Callable[[], bool]) -> None:
         """Does what there is to do as long as there is time, and the rest later."""

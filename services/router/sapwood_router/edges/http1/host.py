@@ -59,6 +59,9 @@ class ConnectionHost(Protocol):
     limits: ConnectionLimits
     share: TimeShare
     turnstile: Turnstile
+    """Where requests begin."""
+    breaths: Turnstile
+    """Where those read on that have filled ``input``: what a turn reads is bounded, however many send."""
     writes: WriteBatch
     heads: ResponseHeads
     bodies: BodyMemory

@@ -69,6 +69,7 @@ class HttpServer:
         self.limits = limits or ConnectionLimits()
         self.share = TimeShare()
         self.turnstile = Turnstile()
+        self.breaths = Turnstile()
         self.writes = WriteBatch()
         self.heads = ResponseHeads()
         self.bodies = BodyMemory(body_memory)

@@ -51,7 +51,7 @@ lint: $(BIN)/.installed-dev ## Check style, types, the dependency rule and the p
 	$(BIN)/buf lint protos
 	$(BIN)/buf breaking protos --against $(RELEASED)
 
-test-losses: $(BIN)/.installed-dev ## Kill, stop and cut off one of four demo workers under load, 20 times each (12 GB): ROUNDS=5
+test-losses: $(BIN)/.installed-dev ## Kill, stop, freeze and cut off one of four demo workers and kill the tokenizer under load, 20 times each (12 GB): ROUNDS=5
 	SAPWOOD_LOSS_WORKERS=4 SAPWOOD_LOSS_ROUNDS=$(ROUNDS) $(BIN)/pytest tests/integration/test_worker_loss.py -m slow -s $(ARGS)
 
 audit: $(BIN)/.installed-dev ## Look the installed packages up in the advisory database

@@ -101,7 +101,7 @@ async def test_a_stopped_scheduler_shows_in_the_heartbeats_and_in_the_health_unt
     if busy:
         await session.submit(1, [1, 2, 3], 400)
         await session.until(lambda response: session.tokens > 3)
-    assert all(response.frozen_ms == 0 for response in session.said)
+    assert max(response.frozen_ms for response in session.said) < 1000
     os.kill(worker.scheduler, signal.SIGSTOP)
     await session.until(lambda response: response.frozen_ms >= 1500)
     assert await session.status() == health_pb2.HealthCheckResponse.NOT_SERVING

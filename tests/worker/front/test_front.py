@@ -17,7 +17,7 @@ from sapwood_worker.front.engine import Engine
 from sapwood_worker.front.metrics import WorkerMetrics
 from sapwood_worker.front.observer import EngineObserver
 from sapwood_worker.front.service import ServedModel, WorkerService
-from sapwood_worker.ipc.messages import Step, Submit, ToScheduler
+from sapwood_worker.ipc.messages import Abort, Step, Submit, ToScheduler
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import RequestOutput
@@ -98,6 +98,17 @@ async def front() -> AsyncIterator[Front]:
     yield made
     await channel.close()
     await server.stop(None)
+
+
+async def test_embeddings_whose_client_leaves_are_taken_out_of_the_scheduler(front: Front) -> None:
+    inputs = [common_pb2.TokenIds(ids=[number]) for number in (1, 2, 3)]
+    call = front.stub.Embed(worker_pb2.WorkerEmbedRequest(inputs=inputs))
+    first, *others = [await front.submitted() for _ in inputs]
+    front.end(first, np.array([3, 4], np.float32).tobytes())
+    call.cancel()
+    gone = [await asyncio.wait_for(front.sent.get(), 60) for _ in others]
+    assert gone == [Abort(request.serial) for request in others]
+    assert front.engine.embeddings.running == 0
 
 
 async def test_a_drain_waits_for_embeddings(front: Front) -> None:

@@ -78,8 +78,7 @@ class EmbeddingCalls:
             self._on_end()
             for serial, future in futures.items():
                 del self._waiting[serial]
-                if not future.done():
-                    future.cancel()
+                if future.cancel() or future.cancelled():  # by gather, if this task was cancelled
                     self._send(Abort(serial))
         vectors = np.frombuffer(b"".join(raw), np.float32).reshape(len(inputs), -1)[:, :dimensions]
         if normalize:

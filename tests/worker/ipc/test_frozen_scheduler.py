@@ -117,7 +117,7 @@ async def test_a_stopped_scheduler_shows_in_the_heartbeats_and_in_the_health_unt
 
 @pytest.mark.parametrize("flags", [(), ("--stall-computes",)], ids=["waits", "holds the interpreter's lock"])
 async def test_a_long_step_is_not_taken_for_a_process_that_stands_still(connect, flags) -> None:
-    _, session = await connect("--stall-token", str(STALL), "--stall-seconds", "3", *flags)
+    _, session = await connect("--stall-token", str(STALL), "--stall-seconds", "7", *flags)
     await session.submit(1, [STALL], 5)
     await session.until(lambda response: session.tokens == 5)
     assert max(response.step_ms for response in session.said) >= 2000

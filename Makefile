@@ -4,7 +4,7 @@
 #   TORCH   the torch to install first, before it is pulled in as a dependency. On Linux PyPI's own build brings gigabytes of
 #           CUDA libraries; without a GPU, the CPU build is much smaller:
 #             make up TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
-#   SHARD   K/N runs the K-th of N parts of the slow tests; all of them unless given
+#   SHARD   K/N runs the K-th of N parts of the slow tests, or of the containers'; all of them unless given
 #   ARGS    further flags: make up ARGS='--workers 1', make test ARGS='-k router'
 
 PYTHON ?= python3
@@ -34,14 +34,14 @@ up: $(BIN)/.installed ## Install, fetch the demo model, start tokenizer, 2 worke
 test: $(BIN)/.installed-dev $(BIN)/.system node ## Run the tests but the slow ones
 	$(TEST_ENV) $(BIN)/pytest -n auto -m "not slow" $(ARGS)
 
-test-slow: $(BIN)/.installed-dev $(BIN)/.system ## Run the slow tests: SHARD=2/3 a third of them
+test-slow: $(BIN)/.installed-dev $(BIN)/.system ## Run the slow tests: SHARD=2/6 a sixth of them
 	$(TEST_ENV) SHARD=$(SHARD) $(BIN)/pytest -n auto -m "slow and not containers and not clients" $(ARGS)
 
 test-clients: $(BIN)/.installed-dev ## Install openai, langchain, litellm, pydantic-ai and guidellm and run their calls against a demo cluster
 	$(BIN)/pytest tests/clients -m clients -v $(ARGS)
 
 test-containers: $(BIN)/.installed-dev ## Build the images, run the compose file on a Docker engine of its own and hurt it (root on Debian)
-	$(BIN)/pytest tests/containers -m containers -v -s -rs $(ARGS)
+	SHARD=$(SHARD) $(BIN)/pytest tests/containers -m containers -v -s -rs $(ARGS)
 
 lint: $(BIN)/.installed-dev ## Check style, types, the dependency rule and the protos
 	$(BIN)/ruff check .

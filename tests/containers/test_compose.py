@@ -246,7 +246,7 @@ def test_no_request_fails_when_a_worker_has_no_network_for_5_seconds(engine, set
     settle()
 
 
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("service", ["tokenizer", "worker-1", "router"])
 def test_no_request_fails_when_a_service_is_replaced(engine, stack, load, settle, service: str) -> None:
     before = engine.container(service)
     if service == "router":

@@ -32,6 +32,7 @@ def _run(cluster: Any, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_python_stubs_stream(cluster: Any) -> None:
     shown = _run(cluster, sys.executable, str(EXAMPLES / "python_client.py"))
     assert shown.startswith(TEXT)
@@ -45,6 +46,7 @@ def test_the_openai_client_completes_streams_and_chats(cluster: Any) -> None:
     assert re.search(r"chatted: \S", shown)
 
 
+@pytest.mark.slow
 def test_a_tool_is_called_and_its_result_answered(cluster: Any) -> None:
     shown = _run(cluster, sys.executable, str(EXAMPLES / "tools.py"))
     called = re.search(r"called: weather\((.*?)\) -> (.*)", shown, re.DOTALL)

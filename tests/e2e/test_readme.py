@@ -46,7 +46,12 @@ BLOCKS = _blocks()
 RUNNABLE = [block for block in BLOCKS if not LARGE.match(block.code)]
 
 
-@pytest.mark.parametrize("block", RUNNABLE, ids=lambda block: f"{block.page}-{block.code.split()[0]}")
+def _param(block: Block) -> Any:
+    slow = block.page != "README.md"
+    return pytest.param(block, id=f"{block.page}-{block.code.split()[0]}", marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("block", map(_param, RUNNABLE))
 def test_the_block_runs(cluster: Any, block: Block) -> None:
     code = block.code.replace("127.0.0.1:50051", cluster.grpc).replace("127.0.0.1:8000", cluster.http)
     code = LONG_ANSWER.sub(r"\g<1>8", code)

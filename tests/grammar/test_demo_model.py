@@ -137,6 +137,7 @@ def test_all_schemas_but_a_few_are_completed_and_what_is_completed_validates(
     assert len(left) <= 3, f"{left} never came to an end"
 
 
+@pytest.mark.slow
 def test_alone_in_a_batch_and_resumed_the_tokens_are_the_same(runner, store, compile_grammar):
     compiled = compile_grammar("regex", r"[a-z ]{20,30}\.", vocabulary=runner.vocabulary)
 

@@ -120,6 +120,7 @@ def test_one_request_is_one_connected_trace_over_all_services(start_services, co
         assert by_id[span.parent_span_id].name in ("sapwood.v1.Router/Generate", "sapwood.v1.Router/Embed")
 
 
+@pytest.mark.slow
 def test_over_grpc_a_trace_begins_at_the_router_and_polling_makes_none(
     start_services, connect, receiver: Receiver, tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ async def test_a_killed_scheduler_ends_requests_unavailable_and_is_started_anew(
         assert batch.events[0].HasField("all_blocks_cleared")
 
 
+@pytest.mark.slow
 async def test_a_scheduler_that_dies_again_and_again_ends_the_worker(start) -> None:
     worker = start()
     async with grpc.aio.insecure_channel(worker.address) as channel:
@@ -118,6 +119,7 @@ async def test_a_scheduler_that_dies_again_and_again_ends_the_worker(start) -> N
     assert worker.wait() == 1
 
 
+@pytest.mark.slow
 async def test_sigterm_while_the_scheduler_starts_anew_ends_the_worker(start) -> None:
     worker = start("--load-seconds", "5")  # time enough to see it load
     async with grpc.aio.insecure_channel(worker.address) as channel:

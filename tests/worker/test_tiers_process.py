@@ -43,7 +43,7 @@ def nixl(tmp_path: Path) -> str:
     return f"nixl://posix{tmp_path}/store?size_gb=1"
 
 
-@pytest.fixture(params=["files", "nixl", "mooncake"])
+@pytest.fixture(params=["files", "nixl", pytest.param("mooncake", marks=pytest.mark.slow)])
 def store(request: pytest.FixtureRequest) -> str:
     """The URL of a store that workers share."""
     found = request.getfixturevalue(request.param)
@@ -123,6 +123,7 @@ async def test_a_workers_death_amid_transfers_fails_no_request_and_a_cold_worker
         assert load.storage_id == theirs != "", "a router would not know that they share it"
 
 
+@pytest.mark.slow
 async def test_the_masters_death_during_transfers_fails_no_request(start: Any, mooncake: MooncakeCluster) -> None:
     worker = start(*TIERS, "--storage", mooncake.url, "--num-pages", "64")
     prompts = [[index, *PROMPT] for index in range(40)]

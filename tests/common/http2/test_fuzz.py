@@ -27,7 +27,7 @@ ROOM = 8 << 20
 PONG = frames.frame(frames.PING, frames.ACK, 0, b"at last.")
 FUZZ = settings(
     deadline=None,
-    max_examples=150,
+    max_examples=40,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),  # what fails is short enough
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -233,8 +233,8 @@ async def part_and_mend(router: RouterApplication, worker: WorkerProcess, worker
     ("lose", "rounds"),
     [
         (kill_and_restart, 2),
-        (stop_and_continue, 2),
-        (freeze_and_thaw, 2),
+        (stop_and_continue, 1),
+        (freeze_and_thaw, 1),
         pytest.param(kill_and_restart, 20, marks=pytest.mark.slow),
         pytest.param(stop_and_continue, 20, marks=pytest.mark.slow),
         pytest.param(freeze_and_thaw, 20, marks=pytest.mark.slow),
@@ -260,6 +260,7 @@ async def test_no_request_fails_and_every_stream_is_as_if_undisturbed(lose, roun
         assert all(worker.in_flight == 0 and worker.pending_tokens == 0 for worker in router.registry.all())
 
 
+@pytest.mark.slow
 async def test_restarting_all_workers_one_after_the_other_fails_no_request() -> None:
     async with cluster(2) as (router, workers, stub):
         load = Load(stub, streams=8, seed=1)
@@ -392,6 +393,7 @@ async def test_a_deadline_holds_while_the_only_worker_hangs() -> None:
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+@pytest.mark.slow
 async def test_a_worker_that_gets_its_cpu_in_pieces_is_not_lost_but_one_that_gets_none_is() -> None:
     async with cluster(1, worker_silence=1) as (router, workers, stub):
         (worker,) = workers

@@ -19,7 +19,7 @@ from sapwood_tokenizer.encode.encoder import EncodeOptions, Encoder, EncoderOpti
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer
 from sapwood_tokenizer.vocab.token_bytes import TokenBytes
 
-NAMES = ("demo", "deepseek", "llama3", "qwen3", "mistral")
+NAMES = ("demo", "deepseek", "llama3", "qwen3", pytest.param("mistral", marks=pytest.mark.slow))
 CODE = Path(argparse.__file__).read_text()
 MIB = 1024 * 1024
 BARE = EncodeOptions(add_special_tokens=False)

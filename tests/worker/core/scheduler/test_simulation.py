@@ -347,7 +347,7 @@ def run_seeds(first: int, steps: int) -> dict[str, int]:
     return totals
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))
 def test_any_traffic_gives_each_request_its_own_tokens_in_time_and_leaks_nothing(part: int) -> None:
     totals = run_seeds(part * 1_000_000, steps=15_000)
     print(totals)

@@ -48,6 +48,7 @@ def test_greedy_tokens_equal_transformers_alone_and_together(demo_runner, demo_o
         assert_greedy(demo_oracle, prompt, alone)
 
 
+@pytest.mark.slow
 def test_logits_of_a_prompt_longer_than_the_window_equal_transformers(demo_runner, demo_oracle, make_driver):
     driver = make_driver(demo_runner)
     tokens = [2, *(7 + (i * 7919) % 200_000 for i in range(559))]

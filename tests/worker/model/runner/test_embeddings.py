@@ -183,6 +183,7 @@ def let_be_shortened(model: Path, folder: Path, dimensions: int) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "matryoshka_dimensions": [dimensions]}))
 
 
+@pytest.mark.slow
 @pytest.mark.model
 async def test_a_worker_serves_minilm_and_its_vectors_are_sentence_transformers(minilm: Path, tmp_path: Path) -> None:
     import transformers

@@ -71,12 +71,13 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
     metrics = MetricSet()
     tracing = start_tracing("sapwood-worker", config.trace_endpoint, config.trace_ratio)
     worker_metrics = WorkerMetrics(metrics)
+    telemetry = RpcTelemetry(metrics, tracing)
     server = ServiceServer(
         config.host,
         config.port,
         [SERVICE],
         uncounted=UNCOUNTED,
-        telemetry=RpcTelemetry(metrics, tracing),
+        telemetry=telemetry,
         tls=server_tls(config.tls_cert, config.tls_key, config.tls_client_ca),
         health_address=config.health_address,
     )
@@ -88,7 +89,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
         metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
     )
     logger.info("metrics at http://%s:%d/metrics", config.host, exposed.port)
-    service = WorkerService(engine, server.draining, health.drain)
+    service = WorkerService(engine, server.draining, health.drain, telemetry)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
     running: asyncio.Future[int] | None = None
     serving: asyncio.Future[None] | None = None

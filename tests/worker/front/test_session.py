@@ -172,7 +172,7 @@ async def test_a_stream_that_is_refused_leaves_the_others_alone(connect) -> None
     client.worker.process.terminate()
     await asyncio.to_thread(client.worker.wait)
     lines = [json.loads(line) for line in client.worker.log.splitlines()]
-    said = [line for line in lines if line["message"].startswith("generation ends INVALID_ARGUMENT")]
+    said = [line for line in lines if line["message"].startswith("request ends INVALID_ARGUMENT")]
     ids = {(line["request_id"], line.get("trace_id")) for line in said}
     assert ids == {(client.request_id(2), None), (client.request_id(3), "5b" * 16)}
 
@@ -295,3 +295,44 @@ async def test_continuations_of_one_stream_come_together_and_end_one_by_one(conn
     await client.submit(1, [5], max_tokens=3)  # the stream is over: its id is not open any more
     await client.until(lambda: 1 in client.ends)
     assert client.tokens[1] == list(islice(continuation([5], SamplingParams(seed=SEED), 20), 3))
+
+
+async def test_embeddings_travel_it_beside_generations(connect) -> None:
+    client = await connect("--embedding-size", "1", step_ms=2)
+    inputs = [common_pb2.TokenIds(ids=range(number, number + 40)) for number in range(1, 6)]
+    embed = worker_pb2.WorkerEmbedRequest(request_id="e", inputs=inputs, normalize=False)
+    alone = await client.stub.Embed(embed)
+    wrong = worker_pb2.WorkerEmbedRequest(inputs=[common_pb2.TokenIds(ids=[5000])])
+    submit = worker_pb2.SessionSubmit
+    await client.call.write(
+        worker_pb2.SessionRequest(
+            submits=[submit(stream_id=1, embed=embed), submit(stream_id=2, embed=wrong), submit(stream_id=3)]
+        )
+    )
+    await client.submit(4, [1, 2, 3], max_tokens=20)
+    outputs: dict[int, worker_pb2.SessionOutput] = {}
+    while len(outputs) < 3 or 4 not in client.ends:
+        response = await client.read()
+        outputs |= {output.stream_id: output for output in response.outputs if output.stream_id < 4}
+    assert outputs[1].embeddings == alone
+    assert alone.prompt_tokens == 200
+    assert (outputs[2].error.field, outputs[3].error.field) == ("inputs", "request_id")
+    assert len(client.tokens[4]) == 20
+
+
+async def test_an_embedding_request_that_is_aborted_or_late_leaves_the_scheduler(connect) -> None:
+    client = await connect("--embedding-size", "1", "--max-running", "1", own=True)
+    await client.stub.Pause(worker_pb2.PauseRequest())
+    embed = worker_pb2.WorkerEmbedRequest(inputs=[common_pb2.TokenIds(ids=[number]) for number in (1, 2, 3)])
+    submits = [
+        worker_pb2.SessionSubmit(stream_id=1, embed=embed),
+        worker_pb2.SessionSubmit(stream_id=2, embed=embed, timeout_ms=300),
+    ]
+    await client.call.write(worker_pb2.SessionRequest(submits=submits))
+    await client.load_where(lambda load: load.waiting_requests == 6)
+    await client.until(lambda: 2 in client.ends)
+    assert client.ends[2].code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+    await client.load_where(lambda load: load.waiting_requests == 3)
+    await client.call.write(worker_pb2.SessionRequest(aborts=[1]))
+    await client.load_where(lambda load: load.waiting_requests == 0)
+    assert 1 not in client.ends

@@ -8,10 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple, cast
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
-from sapwood_common.telemetry.logs import is_valid_traceparent, traceparent_var
+from sapwood_common.serving.rpc_telemetry import RpcTelemetry
+from sapwood_common.telemetry.logs import TRACEPARENT_KEY, is_valid_traceparent, traceparent_var
 from sapwood_worker.front.convert import (
     check_prompt,
     from_pooling,
@@ -38,6 +41,7 @@ SERVICE = "sapwood.v1.Worker"
 UNCOUNTED = frozenset(f"/{SERVICE}/{method}" for method in ("WatchLoad", "Session", "SubscribeKvEvents"))
 """Calls that last as long as the worker: a drain does not wait for them, they end by themselves."""
 
+_EMBED = f"/{SERVICE}/Embed"
 MOST_NAME = 128
 """Characters of a pin's name."""
 DEFAULT_INTERVAL_MS, LEAST_INTERVAL_MS = 100, 10
@@ -62,12 +66,20 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         engine: The way to the scheduler.
         draining: Set when the service is about to stop or has been told to drain.
         begin_drain: Sets it and turns the service unhealthy.
+        telemetry: Measures what comes over sessions.
 
     Attributes:
         model: Set once it is loaded; until then calls are refused UNAVAILABLE.
     """
 
-    def __init__(self, engine: Engine, draining: asyncio.Event, begin_drain: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        draining: asyncio.Event,
+        begin_drain: Callable[[], Awaitable[None]],
+        telemetry: RpcTelemetry,
+    ) -> None:
+        self._telemetry = telemetry
         self._engine = engine
         self._draining = draining
         self._begin_drain = begin_drain
@@ -103,8 +115,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def Session(
         self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
-        """Many generations over one call."""
-        session = Session(self._start, self._engine, self._info(), self._epoch, self._draining, self._session_idle)
+        """Many generations and embedding requests over one call."""
+        session = Session(
+            self._start,
+            self._embed_measured,
+            self._engine,
+            self._info(),
+            self._epoch,
+            self._draining,
+            self._session_idle,
+        )
         # A call that ends while a message is being sent does not come back here.
         context.add_done_callback(cast(Any, lambda _: session.close()))
         self._sessions.add(session)
@@ -315,6 +335,29 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def Embed(self, request: worker_pb2.WorkerEmbedRequest, context: Context) -> worker_pb2.WorkerEmbedResponse:
         """Embeds all inputs. A call that is cancelled takes its inputs out of the scheduler."""
+        vectors, prompt_tokens = await self._embed(request, context.time_remaining())
+        return worker_pb2.WorkerEmbedResponse(
+            embeddings=[worker_pb2.Embedding(values=vector.tolist()) for vector in vectors],
+            prompt_tokens=prompt_tokens,
+        )
+
+    async def _embed_measured(
+        self, request: worker_pb2.WorkerEmbedRequest, seconds: float | None
+    ) -> tuple[npt.NDArray[np.float32], int]:
+        """As :meth:`_embed`; what comes over a session is counted, timed and traced as a call of its own is."""
+        running = self._telemetry.begin(_EMBED, ((TRACEPARENT_KEY, request.traceparent),))
+        ended: BaseException | None = None
+        try:
+            return await self._embed(request, seconds)
+        except BaseException as error:
+            ended = error
+            raise
+        finally:
+            running.end(ended)
+
+    async def _embed(
+        self, request: worker_pb2.WorkerEmbedRequest, seconds: float | None
+    ) -> tuple[npt.NDArray[np.float32], int]:
         info = self._loaded().info
         if self._draining.is_set():
             raise UnavailableError("this worker is draining", retry_after=1.0)
@@ -325,14 +368,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             request.request_id or "embed",
             inputs,
             pooling,
-            to_terms(request, context.time_remaining()),
+            to_terms(request, seconds),
             dimensions=to_dimensions(request, info),
             normalize=request.normalize if request.HasField("normalize") else info.normalizes,
         )
-        return worker_pb2.WorkerEmbedResponse(
-            embeddings=[worker_pb2.Embedding(values=vector.tolist()) for vector in vectors],
-            prompt_tokens=sum(map(len, inputs)),
-        )
+        return vectors, sum(map(len, inputs))
 
     def _loaded(self) -> ServedModel:
         if self.model is None:

@@ -1,4 +1,4 @@
-"""One ``Session`` call: many generations over it, all outputs of a scheduler step in one message, and a heartbeat.
+"""One ``Session`` call: many requests over it, all outputs of a scheduler step in one message, and a heartbeat.
 
 A message costs about as much CPU as a token's whole way through the worker's front, so outputs are collected: the engine
 hands over a step's outputs in one go, each marks its stream, and the next message carries all that are marked. While a
@@ -9,9 +9,8 @@ own tokens.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 from sapwood.v1 import worker_pb2
 from sapwood_common.errors import (
@@ -21,45 +20,22 @@ from sapwood_common.errors import (
     SapwoodError,
     UnavailableError,
 )
-from sapwood_common.network.channel import MAX_MESSAGE_BYTES
 from sapwood_common.status import code_number, row_of
-from sapwood_common.telemetry.logs import is_valid_request_id, request_id_var, traceparent_var
-from sapwood_worker.front.convert import is_one_token, to_load_report, to_response
+from sapwood_worker.front.convert import to_load_report
 from sapwood_worker.front.engine import Engine
-from sapwood_worker.front.generation import Generation
+from sapwood_worker.front.session_streams import (
+    ENOUGH_BYTES,
+    Embed,
+    EmbeddingStream,
+    GenerationStream,
+    SessionStream,
+    Start,
+)
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_HEARTBEAT_MS, LEAST_HEARTBEAT_MS = 200, 10
 _LOAD_INTERVAL = 0.05
-_ENOUGH_BYTES = 8 * 1024 * 1024
-"""Bytes of log probabilities after which a message takes no further stream's; the next message does."""
-_MOST_BYTES = MAX_MESSAGE_BYTES - 2 * _ENOUGH_BYTES
-"""Bytes of one output's log probabilities. A message that is too large would end the session, and every stream with it."""
-
-Start = Callable[[worker_pb2.WorkerGenerateRequest, float | None], Awaitable[Generation]]
-"""Checks a request and submits it; gets the seconds to its deadline, None if it has none."""
-
-
-class _Stream:
-    """A stream of this session; ``generation`` is None while its request is being checked.
-
-    Its log lines are written in ``context``, which holds its request and trace ids.
-    """
-
-    __slots__ = ("context", "error", "generation", "paused", "starting", "timer")
-
-    def __init__(self, request: worker_pb2.WorkerGenerateRequest) -> None:
-        self.context = contextvars.copy_context()
-        if is_valid_request_id(request.request_id):
-            self.context.run(request_id_var.set, request.request_id)
-        if request.traceparent:
-            self.context.run(traceparent_var.set, request.traceparent)
-        self.generation: Generation | None = None
-        self.starting: asyncio.Task[None] | None = None
-        self.error: SapwoodError | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        self.paused = False
 
 
 class Session:
@@ -67,6 +43,7 @@ class Session:
 
     Args:
         start: Starts a generation.
+        embed: Embeds.
         engine: Its load is reported.
         info: Goes with the first response.
         epoch: Returns which start of the scheduler runs now, None if none does; the session ends when that changes.
@@ -77,6 +54,7 @@ class Session:
     def __init__(
         self,
         start: Start,
+        embed: Embed,
         engine: Engine,
         info: worker_pb2.GetModelInfoResponse,
         epoch: Callable[[], int | None],
@@ -84,15 +62,14 @@ class Session:
         on_idle: Callable[[], None],
     ) -> None:
         self._start = start
+        self._embed = embed
         self._engine = engine
         self._info = info
         self._epoch = epoch
         self._draining = draining
         self._on_idle = on_idle
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, SessionStream] = {}
         self._dirty: dict[int, None] = {}
-        self._filled = 0
-        """Bytes of log probabilities in the message that is being built."""
         self._wake = asyncio.Event()
         self._problem: Exception | None = None
         self._over = False
@@ -180,7 +157,12 @@ class Session:
         stream_id = submit.stream_id
         if stream_id in self._streams:
             raise InvalidArgumentError(f"stream {stream_id} is open already", field="submits.stream_id")
-        stream = self._streams[stream_id] = _Stream(submit.request)
+        stream: SessionStream
+        if submit.HasField("embed"):
+            stream = EmbeddingStream(submit.embed, self._embed)
+        else:
+            stream = GenerationStream(submit.request, self._start)
+        self._streams[stream_id] = stream
         if self._draining.is_set():
             self._fail(stream_id, UnavailableError("this worker is shutting down", retry_after=1.0))
             return
@@ -189,26 +171,16 @@ class Session:
         if seconds is not None:
             late = DeadlineExceededError("the deadline passed")
             stream.timer = loop.call_later(seconds, self._fail, stream_id, late)
-        begin = self._begin(stream_id, stream, submit.request, seconds)
-        stream.starting = loop.create_task(begin, context=stream.context)
+        stream.starting = loop.create_task(self._begin(stream_id, stream, seconds), context=stream.context)
 
-    async def _begin(
-        self, stream_id: int, stream: _Stream, request: worker_pb2.WorkerGenerateRequest, seconds: float | None
-    ) -> None:
+    async def _begin(self, stream_id: int, stream: SessionStream, seconds: float | None) -> None:
         try:
-            generation = await self._start(request, seconds)
+            await stream.begin(seconds, lambda: self._mark(stream_id))
         except SapwoodError as error:
             self._fail(stream_id, error)
-            return
         except Exception as error:
-            logger.error("a generation could not begin", exc_info=error)
+            logger.error("a request of a session failed", exc_info=error)
             self._fail(stream_id, InternalError("internal error; the worker's log has the details"))
-            return
-        if self._streams.get(stream_id) is not stream or stream.error is not None:
-            generation.close()
-            return
-        stream.generation = generation
-        generation.listen(lambda: self._mark(stream_id))
 
     def _fail(self, stream_id: int, error: SapwoodError) -> None:
         stream = self._streams.get(stream_id)
@@ -223,12 +195,12 @@ class Session:
 
     def _fill(self, response: worker_pb2.SessionResponse) -> None:
         dirty, self._dirty = self._dirty, {}
-        self._filled = 0
+        filled = 0
         for stream_id in dirty:
-            if self._filled > _ENOUGH_BYTES:
+            if filled > ENOUGH_BYTES:
                 self._mark(stream_id)
             elif (stream := self._streams.get(stream_id)) is not None and not stream.paused:
-                self._add_output(response, stream_id, stream)
+                filled += self._add_output(response, stream_id, stream)
         now = asyncio.get_running_loop().time()
         if self._engine.load_version != self._load_version and now - self._load_sent >= _LOAD_INTERVAL:
             self._load_version = self._engine.load_version
@@ -240,47 +212,26 @@ class Session:
         response.step_ms = int(vitals.step * 1000)
         response.loop_lag_ms = int(vitals.lag.recent * 1000)
 
-    def _add_output(self, response: worker_pb2.SessionResponse, stream_id: int, stream: _Stream) -> None:
-        error = stream.error
-        if error is None and stream.generation is not None:
+    def _add_output(self, response: worker_pb2.SessionResponse, stream_id: int, stream: SessionStream) -> int:
+        """Puts what a stream has into a message; returns its size as it counts beside others'."""
+        size, error = 0, stream.error
+        if error is None:
             try:
-                while (output := stream.generation.take()) is not None:
-                    if self._packs_tokens and is_one_token(output):
-                        response.token_streams.append(stream_id)
-                        response.tokens.append(output.token_ids[0])
-                    else:
-                        response.outputs.add(stream_id=stream_id, response=self._measured(to_response(output)))
+                size = stream.write(response, stream_id, packs_tokens=self._packs_tokens)
             except SapwoodError as failure:
                 error = failure
-            else:
-                if stream.generation.ended:
-                    self._drop(stream_id)
-                return
         if error is not None:
-            stream.context.run(logger.info, "generation ends %s: %s", row_of(error).grpc.name, error.message)
+            stream.context.run(logger.info, "request ends %s: %s", row_of(error).grpc.name, error.message)
             response.outputs.add(stream_id=stream_id, error=_to_error(error))
             self._drop(stream_id)
-
-    def _measured(self, output: worker_pb2.WorkerGenerateResponse) -> worker_pb2.WorkerGenerateResponse:
-        if output.logprobs or output.prompt_logprobs:
-            size = output.ByteSize()
-            if size > _MOST_BYTES:
-                # The request is at fault: on another worker it would be computed again and fail again.
-                raise InvalidArgumentError(
-                    f"log probabilities of {size} bytes: more than a message may have",
-                    field="sampling.prompt_logprobs" if output.prompt_logprobs else "sampling.logprobs",
-                )
-            self._filled += size
-        return output
+        elif stream.ended:
+            self._drop(stream_id)
+        elif stream.has_more:
+            self._mark(stream_id)
+        return size
 
     def _drop(self, stream_id: int) -> None:
-        stream = self._streams.pop(stream_id)
-        if stream.timer is not None:
-            stream.timer.cancel()
-        if stream.generation is not None:
-            stream.generation.close()
-        elif stream.starting is not None and stream.error is None:
-            stream.starting.cancel()
+        self._streams.pop(stream_id).close()
         if not self._streams:
             self._on_idle()
             if self._draining.is_set():

@@ -19,7 +19,8 @@ import torch
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.models.model_files import resolve_model
 from sapwood_tokenizer.vocab.loader import load_tokenizer, resolve_tokenizer
-from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -48,7 +49,7 @@ def main() -> None:
             pieces.append(ids)
     plain: list[torch.Tensor] = []
     for name, options in VARIANTS.items():
-        runner = ModelRunner(
+        runner = build_runner(
             RunnerOptions(
                 model_path=resolve_model(arguments.model),
                 device=arguments.device,

@@ -26,8 +26,10 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.launched_step import LaunchedStep
-from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+from sapwood_worker.model.runner.model_runner import ModelRunner
+from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.output import RequestOutput
 from sapwood_worker.records.step import ModelOutput, SchedulerOutput
 
@@ -41,13 +43,16 @@ SAMPLED = {
 }
 
 
-class TimedRunner(ModelRunner):
-    """Attributes: waited: Seconds that the host waited for results."""
+class TimedRunner:
+    """Attributes: info: The runner's; waited: Seconds that the host waited for results."""
 
-    waited = 0.0
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.info = runner.info
+        self.waited = 0.0
 
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
-        step = super().launch(output)
+        step = self._runner.launch(output)
         take = step.result
 
         def result() -> ModelOutput:
@@ -69,13 +74,13 @@ class Engine:
     ) -> None:
         self.overlap = overlap
         started = time.perf_counter()
-        self.runner = TimedRunner(
+        self.runner = TimedRunner(build_runner(
             RunnerOptions(
                 model_path=model, load_format="dummy", device="cuda", dtype="bfloat16", context_length=16384,
                 kv_cache_bytes=int(kv_gb * 2**30) if kv_gb else None, max_running=max_running,
                 max_step_tokens=max_step_tokens, **options,
             )
-        )  # fmt: skip
+        ))  # fmt: skip
         torch.cuda.synchronize()
         self.start_seconds = time.perf_counter() - started
         info = self.runner.info

@@ -35,8 +35,9 @@ from sapwood_worker.core.cache.host_pages import HostPages
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.launched_step import LaunchedStep
-from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.page_copies import Copies, PageCopy
 from sapwood_worker.records.step import SchedulerOutput
 
@@ -47,7 +48,7 @@ class Engine:
     """A runner and schedulers over it, with and without the second tier."""
 
     def __init__(self, model: Path, pool_gb: float, host_gb: float) -> None:
-        self.runner = ModelRunner(
+        self.runner = build_runner(
             RunnerOptions(
                 model_path=model,
                 load_format="dummy",

@@ -22,8 +22,10 @@ import transformers
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler, SchedulerConfig
+from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.launched_step import LaunchedStep
-from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+from sapwood_worker.model.runner.model_runner import ModelRunner
+from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
 
 SHAPE = {
@@ -122,8 +124,8 @@ def check_float8(name: str, model: transformers.PreTrainedModel) -> bool:
         model.save_pretrained(folder)
         for variant, (options, limit) in FLOAT8.items():
             made = {"model_path": Path(folder), "num_pages": 64, "max_running": 8, "max_step_tokens": 128, **options}
-            wanted = ModelRunner(RunnerOptions(**made)).logits(request(prompt, 0))
-            runner = ModelRunner(RunnerOptions(**made, device="cuda", dtype="bfloat16"))
+            wanted = build_runner(RunnerOptions(**made)).logits(request(prompt, 0))
+            runner = build_runner(RunnerOptions(**made, device="cuda", dtype="bfloat16"))
             got = torch.cat((runner.logits(request(prompt[:60], 0)), runner.logits(request(prompt[60:], 60))))
             error = relative(got, wanted)
             table = np.arange(64, dtype=np.int32).reshape(4, 16)
@@ -147,7 +149,7 @@ def check_float8(name: str, model: transformers.PreTrainedModel) -> bool:
 def check_demo(path: Path) -> bool:
     """Whether greedy tokens of a real model in float32 equal the CPU's; also what float8 costs there."""
     made: dict[str, Any] = {"model_path": path, "num_pages": 64, "max_running": 4, "dtype": "float32"}
-    runners = [ModelRunner(RunnerOptions(**made, device=device)) for device in ("cpu", "cuda")]
+    runners = [build_runner(RunnerOptions(**made, device=device)) for device in ("cpu", "cuda")]
     texts: list[list[list[int]]] = []
     prompts = [[2, 818, 1279, 529, 301], [2, *range(700, 740)], [2, 1000, 90, 3000, 41, 41, 500]]
     for runner in runners:
@@ -171,7 +173,7 @@ def check_demo(path: Path) -> bool:
     plain = logits[1].log_softmax(-1)
     for variant, (options, _) in FLOAT8.items():
         got = (
-            ModelRunner(RunnerOptions(**made, device="cuda", **options))
+            build_runner(RunnerOptions(**made, device="cuda", **options))
             .logits(request(tokens, 0))
             .cpu()
             .log_softmax(-1)
@@ -199,7 +201,7 @@ def main() -> int:
         for dtype, limit in (("float32", 1e-3), ("bfloat16", 0.06)):
             with tempfile.TemporaryDirectory() as folder:
                 model.save_pretrained(folder)
-                runner = ModelRunner(
+                runner = build_runner(
                     RunnerOptions(
                         model_path=Path(folder), device="cuda", dtype=dtype, num_pages=64, max_running=8, max_step_tokens=128
                     )

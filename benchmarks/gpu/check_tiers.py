@@ -29,14 +29,15 @@ from sapwood_worker.core.cache.host_pages import HostPages
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.options import RunnerOptions
 
 Answers = dict[int, list[tuple[int, float]]]
 
 
 class Bench:
     def __init__(self, model: Path, dtype: Any) -> None:
-        self.runner = ModelRunner(
+        self.runner = build_runner(
             RunnerOptions(
                 model_path=model, load_format="dummy", device="cuda", dtype=dtype, context_length=2048,
                 num_pages=400, max_running=8, host_cache_ratio=2.0,

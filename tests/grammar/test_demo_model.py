@@ -15,7 +15,9 @@ from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.grammar.store import GrammarStore
-from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.model_runner import ModelRunner
+from sapwood_worker.model.runner.options import RunnerOptions
 
 pytestmark = pytest.mark.model
 
@@ -27,7 +29,7 @@ HANDFUL = ["objects.person", "combinators.one_of_tagged", "references.tree", "en
 
 @pytest.fixture(scope="module")
 def runner(demo_model: Path) -> ModelRunner:
-    return ModelRunner(
+    return build_runner(
         RunnerOptions(model_path=demo_model, num_pages=1024, max_running=64, threads=2, structured_output=True)
     )
 

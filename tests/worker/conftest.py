@@ -23,7 +23,9 @@ from sapwood_common.models.gguf_file import GgufFile
 from sapwood_common.models.model_files import demo_path
 from sapwood_testing.worker.mooncake_cluster import MooncakeCluster, mooncake_is_installed
 from sapwood_worker.model.loader import load_model
-from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.model_runner import ModelRunner
+from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
 
 VOCAB = 97
@@ -230,7 +232,7 @@ def make_runner() -> Callable[..., ModelRunner]:
         options.setdefault("max_running", 16)
         # Tiny matrices: more threads only wait for each other.
         options.setdefault("threads", 1)
-        return ModelRunner(RunnerOptions(model_path=path, **options))
+        return build_runner(RunnerOptions(model_path=path, **options))
 
     return make
 
@@ -243,7 +245,7 @@ def make_driver() -> Callable[[ModelRunner], Driver]:
 @pytest.fixture(scope="session")
 def demo_runner() -> ModelRunner:
     """The demo model, float32."""
-    return ModelRunner(RunnerOptions(model_path=demo_path(), num_pages=1024, max_running=16, threads=1))
+    return build_runner(RunnerOptions(model_path=demo_path(), num_pages=1024, max_running=16, threads=1))
 
 
 @pytest.fixture(scope="session")

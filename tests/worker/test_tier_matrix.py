@@ -29,7 +29,9 @@ from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.loader import load_model
-from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.model_runner import ModelRunner
+from sapwood_worker.model.runner.options import RunnerOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 
@@ -65,7 +67,7 @@ def runner_of() -> Iterator[Callable[[int], ModelRunner]]:
             )
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("sapwood_worker.model.runner.model_runner.load_model", lambda *_, **__: loaded)
-                made[page_size] = ModelRunner(options)
+                made[page_size] = build_runner(options)
         return made[page_size]
 
     yield make

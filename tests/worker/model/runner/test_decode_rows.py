@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.decode_rows import MOST_KEYS, decode_rows
 from sapwood_worker.model.runner.input_builder import build_forward_batch
-from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -69,7 +70,7 @@ def test_on_a_gpu_parts_of_prompts_in_a_decode_graph_give_the_logits_of_prefill(
         "hidden_act": "silu", "eos_token_id": 1,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    runner = ModelRunner(
+    runner = build_runner(
         RunnerOptions(
             model_path=tmp_path, load_format="dummy", device="cuda", num_pages=128, max_running=64, kv_cache_dtype=cache
         )

@@ -34,7 +34,7 @@ from sapwood_worker.front.convert import to_dimensions, to_inputs
 from sapwood_worker.model.checkpoint.sentence_config import SentenceConfig, read_sentence_config
 from sapwood_worker.model.runner.encoder_runner import EncoderRunner
 from sapwood_worker.model.runner.factory import make_runner as make_runner_of
-from sapwood_worker.model.runner.model_runner import RunnerOptions
+from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import RequestOutput
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.model.runner.piecewise_graphs import token_ladder, worth_capturing
 from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
 
@@ -24,7 +25,7 @@ TINY = {
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_replayed_step_equals_one_launched_kernel_by_kernel(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
-    runner = ModelRunner(
+    runner = build_runner(
         RunnerOptions(model_path=tmp_path, load_format="dummy", device="cuda", num_pages=64, max_running=4)
     )
     table = np.arange(64, dtype=np.int32).reshape(2, 32)

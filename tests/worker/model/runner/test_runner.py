@@ -8,8 +8,9 @@ import torch
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
+from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.input_builder import build_forward_batch
-from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -108,11 +109,11 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(tiny_model, make_run
 
 def test_info_describes_model_and_pool(tiny_model):
     path = tiny_model("llama").path
-    info = ModelRunner(RunnerOptions(model_path=path, num_pages=40, page_size=8, max_running=4, threads=1)).info
+    info = build_runner(RunnerOptions(model_path=path, num_pages=40, page_size=8, max_running=4, threads=1)).info
     assert (info.architecture, info.dtype, info.vocab_size, info.eos_token_ids) == ("llama", "float32", 97, (2,))
     assert (info.page_size, info.num_pages, info.context_length) == (8, 40, 320)
     limited = RunnerOptions(model_path=path, num_pages=40, page_size=8, context_length=100, max_running=4, threads=1)
-    assert ModelRunner(limited).info.context_length == 100
+    assert build_runner(limited).info.context_length == 100
 
 
 def test_pool_is_sized_by_bytes(tiny_model):
@@ -120,13 +121,13 @@ def test_pool_is_sized_by_bytes(tiny_model):
     options = RunnerOptions(
         model_path=tiny_model("llama").path, kv_cache_bytes=1 << 20, page_size=16, max_running=4, threads=1
     )
-    assert ModelRunner(options).info.num_pages == 64
+    assert build_runner(options).info.num_pages == 64
 
 
 def test_pool_too_small_for_the_running_requests_is_refused(tiny_model):
     options = RunnerOptions(model_path=tiny_model("llama").path, num_pages=7, max_running=8, threads=1)
     with pytest.raises(ConfigError, match="7 pages of 16 tokens, fewer than the 8 requests"):
-        ModelRunner(options)
+        build_runner(options)
 
 
 def test_forward_batch_is_flat_and_finds_slots_through_the_page_table():

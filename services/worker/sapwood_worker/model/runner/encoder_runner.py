@@ -7,7 +7,7 @@ import torch
 from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
 from sapwood_worker.model.families.bert import load_bert
 from sapwood_worker.model.pools.host_pool import HostPool
-from sapwood_worker.model.runner.model_runner import _DTYPES, RunnerOptions
+from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
 from sapwood_worker.model.runner.pooling import pool_chunk
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.step import CompletedStep, ModelOutput, SchedulerOutput
@@ -33,7 +33,7 @@ class EncoderRunner:
         if name == "auto":
             name = "float32" if self._device.type == "cpu" else "bfloat16"
         self._model, config = load_bert(
-            options.model_path, _DTYPES[name], self._device, dummy=options.load_format == "dummy"
+            options.model_path, DTYPES[name], self._device, dummy=options.load_format == "dummy"
         )
         length = min(config.max_position_embeddings, options.context_length or config.max_position_embeddings)
         sentences = read_sentence_config(options.model_path, "mean", length)

@@ -10,8 +10,10 @@ from sapwood_common.settings.config import refuse_idle
 from sapwood_common.settings.needs import Needs
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.families.bert import is_bert
+from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.encoder_runner import EncoderRunner
-from sapwood_worker.model.runner.model_runner import ModelRunner, RunnerOptions
+from sapwood_worker.model.runner.model_runner import ModelRunner
+from sapwood_worker.model.runner.options import RunnerOptions
 
 ON_CPU = (Needs(("memory_fraction", "overlap"), lambda config: False, "on a CPU"),)
 OF_ENCODERS = (
@@ -46,30 +48,28 @@ def make_runner(config: WorkerConfig) -> ModelRunner | EncoderRunner:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     path = resolve_model(config.model)
-    kind: type[ModelRunner | EncoderRunner] = ModelRunner
-    if is_bert(path):
-        kind = EncoderRunner
+    encodes = is_bert(path)
+    if encodes:
         refuse_idle(config, OF_ENCODERS)
     if device == "cpu":
         refuse_idle(config, ON_CPU)
-    return kind(
-        RunnerOptions(
-            model_path=path,
-            load_format=config.load_format,
-            device=device,
-            dtype=config.dtype,
-            page_size=config.page_size,
-            num_pages=config.num_pages,
-            kv_cache_bytes=None if config.kv_cache_gb is None else int(config.kv_cache_gb * (1 << 30)),
-            quantization=config.quantization,
-            kv_cache_dtype=config.kv_cache_dtype,
-            memory_fraction=config.memory_fraction,
-            max_step_tokens=config.max_step_tokens,
-            context_length=config.context_length,
-            max_running=config.max_running,
-            threads=config.threads or None,
-            structured_output=config.structured_output,
-            host_cache_gb=config.host_cache_gb if config.prefix_cache else 0.0,
-            host_cache_ratio=config.host_cache_ratio if config.prefix_cache else 0.0,
-        )
+    options = RunnerOptions(
+        model_path=path,
+        load_format=config.load_format,
+        device=device,
+        dtype=config.dtype,
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        kv_cache_bytes=None if config.kv_cache_gb is None else int(config.kv_cache_gb * (1 << 30)),
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+        memory_fraction=config.memory_fraction,
+        max_step_tokens=config.max_step_tokens,
+        context_length=config.context_length,
+        max_running=config.max_running,
+        threads=config.threads or None,
+        structured_output=config.structured_output,
+        host_cache_gb=config.host_cache_gb if config.prefix_cache else 0.0,
+        host_cache_ratio=config.host_cache_ratio if config.prefix_cache else 0.0,
     )
+    return EncoderRunner(options) if encodes else build_runner(options)

@@ -1,0 +1,245 @@
+"""Puts a runner together: the model, its pools and attention, its graphs, and the memory for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.errors import ConfigError
+from sapwood_common.grammar.vocabulary import load_vocabulary
+from sapwood_worker.model.attention.backend import AttentionBackend
+from sapwood_worker.model.attention.torch_native import TorchNativeBackend
+from sapwood_worker.model.checkpoint.fingerprint import model_fingerprint
+from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
+from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.grammar.logit_masks import GrammarMasks
+from sapwood_worker.model.loader import load_model
+from sapwood_worker.model.pools.device_pool import DevicePool, KVScales, page_bytes
+from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages
+from sapwood_worker.model.pools.torch_transfer import make_transfer
+from sapwood_worker.model.runner.input_builder import build_forward_batch
+from sapwood_worker.model.runner.kv_calibration import calibrate
+from sapwood_worker.model.runner.memory_profile import measure_pool_bytes
+from sapwood_worker.model.runner.model_runner import ModelRunner
+from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
+from sapwood_worker.model.sampling.token_sampler import TokenSampler
+from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
+
+if TYPE_CHECKING:
+    from sapwood_worker.model.runner.cuda_graph import DecodeGraphs
+    from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs
+
+# Pages beyond those that the scheduler knows of, to which padding rows write.
+_SCRATCH_PAGES = 1
+_DEFAULT_BYTES = 1 << 30
+
+
+def build_runner(options: RunnerOptions) -> ModelRunner:
+    """Loads the model and all it needs to run.
+
+    Raises:
+        ConfigError: The model cannot be loaded or the pool is too small; names the file or option.
+    """
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    return _Builder(options).build()
+
+
+class _Builder:
+    """Loads a model, and makes its parts: for a trial step that measures memory, and for good."""
+
+    def __init__(self, options: RunnerOptions) -> None:
+        self._options = options
+        self._device = torch.device(options.device)
+        default = "float32" if self._device.type == "cpu" else "bfloat16"
+        self._dtype_name = default if options.dtype == "auto" else options.dtype
+        self._dtype = DTYPES[self._dtype_name]
+        loaded = load_model(
+            options.model_path,
+            options.load_format,
+            self._dtype,
+            self._device,
+            context_length=options.context_length,
+            threads=options.threads or torch.get_num_threads(),
+            seed=options.seed,
+            quantization=options.quantization,
+        )
+        self._config = loaded.config
+        self._model = loaded.model
+        self._eos_token_ids = loaded.eos_token_ids
+        # The latest token of the request in each row of the page table.
+        self._last_tokens = torch.zeros(options.max_running, dtype=torch.int64, device=self._device)
+        self._scales: KVScales | None = None
+        if options.kv_cache_dtype == "fp8_e4m3":
+            self._scales = calibrate(self._model, self._config, self._dtype, self._device)
+
+    def build(self) -> ModelRunner:
+        """Makes the parts for good; called once."""
+        options, config = self._options, self._config
+        pool = self._build_pool(config, self._num_pages(config))
+        host_pool = _build_host_pool(options, pool)
+        backend, graphs = self._build_backend(config, pool, None)
+        length = min(config.max_position, (pool.num_pages - _SCRATCH_PAGES) * pool.page_size)
+        return ModelRunner(
+            info=self._info(config, pool, length),
+            model=self._model,
+            pool=pool,
+            backend=backend,
+            graphs=graphs,
+            pieces=self._build_pieces(backend, pool, whole_ladder=True),
+            masks=GrammarMasks(config.vocab_size),
+            sampler=TokenSampler(options.max_running, config.vocab_size, self._eos_token_ids, self._device),
+            last_tokens=self._last_tokens,
+            vocabulary=load_vocabulary(options.model_path) if options.structured_output else None,
+            host_pool=host_pool,
+            transfer=None if host_pool is None else make_transfer(pool, host_pool),
+            identity=partial(self._identity, pool),
+        )
+
+    def _info(self, config: ModelConfig, pool: DevicePool, length: int) -> ModelInfo:
+        sentences = read_sentence_config(self._options.model_path, "last", length)
+        return ModelInfo(
+            architecture=config.architecture,
+            dtype=self._dtype_name,
+            context_length=length,
+            vocab_size=config.vocab_size,
+            eos_token_ids=self._eos_token_ids,
+            page_size=pool.page_size,
+            num_pages=pool.num_pages - _SCRATCH_PAGES,
+            embedding_size=config.hidden_size,
+            pooling=sentences.pooling,
+            normalizes=sentences.normalizes,
+            embedded_tokens=sentences.max_tokens,
+            shortened=sentences.shortened,
+            special_ids=sentences.special_ids,
+        )
+
+    def _identity(self, pool: DevicePool) -> str:
+        options = self._options
+        made_up = f"dummy-{options.seed}" if options.load_format == "dummy" else ""
+        shape = "x".join(map(str, (len(pool.key_slots), *pool.key_slots[0].shape[1:])))
+        stored = f"{pool.dtype}{pool.scales}" if self._scales is not None else ""
+        computed = self._dtype_name if options.quantization == "none" else f"{self._dtype_name}-{options.quantization}"
+        parts = (model_fingerprint(options.model_path), made_up, computed, stored, shape, self._device.type)
+        return "|".join(parts)
+
+    @torch.inference_mode()
+    def _build_backend(
+        self, config: ModelConfig, pool: DevicePool, sizes: Sequence[int] | None
+    ) -> tuple[AttentionBackend, DecodeGraphs | None]:
+        """The attention backend, and the graphs of decode steps where there are any, of the given sizes (None: all)."""
+        dtype = self._dtype
+        if self._device.type != "cuda" or dtype == torch.float32:
+            return TorchNativeBackend(pool, dtype), None
+        # Imported here, since only the extra [gpu] installs the package.
+        from sapwood_kernels.flashinfer_attention import AttentionShape, Variant
+        from sapwood_worker.model.attention.flashinfer import FlashInferBackend
+        from sapwood_worker.model.runner.cuda_graph import DecodeGraphs, ladder
+
+        shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, pool.page_size, dtype)
+        kinds = [Variant(config.attention_scale, window, config.attention_softcap) for window in config.windows]
+        backend = FlashInferBackend(pool, shape, tuple(dict.fromkeys(kinds)), config.max_position)
+        sizes = ladder(self._options.max_running) if sizes is None else sizes
+        scratch = pool.num_pages - _SCRATCH_PAGES
+        return backend, DecodeGraphs(self._model, backend, pool, sizes, scratch, self._last_tokens)
+
+    @torch.inference_mode()
+    def _build_pieces(
+        self, backend: AttentionBackend, pool: DevicePool, *, whole_ladder: bool
+    ) -> PiecewiseGraphs | None:
+        """The graphs of steps that compute prompts, where there are any, of all sizes or of the largest only."""
+        if self._device.type != "cuda" or self._dtype == torch.float32:
+            return None
+        from sapwood_worker.model.attention.flashinfer import FlashInferBackend
+        from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
+
+        assert isinstance(backend, FlashInferBackend)
+        parameters = sum(each.numel() for each in self._model.layers.parameters())
+        worth = worth_capturing(parameters, float8=self._options.quantization != "none")
+        largest = min(worth, self._options.max_step_tokens)
+        sizes = token_ladder(largest) if whole_ladder else [largest]
+        return PiecewiseGraphs(self._model, backend, pool, sizes, pool.num_pages - _SCRATCH_PAGES)
+
+    def _build_pool(self, config: ModelConfig, pages: int) -> DevicePool:
+        options = self._options
+        if pages < options.max_running:
+            raise ConfigError(
+                f"the KV cache holds {pages} pages of {options.page_size} tokens, fewer than the {options.max_running} "
+                "requests that may run: give it more memory or lower --max-running"
+            )
+        return DevicePool(
+            num_layers=config.num_layers,
+            num_pages=pages + _SCRATCH_PAGES,
+            page_size=options.page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self._dtype if self._scales is None else torch.float8_e4m3fn,
+            device=self._device,
+            scales=self._scales,
+        )
+
+    def _num_pages(self, config: ModelConfig) -> int:
+        options = self._options
+        if options.num_pages is not None:
+            return options.num_pages
+        size = page_bytes(
+            num_layers=config.num_layers,
+            page_size=options.page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self._dtype if self._scales is None else torch.float8_e4m3fn,
+        )
+        if options.kv_cache_bytes is not None:
+            return options.kv_cache_bytes // size
+        if self._device.type != "cuda":
+            return _DEFAULT_BYTES // size
+        trial = partial(self._try_largest_step, config, size)
+        return measure_pool_bytes(self._device, options.memory_fraction, trial) // size
+
+    @torch.inference_mode()
+    def _try_largest_step(self, config: ModelConfig, size: int) -> int:
+        """Computes a step with the most tokens and samples beside the largest decode graph, in a trial pool.
+
+        Returns the bytes of that pool, whose pages have ``size`` bytes. Libraries also load here what a first request needs.
+        """
+        options = self._options
+        longest = config.max_position
+        prompts = [min(longest, options.max_step_tokens)]
+        while sum(prompts) < options.max_step_tokens and len(prompts) < options.max_running:
+            prompts.append(min(longest, options.max_step_tokens - sum(prompts)))
+        needed = [-(-length // options.page_size) for length in prompts]
+        pool = self._build_pool(config, max(sum(needed), options.max_running))
+        backend, graphs = self._build_backend(config, pool, [options.max_running])
+        pieces = self._build_pieces(backend, pool, whole_ladder=False)
+        table = np.zeros((len(prompts), max(needed)), np.int32)
+        table[np.arange(max(needed)) < np.array(needed)[:, None]] = np.arange(sum(needed))
+        requests = [
+            ScheduledRequest(str(slot), slot, [0] * length, 0, True, SamplingParams())
+            for slot, length in enumerate(prompts)
+        ]
+        batch = build_forward_batch(SchedulerOutput(0, table, requests), options.page_size, self._device)
+        hidden: Tensor = self._model(batch.token_ids, batch.positions, backend.plan(batch.attention))
+        rows = hidden.index_select(0, torch.zeros(options.max_running, dtype=torch.int64, device=self._device))
+        self._model.logits(rows).float().softmax(-1)
+        torch.cuda.synchronize(self._device)
+        del graphs, pieces
+        return pool.num_pages * size
+
+
+def _build_host_pool(options: RunnerOptions, pool: DevicePool) -> HostPool | None:
+    keys = pool.key_pages(0)[0]
+    size = 2 * len(pool.key_slots) * keys.numel() * keys.element_size()
+    pages = host_pool_pages(
+        page_bytes=size,
+        num_device_pages=pool.num_pages - _SCRATCH_PAGES,
+        gigabytes=options.host_cache_gb,
+        ratio=options.host_cache_ratio,
+    )
+    return HostPool(pages, size) if pages else None

@@ -1,0 +1,61 @@
+"""What a runner is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from sapwood_worker.model.layers.linear import Quantization
+from sapwood_worker.model.loader import LoadFormat
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """What to run and with what memory.
+
+    Attributes:
+        model_path: A ``.gguf`` file or a Hugging Face directory.
+        load_format: ``dummy`` reads the configuration only and makes weights up.
+        device: A torch device.
+        dtype: The dtype of weights, activations and cache; ``auto`` is float32 on a CPU, else bfloat16.
+        page_size: Tokens in a page.
+        num_pages: Pages in the pool; None: as many as fit in ``kv_cache_bytes``.
+        kv_cache_bytes: Bytes of the pool, unless ``num_pages`` is given; None: on CUDA what is left of ``memory_fraction``
+            after a trial of the largest step, elsewhere 1 GiB.
+        quantization: How linear layers are quantised: ``fp8`` has scales for each token and output channel, ``fp8_block`` for
+            128 numbers of a token and 128 x 128 of the weight, ``fp8_tensor`` one for each tensor.
+        kv_cache_dtype: The pool's dtype: ``auto`` is the model's.
+        memory_fraction: Largest share of the GPU's memory that may be in use, other programs' included.
+        max_step_tokens: Most tokens in a step, and the tokens of the trial.
+        context_length: Upper limit of prompt and output together; None: the model's own.
+        max_running: Most requests in a step; the pool must have a page for each.
+        threads: CPU threads of torch and of loading; None: torch's own choice. Set for the whole process.
+        seed: Seed of made-up weights.
+        structured_output: Whether the vocabulary is read for requests with a grammar.
+        host_cache_gb: Memory of the KV cache's second tier in GiB; 0: the ratio decides.
+        host_cache_ratio: Pages of that tier for each page of the pool; 0: the memory decides. Both 0: there is none.
+    """
+
+    model_path: Path
+    load_format: LoadFormat = "auto"
+    device: str = "cpu"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    page_size: int = 16
+    num_pages: int | None = None
+    kv_cache_bytes: int | None = None
+    quantization: Quantization = "none"
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    memory_fraction: float = 0.9
+    max_step_tokens: int = 8192
+    context_length: int | None = None
+    max_running: int = 64
+    threads: int | None = None
+    seed: int = 0
+    structured_output: bool = False
+    host_cache_gb: float = 0.0
+    host_cache_ratio: float = 0.0

@@ -67,6 +67,9 @@ REFUSED = [
     (WORKER, "--num-pages 99 --kv-cache-gb 1", "--kv-cache-gb", None),
     (WORKER, "--num-pages 99 --memory-fraction 0.5", "--memory-fraction", None),
     (WORKER, "--kv-cache-gb 1 --memory-fraction 0.5", "--memory-fraction", None),
+    (WORKER, "--dtype float32 --no-cuda-graphs", "--no-cuda-graphs", None),
+    (WORKER, "--no-cuda-graphs --cuda-graph-max-batch 8", "--cuda-graph-max-batch", None),
+    (WORKER, "--max-running 8 --cuda-graph-max-batch 8", "--cuda-graph-max-batch", "--max-running 9"),
     (WORKER, "--no-structured-output --no-jump-forward", "--no-jump-forward", None),
     (WORKER, "--no-structured-output --grammar-timeout 1", "--grammar-timeout", None),
 ]
@@ -77,6 +80,7 @@ OF_BERT = [
     *(TIER, "--host-cache-ratio 1 --host-write-policy write_back --storage file:///x --storage-prefetch best_effort"),
     *(f"{TIER} --storage-share 0.9 --storage-timeout 9 --storage-timeout-per-1k 9 --storage-min-tokens 9",),
     *("--conservativeness 0.5", "--no-structured-output", "--no-jump-forward --grammar-timeout 1", "--policy lof"),
+    *("--no-cuda-graphs", "--cuda-graph-max-batch 8"),
 ]
 
 
@@ -130,7 +134,9 @@ def test_what_changes_nothing_for_an_encoder_is_refused_when_the_model_is_known(
     assert "has no effect with a model that makes embeddings only" in str(caught.value)
 
 
-@pytest.mark.parametrize("flag", ["--memory-fraction 0.5", "--no-overlap"])
+@pytest.mark.parametrize(
+    "flag", ["--memory-fraction 0.5", "--no-overlap", "--no-cuda-graphs", "--cuda-graph-max-batch 8"]
+)
 def test_what_is_for_gpus_is_refused_on_a_cpu(tmp_path: Path, flag: str) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     flags = ["--model", str(tmp_path), "--device", "cpu", *flag.split()]

@@ -60,6 +60,17 @@ class WorkerConfig(ServiceConfig):
         Needs(("kv_cache_gb", "memory_fraction"), lambda config: config.num_pages is None, "with {num_pages}"),
         Needs(("memory_fraction",), lambda config: config.kv_cache_gb is None, "with {kv_cache_gb}"),
         Needs(
+            ("cuda_graphs", "cuda_graph_max_batch"),
+            lambda config: config.dtype != "float32",
+            "with {dtype} float32, which is never captured",
+        ),
+        Needs(("cuda_graph_max_batch",), lambda config: config.cuda_graphs, "without {cuda_graphs}"),
+        Needs(
+            ("cuda_graph_max_batch",),
+            lambda config: config.cuda_graph_max_batch < config.max_running,
+            "with a {max_running} that is no larger",
+        ),
+        Needs(
             ("jump_forward", "grammar_timeout"), lambda config: config.structured_output, "without {structured_output}"
         ),
     )
@@ -117,6 +128,17 @@ class WorkerConfig(ServiceConfig):
         True,
         description="On a GPU, plan and launch a step while the one before is computed; costs up to one step's work for a "
         "request that ends at an end token.",
+    )
+    cuda_graphs: bool = Field(
+        True,
+        description="On a GPU, capture decode steps and small prefill steps as CUDA graphs when the worker starts; without them "
+        "it starts sooner and has more memory for the KV cache, but each step of a small batch takes longer.",
+    )
+    cuda_graph_max_batch: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens of a decode step that is captured as a CUDA graph; larger steps are computed like prompts; "
+        "none: as many as requests may run.",
     )
     policy: Literal["fcfs", "lpm", "dfs-weight", "lof", "priority"] = Field(
         "fcfs",

@@ -45,6 +45,22 @@ def test_a_replayed_step_equals_one_launched_kernel_by_kernel(tmp_path):
     assert float((replayed - single).norm() / single.norm()) < 0.02
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graphs_are_captured_up_to_the_batch_that_was_asked_for_and_change_no_token(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    made = {"model_path": tmp_path, "load_format": "dummy", "device": "cuda", "num_pages": 64, "max_running": 4}
+    tokens = []
+    for largest, options in ((4, {}), (2, {"cuda_graph_max_batch": 2}), (None, {"cuda_graphs": False})):
+        runner = build_runner(RunnerOptions(**made, **options))
+        assert (runner._graphs and runner._graphs.largest, runner._pieces is None) == (largest, largest is None)
+        table = np.arange(64, dtype=np.int32).reshape(4, 16)
+        prompts = [ScheduledRequest(str(i), i, list(range(2 + i, 40)), 0, True, GREEDY) for i in range(4)]
+        first = runner.execute(SchedulerOutput(0, table, prompts)).token_ids
+        parts = [ScheduledRequest(str(i), i, [7], 38 - i, True, GREEDY) for i in range(4)]
+        tokens.append((first, runner.execute(SchedulerOutput(1, table, parts)).token_ids))
+    assert tokens[1:] == tokens[:1] * 2
+
+
 def test_the_ladder_pads_by_less_than_a_quarter():
     for largest in (16, 100, 512, 4096, 8192):
         sizes = token_ladder(largest)

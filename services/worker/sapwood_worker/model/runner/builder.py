@@ -74,6 +74,7 @@ class _Builder:
         self._config = loaded.config
         self._model = loaded.model
         self._eos_token_ids = loaded.eos_token_ids
+        self._largest_graph = min(options.cuda_graph_max_batch or options.max_running, options.max_running)
         # The latest token of the request in each row of the page table.
         self._last_tokens = torch.zeros(options.max_running, dtype=torch.int64, device=self._device)
         self._scales: KVScales | None = None
@@ -146,7 +147,9 @@ class _Builder:
         shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, pool.page_size, dtype)
         kinds = [Variant(config.attention_scale, window, config.attention_softcap) for window in config.windows]
         backend = FlashInferBackend(pool, shape, tuple(dict.fromkeys(kinds)), config.max_position)
-        sizes = ladder(self._options.max_running) if sizes is None else sizes
+        if not self._options.cuda_graphs:
+            return backend, None
+        sizes = ladder(self._largest_graph) if sizes is None else sizes
         scratch = pool.num_pages - _SCRATCH_PAGES
         return backend, DecodeGraphs(self._model, backend, pool, sizes, scratch, self._last_tokens)
 
@@ -155,7 +158,7 @@ class _Builder:
         self, backend: AttentionBackend, pool: DevicePool, *, whole_ladder: bool
     ) -> PiecewiseGraphs | None:
         """The graphs of steps that compute prompts, where there are any, of all sizes or of the largest only."""
-        if self._device.type != "cuda" or self._dtype == torch.float32:
+        if self._device.type != "cuda" or self._dtype == torch.float32 or not self._options.cuda_graphs:
             return None
         from sapwood_worker.model.attention.flashinfer import FlashInferBackend
         from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
@@ -216,7 +219,7 @@ class _Builder:
             prompts.append(min(longest, options.max_step_tokens - sum(prompts)))
         needed = [-(-length // options.page_size) for length in prompts]
         pool = self._build_pool(config, max(sum(needed), options.max_running))
-        backend, graphs = self._build_backend(config, pool, [options.max_running])
+        backend, graphs = self._build_backend(config, pool, [self._largest_graph])
         pieces = self._build_pieces(backend, pool, whole_ladder=False)
         table = np.zeros((len(prompts), max(needed)), np.int32)
         table[np.arange(max(needed)) < np.array(needed)[:, None]] = np.arange(sum(needed))

@@ -15,7 +15,8 @@ from sapwood_worker.model.runner.encoder_runner import EncoderRunner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
 
-ON_CPU = (Needs(("memory_fraction", "overlap"), lambda config: False, "on a CPU"),)
+_GRAPHS = ("cuda_graphs", "cuda_graph_max_batch")
+ON_CPU = (Needs(("memory_fraction", "overlap", *_GRAPHS), lambda config: False, "on a CPU"),)
 OF_ENCODERS = (
     Needs(
         (
@@ -23,7 +24,7 @@ OF_ENCODERS = (
             *("prefix_cache", "eviction", "kv_events_port", "kv_events_replay_port", "kv_events_topic"),
             *("host_cache_gb", "host_cache_ratio", "host_write_policy", "storage", "storage_prefetch", "storage_share"),
             *("storage_timeout", "storage_timeout_per_1k", "storage_min_tokens", "conservativeness"),
-            *("kv_events_keep", "structured_output", "jump_forward", "grammar_timeout"),
+            *("kv_events_keep", "structured_output", "jump_forward", "grammar_timeout", *_GRAPHS),
         ),
         lambda config: False,
         "with a model that makes embeddings only and caches nothing",
@@ -67,6 +68,8 @@ def make_runner(config: WorkerConfig) -> ModelRunner | EncoderRunner:
         max_step_tokens=config.max_step_tokens,
         context_length=config.context_length,
         max_running=config.max_running,
+        cuda_graphs=config.cuda_graphs,
+        cuda_graph_max_batch=config.cuda_graph_max_batch,
         threads=config.threads or None,
         structured_output=config.structured_output,
         host_cache_gb=config.host_cache_gb if config.prefix_cache else 0.0,

@@ -34,6 +34,8 @@ class RunnerOptions:
         max_step_tokens: Most tokens in a step, and the tokens of the trial.
         context_length: Upper limit of prompt and output together; None: the model's own.
         max_running: Most requests in a step; the pool must have a page for each.
+        cuda_graphs: Whether decode steps and small prefill steps are captured as CUDA graphs, on a GPU.
+        cuda_graph_max_batch: Most tokens of a captured decode step; None: ``max_running``.
         threads: CPU threads of torch and of loading; None: torch's own choice. Set for the whole process.
         seed: Seed of made-up weights.
         structured_output: Whether the vocabulary is read for requests with a grammar.
@@ -54,6 +56,8 @@ class RunnerOptions:
     max_step_tokens: int = 8192
     context_length: int | None = None
     max_running: int = 64
+    cuda_graphs: bool = True
+    cuda_graph_max_batch: int | None = None
     threads: int | None = None
     seed: int = 0
     structured_output: bool = False

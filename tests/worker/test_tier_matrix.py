@@ -66,7 +66,7 @@ def runner_of() -> Iterator[Callable[[int], ModelRunner]]:
                 host_cache_ratio=4.0,
             )
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("sapwood_worker.model.runner.model_runner.load_model", lambda *_, **__: loaded)
+                patch.setattr("sapwood_worker.model.runner.builder.load_model", lambda *_, **__: loaded)
                 made[page_size] = build_runner(options)
         return made[page_size]
 

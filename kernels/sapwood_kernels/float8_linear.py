@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sapwood_kernels import reference
+from sapwood_kernels.ops.device import GROUP, DeviceOps, Gate
 
-Gate = Literal["silu", "gelu_tanh"]
 Scaling = Literal["row", "block", "tensor"]
 
-GROUP = 128
 _ALIGNED = 16
 
 
@@ -52,6 +51,7 @@ class Float8Linear:
     Args:
         weight: [N, K], which :func:`can_quantise`; not kept.
         bias: [N].
+        ops: The operations of the weight's device.
         scaling: Which numbers share a scale; by block only where both sides of the weight are multiples of 128, else by row.
 
     Attributes:
@@ -59,7 +59,7 @@ class Float8Linear:
         scales: float32 [N, 1], [N / 128, K / 128] by block, or [1, 1] by tensor.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, scaling: Scaling) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, ops: DeviceOps, *, scaling: Scaling) -> None:
         self._tensor = scaling == "tensor"
         self._block = scaling == "block" and weight.shape[0] % GROUP == 0 and weight.shape[1] % GROUP == 0
         self._bias = bias
@@ -71,11 +71,11 @@ class Float8Linear:
         else:
             quantise = reference.quantise_tensor if self._tensor else reference.quantise_rows
             self.weight, self.scales = quantise(weight)
-        self._cuda = weight.device.type == "cuda"
+        self._ops = ops
+        self._scaled = self._takes_scales(weight)
         self._dense: Tensor | None = None
-        if not self._cuda:
+        if not self._scaled and not ops.asynchronous:  # a GPU's memory holds it once
             self._dense = reference.dequantise_blocks(self.weight, self.scales).to(self._dtype)
-        self._scaled = self._cuda and (not self._block or self._takes_block_scales(weight))
 
     @property
     def row_scales(self) -> Tensor:
@@ -84,41 +84,21 @@ class Float8Linear:
 
     def quantise(self, x: Tensor) -> Quantised:
         """Quantises x [T, K]."""
-        if self._cuda:
-            from sapwood_kernels import triton_float8  # only CUDA builds of torch have triton
-
-            if self._tensor:
-                return Quantised(*triton_float8.quantise_tensor(x), x.shape[0])
-            return Quantised(*triton_float8.quantise(x, grouped=self._block), x.shape[0])
         if self._tensor:
-            return Quantised(*reference.quantise_tensor(x), x.shape[0])
-        return Quantised(*reference.quantise_rows(x, GROUP if self._block else None), x.shape[0])
+            return Quantised(*self._ops.quantise_tensor(x), x.shape[0])
+        return Quantised(*self._ops.quantise(x, grouped=self._block), x.shape[0])
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Quantised:
         """Norms x [T, K] (RMSNorm with ``weight``, float32 [K]), then quantises it."""
-        if self._cuda and self._tensor:
-            from sapwood_kernels import triton_norm
-
-            return self.quantise(triton_norm.rms_norm(x, weight, eps))
-        if self._cuda:
-            from sapwood_kernels import triton_float8
-
-            return Quantised(*triton_float8.rms_norm(x, weight, eps, grouped=self._block), x.shape[0])
-        return self.quantise(reference.rms_norm(x, weight, eps))
+        if self._tensor:
+            return self.quantise(self._ops.rms_norm(weight, eps, x.dtype)(x))
+        return Quantised(*self._ops.quantise_normed(x, weight, eps, grouped=self._block), x.shape[0])
 
     def gate(self, gate_up: Tensor, gate: Gate) -> Quantised:
         """Applies a gated activation to [T, 2K], then quantises the result [T, K]."""
-        if self._cuda and self._tensor:
-            from sapwood_kernels import triton_activation
-
-            activated = triton_activation.silu_mul if gate == "silu" else triton_activation.gelu_tanh_mul
-            return self.quantise(activated(gate_up))
-        if self._cuda:
-            from sapwood_kernels import triton_float8
-
-            return Quantised(*triton_float8.gated(gate_up, gate, grouped=self._block), gate_up.shape[0])
-        activate = reference.silu_mul if gate == "silu" else reference.gelu_tanh_mul
-        return self.quantise(activate(gate_up))
+        if self._tensor:
+            return self.quantise(self._ops.gated(gate)(gate_up))
+        return Quantised(*self._ops.quantise_gated(gate_up, gate, grouped=self._block), gate_up.shape[0])
 
     def __call__(self, x: Quantised) -> Tensor:
         """Multiplies: a new tensor [T, N]."""
@@ -134,13 +114,10 @@ class Float8Linear:
     def _scaled_product(self, x: Quantised) -> Tensor:
         # Products are summed with fewer bits than float32 has; that error is far below float8's rounding.
         dtype = torch.bfloat16 if self._dtype == torch.float32 else self._dtype  # torch cannot return float32 here
-        result: Tensor = torch._scaled_mm(
-            x.values, self.weight.t(), scale_a=x.scales, scale_b=self.scales.t(), out_dtype=dtype,
-            use_fast_accum=not self._block,
-        )[: x.rows].to(self._dtype)  # fmt: skip
-        return result
+        product = self._ops.scaled_product((x.values, x.scales), (self.weight, self.scales), dtype, exact=self._block)
+        return product[: x.rows].to(self._dtype)
 
-    def _takes_block_scales(self, weight: Tensor) -> bool:
+    def _takes_scales(self, weight: Tensor) -> bool:
         try:
             self._scaled_product(self.quantise(weight.new_zeros(1, weight.shape[1])))
         except RuntimeError:

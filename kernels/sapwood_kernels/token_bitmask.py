@@ -31,16 +31,6 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor | None = N
         logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, float("-inf")))
 
 
-def forbid_tokens(logits: Tensor, bitmask: Tensor, rows: Tensor | None = None) -> None:
-    """Does :func:`apply_token_bitmask`, on a GPU with a kernel; rows of ``logits``, and the whole ``bitmask``, are contiguous."""
-    if logits.is_cuda:
-        from sapwood_kernels import triton_logits  # only CUDA builds of torch have triton
-
-        triton_logits.apply_token_bitmask(logits, bitmask, rows)
-    else:
-        apply_token_bitmask(logits, bitmask, rows)
-
-
 @functools.cache
 def _table(device: torch.device) -> Tensor:
     """int64 [256]: for each byte of a mask eight booleans of a byte each, true where the token is forbidden."""

@@ -72,25 +72,25 @@ def norm_rope_store(
     key_slots: Tensor,
     value_slots: Tensor,
     slots: Tensor,
+    scales: tuple[float, float] = (1.0, 1.0),
     *,
     num_heads: int,
     norm_weights: tuple[Tensor, Tensor] | None,
     eps: float,
-    scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """Norms and rotates query and key heads, writes keys and values to the cache, returns the query heads.
 
     Args:
         qkv: Contiguous [T, (H + 2K) * D]: query, key, value heads side by side.
-        cos: [T, D] as ``reference.rope`` takes it.
-        sin: [T, D] likewise, its first half negated.
+        cos: [T, D] or [T, 1, D], contiguous, as ``reference.rope`` takes it.
+        sin: Likewise, its first half negated.
         key_slots: [S, K, D], mutated at ``slots``; of qkv's dtype or float8_e4m3fn.
         value_slots: [S, K, D], mutated at ``slots``; of the same dtype.
         slots: int64 [T].
+        scales: What keys and values are divided by for a cache of float8.
         num_heads: H.
         norm_weights: float32 [D] for query heads and for key heads; None: no norm.
         eps: Added to the mean square in the norms.
-        scales: What keys and values are divided by for a cache of float8.
 
     Returns:
         [T, H, D].

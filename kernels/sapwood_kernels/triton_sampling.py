@@ -4,7 +4,7 @@ Each program takes a row. The filters are thresholds on a token's weight ``exp((
 sorting: top-k's is the largest t such that k weights are at least t, top-p's the largest such that the weights of at least t hold
 the wanted mass. Non-negative float32 numbers are ordered as their bits are, so 30 bisections over the bits find t exactly; each
 is a pass over the row, which lies in the L2 cache by then. (The CPU's partial sort would have to wait for the device to know how
-far to sort.) The draw is the inverse of the cumulative distribution in vocabulary order, as in the worker's ``sampler.py``.
+far to sort.) The draw is the inverse of the cumulative distribution in vocabulary order, as in ``cpu_sampling.py``.
 
 Bound: reads a row once from memory and up to 64 times from the cache. O(V) for each row.
 """
@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from sapwood_kernels.cpu_sampling import SamplingBatch
 
 _BLOCK = 4096
 
@@ -101,34 +103,19 @@ def _sample_kernel(
     tl.store(tokens + index, tl.where(first < V, first, last).to(tl.int64))
 
 
-def sample_rows(
-    logits: Tensor,
-    rows: Tensor | None,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    uniform: Tensor,
-) -> Tensor:
-    """One token for each of S rows; in a row that holds a NaN, or nothing to choose, any token.
+def sample_rows(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """A token of each of the S rows that are sampled, int64 [S]; in a row that holds a NaN, or nothing to choose, any token.
 
     Args:
         logits: float32 [R, V], rows contiguous; not changed.
-        rows: int64 [S]: the rows to sample; None: all.
-        temperature: float32 [S, 1], over 0.
-        top_k: int64 [S, 1]; V: all.
-        top_p: float64 [S, 1], in (0, 1].
-        min_p: float32 [S, 1], in [0, 1].
-        uniform: float64 [S, 1], in [0, 1).
-
-    Returns:
-        int64 [S].
+        batch: The rows' settings.
     """
     width = logits.shape[1]
-    tokens = torch.empty(len(temperature), dtype=torch.int64, device=logits.device)
+    tokens = torch.empty(batch.count, dtype=torch.int64, device=logits.device)
     block = min(_BLOCK, triton.next_power_of_2(width))
     _sample_kernel[(len(tokens),)](
-        logits, logits if rows is None else rows, temperature, top_k, top_p, min_p, uniform, tokens, logits.stride(0),
-        V=width, BLOCK=block, HAS_ROWS=rows is not None, num_warps=8,
+        logits, logits if batch.rows is None else batch.rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p,
+        batch.uniform, tokens, logits.stride(0),
+        V=width, BLOCK=block, HAS_ROWS=batch.rows is not None, num_warps=8,
     )  # fmt: skip
     return tokens

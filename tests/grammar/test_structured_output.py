@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_kernels.token_bitmask import apply_token_bitmask
 from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.sampling.row_settings import RowSettings
@@ -61,9 +62,9 @@ def generate(store, vocabulary, noise: Noise, compiled: list[bytes], seed: int) 
         logits = noise.rows([(row * 613 + step * 71 + seed * 17) % 4096 for row in running])
         apply_token_bitmask(logits, torch.from_numpy(pending.result()))
         positions = np.array([step * 1000 + row for row in running], np.int64)
-        settings = RowSettings(1, size, (), torch.device("cpu"))
+        settings = RowSettings(1, size, (), device_ops("cpu"))
         settings.enter(0, params, 0)
-        chosen, _ = sample(logits, settings.sampling(np.zeros(len(running), np.int64), positions))
+        chosen, _ = sample(logits, settings.sampling(np.zeros(len(running), np.int64), positions), device_ops("cpu"))
         for row, token in zip(running, chosen.tolist(), strict=True):
             assert matchers[row].accept(token), matchers[row].error
             if token not in ENDS:

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from sapwood_kernels import reference
 from sapwood_kernels.float8_linear import Float8Linear, Scaling
+from sapwood_kernels.ops.factory import device_ops
 
 pytest.importorskip("triton", reason="Triton is not installed")
 kernel = pytest.importorskip("sapwood_kernels.triton_float8")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OPS = device_ops(DEVICE)
 
 
 def relative(got: Tensor, wanted: Tensor) -> float:
@@ -61,7 +63,7 @@ def test_a_layer_is_near_the_whole_one_and_nearer_to_its_rounded_numbers(rows: i
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     weight, x = torch.randn(256, 384).to(dtype), torch.randn(rows, 384).to(dtype)
     bias = torch.randn(256).to(dtype) if biased else None
-    layer = Float8Linear(weight.to(DEVICE), None if bias is None else bias.to(DEVICE), scaling=scaling)
+    layer = Float8Linear(weight.to(DEVICE), None if bias is None else bias.to(DEVICE), OPS, scaling=scaling)
     result = layer(layer.quantise(x.to(DEVICE)))
     plain = 0.0 if bias is None else bias.float()
     assert relative(result, x.float() @ weight.float().t() + plain) < 0.05
@@ -75,7 +77,7 @@ def test_one_scale_for_all_tokens(what: str):
     torch.manual_seed(1)
     x = torch.randn(5, 256) * torch.tensor([1.0, 30.0, 0.1, 1.0, 1.0])[:, None]
     weight, factors = torch.randn(64, 128 if what == "silu" else 256), torch.rand(256) + 0.5
-    layer = Float8Linear(weight.to(DEVICE), None, scaling="tensor")
+    layer = Float8Linear(weight.to(DEVICE), None, OPS, scaling="tensor")
     if what == "plain":
         got, expected = layer.quantise(x.to(DEVICE)), x
     elif what == "norm":
@@ -99,7 +101,7 @@ def test_the_kernel_quantises_by_one_scale_as_the_reference():
 def test_blocks_have_a_scale_each_and_lose_less_where_sizes_differ():
     weight = torch.randn(256, 256)
     weight[:, :128] *= 1e5
-    by_row, by_block = (Float8Linear(weight, None, scaling=scaling) for scaling in ("row", "block"))
+    by_row, by_block = (Float8Linear(weight, None, device_ops("cpu"), scaling=scaling) for scaling in ("row", "block"))
     assert by_row.scales.shape == (256, 1)
     assert by_block.scales.shape == (2, 2)
     errors = [

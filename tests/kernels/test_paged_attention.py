@@ -58,8 +58,9 @@ def run(query_lens, prefix_lens, *, heads, kv_heads, page_size, window=None, sof
         cache_slots=torch.from_numpy(np.concatenate(slots)),
     )
     layer = AttentionLayer(1, 0.7, window=window, softcap=softcap)
-    ours = TorchNativeBackend(pool, torch.float32).plan(batch).attend(layer, query, key, value)
-    # The backend has written this step's keys and values, which the reference reads.
+    plan = TorchNativeBackend(pool, torch.float32).plan(batch)
+    plan.destination(layer).store(key, value)
+    ours = plan.attend_cached(layer, query)
     theirs = reference.paged_attention(
         query,
         *pool.read(1, torch.arange(count * page_size), torch.float32),

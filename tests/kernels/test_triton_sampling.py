@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sapwood_kernels.cpu_sampling import SamplingBatch
+
 pytest.importorskip("triton", reason="Triton is not installed")
 triton_sampling = pytest.importorskip("sapwood_kernels.triton_sampling")
 
@@ -20,15 +22,18 @@ def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
 
 def draw(logits: Tensor, uniform: list[float], rows: Tensor | None = None, **settings: float) -> list[int]:
     count = len(uniform)
-    tokens: Tensor = triton_sampling.sample_rows(
-        logits,
-        rows,
-        column([settings.get("temperature", 1.0)] * count),
-        column([settings.get("top_k", logits.shape[1])] * count, torch.int64),
-        column([settings.get("top_p", 1.0)] * count, torch.float64),
-        column([settings.get("min_p", 0.0)] * count),
-        column(uniform, torch.float64),
+    batch = SamplingBatch(
+        rows=rows,
+        count=count,
+        temperature=column([settings.get("temperature", 1.0)] * count),
+        top_k=column([settings.get("top_k", logits.shape[1])] * count, torch.int64),
+        top_p=column([settings.get("top_p", 1.0)] * count, torch.float64),
+        min_p=column([settings.get("min_p", 0.0)] * count),
+        uniform=column(uniform, torch.float64),
+        most_k=0,
+        any_top_p=False,
     )
+    tokens: Tensor = triton_sampling.sample_rows(logits, batch)
     return tokens.tolist()
 
 

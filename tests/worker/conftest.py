@@ -21,6 +21,7 @@ import torch
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.models.gguf_file import GgufFile
 from sapwood_common.models.model_files import demo_path
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.mooncake_cluster import MooncakeCluster, mooncake_is_installed
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.runner.builder import build_runner
@@ -256,7 +257,7 @@ def demo_oracle() -> Any:
     config = _demo_config()
     with torch.device("meta"):
         model = transformers.Gemma3ForCausalLM(config)
-    loaded = load_model(demo_path(), "auto", torch.float32, torch.device("cpu"), context_length=None, threads=2, seed=0)
+    loaded = load_model(demo_path(), "auto", torch.float32, device_ops("cpu"), context_length=None, threads=2, seed=0)
     state = {}
     for name, slot in loaded.model.weights().items():
         # GGUF and our norms hold 1 + w, transformers w.

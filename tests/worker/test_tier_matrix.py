@@ -19,6 +19,7 @@ import torch
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.models.model_files import demo_path
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.mooncake_cluster import MooncakeCluster, mooncake_is_installed
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host_pages import HostPages
@@ -53,7 +54,7 @@ COMBINATIONS = [
 def runner_of() -> Iterator[Callable[[int], ModelRunner]]:
     """A runner by its page size; all share the weights."""
     torch.set_num_threads(1)
-    loaded = load_model(demo_path(), "auto", torch.float32, torch.device("cpu"), context_length=None, threads=1, seed=0)
+    loaded = load_model(demo_path(), "auto", torch.float32, device_ops("cpu"), context_length=None, threads=1, seed=0)
     made: dict[int, ModelRunner] = {}
 
     def make(page_size: int) -> ModelRunner:

@@ -36,7 +36,7 @@ def test_a_field_is_named_in_few_files() -> None:
         "services/common/sapwood_common/contract/sampling.py",
         "sapwood/generation.py",
         "services/worker/sapwood_worker/model/sampling/row_settings.py",
-        "services/worker/sapwood_worker/model/sampling/sampler.py",
+        "kernels/sapwood_kernels/cpu_sampling.py",
         "kernels/sapwood_kernels/triton_sampling.py",
         "sapwood/cli/request.py",
     }

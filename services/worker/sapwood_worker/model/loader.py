@@ -10,6 +10,7 @@ import torch
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufError, GgufFile
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.checkpoint.gguf_config import read_gguf_config, read_gguf_eos
 from sapwood_worker.model.checkpoint.gguf_source import ROPE_DIVISORS, GgufSource, read_tensor
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_eos
@@ -41,7 +42,7 @@ def load_model(
     path: Path,
     load_format: LoadFormat,
     dtype: torch.dtype,
-    device: torch.device,
+    ops: DeviceOps,
     *,
     context_length: int | None,
     threads: int,
@@ -54,7 +55,7 @@ def load_model(
         path: The file or directory.
         load_format: ``dummy`` reads the configuration only and makes weights up.
         dtype: The dtype of weights and activations.
-        device: Where the weights go.
+        ops: The operations of the device, where the weights go.
         context_length: Lowers the configuration's ``max_position`` to this, if it is less.
         threads: Tensors read at once.
         seed: Seed of made-up weights.
@@ -66,7 +67,7 @@ def load_model(
     if path.is_dir():
         family, config = read_hf_config(path)
         config = _limited(config, context_length)
-        model = DecoderModel(config, family.layer, dtype, device)
+        model = DecoderModel(config, family.layer, dtype, ops)
         if load_format == "dummy":
             fill_dummy_weights(model.weights(), seed)
         else:
@@ -79,7 +80,7 @@ def load_model(
         values = tuple(read_tensor(file, divisors).tolist()) if divisors is not None else None
         family, config = read_gguf_config(file, values)
         config = _limited(config, context_length)
-        model = DecoderModel(config, family.layer, dtype, device)
+        model = DecoderModel(config, family.layer, dtype, ops)
         if load_format == "dummy":
             fill_dummy_weights(model.weights(), seed)
         else:

@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufFile
 from sapwood_kernels import reference
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.checkpoint.gguf_source import read_tensor
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_eos
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
 from sapwood_worker.model.loader import load_model
 
-CPU = torch.device("cpu")
+CPU = device_ops("cpu")
 
 
 def load(path, **changes):

@@ -9,20 +9,21 @@ import pytest
 import torch
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.sampling.random_numbers import uniform
 from sapwood_worker.model.sampling.row_settings import RowSettings
-from sapwood_worker.model.sampling.sampler import row_max, sample
+from sapwood_worker.model.sampling.sampler import sample
 
-CPU = torch.device("cpu")
+OPS = device_ops("cpu")
 
 
 def draw(logits, params, positions=None):
     """Token ids for logits [R, V] and R settings."""
     positions = np.arange(len(params)) if positions is None else np.asarray(positions)
-    settings = RowSettings(len(params), logits.shape[1], (), CPU)
+    settings = RowSettings(len(params), logits.shape[1], (), OPS)
     for row, each in enumerate(params):
         settings.enter(row, each, 0)
-    return sample(logits, settings.sampling(np.arange(len(params)), positions))[0]
+    return sample(logits, settings.sampling(np.arange(len(params)), positions), OPS)[0]
 
 
 def expected_distribution(logits, params):
@@ -155,7 +156,7 @@ def test_logits_are_left_as_they_were():
 @pytest.mark.parametrize("width", [1, 31, 97, 1024, 128_256, 151_936, 262_144])
 def test_row_max_equals_max(width):
     logits = torch.randn(3, width, generator=torch.Generator().manual_seed(width))
-    values, indices = row_max(logits)
+    values, indices = OPS.row_max(logits)
     expected = logits.max(-1)
     assert torch.equal(values, expected.values)
     assert torch.equal(indices, expected.indices)
@@ -165,7 +166,7 @@ def test_row_max_equals_max(width):
 def test_row_max_shows_what_is_not_a_number(bad):
     logits = torch.randn(2, 4096)
     logits[1, 1234] = bad
-    assert row_max(logits)[0].isfinite().tolist() == [True, False]
+    assert OPS.row_max(logits)[0].isfinite().tolist() == [True, False]
 
 
 def test_uniform_numbers_are_uniform_and_depend_on_seed_and_position():

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.core.scheduler.completion import take_token
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.model.grammar.logit_masks import GrammarMasks
@@ -21,6 +22,7 @@ from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
 
 VOCAB = 50
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+OPS = device_ops(DEVICE)
 ENDS = (2,)
 admissions = itertools.count()
 
@@ -58,7 +60,7 @@ def step(sampler: TokenSampler, rows: list[Row], logits: torch.Tensor | None = N
     if logits is None:
         logits = torch.stack([logits_for(row) for row in rows])
     sampled = sampler.sample(
-        logits.to(DEVICE, copy=True), [row.scheduled() for row in rows], GrammarMasks(VOCAB).start([])
+        logits.to(DEVICE, copy=True), [row.scheduled() for row in rows], GrammarMasks(VOCAB, OPS).start([])
     )
     tokens = sampled.tokens.tolist()
     for row, token in zip(rows, tokens, strict=True):
@@ -70,13 +72,13 @@ def logprobs_by_row(sampled, tokens):
     """As the runner's answer has them."""
     requests = [Row(slot, [1], SamplingParams()).scheduled() for slot in range(len(tokens))]
     output = SchedulerOutput(0, np.zeros((1, 1), np.int32), requests)
-    answer = LaunchedStep(output, range(len(tokens)), sampled, {}, lambda: NOTHING).result()
+    answer = LaunchedStep(output, range(len(tokens)), sampled, {}, lambda: NOTHING, OPS).result()
     assert answer.token_ids == tokens
     return answer.logprobs
 
 
 def new_sampler(rows: int = 8) -> TokenSampler:
-    return TokenSampler(rows, VOCAB, ENDS, DEVICE)
+    return TokenSampler(rows, VOCAB, ENDS, OPS)
 
 
 def adjusted(logits: torch.Tensor, row: Row) -> torch.Tensor:
@@ -193,7 +195,9 @@ def test_a_row_whose_tokens_are_all_forbidden_gets_none_and_says_why():
     params = SamplingParams(temperature=0.0, allowed_token_ids=(7,), bad_words_ids=((7,),))
     rows = [Row(0, [5], params), Row(1, [5], SamplingParams(temperature=0.0))]
     logits = torch.stack([logits_for(row) for row in rows])
-    sampled = new_sampler().sample(logits.to(DEVICE), [row.scheduled() for row in rows], GrammarMasks(VOCAB).start([]))
+    sampled = new_sampler().sample(
+        logits.to(DEVICE), [row.scheduled() for row in rows], GrammarMasks(VOCAB, OPS).start([])
+    )
     assert sampled.tokens.tolist() == [-1, int(logits_for(rows[1]).argmax())]
     output = take_token(Request(0, "r", [5], params), -1)
     assert (output.finish_reason, "allowed_token_ids" in output.error) == ("error", True)
@@ -255,7 +259,9 @@ def test_a_row_that_is_not_finite_or_all_forbidden_gets_no_token_and_harms_no_ot
         logits[1, 17] = bad
         logits[3] = -torch.inf
         sampler = new_sampler()
-        sampled = sampler.sample(logits.to(DEVICE), [row.scheduled() for row in rows], GrammarMasks(VOCAB).start([]))
+        sampled = sampler.sample(
+            logits.to(DEVICE), [row.scheduled() for row in rows], GrammarMasks(VOCAB, OPS).start([])
+        )
         tokens = sampled.tokens.tolist()
         assert tokens == [good[0], -1, good[2], -1]
         assert set(logprobs_by_row(sampled, tokens)) <= {0, 2}

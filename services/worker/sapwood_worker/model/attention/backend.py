@@ -61,22 +61,6 @@ class AttentionPlan(Protocol):
         """Attends over everything cached, this step's keys and values included: [T, H, D] -> [T, H * D], a new tensor."""
         ...
 
-    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Stores this step's keys and values, then attends over everything cached.
-
-        Mutates the pool's slots of the step's tokens in ``layer``. The result is a new tensor.
-
-        Args:
-            layer: The layer's constants.
-            query: [T, H, D], rotated.
-            key: [T, K, D], rotated.
-            value: [T, K, D].
-
-        Returns:
-            [T, H * D].
-        """
-        ...
-
 
 class AttentionBackend(Protocol):
     """One way to compute attention over the paged cache."""

@@ -83,10 +83,6 @@ class FlashInferPlan:
         attention = self._attentions[variant_of(layer)]
         attention.run(query, pool.key_pages(index), pool.value_pages(index), pool.scales.of(index), out)
 
-    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.destination(layer).store(key, value)
-        return self.attend_cached(layer, query.contiguous())
-
 
 class FlashInferBackend:
     """Implements :class:`sapwood_worker.model.attention.backend.AttentionBackend`.

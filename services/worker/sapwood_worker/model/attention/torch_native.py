@@ -86,10 +86,6 @@ class TorchNativePlan:
         self._batch = batch
         self._groups: dict[int | None, list[_Group]] = {}
 
-    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.destination(layer).store(key, value)
-        return self.attend_cached(layer, query)
-
     def destination(self, layer: AttentionLayer) -> KVDestination:
         self._pool.await_layer(layer.index)
         return self._pool.destination(layer.index, self._batch.cache_slots)

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.layers.attention import Attention, QKNorm
@@ -28,10 +29,10 @@ class DecoderLayer(Layer, ABC):
         config: The model's configuration.
         index: The layer's index.
         dtype: The dtype of weights and activations.
-        device: Where the weights lie.
+        ops: The operations of the device, where the weights lie.
     """
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, ops: DeviceOps) -> None:
         super().__init__()
         heads, kv_heads, dim, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
         self.attention = Attention(
@@ -42,11 +43,11 @@ class DecoderLayer(Layer, ABC):
             constants=AttentionLayer(
                 index, config.attention_scale, window=config.windows[index], softcap=config.attention_softcap
             ),
-            qk_norm=QKNorm(heads, kv_heads, dim, eps, device) if config.qk_norm else None,
+            qk_norm=QKNorm(dim, eps, ops) if config.qk_norm else None,
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
             dtype=dtype,
-            device=device,
+            ops=ops,
         )
         self.mlp = GatedMLP(
             config.hidden_size,
@@ -54,9 +55,9 @@ class DecoderLayer(Layer, ABC):
             gelu=config.activation == "gelu_tanh",
             bias=config.mlp_bias,
             dtype=dtype,
-            device=device,
+            ops=ops,
         )
-        self.norms = nn.ModuleDict({name: RMSNorm(config.hidden_size, eps, device) for name in self.norm_names()})
+        self.norms = nn.ModuleDict({name: RMSNorm(config.hidden_size, eps, ops) for name in self.norm_names()})
 
     @staticmethod
     @abstractmethod
@@ -95,29 +96,30 @@ class DecoderModel(Layer):
         config: The model's configuration.
         layer_class: The family's layer.
         dtype: The dtype of weights and activations.
-        device: Where the weights lie. They are not set: fill :meth:`weights`, then call :meth:`prepare`.
+        ops: The operations of the device, where the weights lie. These are not set: fill :meth:`weights`, then call
+            :meth:`prepare`.
     """
 
     def __init__(
-        self, config: ModelConfig, layer_class: type[DecoderLayer], dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, layer_class: type[DecoderLayer], dtype: torch.dtype, ops: DeviceOps
     ) -> None:
         super().__init__()
         self.config = config
         self._dtype = dtype
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale, dtype, device)
-        self.layers = nn.ModuleList(layer_class(config, i, dtype, device) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale, dtype, ops)
+        self.layers = nn.ModuleList(layer_class(config, i, dtype, ops) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         tied = config.tie_word_embeddings
         shape = (config.vocab_size, config.hidden_size)
         head = (
             self.embedding.weight
             if tied
-            else nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+            else nn.Parameter(torch.empty(shape, dtype=dtype, device=ops.device), requires_grad=False)
         )
-        self.head = LMHead(head, tied=tied, softcap=config.final_softcap)
+        self.head = LMHead(head, tied=tied, softcap=config.final_softcap, ops=ops)
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         self.rotary = nn.ModuleList(
-            RotaryEmbedding(inverse_frequencies(config.head_dim, rope), config.max_position, dtype, device)
+            RotaryEmbedding(inverse_frequencies(config.head_dim, rope), config.max_position, dtype, ops.device)
             for rope in ropes
         )
         # The index of each layer's rotary embedding.

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionPlan
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import Angles, DecoderLayer
@@ -24,11 +25,11 @@ class Gemma3DecoderLayer(DecoderLayer):
         config: The model's configuration.
         index: The layer's index.
         dtype: The dtype of weights and activations.
-        device: Where the weights lie.
+        ops: The operations of the device, where the weights lie.
     """
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(config, index, dtype, device)
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, ops: DeviceOps) -> None:
+        super().__init__(config, index, dtype, ops)
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = map(self.norm, self.norm_names())
 
     @staticmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionPlan
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import Angles, DecoderLayer
@@ -18,11 +19,11 @@ class LlamaDecoderLayer(DecoderLayer):
         config: The model's configuration.
         index: The layer's index.
         dtype: The dtype of weights and activations.
-        device: Where the weights lie.
+        ops: The operations of the device, where the weights lie.
     """
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(config, index, dtype, device)
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, ops: DeviceOps) -> None:
+        super().__init__(config, index, dtype, ops)
         self.before_attention = self.norm("input_layernorm")
         self.before_mlp = self.norm("post_attention_layernorm")
 

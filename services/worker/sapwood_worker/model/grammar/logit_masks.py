@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from sapwood_kernels.device_copy import to_device
-from sapwood_kernels.token_bitmask import forbid_tokens
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.records.step import ScheduledRequest
 
@@ -24,12 +23,16 @@ class StepMasks:
         rows: Rows of the logits that have a grammar, in the order of the masks.
         filled: Will hold the masks, int32 [G, W]; None: there are none.
         count: Rows of the logits.
+        ops: The operations of the logits' device.
     """
 
-    def __init__(self, rows: list[int], filled: Future[npt.NDArray[np.int32]] | None, count: int) -> None:
+    def __init__(
+        self, rows: list[int], filled: Future[npt.NDArray[np.int32]] | None, count: int, ops: DeviceOps
+    ) -> None:
         self._rows = rows
         self._filled = filled
         self._count = count
+        self._ops = ops
 
     def __enter__(self) -> StepMasks:
         return self
@@ -50,10 +53,10 @@ class StepMasks:
         """
         if self._filled is None:
             return
-        bitmask = to_device(self._filled.result(), logits.device)
+        bitmask = self._ops.to_device(self._filled.result())
         every = len(self._rows) == self._count
-        rows = None if every else to_device(np.array(self._rows), logits.device)
-        forbid_tokens(logits, bitmask, rows)
+        rows = None if every else self._ops.to_device(np.array(self._rows))
+        self._ops.forbid_tokens(logits, bitmask, rows)
 
 
 class GrammarMasks:
@@ -61,15 +64,17 @@ class GrammarMasks:
 
     Args:
         vocab_size: Columns of the logits.
+        ops: The operations of the logits' device.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, ops: DeviceOps) -> None:
         self._words = -(-vocab_size // 32)
         self._masks = TokenMasks()
+        self._ops = ops
 
     def start(self, requests: Sequence[ScheduledRequest]) -> StepMasks:
         """The masks of the rows that these requests sample, one row each, in order."""
         rows = [row for row, request in enumerate(requests) if request.grammar is not None]
         states = [request.grammar for request in requests if request.grammar is not None]
         filled = self._masks.start(states, self._words) if states else None
-        return StepMasks(rows, filled, len(requests))
+        return StepMasks(rows, filled, len(requests), self._ops)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sapwood_kernels import cpu
+from sapwood_kernels.ops.device import DeviceOps, OneRow
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.norm import RMSNorm
 from sapwood_worker.model.layers.weight_slot import WeightSlot, WeightSlots
@@ -22,14 +22,12 @@ class Embedding(Layer):
         hidden_size: Width of a row.
         scale: Factor on the output, rounded to ``dtype`` first (as Gemma does).
         dtype: The table's dtype.
-        device: Where the table lies.
+        ops: The operations of the device, where the table lies.
     """
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, scale: float, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float, dtype: torch.dtype, ops: DeviceOps) -> None:
         super().__init__()
-        empty = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+        empty = torch.empty(vocab_size, hidden_size, dtype=dtype, device=ops.device)
         self.weight = nn.Parameter(empty, requires_grad=False)
         self._scale = torch.tensor(scale, dtype=dtype).item()
 
@@ -50,15 +48,17 @@ class LMHead(Layer):
         weight: [vocab_size, hidden_size]; the embedding's parameter if the two are tied.
         tied: Whether it is the embedding's; checkpoints then have no tensor for it.
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
+        ops: The operations of the weight's device.
     """
 
-    def __init__(self, weight: nn.Parameter, *, tied: bool, softcap: float | None) -> None:
+    def __init__(self, weight: nn.Parameter, *, tied: bool, softcap: float | None, ops: DeviceOps) -> None:
         super().__init__()
         self.weight = weight
         self._tied = tied
         self._softcap = softcap
-        self._packed: cpu.PackedLinear | None = None
-        self._one_row: Callable[..., Tensor] | None = None
+        self._ops = ops
+        self._packed: Callable[[Tensor], Tensor] | None = None
+        self._one_row: OneRow | None = None
 
     def weights(self, prefix: str) -> WeightSlots:
         """The slots of its tensors under ``prefix``."""
@@ -66,17 +66,13 @@ class LMHead(Layer):
 
     def prepare(self) -> None:
         """Readies the weights for use; called once when they are loaded."""
-        if cpu.can_pack(self.weight):
-            self._packed = cpu.PackedLinear(self.weight, None)
-        elif self.weight.device.type == "cuda":
-            from sapwood_kernels.triton_gemv import gemv  # only CUDA builds of torch have triton
-
-            self._one_row = gemv
+        self._packed = self._ops.packed(self.weight, None)
+        self._one_row = self._ops.one_row(self.weight)
 
     def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """[R, hidden_size], which it norms first -> [R, vocab_size], float32 or the model's dtype."""
         if self._one_row is not None and hidden.shape[0] == 1:
-            logits = self._one_row(hidden, self.weight, norm=(norm.weight, norm.eps), dtype=torch.float32)
+            logits = self._one_row(hidden, norm=(norm.weight, norm.eps), dtype=torch.float32)
         elif self._packed is not None:
             logits = self._packed(norm(hidden))
         else:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sapwood_kernels import cpu
-from sapwood_kernels.float8_linear import GROUP, Float8Linear, Quantised, Scaling, can_quantise
+from sapwood_kernels.float8_linear import Float8Linear, Quantised, Scaling, can_quantise
+from sapwood_kernels.ops.device import GROUP, DeviceOps, Gate, OneRow
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.norm import RMSNorm
 from sapwood_worker.model.layers.weight_slot import WeightSlot, WeightSlots
 
-Gate = Literal["silu", "gelu_tanh"]
 Quantization = Literal["none", "fp8", "fp8_block", "fp8_tensor"]
 """How linear layers compute: in the model's dtype, or in float8 scaled by row, by block or by tensor."""
 Input = Tensor | Quantised
-
-# Elements of the widest row that our kernel multiplies; cuBLAS splits wider rows: 31 against 33 us for 4096 x 14336 on an H200.
-_WIDEST_ROW = 8192
 
 
 class Linear(Layer):
@@ -33,21 +28,22 @@ class Linear(Layer):
         parts: Checkpoint name of each projection (``q_proj``) -> its output width, in output order.
         bias: Whether each projection has a bias.
         dtype: The dtype of weights and activations.
-        device: Where the weights lie.
+        ops: The operations of the device, where the weights lie.
     """
 
     def __init__(
-        self, in_features: int, parts: Mapping[str, int], bias: bool, dtype: torch.dtype, device: torch.device
+        self, in_features: int, parts: Mapping[str, int], bias: bool, dtype: torch.dtype, ops: DeviceOps
     ) -> None:
         super().__init__()
         self._parts = dict(parts)
         total = sum(parts.values())
-        empty = torch.empty(total, in_features, dtype=dtype, device=device)
+        empty = torch.empty(total, in_features, dtype=dtype, device=ops.device)
         self.weight = nn.Parameter(empty, requires_grad=False)
-        empty_bias = torch.empty(total, dtype=dtype, device=device)
+        empty_bias = torch.empty(total, dtype=dtype, device=ops.device)
         self.bias = nn.Parameter(empty_bias, requires_grad=False) if bias else None
-        self._packed: cpu.PackedLinear | None = None
-        self._one_row: Callable[..., Tensor] | None = None
+        self._ops = ops
+        self._packed: Callable[[Tensor], Tensor] | None = None
+        self._one_row: OneRow | None = None
         self.float8: Float8Linear | None = None
         """The layer in float8, if :meth:`prepare` was told to quantise it."""
 
@@ -68,15 +64,12 @@ class Linear(Layer):
             scaling: Scaling = "tensor" if quantization == "fp8_tensor" else "row"
             if quantization == "fp8_block" and all(size % GROUP == 0 for size in self._parts.values()):
                 scaling = "block"
-            self.float8 = Float8Linear(self.weight, self.bias, scaling=scaling)
+            self.float8 = Float8Linear(self.weight, self.bias, self._ops, scaling=scaling)
             self.weight = nn.Parameter(self.float8.weight, requires_grad=False)
-        elif cpu.can_pack(self.weight):
-            self._packed = cpu.PackedLinear(self.weight, self.bias)
-        if self.weight.device.type == "cuda" and (self.weight.shape[1] <= _WIDEST_ROW or self.float8 is not None):
-            from sapwood_kernels.triton_gemv import gemv  # only CUDA builds of torch have triton
-
-            scales = None if self.float8 is None else self.float8.row_scales
-            self._one_row = partial(gemv, weight=self.weight, bias=self.bias, scales=scales)
+        else:
+            self._packed = self._ops.packed(self.weight, self.bias)
+        scales = None if self.float8 is None else self.float8.row_scales
+        self._one_row = self._ops.one_row(self.weight, self.bias, scales)
 
     def forward(self, x: Input) -> Tensor:
         """[T, in_features] -> [T, sum of the parts]."""

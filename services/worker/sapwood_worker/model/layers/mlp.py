@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from sapwood_kernels import cpu, reference
+from sapwood_kernels.ops.device import DeviceOps, Gate
 from sapwood_worker.model.layers.layer import Layer
-from sapwood_worker.model.layers.linear import Gate, Input, Linear, Quantization
+from sapwood_worker.model.layers.linear import Input, Linear, Quantization
 from sapwood_worker.model.layers.norm import RMSNorm
 from sapwood_worker.model.layers.weight_slot import WeightSlots
 
@@ -23,7 +21,7 @@ class GatedMLP(Layer):
         gelu: Whether the activation is gelu (tanh form); else it is silu.
         bias: Whether the projections have biases.
         dtype: The dtype of weights and activations.
-        device: Where the weights lie.
+        ops: The operations of the device, where the weights lie.
     """
 
     def __init__(
@@ -34,14 +32,14 @@ class GatedMLP(Layer):
         gelu: bool,
         bias: bool,
         dtype: torch.dtype,
-        device: torch.device,
+        ops: DeviceOps,
     ) -> None:
         super().__init__()
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up = Linear(hidden_size, parts, bias, dtype, device)
-        self.down = Linear(intermediate_size, {"down_proj": hidden_size}, bias, dtype, device)
+        self.gate_up = Linear(hidden_size, parts, bias, dtype, ops)
+        self.down = Linear(intermediate_size, {"down_proj": hidden_size}, bias, dtype, ops)
         self._gate: Gate = "gelu_tanh" if gelu else "silu"
-        self._activate = _activation(device, gelu=gelu)
+        self._activate = ops.gated(self._gate)
 
     def weights(self, prefix: str) -> WeightSlots:
         """The slots of its tensors under ``prefix``."""
@@ -65,13 +63,3 @@ class GatedMLP(Layer):
         if self.down.float8 is not None and hidden.shape[0] > 1:
             return self.down.float8.gate(self.gate_up.normed(hidden, norm), self._gate)
         return self.gate_up.gated(hidden, norm, self._gate, self._activate)
-
-
-def _activation(device: torch.device, *, gelu: bool) -> Callable[[Tensor], Tensor]:
-    if device.type == "cuda":
-        from sapwood_kernels import triton_activation  # only CUDA builds of torch have triton
-
-        return triton_activation.gelu_tanh_mul if gelu else triton_activation.silu_mul
-    if device.type == "cpu":
-        return cpu.gelu_tanh_mul if gelu else cpu.silu_mul
-    return reference.gelu_tanh_mul if gelu else reference.silu_mul

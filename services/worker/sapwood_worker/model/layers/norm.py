@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from sapwood_kernels import cpu, reference
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.weight_slot import WeightSlot, WeightSlots
 
@@ -19,16 +18,17 @@ class RMSNorm(Layer):
     The weight is float32 whatever the model's dtype, and is the factor itself: for Gemma, 1 + w.
 
     Args:
-        shape: The weight's shape; the norm is over its last dimension.
+        width: Numbers that are normed together.
         eps: Added to the mean square.
-        device: Where the weight lies.
+        ops: The operations of the device, where the weight lies.
     """
 
-    def __init__(self, shape: int | tuple[int, ...], eps: float, device: torch.device) -> None:
+    def __init__(self, width: int, eps: float, ops: DeviceOps) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32, device=ops.device), requires_grad=False)
         self.eps = eps
-        self._fast: Callable[[Tensor], Tensor] | None = None
+        self._ops = ops
+        self._norm: Callable[[Tensor], Tensor]
 
     def weights(self, prefix: str) -> WeightSlots:
         """The slots of its tensors under ``prefix``."""
@@ -36,15 +36,8 @@ class RMSNorm(Layer):
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Readies the weights for use; called once when they are loaded."""
-        if self.weight.device.type == "cpu" and dtype == torch.float32:
-            self._fast = cpu.RmsNorm(self.weight, self.eps)
-        elif self.weight.device.type == "cuda" and self.weight.dim() == 1:
-            from sapwood_kernels.triton_norm import rms_norm  # only CUDA builds of torch have triton
-
-            self._fast = partial(rms_norm, weight=self.weight, eps=self.eps)
+        self._norm = self._ops.rms_norm(self.weight, self.eps, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., N] -> [..., N]."""
-        if self._fast is not None:
-            return self._fast(x)
-        return reference.rms_norm(x, self.weight, self.eps)
+        return self._norm(x)

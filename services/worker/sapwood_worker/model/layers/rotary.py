@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sapwood_kernels import cpu, reference
 from sapwood_worker.model.layers.layer import Layer
 
 
@@ -78,13 +77,6 @@ class RotaryEmbedding(Layer):
         self._table: Tensor
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Integers [T] -> cosines and sines, each [T, 1, head_dim], as :func:`apply_rope` wants them."""
+        """Integers [T] -> cosines and sines, each [T, 1, head_dim], as ``DeviceOps.store_heads`` wants them."""
         cos, sin = self._table.index_select(0, positions)[:, None].chunk(2, dim=-1)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x [T, heads, head_dim] by the angles of its tokens."""
-    if x.device.type == "cpu":
-        return cpu.rope(x, cos, sin)
-    return reference.rope(x, cos[:, 0], sin[:, 0])

@@ -13,6 +13,7 @@ from torch import Tensor
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import load_vocabulary
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.attention.backend import AttentionBackend
 from sapwood_worker.model.attention.torch_native import TorchNativeBackend
 from sapwood_worker.model.checkpoint.fingerprint import model_fingerprint
@@ -57,15 +58,15 @@ class _Builder:
 
     def __init__(self, options: RunnerOptions) -> None:
         self._options = options
-        self._device = torch.device(options.device)
-        default = "float32" if self._device.type == "cpu" else "bfloat16"
-        self._dtype_name = default if options.dtype == "auto" else options.dtype
+        self._ops = device_ops(options.device)
+        self._device = self._ops.device
+        self._dtype_name = self._ops.default_dtype if options.dtype == "auto" else options.dtype
         self._dtype = DTYPES[self._dtype_name]
         loaded = load_model(
             options.model_path,
             options.load_format,
             self._dtype,
-            self._device,
+            self._ops,
             context_length=options.context_length,
             threads=options.threads or torch.get_num_threads(),
             seed=options.seed,
@@ -90,13 +91,14 @@ class _Builder:
         length = min(config.max_position, (pool.num_pages - _SCRATCH_PAGES) * pool.page_size)
         return ModelRunner(
             info=self._info(config, pool, length),
+            ops=self._ops,
             model=self._model,
             pool=pool,
             backend=backend,
             graphs=graphs,
             pieces=self._build_pieces(backend, pool, whole_ladder=True),
-            masks=GrammarMasks(config.vocab_size),
-            sampler=TokenSampler(options.max_running, config.vocab_size, self._eos_token_ids, self._device),
+            masks=GrammarMasks(config.vocab_size, self._ops),
+            sampler=TokenSampler(options.max_running, config.vocab_size, self._eos_token_ids, self._ops),
             last_tokens=self._last_tokens,
             vocabulary=load_vocabulary(options.model_path) if options.structured_output else None,
             host_pool=host_pool,
@@ -137,7 +139,7 @@ class _Builder:
     ) -> tuple[AttentionBackend, DecodeGraphs | None]:
         """The attention backend, and the graphs of decode steps where there are any, of the given sizes (None: all)."""
         dtype = self._dtype
-        if self._device.type != "cuda" or dtype == torch.float32:
+        if not self._ops.captures or dtype == torch.float32:
             return TorchNativeBackend(pool, dtype), None
         # Imported here, since only the extra [gpu] installs the package.
         from sapwood_kernels.flashinfer_attention import AttentionShape, Variant
@@ -151,14 +153,14 @@ class _Builder:
             return backend, None
         sizes = ladder(self._largest_graph) if sizes is None else sizes
         scratch = pool.num_pages - _SCRATCH_PAGES
-        return backend, DecodeGraphs(self._model, backend, pool, sizes, scratch, self._last_tokens)
+        return backend, DecodeGraphs(self._model, backend, pool, sizes, scratch, self._last_tokens, self._ops)
 
     @torch.inference_mode()
     def _build_pieces(
         self, backend: AttentionBackend, pool: DevicePool, *, whole_ladder: bool
     ) -> PiecewiseGraphs | None:
         """The graphs of steps that compute prompts, where there are any, of all sizes or of the largest only."""
-        if self._device.type != "cuda" or self._dtype == torch.float32 or not self._options.cuda_graphs:
+        if not self._ops.captures or self._dtype == torch.float32 or not self._options.cuda_graphs:
             return None
         from sapwood_worker.model.attention.flashinfer import FlashInferBackend
         from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
@@ -201,7 +203,7 @@ class _Builder:
         )
         if options.kv_cache_bytes is not None:
             return options.kv_cache_bytes // size
-        if self._device.type != "cuda":
+        if not self._ops.asynchronous:
             return _DEFAULT_BYTES // size
         trial = partial(self._try_largest_step, config, size)
         return measure_pool_bytes(self._device, options.memory_fraction, trial) // size
@@ -227,7 +229,7 @@ class _Builder:
             ScheduledRequest(str(slot), slot, [0] * length, 0, True, SamplingParams())
             for slot, length in enumerate(prompts)
         ]
-        batch = build_forward_batch(SchedulerOutput(0, table, requests), options.page_size, self._device)
+        batch = build_forward_batch(SchedulerOutput(0, table, requests), options.page_size, self._ops)
         hidden: Tensor = self._model(batch.token_ids, batch.positions, backend.plan(batch.attention))
         rows = hidden.index_select(0, torch.zeros(options.max_running, dtype=torch.int64, device=self._device))
         self._model.logits(rows).float().softmax(-1)

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.flashinfer_attention import DecodeAttention, Variant
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.split_decode_attention import SplitDecodeAttention
 from sapwood_worker.model.attention.backend import AttentionBatch
 from sapwood_worker.model.attention.flashinfer import FlashInferBackend, FlashInferPlan, paged_keys
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.pools.device_pool import DevicePool
-from sapwood_worker.model.sampling.sampler import row_max
 
 
 def ladder(largest: int) -> list[int]:
@@ -71,6 +71,7 @@ class DecodeGraphs:
         sizes: Batch sizes to capture, ascending, as :func:`ladder` gives them.
         scratch_page: The page that padding rows write to, which nobody else uses.
         last_tokens: int64 [rows of the page table]: each row's latest token, used where the host does not know it.
+        ops: The device's operations.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class DecodeGraphs:
         sizes: Sequence[int],
         scratch_page: int,
         last_tokens: Tensor,
+        ops: DeviceOps,
     ) -> None:
+        self._ops = ops
         self._model = model
         self._backend = backend
         self._pool = pool
@@ -183,5 +186,5 @@ class DecodeGraphs:
         token_ids = torch.where(token_ids < 0, self._last_tokens.index_select(0, self._inputs[3, :size]), token_ids)
         hidden = self._model(token_ids, self._inputs[1, :size], plan)
         logits = self._model.logits(hidden)
-        largest, greedy = row_max(logits)
+        largest, greedy = self._ops.row_max(logits)
         return DecodeResult(logits, largest, greedy, self._inputs[3, :size])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
 from sapwood_worker.model.families.bert import load_bert
 from sapwood_worker.model.pools.host_pool import HostPool
@@ -28,10 +29,9 @@ class EncoderRunner:
     def __init__(self, options: RunnerOptions) -> None:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        self._device = torch.device(options.device)
-        name = options.dtype
-        if name == "auto":
-            name = "float32" if self._device.type == "cpu" else "bfloat16"
+        ops = device_ops(options.device)
+        self._device = ops.device
+        name = ops.default_dtype if options.dtype == "auto" else options.dtype
         self._model, config = load_bert(
             options.model_path, DTYPES[name], self._device, dummy=options.load_format == "dummy"
         )

@@ -6,10 +6,9 @@ from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from sapwood_kernels.device_copy import to_device
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionBatch
 from sapwood_worker.model.runner.forward_batch import ForwardBatch
 from sapwood_worker.records.step import SchedulerOutput
@@ -18,14 +17,14 @@ IntArray = npt.NDArray[np.int64]
 
 
 def build_forward_batch(
-    output: SchedulerOutput, page_size: int, device: torch.device, last_tokens: Tensor | None = None
+    output: SchedulerOutput, page_size: int, ops: DeviceOps, last_tokens: Tensor | None = None
 ) -> ForwardBatch:
     """The step's input; O(tokens), no Python loop over tokens' positions or pages.
 
     Args:
         output: At least one request, each with at least one token.
         page_size: Tokens in a page.
-        device: Where tensors go.
+        ops: The operations of the device that tensors go to.
         last_tokens: int64 [rows of the page table] on the device: each row's latest token, used where the host does not know it.
     """
     requests = output.requests
@@ -45,7 +44,7 @@ def build_forward_batch(
     last_rows = starts[1:][samples] - 1
 
     def move(array: IntArray) -> Tensor:
-        return to_device(array, device)
+        return ops.to_device(array)
 
     tokens = move(token_ids)
     unknown = np.flatnonzero(token_ids < 0)

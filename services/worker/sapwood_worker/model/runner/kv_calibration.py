@@ -58,10 +58,6 @@ class TrialPlan:
         )
         return result.flatten(1)
 
-    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.destination(layer).store(key, value)
-        return self.attend_cached(layer, query)
-
 
 @torch.inference_mode()
 def calibrate(model: DecoderModel, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVScales:

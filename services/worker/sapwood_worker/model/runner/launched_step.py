@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from sapwood_kernels.device_copy import HostCopies
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.sampling.logprobs import Logprobs
 from sapwood_worker.model.sampling.token_sampler import SampledTokens
 from sapwood_worker.records.output import TokenLogprobs
@@ -24,6 +24,7 @@ class LaunchedStep:
         prompts: Log probabilities of prompt tokens, by the request's index.
         pooled: float32 [hidden_size] of each chunk that is to be pooled, by the request's index.
         copied: Asked, when the result is taken, which copies between tiers have ended.
+        ops: The operations of the results' device.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class LaunchedStep:
         tokens: SampledTokens | None,
         prompts: Mapping[int, Logprobs],
         copied: Callable[[], CopyReport],
+        ops: DeviceOps,
         pooled: Mapping[int, Tensor] | None = None,
     ) -> None:
         self._step = output.step
@@ -48,7 +50,7 @@ class LaunchedStep:
             tensors += each.tensors
         self._pooled = tuple(pooled or ())
         tensors += (pooled or {}).values()
-        self._copies = HostCopies(tensors)
+        self._copies = ops.to_host(tensors)
 
     def result(self) -> ModelOutput:
         """May be called once."""

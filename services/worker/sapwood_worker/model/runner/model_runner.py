@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sapwood_common.grammar.vocabulary import TokenVocabulary
-from sapwood_kernels.device_copy import to_device
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionBackend
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.grammar.logit_masks import GrammarMasks, StepMasks
@@ -41,6 +41,7 @@ class ModelRunner:
 
     Args:
         info: Facts about the model and its page pool.
+        ops: The device's operations.
         model: The model.
         pool: Keys and values.
         backend: The model's attention.
@@ -59,6 +60,7 @@ class ModelRunner:
         self,
         *,
         info: ModelInfo,
+        ops: DeviceOps,
         model: DecoderModel,
         pool: DevicePool,
         backend: AttentionBackend,
@@ -75,8 +77,8 @@ class ModelRunner:
         self.info = info
         self.vocabulary = vocabulary
         self.host_pool = host_pool
-        self.asynchronous = pool.device.type == "cuda"
-        self._device = pool.device
+        self.asynchronous = ops.asynchronous
+        self._ops = ops
         self._model = model
         self._pool = pool
         self._backend = backend
@@ -98,7 +100,7 @@ class ModelRunner:
             assert self._transfer is not None, "there is no second tier to copy to"
             self._transfer.start(output.copies)
         if not requests:
-            return LaunchedStep(output, (), None, {}, self._copied)
+            return LaunchedStep(output, (), None, {}, self._copied, self._ops)
         graphs = self._graphs
         if graphs is not None:
             # A graph waits for all layers' loaded pages, other steps layer by layer.
@@ -108,8 +110,8 @@ class ModelRunner:
                 sampling = [requests[i] for i in rows.sampled]
                 with self._masks.start(sampling) as masks:
                     replayed = self._replay(graphs, output, rows, sampling, masks)
-                return LaunchedStep(output, rows.sampled, replayed, {}, self._copied)
-        batch = build_forward_batch(output, self._pool.page_size, self._device, self._last_tokens)
+                return LaunchedStep(output, rows.sampled, replayed, {}, self._copied, self._ops)
+        batch = build_forward_batch(output, self._pool.page_size, self._ops, self._last_tokens)
         sampled = [i for i, request in enumerate(requests) if request.samples]
         sampling = [requests[i] for i in sampled]
         with self._masks.start(sampling) as masks:
@@ -118,7 +120,7 @@ class ModelRunner:
             if sampled:
                 last = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
                 tokens = self._sampler.sample(self._model.logits(last), sampling, masks)
-                self._keep(tokens, to_device(np.array([request.slot for request in sampling]), self._device))
+                self._keep(tokens, self._ops.to_device(np.array([request.slot for request in sampling])))
         prompts: dict[int, Logprobs] = {}
         for i, request in enumerate(requests):
             if request.prompt_logprobs is not None and request.start + 1 < request.prompt_length:
@@ -130,7 +132,7 @@ class ModelRunner:
                 first = int(batch.attention.query_starts[i])
                 normed = self._model.norm(hidden[first : first + len(request.token_ids)])
                 pooled[i] = pool_chunk(normed, request.pooling)
-        return LaunchedStep(output, sampled, tokens, prompts, self._copied, pooled)
+        return LaunchedStep(output, sampled, tokens, prompts, self._copied, self._ops, pooled)
 
     def cache_identity(self) -> str:
         """What a page's content depends on besides its tokens and the page size: equal only if pages can be exchanged.
@@ -142,7 +144,7 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, output: SchedulerOutput) -> Tensor:
         """Runs a step like :meth:`execute` but returns the logits after every token, float32 [T, vocab_size]."""
-        hidden = self._forward(build_forward_batch(output, self._pool.page_size, self._device))
+        hidden = self._forward(build_forward_batch(output, self._pool.page_size, self._ops))
         return self._model.logits(hidden).float()
 
     def _copied(self) -> CopyReport:
@@ -168,7 +170,7 @@ class ModelRunner:
         if not sampling:
             return None
         if rows.last is not None:
-            result = result.select(to_device(rows.last, self._device))
+            result = result.select(self._ops.to_device(rows.last))
         tokens = self._sampler.sample(result.logits, sampling, masks, (result.largest, result.greedy))
         self._keep(tokens, result.slots)
         return tokens
@@ -182,7 +184,7 @@ class ModelRunner:
         assert request.prompt_logprobs is not None
         first = request.start + 1
         following = request.history[first : min(first + len(hidden), request.prompt_length)]
-        tokens = to_device(np.array(following, np.int64), self._device)
+        tokens = self._ops.to_device(np.array(following, np.int64))
         parts = []
         for start in range(0, len(tokens), _LOGPROB_ROWS):
             chosen = tokens[start : start + _LOGPROB_ROWS]

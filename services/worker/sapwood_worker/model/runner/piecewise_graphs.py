@@ -92,10 +92,6 @@ class _Cut:
         self.begin()
         return self._context.view(len(self._context), -1)
 
-    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.destination(layer).store(key, value)
-        return self.attend_cached(layer, query)
-
 
 class PiecewiseGraphs:
     """Captures and replays steps that compute prompts.

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from sapwood_common.contract.sampling import LONGEST_BAD_WORD
-from sapwood_kernels.device_copy import to_device
-from sapwood_kernels.token_bitmask import forbid_tokens
+from sapwood_kernels.ops.device import DeviceOps
 
 _ANY, _NONE = -2, -1
 """In place of a token id: one that equals every token, and one that equals none."""
@@ -28,22 +27,22 @@ class AllowedTokens:
     Args:
         rows: Rows of the page table.
         vocab_size: Number of tokens.
-        device: Where the logits are.
+        ops: The operations of the logits' device.
     """
 
-    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, rows: int, vocab_size: int, ops: DeviceOps) -> None:
         self._shape = rows, -(-vocab_size // 32)
-        self._device = device
+        self._ops = ops
         self._masks: Tensor | None = None
         """int32 [rows, words]: bit ``i % 32`` of word ``i // 32`` for token i."""
 
     def enter(self, row: int, allowed: Sequence[int]) -> None:
         """Sets the tokens that a row may sample."""
         if self._masks is None:
-            self._masks = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+            self._masks = torch.zeros(self._shape, dtype=torch.int32, device=self._ops.device)
         bits = np.zeros(self._shape[1] * 32, np.uint8)
         bits[list(allowed)] = 1
-        self._masks[row] = to_device(np.packbits(bits, bitorder="little").view(np.int32), self._device)
+        self._masks[row] = self._ops.to_device(np.packbits(bits, bitorder="little").view(np.int32))
 
     def apply(self, logits: Tensor, at: Tensor, rows: Tensor) -> None:
         """Forbids all other tokens, in place.
@@ -54,7 +53,7 @@ class AllowedTokens:
             rows: int64 [S]: the rows of the page table that they belong to.
         """
         assert self._masks is not None
-        forbid_tokens(logits, self._masks.index_select(0, rows), at)
+        self._ops.forbid_tokens(logits, self._masks.index_select(0, rows), at)
 
 
 class BannedSequences:
@@ -65,16 +64,16 @@ class BannedSequences:
 
     Args:
         rows: Rows of the page table.
-        device: Where the logits are.
+        ops: The operations of the logits' device.
     """
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, rows: int, ops: DeviceOps) -> None:
+        self._ops = ops
         self._tails = torch.empty(0)
         """int32 [rows, LONGEST_BAD_WORD - 1]: the latest tokens at the right."""
-        self._before = torch.empty((rows, 0, 0), dtype=torch.int32, device=device)
+        self._before = torch.empty((rows, 0, 0), dtype=torch.int32, device=ops.device)
         """int32 [rows, sequences, length]: the tokens before each sequence's last."""
-        self._last = torch.empty((rows, 0), dtype=torch.int64, device=device)
+        self._last = torch.empty((rows, 0), dtype=torch.int64, device=ops.device)
         """int64 [rows, sequences]: each sequence's last token; -1: there is no such sequence."""
 
     def enter(self, row: int, sequences: Sequence[Sequence[int]], output: array[int]) -> None:
@@ -94,9 +93,9 @@ class BannedSequences:
         tail = np.full(LONGEST_BAD_WORD - 1, _NONE, np.int32)
         recent = output[-len(tail) :]
         tail[len(tail) - len(recent) :] = recent
-        self._before[row] = to_device(before, self._device)
-        self._last[row] = to_device(last, self._device)
-        self._tails[row] = to_device(tail, self._device)
+        self._before[row] = self._ops.to_device(before)
+        self._last[row] = self._ops.to_device(last)
+        self._tails[row] = self._ops.to_device(tail)
 
     def apply(self, logits: Tensor, at: Tensor, rows: Tensor) -> None:
         """Forbids, in place, what would complete a sequence; arguments as for :meth:`AllowedTokens.apply`."""
@@ -117,7 +116,7 @@ class BannedSequences:
         rows, had, width = self._before.shape
         if not self._tails.numel():
             shape = rows, LONGEST_BAD_WORD - 1
-            self._tails = torch.full(shape, _NONE, dtype=torch.int32, device=self._device)
+            self._tails = torch.full(shape, _NONE, dtype=torch.int32, device=self._ops.device)
         if count > had or length > width:
             count, length = max(count, had), max(length, width)
             pad = torch.nn.functional.pad

@@ -11,15 +11,13 @@ transformers (repetition: over prompt and output).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sapwood_kernels import reference
-from sapwood_kernels.device_copy import to_device
+from sapwood_kernels.ops.device import DeviceOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +45,12 @@ class TokenCounts:
     Args:
         rows: Rows of the page table.
         vocab_size: Number of tokens.
-        device: Where the counts are.
+        ops: The operations of the logits' device, where the counts are.
     """
 
-    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, rows: int, vocab_size: int, ops: DeviceOps) -> None:
         self._shape = rows, vocab_size
-        self._device = device
-        self._kernels = _kernels(device)
+        self._ops = ops
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def enter(self, row: int, tokens: array[int], output_start: int) -> None:
@@ -65,10 +62,10 @@ class TokenCounts:
             output_start: Where the output begins.
         """
         if self._tables is None:
-            counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
-            self._tables = counts, torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+            counts = torch.zeros(self._shape, dtype=torch.int32, device=self._ops.device)
+            self._tables = counts, torch.zeros(self._shape, dtype=torch.bool, device=self._ops.device)
         counts, seen = self._tables[0][row], self._tables[1][row]
-        ids = to_device(np.frombuffer(tokens, np.uint32).astype(np.int64), self._device)
+        ids = self._ops.to_device(np.frombuffer(tokens, np.uint32).astype(np.int64))
         counts.zero_()
         counts.index_add_(0, ids[output_start:], torch.ones_like(ids[output_start:], dtype=torch.int32))
         seen.zero_()
@@ -77,7 +74,7 @@ class TokenCounts:
     def apply(self, logits: Tensor, penalties: Penalties) -> None:
         """Changes the logits [R, V] of the rows that have penalties, in place."""
         assert self._tables is not None
-        self._kernels[0](
+        self._ops.apply_penalties(
             logits, *self._tables, penalties.rows, penalties.slots, penalties.frequency, penalties.presence,
             penalties.repetition,
         )  # fmt: skip
@@ -85,12 +82,4 @@ class TokenCounts:
     def add(self, tokens: Tensor, penalties: Penalties) -> None:
         """Counts a step's tokens, int64 [R], for the rows that have penalties."""
         assert self._tables is not None
-        self._kernels[1](*self._tables, tokens, penalties.rows, penalties.slots)
-
-
-def _kernels(device: torch.device) -> tuple[Callable[..., None], Callable[..., None]]:
-    if device.type == "cuda":
-        from sapwood_kernels import triton_logits  # only CUDA builds of torch have triton
-
-        return triton_logits.apply_penalties, triton_logits.count_tokens
-    return reference.apply_penalties, reference.count_tokens
+        self._ops.count_tokens(*self._tables, tokens, penalties.rows, penalties.slots)

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_kernels.device_copy import to_device
+from sapwood_kernels.cpu_sampling import SamplingBatch
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.sampling.penalties import Penalties
 from sapwood_worker.model.sampling.random_numbers import uniform
-from sapwood_worker.model.sampling.sampler import SamplingBatch
 
 _SEED_MASK = (1 << 64) - 1
 # The kinds of settings that a row has, as bits.
@@ -51,13 +50,13 @@ class RowSettings:
         rows: R.
         vocab_size: Columns of the logits.
         eos_token_ids: The model's end tokens.
-        device: Where tensors go.
+        ops: The operations of the device that tensors go to.
     """
 
-    def __init__(self, rows: int, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
+    def __init__(self, rows: int, vocab_size: int, eos_token_ids: Sequence[int], ops: DeviceOps) -> None:
         self._vocab_size = vocab_size
         self._ends = tuple(eos_token_ids)
-        self._device = device
+        self._ops = ops
         self._asks = np.zeros(rows, np.uint8)
         self._temperature = np.zeros(rows, np.float32)
         self._top_k = np.zeros(rows, np.int64)
@@ -178,7 +177,7 @@ class RowSettings:
         return Additions(self._move(flat.ravel()), self._move(values.ravel()))
 
     def _move(self, array: npt.NDArray[Any]) -> Tensor:
-        return to_device(array, self._device)
+        return self._ops.to_device(array)
 
 
 def _fill(

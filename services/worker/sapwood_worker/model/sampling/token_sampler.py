@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sapwood_kernels.device_copy import to_device
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.grammar.logit_masks import StepMasks
 from sapwood_worker.model.sampling.bans import AllowedTokens, BannedSequences
 from sapwood_worker.model.sampling.logprobs import Distribution, Logprobs
 from sapwood_worker.model.sampling.penalties import TokenCounts
 from sapwood_worker.model.sampling.row_settings import IntArray, RowSettings
-from sapwood_worker.model.sampling.sampler import row_max, sample
+from sapwood_worker.model.sampling.sampler import sample
 from sapwood_worker.records.step import ScheduledRequest
 
 
@@ -47,16 +47,16 @@ class TokenSampler:
         rows: Rows of the page table.
         vocab_size: Columns of the logits.
         eos_token_ids: The model's end tokens.
-        device: Where the logits are.
+        ops: The operations of the logits' device.
     """
 
-    def __init__(self, rows: int, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
-        self._settings = RowSettings(rows, vocab_size, eos_token_ids, device)
-        self._counts = TokenCounts(rows, vocab_size, device)
-        self._allowed = AllowedTokens(rows, vocab_size, device)
-        self._banned = BannedSequences(rows, device)
+    def __init__(self, rows: int, vocab_size: int, eos_token_ids: Sequence[int], ops: DeviceOps) -> None:
+        self._settings = RowSettings(rows, vocab_size, eos_token_ids, ops)
+        self._counts = TokenCounts(rows, vocab_size, ops)
+        self._allowed = AllowedTokens(rows, vocab_size, ops)
+        self._banned = BannedSequences(rows, ops)
         self._admissions = np.full(rows, -1, np.int64)
-        self._device = device
+        self._ops = ops
 
     def sample(
         self,
@@ -76,13 +76,13 @@ class TokenSampler:
         slots, positions = self._enter(requests)
         settings = self._settings
         if settings.plain(slots) and not masks:
-            largest, tokens = greedy if greedy is not None else row_max(logits)
+            largest, tokens = greedy if greedy is not None else self._ops.row_max(logits)
             return SampledTokens(_valid(tokens, largest))
         logits = logits.float()  # all that follows changes logits or needs their full precision
         wanted = settings.logprobs(slots)
         distribution = None
         if wanted is not None:
-            at = to_device(wanted[0], self._device)
+            at = self._ops.to_device(wanted[0])
             distribution = Distribution(logits.index_select(0, at), int(wanted[1].max()))
         masks.apply(logits)
         if (places := settings.allowed(slots)) is not None:
@@ -94,7 +94,7 @@ class TokenSampler:
             self._counts.apply(logits, penalties)
         for each in settings.additions(slots, positions):
             logits.view(-1).scatter_add_(0, each.at, each.values)
-        tokens, largest = sample(logits, settings.sampling(slots, positions))
+        tokens, largest = sample(logits, settings.sampling(slots, positions), self._ops)
         if penalties is not None:
             self._counts.add(tokens, penalties)
         if banned is not None:

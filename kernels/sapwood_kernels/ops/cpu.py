@@ -1,0 +1,30 @@
+"""A CPU's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sapwood_kernels import cpu
+from sapwood_kernels.ops.device import DeviceOps, Gate
+
+
+class CpuOps(DeviceOps):
+    """The operations of ``cpu.py`` where they apply."""
+
+    default_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def rms_norm(self, weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        return cpu.RmsNorm(weight, eps) if dtype == torch.float32 else super().rms_norm(weight, eps, dtype)
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return cpu.rope(x, cos, sin)
+
+    def gated(self, gate: Gate) -> Callable[[Tensor], Tensor]:
+        return cpu.silu_mul if gate == "silu" else cpu.gelu_tanh_mul
+
+    def packed(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        return cpu.PackedLinear(weight, bias) if cpu.can_pack(weight) else None

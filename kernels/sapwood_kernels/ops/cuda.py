@@ -1,0 +1,98 @@
+"""A CUDA GPU's operations. Imported only where there is one: other builds of torch bring no Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sapwood_kernels import triton_activation, triton_float8, triton_gemv, triton_logits, triton_norm
+from sapwood_kernels.cpu_sampling import SamplingBatch
+from sapwood_kernels.ops.device import DeviceOps, Float8, Gate, HostCopies, OneRow, StoreHeads
+from sapwood_kernels.triton_qkv import norm_rope_store
+from sapwood_kernels.triton_sampling import sample_rows
+
+# Elements of the widest row that our kernel multiplies; cuBLAS splits wider rows: 31 against 33 us for 4096 x 14336 on an H200.
+_WIDEST_ROW = 8192
+
+
+class CudaOps(DeviceOps):
+    """Kernels of our own and of torch; all work is queued on the current stream."""
+
+    asynchronous = True
+    captures = True
+
+    def to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
+        # A copy from memory that is not pinned would wait for all that is queued on the device.
+        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+
+    def to_host(self, tensors: Sequence[Tensor]) -> HostCopies:
+        if not tensors:
+            return super().to_host(tensors)
+        copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # torch takes pinned memory
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return HostCopies(copies, event.synchronize)
+
+    def rms_norm(self, weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        return partial(triton_norm.rms_norm, weight=weight, eps=eps)
+
+    def gated(self, gate: Gate) -> Callable[[Tensor], Tensor]:
+        return triton_activation.silu_mul if gate == "silu" else triton_activation.gelu_tanh_mul
+
+    def store_heads(
+        self, num_heads: int, num_kv_heads: int, norm: tuple[Tensor, Tensor, float] | None, dtype: torch.dtype
+    ) -> StoreHeads:
+        weights = None if norm is None else norm[:2]
+        return partial(norm_rope_store, num_heads=num_heads, norm_weights=weights, eps=0.0 if norm is None else norm[2])
+
+    def one_row(self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> OneRow | None:
+        if weight.shape[1] > _WIDEST_ROW and scales is None:
+            return None
+        return partial(triton_gemv.gemv, weight=weight, bias=bias, scales=scales)
+
+    def scaled_product(self, x: Float8, weight: Float8, dtype: torch.dtype, *, exact: bool) -> Tensor:
+        return torch._scaled_mm(
+            x[0], weight[0].t(), scale_a=x[1], scale_b=weight[1].t(), out_dtype=dtype, use_fast_accum=not exact
+        )
+
+    def quantise(self, x: Tensor, *, grouped: bool) -> Float8:
+        return triton_float8.quantise(x, grouped=grouped)
+
+    def quantise_tensor(self, x: Tensor) -> Float8:
+        return triton_float8.quantise_tensor(x)
+
+    def quantise_normed(self, x: Tensor, weight: Tensor, eps: float, *, grouped: bool) -> Float8:
+        return triton_float8.rms_norm(x, weight, eps, grouped=grouped)
+
+    def quantise_gated(self, gate_up: Tensor, gate: Gate, *, grouped: bool) -> Float8:
+        return triton_float8.gated(gate_up, gate, grouped=grouped)
+
+    def row_max(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return triton_logits.row_max(logits)
+
+    def sample_rows(self, logits: Tensor, largest: Tensor, settings: SamplingBatch) -> Tensor:
+        return sample_rows(logits, settings)
+
+    def forbid_tokens(self, logits: Tensor, bitmask: Tensor, rows: Tensor | None = None) -> None:
+        triton_logits.apply_token_bitmask(logits, bitmask, rows)
+
+    def apply_penalties(
+        self,
+        logits: Tensor,
+        counts: Tensor,
+        seen: Tensor,
+        rows: Tensor,
+        slots: Tensor,
+        frequency: Tensor,
+        presence: Tensor,
+        repetition: Tensor,
+    ) -> None:
+        triton_logits.apply_penalties(logits, counts, seen, rows, slots, frequency, presence, repetition)
+
+    def count_tokens(self, counts: Tensor, seen: Tensor, tokens: Tensor, rows: Tensor, slots: Tensor) -> None:
+        triton_logits.count_tokens(counts, seen, tokens, rows, slots)

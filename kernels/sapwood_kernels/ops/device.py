@@ -1,0 +1,243 @@
+"""The operations that layers, sampling and the runner take from the device. Here: what any device of torch's can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sapwood_kernels import cpu_sampling, reference, token_bitmask
+
+Gate = Literal["silu", "gelu_tanh"]
+"""The activation of a gated MLP."""
+Float8 = tuple[Tensor, Tensor]
+"""float8_e4m3fn values and their scales, as ``reference.quantise_rows`` and ``quantise_tensor`` return them."""
+GROUP = 128
+"""Numbers of a row that share a scale where scales are grouped."""
+
+
+class OneRow(Protocol):
+    """``gate(norm(x) @ weight.T + bias) + add_to`` for a single row x [1, K], as ``triton_gemv.gemv`` computes it."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        norm: tuple[Tensor, float] | None = ...,
+        gate: Gate | None = ...,
+        add_to: Tensor | None = ...,
+        dtype: torch.dtype | None = ...,
+    ) -> Tensor: ...
+
+
+class StoreHeads(Protocol):
+    """All between the QKV projection and attention."""
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        key_slots: Tensor,
+        value_slots: Tensor,
+        slots: Tensor,
+        scales: tuple[float, float],
+    ) -> Tensor:
+        """Norms and rotates query and key heads, writes keys and values to the cache, returns the query heads.
+
+        Args:
+            qkv: [T, (H + 2K) * D]: query, key and value heads side by side.
+            cos: [T, 1, D] as ``reference.rope`` takes it.
+            sin: [T, 1, D] likewise.
+            key_slots: [S, K, D], mutated at ``slots``.
+            value_slots: [S, K, D], mutated at ``slots``.
+            slots: int64 [T].
+            scales: What keys and values are divided by on the way into a float8 cache.
+
+        Returns:
+            [T, H, D].
+        """
+        ...
+
+
+class HostCopies:
+    """Tensors on their way to the host.
+
+    Args:
+        tensors: In the host's memory, perhaps still being filled.
+        wait: Returns once they are filled.
+    """
+
+    def __init__(self, tensors: list[Tensor], wait: Callable[[], object]) -> None:
+        self._tensors = tensors
+        self._wait = wait
+
+    def wait(self) -> list[Tensor]:
+        """The copies, once they are there."""
+        self._wait()
+        return self._tensors
+
+
+class DeviceOps:
+    """The operations of a device, each the plain-torch reference unless a class for the device has a faster one.
+
+    A method that takes weights is called once when they are loaded, and returns what is called in each step.
+
+    Args:
+        device: The device.
+
+    Attributes:
+        device: The device.
+        default_dtype: The dtype in which a model runs unless it is told another.
+        asynchronous: Whether launched work is queued, so that a step can be planned while the one before is computed.
+        captures: Whether launches can be captured in CUDA graphs.
+    """
+
+    default_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    asynchronous = False
+    captures = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
+        """A tensor with the array's contents; the array must not change while the tensor is used."""
+        return torch.from_numpy(array).to(self.device)
+
+    def to_host(self, tensors: Sequence[Tensor]) -> HostCopies:
+        """Begins to copy tensors; later work on the device's current stream may change them."""
+        return HostCopies([tensor.to("cpu", copy=True) for tensor in tensors], lambda: None)
+
+    def rms_norm(self, weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """``reference.rms_norm`` of inputs of ``dtype`` by a float32 weight."""
+        return partial(reference.rms_norm, weight=weight, eps=eps)
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """``reference.rope``, with ``cos`` and ``sin`` [T, 1, D]."""
+        return reference.rope(x, cos[:, 0], sin[:, 0])
+
+    def gated(self, gate: Gate) -> Callable[[Tensor], Tensor]:
+        """The gated activation of contiguous [T, 2N] -> [T, N]."""
+        return reference.silu_mul if gate == "silu" else reference.gelu_tanh_mul
+
+    def store_heads(
+        self, num_heads: int, num_kv_heads: int, norm: tuple[Tensor, Tensor, float] | None, dtype: torch.dtype
+    ) -> StoreHeads:
+        """What norms, rotates and stores the heads of a step.
+
+        Args:
+            num_heads: H.
+            num_kv_heads: K.
+            norm: The weights of a query head's and of a key head's norm, float32 [D] each, and eps; None: no norm.
+            dtype: The heads'.
+        """
+        rotated = num_heads + num_kv_heads
+        heads_norm: Callable[[Tensor], Tensor] | None = None
+        if norm is not None:
+            parts = norm[0].expand(num_heads, -1), norm[1].expand(num_kv_heads, -1)
+            heads_norm = self.rms_norm(torch.cat(parts), norm[2], dtype)
+
+        def store(
+            qkv: Tensor,
+            cos: Tensor,
+            sin: Tensor,
+            key_slots: Tensor,
+            value_slots: Tensor,
+            slots: Tensor,
+            scales: tuple[float, float],
+        ) -> Tensor:
+            heads = qkv.view(len(qkv), rotated + num_kv_heads, -1)
+            query_key = heads[:, :rotated]
+            if heads_norm is not None:
+                query_key = heads_norm(query_key)
+            query_key = self.rope(query_key, cos, sin)
+            query, key = query_key[:, :num_heads], query_key[:, num_heads:]
+            reference.store_kv(key, heads[:, rotated:], key_slots, value_slots, slots, scales)
+            return query
+
+        return store
+
+    def packed(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        """``x @ weight.T + bias`` faster than torch's, in place of it; None: torch's is the fastest."""
+        return None
+
+    def one_row(self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> OneRow | None:
+        """The fused product of a single row; None: there is none.
+
+        Args:
+            weight: [N, K].
+            bias: [N].
+            scales: float32, of a float8 weight: [N, 1], or [N / 128, K / 128] by block.
+        """
+        return None
+
+    def scaled_product(self, x: Float8, weight: Float8, dtype: torch.dtype, *, exact: bool) -> Tensor:
+        """``x @ weight.T`` of float8 numbers by the device's matrix units: [T, N] of ``dtype``.
+
+        Args:
+            x: [T, K] as this object quantised it.
+            weight: [N, K]; scales [N, 1], [1, 1], or [N / 128, K / 128] by block.
+            dtype: The result's.
+            exact: Whether products are summed in float32 throughout.
+
+        Raises:
+            RuntimeError: It has none that take such scales.
+        """
+        raise NotImplementedError
+
+    def quantise(self, x: Tensor, *, grouped: bool) -> Float8:
+        """Rows [T, K] to float8, by a scale for each, or for each :data:`GROUP` numbers. The results may have more rows."""
+        return reference.quantise_rows(x, GROUP if grouped else None)
+
+    def quantise_tensor(self, x: Tensor) -> Float8:
+        """[T, K] to float8 by one scale, [1, 1]."""
+        return reference.quantise_tensor(x)
+
+    def quantise_normed(self, x: Tensor, weight: Tensor, eps: float, *, grouped: bool) -> Float8:
+        """:meth:`quantise` after ``reference.rms_norm`` by a float32 weight [K]."""
+        return self.quantise(reference.rms_norm(x, weight, eps), grouped=grouped)
+
+    def quantise_gated(self, gate_up: Tensor, gate: Gate, *, grouped: bool) -> Float8:
+        """:meth:`quantise` after the gated activation: [T, 2K] -> [T, K]."""
+        return self.quantise(self.gated(gate)(gate_up), grouped=grouped)
+
+    def row_max(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row's maximum, NaN if the row holds one, and its first index: ``max(-1)``."""
+        return cpu_sampling.row_max(logits)
+
+    def sample_rows(self, logits: Tensor, largest: Tensor, settings: cpu_sampling.SamplingBatch) -> Tensor:
+        """A token of each row that is sampled, int64 [S]; in a row that holds a NaN, or nothing to choose, any token.
+
+        Args:
+            logits: float32 [R, V], rows contiguous; not changed.
+            largest: float32 [R]: each row's largest logit.
+            settings: Of the S rows that are sampled.
+        """
+        return cpu_sampling.sample_rows(logits, largest, settings)
+
+    def forbid_tokens(self, logits: Tensor, bitmask: Tensor, rows: Tensor | None = None) -> None:
+        """``token_bitmask.apply_token_bitmask``: in place; rows of ``logits`` and the whole ``bitmask`` are contiguous."""
+        token_bitmask.apply_token_bitmask(logits, bitmask, rows)
+
+    def apply_penalties(
+        self,
+        logits: Tensor,
+        counts: Tensor,
+        seen: Tensor,
+        rows: Tensor,
+        slots: Tensor,
+        frequency: Tensor,
+        presence: Tensor,
+        repetition: Tensor,
+    ) -> None:
+        """``reference.apply_penalties``: in place, on contiguous tensors."""
+        reference.apply_penalties(logits, counts, seen, rows, slots, frequency, presence, repetition)
+
+    def count_tokens(self, counts: Tensor, seen: Tensor, tokens: Tensor, rows: Tensor, slots: Tensor) -> None:
+        """``reference.count_tokens``: in place, on contiguous tensors."""
+        reference.count_tokens(counts, seen, tokens, rows, slots)

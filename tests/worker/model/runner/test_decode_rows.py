@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.decode_rows import MOST_KEYS, decode_rows
 from sapwood_worker.model.runner.input_builder import build_forward_batch
@@ -30,7 +31,7 @@ def part(slot: int, tokens: list[int], start: int, samples: bool = True) -> Sche
 def test_the_rows_are_the_tokens_that_a_prefill_would_compute(shapes: list[tuple[int, int, bool]]):
     requests = [part(i, [10 * i + j for j in range(n)], start, samples) for i, (n, start, samples) in enumerate(shapes)]
     table = np.random.default_rng(0).permutation(6 * 7).astype(np.int32).reshape(6, 7)
-    batch = build_forward_batch(SchedulerOutput(0, table, requests), PAGE, torch.device("cpu"))
+    batch = build_forward_batch(SchedulerOutput(0, table, requests), PAGE, device_ops("cpu"))
     rows = decode_rows(requests, PAGE, most_rows=64, most_pages=1000)
     assert rows is not None
     assert rows.token_ids.tolist() == batch.token_ids.tolist()

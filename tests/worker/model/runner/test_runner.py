@@ -8,6 +8,7 @@ import torch
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.input_builder import build_forward_batch
 from sapwood_worker.model.runner.options import RunnerOptions
@@ -136,7 +137,7 @@ def test_forward_batch_is_flat_and_finds_slots_through_the_page_table():
         ScheduledRequest("a", 1, [10, 11, 12], 3, False, GREEDY),
         ScheduledRequest("b", 0, [20], 8, True, GREEDY),
     ]
-    batch = build_forward_batch(SchedulerOutput(0, table, requests), 4, torch.device("cpu"))
+    batch = build_forward_batch(SchedulerOutput(0, table, requests), 4, device_ops("cpu"))
     assert batch.token_ids.tolist() == [10, 11, 12, 20]
     assert batch.positions.tolist() == [3, 4, 5, 8]
     assert batch.attention.cache_slots.tolist() == [7 * 4 + 3, 1 * 4, 1 * 4 + 1, 9 * 4]

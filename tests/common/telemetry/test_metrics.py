@@ -1,8 +1,13 @@
 import json
 import logging
+import re
+import threading
 import urllib.request
 
+import prometheus_client
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.telemetry import logs as telemetry
@@ -62,6 +67,45 @@ def test_a_value_falls_into_every_bucket_it_is_not_above() -> None:
 
     assert [value("bucket", le=le) for le in ("0.1", "1.0", "5.0", "+Inf")] == [3, 5, 6, 7]
     assert (value("count"), value("sum")) == (7, pytest.approx(12.35))
+
+
+def test_the_page_is_as_the_library_would_write_it() -> None:
+    metrics, library = MetricSet(CollectorRegistry()), CollectorRegistry()
+    labels = OneOf("x", "y")
+    counters = metrics.counter("c_total", "C.", a=labels), prometheus_client.Counter("c", "C.", "a", registry=library)
+    gauges = metrics.gauge("g", "G."), prometheus_client.Gauge("g", "G.", registry=library)
+    bounds = (0.001, 1, 2.5, 1000)
+    histograms = (
+        metrics.histogram("h", "H.", buckets=bounds, a=labels),
+        prometheus_client.Histogram("h", "H.", "a", registry=library, buckets=bounds),
+    )
+    for number in range(600):  # more than a histogram keeps
+        label = "xy"[number % 2]
+        counters[0].at(a=label).inc(number)
+        counters[1].labels(label).inc(number)
+        histograms[0].at(a=label).observe(number / 100)
+        histograms[1].labels(label).observe(number / 100)
+    for gauge in gauges[0].at(), gauges[1]:
+        gauge.set(4)
+        gauge.dec()
+        gauge.inc(0.5)
+    written = prometheus_client.generate_latest(library).decode().splitlines()
+    page = prometheus_client.generate_latest(metrics.registry).decode().splitlines()
+    assert [line for line in page if not re.search("(process|python)_", line)] == [
+        line for line in written if "_created" not in line
+    ]
+
+
+def test_what_several_threads_count_is_all_counted() -> None:
+    counter = MetricSet().counter("c_total", "C.").at()
+    threads = [threading.Thread(target=lambda: [counter.inc() for _ in range(5000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    page = CounterMetricFamily("c", "C.")
+    counter.add_to(page, ())
+    assert page.samples[0].value == 20_000
 
 
 def test_two_sets_share_nothing() -> None:

@@ -5,34 +5,24 @@ A label takes only values that it knows; anything else is counted under ``other`
 
 from __future__ import annotations
 
-import contextlib
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, cast
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    disable_created_metrics,
-    start_http_server,
-)
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.telemetry.series import Counter, Gauge, Histogram, Series
 
 OTHER = "other"
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Buckets from a decode step to a long generation."""
 
-MetricT = TypeVar("MetricT", bound=Counter | Gauge | Histogram)
+SeriesT = TypeVar("SeriesT", bound=Series)
 
 
 class Label(Protocol):
@@ -99,28 +89,34 @@ class MetricSpec:
 
 
 _MOST_KNOWN = 1024
-_MOST_KEPT = 256
-"""Values of a histogram that are not in their buckets yet."""
 
 
-class Family(Generic[MetricT]):
-    """One metric with all its label values."""
+class Family(Generic[SeriesT]):
+    """One metric with all its label values.
 
-    def __init__(self, metric: MetricT, labels: Labels) -> None:
-        self._metric: MetricT = metric
+    Args:
+        make: Makes a series.
+        labels: By name.
+        empty: Makes the page's metric, without series.
+    """
+
+    def __init__(self, make: Callable[[], SeriesT], labels: Labels, empty: Callable[[], Any]) -> None:
+        self._make = make
         self._labels = labels
-        self._known: dict[tuple[tuple[str, str], ...], MetricT] = {}
-        """Series by what was asked for: looking one up in the library takes several times as long."""
+        self._empty = empty
+        self._series: dict[tuple[str, ...], SeriesT] = {}
+        self._known: dict[tuple[tuple[str, str], ...], SeriesT] = {}
+        """Series by what was asked for, so that values are checked once."""
+        if not labels:
+            self._known[()] = self._series[()] = make()
 
-    def at(self, **values: str) -> MetricT:
+    def at(self, **values: str) -> SeriesT:
         """The series of these label values; what a label does not know is ``other``."""
-        if not self._labels:
-            return self._metric
         key = tuple(values.items())
         found = self._known.get(key)
         if found is None:
-            bounded = [label.bound(values[name]) for name, label in self._labels.items()]
-            found = cast(MetricT, self._metric.labels(*bounded))
+            bounded = self._bounded(values)
+            found = self._series.get(bounded) or self._series.setdefault(bounded, self._make())
             if len(self._known) < _MOST_KNOWN:  # values that nobody knows beforehand may be without number
                 self._known[key] = found
         return found
@@ -128,59 +124,23 @@ class Family(Generic[MetricT]):
     def remove(self, **values: str) -> None:
         """Ends the series of these label values, if there is one."""
         self._known.pop(tuple(values.items()), None)
-        bounded = [label.bound(values[name]) for name, label in self._labels.items()]
+        bounded = self._bounded(values)
         if OTHER not in bounded:
-            self._metric.remove(*bounded)
+            self._series.pop(bounded, None)
 
+    def describe(self) -> Iterable[Any]:
+        """For the registry: which names the metric takes."""
+        return (self._empty(),)
 
-class BatchedHistogram(Histogram):
-    """Values are kept and put into their buckets many at a time, and when somebody asks: a tenth of the library's time for each,
-    which takes two locks, looks at every bucket below, and checks the labels again.
-    """
+    def collect(self) -> Iterable[Any]:
+        """For the registry: all series as they are now."""
+        page = self._empty()
+        for labels, series in tuple(self._series.items()):
+            series.add_to(page, labels)
+        return (page,)
 
-    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        """Observes a value; exemplars are not kept."""
-        self._kept.append(amount)
-        if len(self._kept) >= _MOST_KEPT:
-            self._sort_in()
-
-    def observe_all(self, amounts: Iterable[float]) -> None:
-        """Each of them."""
-        self._kept.extend(amounts)
-        if len(self._kept) >= _MOST_KEPT:
-            self._sort_in()
-
-    def _metric_init(self) -> None:
-        super()._metric_init()
-        self._kept: deque[float] = deque()
-
-    def _child_samples(self) -> Iterable[Sample]:
-        self._sort_in()
-        return super()._child_samples()
-
-    def _sort_in(self) -> None:
-        values: list[float] = []
-        with contextlib.suppress(
-            IndexError
-        ):  # possibly in two threads at a time: what one has taken the other does not get
-            while True:
-                values.append(self._kept.popleft())
-        values.sort()
-        begin = 0
-        for bucket, bound in zip(self._buckets, self._upper_bounds, strict=True):
-            end = bisect_right(values, bound, begin)
-            if end > begin:
-                bucket.inc(end - begin)
-                begin = end
-        self._sum.inc(sum(values))
-
-
-class _Counter(Counter):
-    """Half of the library's time for each: it checks the labels again, and the sign."""
-
-    def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
-        """Adds an amount; exemplars are not kept."""
-        self._value.inc(amount)
+    def _bounded(self, values: Mapping[str, str]) -> tuple[str, ...]:
+        return tuple(label.bound(values[name]) for name, label in self._labels.items())
 
 
 Reading = tuple[Sequence[str], float]
@@ -222,7 +182,6 @@ class MetricSet:
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # series of when each series began: nobody asks for them
         self.registry = registry if registry is not None else CollectorRegistry()
         self.specs: list[MetricSpec] = []
         self._polled = _PolledCollector()
@@ -231,20 +190,17 @@ class MetricSet:
 
     def counter(self, name: str, text: str, **labels: Label) -> Family[Counter]:
         """A counter; its name ends in ``_total``."""
-        self._note(name, "counter", text, labels)
-        return Family(_Counter(name, text, tuple(labels), registry=self.registry), labels)
+        return self._add(Counter, "counter", name, text, labels, CounterMetricFamily)
 
     def gauge(self, name: str, text: str, **labels: Label) -> Family[Gauge]:
         """A gauge."""
-        self._note(name, "gauge", text, labels)
-        return Family(Gauge(name, text, tuple(labels), registry=self.registry), labels)
+        return self._add(Gauge, "gauge", name, text, labels, GaugeMetricFamily)
 
     def histogram(
         self, name: str, text: str, *, buckets: Sequence[float] = SECONDS, **labels: Label
-    ) -> Family[BatchedHistogram]:
+    ) -> Family[Histogram]:
         """A histogram, in seconds unless ``buckets`` says otherwise."""
-        self._note(name, "histogram", text, labels)
-        return Family(BatchedHistogram(name, text, tuple(labels), registry=self.registry, buckets=buckets), labels)
+        return self._add(partial(Histogram, buckets), "histogram", name, text, labels, HistogramMetricFamily)
 
     def polled(self, kind: str, name: str, text: str, read: Callable[[], Iterable[Reading]], **labels: Label) -> None:
         """A gauge or counter whose values are read when they are asked for, possibly in another thread.
@@ -258,6 +214,14 @@ class MetricSet:
         """
         self._note(name, kind, text, labels)
         self._polled.polled.append(_Polled(self.specs[-1], read))
+
+    def _add(
+        self, make: Callable[[], SeriesT], kind: str, name: str, text: str, labels: Labels, page: Callable[..., Any]
+    ) -> Family[SeriesT]:
+        self._note(name, kind, text, labels)
+        family = Family(make, labels, partial(page, name, text, labels=tuple(labels)))
+        self.registry.register(family)
+        return family
 
     def _note(self, name: str, kind: str, text: str, labels: Labels) -> None:
         assert (kind == "counter") == name.endswith("_total"), name

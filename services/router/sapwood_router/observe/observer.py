@@ -12,11 +12,10 @@ from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from prometheus_client import Histogram
-
 from sapwood_common.status import row_of
 from sapwood_common.telemetry.logs import traceparent_var
-from sapwood_common.telemetry.metrics import BatchedHistogram, MetricSet
+from sapwood_common.telemetry.metrics import MetricSet
+from sapwood_common.telemetry.series import Histogram
 from sapwood_common.telemetry.tracing import NoTracing, Span, Tracing
 from sapwood_router.observe.metrics import RouterMetrics
 from sapwood_router.observe.spans import answered, asked, operation_of, span_name
@@ -126,7 +125,7 @@ class RequestWatch:
         self._closed = False
         self._responding = 0.0
         self._respond_span: Span | None = None
-        self._inter_token: BatchedHistogram | None = None
+        self._inter_token: Histogram | None = None
         self._arrivals: list[float] = []
         self._metrics.request_began()
         self._named = context.model is not None

@@ -16,6 +16,7 @@ from sapwood_common.serving.server import ServiceServer
 from sapwood_common.telemetry.logs import request_id_var
 from sapwood_testing.router.fake_encode import encode_items
 from sapwood_testing.router.fake_parser import REASONING_PARSER, TOOL_PARSER, FakeParser
+from sapwood_testing.router.implementation import implementation
 from sapwood_testing.router.ports import port_of_its_own
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -81,7 +82,9 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def start(self) -> None:
         """Listens, on the port it had before if it was started before; serves at once."""
         self.port = self.port or port_of_its_own()
-        self._server = ServiceServer("127.0.0.1", self.port, [_NAME], uncounted=_SESSIONS)
+        self._server = ServiceServer(
+            "127.0.0.1", self.port, [_NAME], uncounted=_SESSIONS, implementation=implementation("tokenizer")
+        )
         tokenizer_pb2_grpc.add_TokenizerServicer_to_server(self, self._server.grpc)
         self.port = await self._server.start()
         await self._server.set_serving(True)

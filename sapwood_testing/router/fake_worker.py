@@ -23,6 +23,7 @@ from sapwood_common.errors import (
 from sapwood_common.serving.server import ServiceServer
 from sapwood_common.status import code_number
 from sapwood_common.telemetry.logs import request_id_var
+from sapwood_testing.router.implementation import implementation
 from sapwood_testing.router.ports import port_of_its_own
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -199,7 +200,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def start(self) -> None:
         """Listens, on the port it had before if it was started before; serves at once."""
         self.port = self.port or port_of_its_own()
-        self._server = ServiceServer("127.0.0.1", self.port, [_NAME], uncounted=_LONG_LIVED)
+        self._server = ServiceServer(
+            "127.0.0.1", self.port, [_NAME], uncounted=_LONG_LIVED, implementation=implementation("worker")
+        )
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server.grpc)
         self.port = await self._server.start()
         await self._server.set_serving(True)

@@ -137,13 +137,21 @@ class RouterApplication:
             gate=guard,
             max_request_bytes=config.max_body_bytes,
             health_address=config.health_address,
+            implementation=config.grpc_server,
         )
         self.status = StatusBoard(self.registry, self._admission, router_metrics, self.problem, config.policy).snapshot
         service = RouterService(pipeline, self._fleet, config.request_timeout, self.status)
         router_pb2_grpc.add_RouterServicer_to_server(service, self._server.grpc)
         self._admin: ServiceServer | None = None
         if config.admin_port is not None:
-            self._admin = ServiceServer(config.admin_host, config.admin_port, [SERVICE_NAME], telemetry=calls, tls=tls)
+            self._admin = ServiceServer(
+                config.admin_host,
+                config.admin_port,
+                [SERVICE_NAME],
+                telemetry=calls,
+                tls=tls,
+                implementation=config.grpc_server,
+            )
             router_pb2_grpc.add_RouterServicer_to_server(service, self._admin.grpc)
         self._front = OpenAIFront(
             pipeline,

@@ -167,6 +167,7 @@ async def serve(
         tls=server_tls(config.tls_cert, config.tls_key, config.tls_client_ca),
         reuse_port=reuse_port,
         health_address=config.health_address,
+        implementation=config.grpc_server,
     )
     limits = Limits(config.max_text_bytes, config.max_open_streams, config.template_timeout)
     encoder = build_encoder(model.loaded, config)

@@ -80,6 +80,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
         telemetry=telemetry,
         tls=server_tls(config.tls_cert, config.tls_key, config.tls_client_ca),
         health_address=config.health_address,
+        implementation=config.grpc_server,
     )
     engine = Engine(scheduler.send, EngineObserver(worker_metrics, tracing))
     health = _Health(server, engine.vitals)

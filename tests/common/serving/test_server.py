@@ -46,8 +46,8 @@ class Echo(tokenizer_pb2_grpc.TokenizerServicer):
 
 
 @pytest.fixture
-async def running() -> AsyncIterator[tuple[ServiceServer, Echo, grpc.aio.Channel]]:
-    server, echo = ServiceServer("127.0.0.1", 0, [NAME]), Echo()
+async def running(implementation) -> AsyncIterator[tuple[ServiceServer, Echo, grpc.aio.Channel]]:
+    server, echo = ServiceServer("127.0.0.1", 0, [NAME], implementation=implementation), Echo()
     tokenizer_pb2_grpc.add_TokenizerServicer_to_server(echo, server.grpc)
     port = await server.start()
     await server.set_serving(True)
@@ -128,11 +128,11 @@ async def test_draining_gives_up_after_its_timeout(running) -> None:
     call.cancel()
 
 
-async def test_a_port_in_use_is_a_configuration_error(running) -> None:
-    server = ServiceServer("127.0.0.1", 0, [NAME])
+async def test_a_port_in_use_is_a_configuration_error(implementation) -> None:
+    server = ServiceServer("127.0.0.1", 0, [NAME], implementation=implementation)
     port = await server.start()
     with pytest.raises(errors.ConfigError, match=str(port)):
-        await ServiceServer("127.0.0.1", port, [NAME]).start()
+        await ServiceServer("127.0.0.1", port, [NAME], implementation=implementation).start()
     await server.stop()
 
 

@@ -6,14 +6,17 @@ import asyncio
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, Protocol, cast
 
+import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from sapwood_common.http2.server.gate import Gate
-from sapwood_common.http2.server.server import Http2Server, as_grpc_server
+from sapwood_common.http2.server.server import Http2Server
 from sapwood_common.network.channel import MAX_MESSAGE_BYTES
 from sapwood_common.network.tls import ServerTls
 from sapwood_common.serving.gate import ServiceGate
+from sapwood_common.serving.grpcio_server import GrpcioServer
 from sapwood_common.serving.health import HealthServicer
 from sapwood_common.serving.interceptor import ServiceInterceptor
 from sapwood_common.serving.reflection import add_reflection
@@ -27,6 +30,16 @@ logger = logging.getLogger(__name__)
 _HEALTH = "grpc.health.v1.Health"
 LIVENESS = "liveness"
 """The health service that says SERVING as long as this process answers at all, also while it loads or drains."""
+
+
+Implementation = Literal["sapwood", "grpcio"]
+"""Which server speaks gRPC: the one of ``sapwood_common.http2``, or grpcio's."""
+
+
+class _Server(Protocol):
+    async def start(self, host: str, port: int, *, reuse_port: bool = False) -> int: ...
+
+    async def stop(self, grace: float) -> None: ...
 
 
 class ServiceServer:
@@ -46,6 +59,7 @@ class ServiceServer:
         max_request_bytes: The largest message it takes.
         reuse_port: Whether other processes listen on the same port; each takes some of the connections.
         health_address: ``host:port`` on which the health service alone is served, in plain text; None: nowhere.
+        implementation: Which server speaks gRPC.
     """
 
     def __init__(
@@ -61,6 +75,7 @@ class ServiceServer:
         max_request_bytes: int = MAX_MESSAGE_BYTES,
         reuse_port: bool = False,
         health_address: str | None = None,
+        implementation: Implementation = "sapwood",
     ) -> None:
         self._names = tuple(service_names)
         telemetry = telemetry or RpcTelemetry(MetricSet(), NoTracing())
@@ -70,15 +85,16 @@ class ServiceServer:
         """Set when draining begins: long-lived calls end on it."""
         self._host, self._port, self._reuse_port = host, port, reuse_port
         watched = None if gate is None else ServiceGate(gate, telemetry)
-        self._http2 = Http2Server(self._interceptor.wrap, max_request_bytes, tls, watched)
-        self.grpc = as_grpc_server(self._http2)
+        make = Http2Server if implementation == "sapwood" else GrpcioServer
+        self._server: _Server = make(self._interceptor.wrap, max_request_bytes, tls, watched)
+        self.grpc = _as_grpc_server(self._server)
         """Where generated code adds servicers."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         self._health_address = health_address
-        self._health_server: Http2Server | None = None
+        self._health_server: _Server | None = None
         if health_address is not None:
-            self._health_server = Http2Server(self._interceptor.wrap, max_request_bytes)
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, as_grpc_server(self._health_server))
+            self._health_server = make(self._interceptor.wrap, max_request_bytes)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, _as_grpc_server(self._health_server))
         add_reflection(self.grpc, (*self._names, _HEALTH))
 
     async def start(self) -> int:
@@ -92,7 +108,7 @@ class ServiceServer:
             host, _, port = self._health_address.rpartition(":")
             chosen = await self._health_server.start(host, int(port), reuse_port=self._reuse_port)
             announce(logger, "health listening on %s:%d", host, chosen)
-        return await self._http2.start(self._host, self._port, reuse_port=self._reuse_port)
+        return await self._server.start(self._host, self._port, reuse_port=self._reuse_port)
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the health of the server as a whole (``""``) and of each of its services."""
@@ -117,9 +133,14 @@ class ServiceServer:
 
     async def stop(self, grace: float = 0.2) -> None:
         """Closes the server; calls still running get ``grace`` seconds for their last message, then end UNAVAILABLE."""
-        await self._http2.stop(grace)
+        await self._server.stop(grace)
         if self._health_server is not None:
             await self._health_server.stop(0)
+
+
+def _as_grpc_server(server: _Server) -> grpc.aio.Server:
+    """The server in the eyes of generated code, which only adds methods."""
+    return cast(grpc.aio.Server, server)
 
 
 def stop_signal() -> asyncio.Event:

@@ -66,6 +66,11 @@ class ServiceConfig(BaseSettings):
         "free one; none: health is on --port only.",
     )
     health_host: str = Field("127.0.0.1", description="Address that --health-port listens on.")
+    grpc_server: Literal["sapwood", "grpcio"] = Field(
+        "sapwood",
+        description="What speaks gRPC on this service's ports: sapwood's own server on the event loop, or grpcio's, a fallback "
+        "that takes more CPU time and has no rates and budgets a connection.",
+    )
     drain_timeout: float = Field(
         30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM before they are cut off."
     )

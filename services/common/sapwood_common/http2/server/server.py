@@ -6,9 +6,8 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
-import grpc
 from h2.errors import ErrorCodes
 
 from sapwood_common.errors import ResourceExhaustedError, SapwoodError
@@ -231,8 +230,3 @@ class Http2Server:
             return self._turnstile.enter(begin)
         priority, caller = (0, None) if self._gate is None else self._gate.rank(call.headers, call.tenant)
         return self._turnstile.enter(begin, priority, call.peer() if caller is None else caller)
-
-
-def as_grpc_server(server: Http2Server) -> grpc.aio.Server:
-    """The server in the eyes of generated code, which only adds methods."""
-    return cast(grpc.aio.Server, server)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import grpc
 
 from sapwood.v1 import router_pb2, router_pb2_grpc, worker_pb2
 from sapwood_common.contract.sampling_message import from_message
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_common.http2.server.call import ServerCall
+from sapwood_common.serving.push_call import PushCall
 from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, request_id_var
 from sapwood_router.edges.grpc.convert import (
     add_logprobs,
@@ -59,7 +59,7 @@ class _CallClient:
         contexts: The runs'.
     """
 
-    def __init__(self, call: ServerCall, contexts: Sequence[RequestContext]) -> None:
+    def __init__(self, call: PushCall, contexts: Sequence[RequestContext]) -> None:
         self.writable = call.is_ready
         self._call = call
         self._single = len(contexts) == 1
@@ -132,19 +132,19 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     async def Generate(self, request: router_pb2.RouterGenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Writes the continuation of a prompt as it comes."""
-        assert isinstance(context, ServerCall), "as all servers here have them"
+        call = _as_push_call(context)
         metadata = dict(_metadata(context))
         request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
         request_id_var.set(request_id)
-        context.set_initial_metadata(((REQUEST_ID_KEY, request_id),))
+        call.set_initial_metadata(((REQUEST_ID_KEY, request_id),))
         contexts = self._contexts(request, request_id, _caller(context, metadata), context.time_remaining())
         runs = [self._pipeline.open(item) for item in contexts]
         # A client that leaves ends the call, whatever its handler is waiting for.
-        context.add_done_callback(lambda _: close_all(runs))
+        context.add_done_callback(cast(Any, lambda _: close_all(runs)))
         # So does one that reads nothing until the deadline; its own the server looks after.
-        giving_up = asyncio.get_running_loop().call_at(contexts[0].deadline + READER_SLACK, _give_up, context)
+        giving_up = asyncio.get_running_loop().call_at(contexts[0].deadline + READER_SLACK, _give_up, call)
         try:
-            await Delivery(_CallClient(context, contexts)).carry(runs)
+            await Delivery(_CallClient(call, contexts)).carry(runs)
             context.set_trailing_metadata(
                 (
                     (WORKER_KEY, contexts[0].worker),
@@ -266,13 +266,17 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return to_explanation(explain(asked, pipeline.registry, pipeline.policies))
 
 
-def _give_up(call: ServerCall) -> None:
+def _give_up(call: PushCall) -> None:
     call.give_up(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
 
 
 def _caller(context: Context, metadata: dict[str, str]) -> Caller:
-    assert isinstance(context, ServerCall), "as all servers here have them"
-    return caller_of(metadata.get, context.tenant)
+    return caller_of(metadata.get, _as_push_call(context).tenant)
+
+
+def _as_push_call(context: Context) -> PushCall:
+    """The context, as every server here makes them."""
+    return cast(PushCall, context)
 
 
 def _metadata(context: Context) -> Iterator[tuple[str, str]]:

@@ -26,14 +26,16 @@ class WideningBuffer:
     Args:
         shape: What all layers share.
         tokens: Tokens of the longest request.
-        device: The CUDA device.
+        like: Pages of the cache [P, page_size, K, D]: the buffer's lie in the same order.
     """
 
-    def __init__(self, shape: AttentionShape, tokens: int, device: torch.device) -> None:
+    def __init__(self, shape: AttentionShape, tokens: int, like: Tensor) -> None:
         self.num_pages = -(-max(tokens, _LEAST_TOKENS) // shape.page_size)
-        size = (2, self.num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
-        self.keys, self.values = torch.empty(size, dtype=shape.dtype, device=device)
-        self.pages = torch.arange(self.num_pages, dtype=torch.int32, device=device)
+        size = (self.num_pages, *like.shape[1:])
+        self.keys, self.values = (
+            torch.empty_strided(size, like.stride(), dtype=shape.dtype, device=like.device) for _ in range(2)
+        )
+        self.pages = torch.arange(self.num_pages, dtype=torch.int32, device=like.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,12 +63,11 @@ class SplitDecodeAttention:
         splits, least = num_splits(len(self._lengths), self._shape.num_kv_heads, self._processors, float8=float8)
         return decode_attention(
             query,
-            key_pages.flatten(0, 1),
-            value_pages.flatten(0, 1),
+            key_pages,
+            value_pages,
             self._indptr,
             self._indices,
             self._lengths,
-            self._shape.page_size,
             splits=splits,
             least=least,
             scale=variant.scale,

@@ -35,7 +35,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _block(
-    q, keys, values, own, at, end, head, slot_stride, highest, total, result, scale, cap,
+    q, keys, values, own, at, end, page_stride, slot_stride, highest, total, result, scale, cap,
     D: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of keys and values, taken into the running maximum, sum and result; scores are in powers of 2."""
@@ -43,7 +43,7 @@ def _block(
     tokens = at + tl.arange(0, BLOCK)
     there = tokens < end
     page = tl.load(own + tokens // PAGE, mask=there, other=0).to(tl.int64)
-    offsets = (page * PAGE + tokens % PAGE) * slot_stride + head * D
+    offsets = page * page_stride + tokens % PAGE * slot_stride
     # What lies beyond the end was never written: it is not read, for zero times NaN is NaN.
     inside = there[:, None] & (columns < D)[None, :]
     k = tl.load(keys + offsets[:, None] + columns[None, :], mask=inside, other=0.0).to(q.dtype)
@@ -75,15 +75,15 @@ def _widened(words, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _block_of_words(
-    q, keys, values, own, at, end, head, word_stride, highest, total, result, scale, cap,
+    q, keys, values, own, at, end, page_stride, slot_stride, highest, total, result, scale, cap,
     D: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Does _block for float8 keys and values, read in words of four."""
+    """Does _block for float8 keys and values, read in words of four, in which strides are too."""
     words = tl.arange(0, BLOCK_D // 4)
     # Beyond the end the last token is read again, which costs less than masks.
     tokens = tl.minimum(at + tl.arange(0, BLOCK), end - 1)
     page = tl.load(own + tokens // PAGE)
-    places = ((page * PAGE + tokens % PAGE) * word_stride + head * (D // 4))[:, None] + words[None, :]
+    places = (page * page_stride + tokens % PAGE * slot_stride)[:, None] + words[None, :]
     if BLOCK_D == D:
         k, v = tl.load(keys + places), tl.load(values + places)
     else:
@@ -108,8 +108,8 @@ def _stretches(length, LEAST: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def _split_kernel(
-    query, keys, values, indptr, lengths, pages, part, sums, out, scale, value_scale, softcap, slot_stride,
-    # With WORDS, keys and values are float8 in words of four, and slot_stride counts words.
+    query, keys, values, indptr, lengths, pages, part, sums, out, scale, value_scale, softcap, page_stride, slot_stride,
+    head_stride,  # With WORDS, keys and values are float8 in words of four, and strides count words.
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, FLOAT8: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -118,6 +118,8 @@ def _split_kernel(
     heads = tl.num_programs(0) * GROUP
     length = tl.load(lengths + request)
     own = pages + tl.load(indptr + request)
+    keys += head * head_stride
+    values += head * head_stride
     start = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
     count = _stretches(length - start, LEAST, SPLITS)
     if split < count:
@@ -138,19 +140,19 @@ def _split_kernel(
         if WORDS:
             for block in tl.range(at, end, BLOCK, num_stages=STAGES):
                 highest, total, result = _block_of_words(
-                    q, keys, values, own, block, end, head, slot_stride, highest, total, result, scale, cap,
+                    q, keys, values, own, block, end, page_stride, slot_stride, highest, total, result, scale, cap,
                     D, PAGE, CAPPED, BLOCK_D, BLOCK,
                 )  # fmt: skip
         elif STAGES > 0:
             for block in tl.range(at, end, BLOCK, num_stages=STAGES):
                 highest, total, result = _block(
-                    q, keys, values, own, block, end, head, slot_stride, highest, total, result, scale, cap,
+                    q, keys, values, own, block, end, page_stride, slot_stride, highest, total, result, scale, cap,
                     D, PAGE, CAPPED, BLOCK_D, BLOCK,
                 )  # fmt: skip
         else:  # Triton's interpreter cannot run such loops
             while at < end:
                 highest, total, result = _block(
-                    q, keys, values, own, at, end, head, slot_stride, highest, total, result, scale, cap,
+                    q, keys, values, own, at, end, page_stride, slot_stride, highest, total, result, scale, cap,
                     D, PAGE, CAPPED, BLOCK_D, BLOCK,
                 )  # fmt: skip
                 at += BLOCK
@@ -200,21 +202,20 @@ def num_splits(batch: int, kv_heads: int, processors: int, *, float8: bool = Fal
     return _SPLITS_OF_LONG, _LONG if many else _SHORT
 
 
-def takes_words(slots: Tensor) -> bool:
-    """Whether float8 keys or values [S, K, D] can be read four at a time: the GPU can, and the words' indices fit in 31 bits."""
-    if not slots.is_cuda or torch.version.cuda is None or slots.shape[-1] % 4:
+def takes_words(pages: Tensor) -> bool:
+    """Whether float8 keys or values [P, S, K, D] can be read four at a time: the GPU can, and words' indices fit in 31 bits."""
+    if not pages.is_cuda or torch.version.cuda is None or pages.shape[-1] % 4:
         return False
-    return torch.cuda.get_device_capability(slots.device) >= (8, 9) and slots.numel() // 4 < 2**31
+    return torch.cuda.get_device_capability(pages.device) >= (8, 9) and pages.numel() // 4 < 2**31
 
 
 def decode_attention(
     query: Tensor,
-    key_slots: Tensor,
-    value_slots: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
     indptr: Tensor,
     pages: Tensor,
     lengths: Tensor,
-    page_size: int,
     *,
     splits: int,
     scale: float,
@@ -228,12 +229,11 @@ def decode_attention(
 
     Args:
         query: [B, H, D], contiguous.
-        key_slots: [S, K, D], contiguous, of the query's dtype or float8_e4m3fn.
-        value_slots: [S, K, D], contiguous, of the same dtype.
+        key_pages: [P, S, K, D] in any order but for D, of the query's dtype or float8_e4m3fn.
+        value_pages: The same, in the same order, for values.
         indptr: int32 [B + 1]: request i's pages begin at ``pages[indptr[i]]``.
         pages: int32, page ids.
         lengths: int32 [B]: keys of each request, at least 1.
-        page_size: Slots in a page.
         splits: Most programs for a request and key/value head, a power of 2, as :func:`num_splits` gives it.
         scale, window, softcap: As in ``reference.attention``.
         least: Fewest keys of a program, as :func:`num_splits` gives it.
@@ -244,14 +244,15 @@ def decode_attention(
         [B, H, D].
     """
     batch, heads, dim = query.shape
-    kv_heads = key_slots.shape[1]
+    page_size, kv_heads = key_pages.shape[1:3]
+    assert key_pages.stride() == value_pages.stride() and key_pages.stride(3) == 1, "keys and values lie differently"
     group = heads // kv_heads
-    float8 = key_slots.dtype == torch.float8_e4m3fn
+    float8 = key_pages.dtype == torch.float8_e4m3fn
     part = torch.empty((batch * heads, splits, dim), dtype=torch.float32, device=query.device)
     sums = torch.empty((batch * heads, splits), dtype=torch.float32, device=query.device)
     out = torch.empty_like(query) if out is None else out
     block_d = max(16, triton.next_power_of_2(dim))
-    words = float8 and takes_words(key_slots)
+    words = float8 and takes_words(key_pages)
     rows = max(_LEAST_ROWS, triton.next_power_of_2(group))
     # Blocks of 128 keys are the fastest where stretches are long.
     block, warps, stages = (
@@ -260,10 +261,10 @@ def decode_attention(
     if words:
         block, warps, stages = 64, 1 if rows * block_d <= _LARGE else 2, 2
     if words:
-        key_slots, value_slots = (each.flatten(1).view(torch.int32) for each in (key_slots, value_slots))
+        key_pages, value_pages = key_pages.view(torch.int32), value_pages.view(torch.int32)
     _split_kernel[(kv_heads, batch, splits)](
-        query, key_slots, value_slots, indptr, lengths, pages, part, sums, out, scale * kv_scales[0], kv_scales[1],
-        softcap or 1.0, key_slots.stride(0),
+        query, key_pages, value_pages, indptr, lengths, pages, part, sums, out, scale * kv_scales[0], kv_scales[1],
+        softcap or 1.0, *key_pages.stride()[:3],
         GROUP=group, D=dim, PAGE=page_size, SPLITS=splits, LEAST=least, WINDOW=window or 0, CAPPED=softcap is not None,
         FLOAT8=float8, WORDS=words, ROWS=rows, BLOCK_D=block_d, BLOCK=block,
         STAGES=stages if query.is_cuda else 0, num_warps=warps,

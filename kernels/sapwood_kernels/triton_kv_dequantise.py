@@ -38,14 +38,15 @@ def dequantise_pages(
     """Writes ``key_pages[pages] * scales[0]`` and ``value_pages[pages] * scales[1]`` to the first pages of the outputs.
 
     Args:
-        key_pages: float8_e4m3fn [P, page_size, K, D], contiguous.
+        key_pages: float8_e4m3fn [P, page_size, K, D], each page contiguous in any order.
         value_pages: The same for values.
         pages: int32 [N].
-        key_out: [at least N, page_size, K, D], contiguous, of a wider dtype; mutated.
+        key_out: [at least N, page_size, K, D] in the same order, of a wider dtype; mutated.
         value_out: The same for values.
         scales: The factors of keys and of values.
     """
     words = key_pages[0].numel()
+    assert key_pages.stride() == key_out.stride() and key_pages.stride(0) == words, "the buffer lies differently"
     block = min(_BLOCK, triton.next_power_of_2(words))
     grid = (len(pages), triton.cdiv(words, block))
     _widen_kernel[grid](

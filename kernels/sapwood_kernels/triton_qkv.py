@@ -27,8 +27,9 @@ def _stored(x, scale, SCALED: tl.constexpr):
 
 @triton.jit
 def _qkv_kernel(
-    qkv, query, key_slots, value_slots, slots, cos, sin, q_weight, k_weight, eps, key_factor, value_factor,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
+    qkv, query, keys, values, slots, cos, sin, q_weight, k_weight, eps, key_factor, value_factor,
+    page_stride, slot_stride, head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -53,14 +54,15 @@ def _qkv_kernel(
     target = query + (token * HEADS + heads[:, None]) * DIM + at
     tl.store(target, turned_low, mask=is_query)
     tl.store(target + half, turned_high, mask=is_query)
-    slot = tl.load(slots + token) * KV_HEADS * DIM
+    slot = tl.load(slots + token)
+    slot = slot // PAGE * page_stride + slot % PAGE * slot_stride
     is_key = ((heads >= HEADS) & (heads < HEADS + KV_HEADS))[:, None]
-    target = key_slots + slot + (heads[:, None] - HEADS) * DIM + at
-    stored = key_slots.dtype.element_ty
+    target = keys + slot + (heads[:, None] - HEADS) * head_stride + at
+    stored = keys.dtype.element_ty
     tl.store(target, _stored(turned_low, key_factor, SCALED).to(stored), mask=is_key)
     tl.store(target + half, _stored(turned_high, key_factor, SCALED).to(stored), mask=is_key)
     is_value = (heads >= HEADS + KV_HEADS)[:, None] & inside
-    target = value_slots + slot + (heads[:, None] - HEADS - KV_HEADS) * DIM + at
+    target = values + slot + (heads[:, None] - HEADS - KV_HEADS) * head_stride + at
     tl.store(target, _stored(first, value_factor, SCALED).to(stored), mask=is_value)
     tl.store(target + half, _stored(second, value_factor, SCALED).to(stored), mask=is_value)
 
@@ -69,8 +71,8 @@ def norm_rope_store(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
-    key_slots: Tensor,
-    value_slots: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
     slots: Tensor,
     scales: tuple[float, float] = (1.0, 1.0),
     *,
@@ -84,9 +86,9 @@ def norm_rope_store(
         qkv: Contiguous [T, (H + 2K) * D]: query, key, value heads side by side.
         cos: [T, D] or [T, 1, D], contiguous, as ``reference.rope`` takes it.
         sin: Likewise, its first half negated.
-        key_slots: [S, K, D], mutated at ``slots``; of qkv's dtype or float8_e4m3fn.
-        value_slots: [S, K, D], mutated at ``slots``; of the same dtype.
-        slots: int64 [T].
+        key_pages: [P, S, K, D] in any order but for D, mutated at ``slots``; of qkv's dtype or float8_e4m3fn.
+        value_pages: The same, in the same order, for values.
+        slots: int64 [T]: ``page * S + offset``.
         scales: What keys and values are divided by for a cache of float8.
         num_heads: H.
         norm_weights: float32 [D] for query heads and for key heads; None: no norm.
@@ -96,14 +98,16 @@ def norm_rope_store(
         [T, H, D].
     """
     tokens = qkv.shape[0]
-    kv_heads, dim = key_slots.shape[1:]
+    page_size, kv_heads, dim = key_pages.shape[1:]
+    assert key_pages.stride() == value_pages.stride() and key_pages.stride(3) == 1, "keys and values lie differently"
     query = torch.empty((tokens, num_heads, dim), dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight = norm_weights if norm_weights is not None else (cos, cos)
     heads = num_heads + 2 * kv_heads
     block = 1 if tokens <= _FEW_TOKENS else min(max(1, _ELEMENTS // dim), triton.next_power_of_2(heads))
     _qkv_kernel[(tokens, triton.cdiv(heads, block))](
-        qkv, query, key_slots, value_slots, slots, cos, sin, q_weight, k_weight, eps, 1.0 / scales[0], 1.0 / scales[1],
-        HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, NORM=norm_weights is not None,
-        SCALED=key_slots.dtype == torch.float8_e4m3fn, BLOCK=block, num_warps=1 if block == 1 else 2,
+        qkv, query, key_pages, value_pages, slots, cos, sin, q_weight, k_weight, eps, 1.0 / scales[0], 1.0 / scales[1],
+        *key_pages.stride()[:3],
+        HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size, NORM=norm_weights is not None,
+        SCALED=key_pages.dtype == torch.float8_e4m3fn, BLOCK=block, num_warps=1 if block == 1 else 2,
     )  # fmt: skip
     return query

@@ -72,13 +72,14 @@ def test_only_float32_is_packed():
     assert not cpu.can_pack(torch.zeros(4, 4, dtype=torch.bfloat16))
 
 
-def test_store_kv_writes_only_the_given_slots():
-    keys, values = torch.zeros(10, 2, 4), torch.zeros(10, 2, 4)
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_store_kv_writes_only_the_given_slots(heads_first):
+    keys, values = torch.zeros(2, 5, 2, 2, 4).transpose(2, 3) if heads_first else torch.zeros(2, 5, 2, 2, 4)
     key, value = noise(3, 2, 4), noise(3, 2, 4, seed=1)
     slots = torch.tensor([7, 0, 4])
     reference.store_kv(key, value, keys, values, slots)
-    assert torch.equal(keys[slots], key)
-    assert torch.equal(values[slots], value)
     untouched = [i for i in range(10) if i not in (7, 0, 4)]
-    assert not keys[untouched].any()
-    assert not values[untouched].any()
+    for pages, wanted in ((keys, key), (values, value)):
+        written = pages.reshape(10, 2, 4)
+        assert torch.equal(written[slots], wanted)
+        assert not written[untouched].any()

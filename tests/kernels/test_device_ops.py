@@ -31,7 +31,7 @@ def test_heads_are_normed_rotated_and_stored_alike(norm: bool):
     slots = torch.tensor([4, 0, 2], device=DEVICE)
     results = []
     for ops in (FAST, PLAIN):
-        cache = torch.zeros(2, 5, 1, 16, device=DEVICE)
+        cache = torch.zeros(2, 1, 5, 1, 16, device=DEVICE)
         store = ops.store_heads(2, 1, weights, torch.float32)
         results.append((store(qkv.to(DEVICE), *angles, *cache, slots, (1.0, 1.0)), cache))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)

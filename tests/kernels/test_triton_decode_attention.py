@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def check(
     lengths: list[int], *, heads=4, kv_heads=2, dim=16, page_size=16, splits=4, least=1, window=None, softcap=None,
-    float8=False,
+    float8=False, heads_first=False,
 ) -> None:  # fmt: skip
     torch.manual_seed(sum(lengths))
     batch = len(lengths)
@@ -45,10 +45,13 @@ def check(
         query, keys, values, table, torch.ones(batch, dtype=torch.int64), torch.tensor(lengths), page_size,
         scale=0.7, window=window, softcap=softcap,
     )  # fmt: skip
-    on = [each.to(DEVICE) for each in (query, *stored)]
+    stored = [each.view(total, page_size, kv_heads, dim).to(DEVICE) for each in stored]
+    if heads_first:
+        stored = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in stored]
     ints = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in (indptr, pages, lengths)]
     result = kernel.decode_attention(
-        *on, *ints, page_size, splits=splits, least=least, scale=0.7, window=window, softcap=softcap, kv_scales=kv_scales
+        query.to(DEVICE), *stored, *ints, splits=splits, least=least, scale=0.7, window=window, softcap=softcap,
+        kv_scales=kv_scales,
     )  # fmt: skip
     # float8 is widened to float16, in which queries and weights are rounded too.
     rtol, atol = (2e-3, 1e-2) if float8 else (1e-4, 1e-5)
@@ -77,6 +80,11 @@ def test_heads_of_any_width(dim: int):
 @pytest.mark.parametrize("page_size", [1, 7, 128])
 def test_pages_of_any_size(page_size: int):
     check([70, 5], page_size=page_size)
+
+
+@pytest.mark.parametrize("float8", [False, True])
+def test_heads_may_lie_outside_tokens(float8: bool):
+    check([70, 5], float8=float8, heads_first=True)
 
 
 @pytest.mark.parametrize("window", [1, 20, 64, 500])

@@ -14,10 +14,18 @@ pages = pytest.importorskip("sapwood_kernels.triton_kv_dequantise")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def empty(pages: int, size: int, kv_heads: int, dim: int, *, heads_first: bool) -> torch.Tensor:
+    """Keys and values [2, pages, size, kv_heads, dim], with heads inside or outside tokens in memory."""
+    if heads_first:
+        return torch.zeros(2, pages, kv_heads, size, dim).transpose(2, 3)
+    return torch.zeros(2, pages, size, kv_heads, dim)
+
+
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("float8", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "tokens"), [(4, 2, 16, 70), (3, 1, 128, 5), (9, 3, 256, 3)])
 def test_equals_the_reference(heads: int, kv_heads: int, dim: int, tokens: int, float8: bool, norm: bool):
+    heads_first = norm
     torch.manual_seed(heads)
     slots = torch.randperm(80)[:tokens]
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim)
@@ -26,7 +34,8 @@ def test_equals_the_reference(heads: int, kv_heads: int, dim: int, tokens: int, 
     weights = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5)
     scales = (0.5, 0.004) if float8 else (1.0, 1.0)  # the second scale makes the largest values too large
     dtype = torch.float8_e4m3fn if float8 else torch.float32
-    stored = torch.zeros(2, 80, kv_heads, dim).to(dtype).to(DEVICE)
+    cache = empty(5, 16, kv_heads, dim, heads_first=heads_first).to(dtype)
+    stored = cache.to(DEVICE, copy=True)
     on = [each.to(DEVICE) for each in (qkv, cos, sin)]
     query = kernel.norm_rope_store(
         *on, *stored, slots.to(DEVICE), num_heads=heads, eps=1e-6, scales=scales,
@@ -39,7 +48,6 @@ def test_equals_the_reference(heads: int, kv_heads: int, dim: int, tokens: int, 
         expected = [reference.rms_norm(x, weight, 1e-6) for x, weight in zip(expected, weights, strict=True)]
     expected = [reference.rope(x, cos, sin) for x in expected]
     torch.testing.assert_close(query.cpu(), expected[0], rtol=1e-5, atol=1e-5)
-    cache = torch.zeros(2, 80, kv_heads, dim).to(dtype)
     reference.store_kv(expected[1], split[:, heads + kv_heads :], *cache, slots, scales)
     if not float8:
         torch.testing.assert_close(stored.cpu(), cache, rtol=1e-5, atol=1e-5)
@@ -54,13 +62,13 @@ def test_equals_the_reference(heads: int, kv_heads: int, dim: int, tokens: int, 
 def test_bfloat16_is_taken_too(float8: bool):
     qkv = torch.randn(3, 4 * 32).bfloat16()
     angles = torch.ones(3, 32).bfloat16(), torch.zeros(3, 32).bfloat16()  # no rotation
-    stored = torch.zeros(2, 4, 1, 32).to(torch.float8_e4m3fn if float8 else torch.bfloat16).to(DEVICE)
+    stored = torch.zeros(2, 1, 4, 1, 32).to(torch.float8_e4m3fn if float8 else torch.bfloat16).to(DEVICE)
     slots = torch.tensor([2, 0, 3])
     on = [each.to(DEVICE) for each in (qkv, *angles)]
     query = kernel.norm_rope_store(*on, *stored, slots.to(DEVICE), num_heads=2, norm_weights=None, eps=1e-6)
     split = qkv.view(3, 4, 32)
     assert torch.equal(query.cpu(), split[:, :2])
-    cache = stored.cpu().float()
+    cache = stored.cpu().float()[:, 0]
     for nth, written in enumerate((split[:, 2:3], split[:, 3:])):
         near = torch.isclose(cache[nth, slots], written.float(), rtol=0.07 if float8 else 0.0, atol=0.01)
         assert float((~near).float().mean()) < 0.07  # of the interpreter's rounding to float8

@@ -43,8 +43,8 @@ class StoreHeads(Protocol):
         qkv: Tensor,
         cos: Tensor,
         sin: Tensor,
-        key_slots: Tensor,
-        value_slots: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
         slots: Tensor,
         scales: tuple[float, float],
     ) -> Tensor:
@@ -54,9 +54,9 @@ class StoreHeads(Protocol):
             qkv: [T, (H + 2K) * D]: query, key and value heads side by side.
             cos: [T, 1, D] as ``reference.rope`` takes it.
             sin: [T, 1, D] likewise.
-            key_slots: [S, K, D], mutated at ``slots``.
-            value_slots: [S, K, D], mutated at ``slots``.
-            slots: int64 [T].
+            key_pages: [P, S, K, D] in any order but for D, mutated at ``slots``.
+            value_pages: The same for values.
+            slots: int64 [T]: ``page * S + offset``.
             scales: What keys and values are divided by on the way into a float8 cache.
 
         Returns:
@@ -146,8 +146,8 @@ class DeviceOps:
             qkv: Tensor,
             cos: Tensor,
             sin: Tensor,
-            key_slots: Tensor,
-            value_slots: Tensor,
+            key_pages: Tensor,
+            value_pages: Tensor,
             slots: Tensor,
             scales: tuple[float, float],
         ) -> Tensor:
@@ -157,7 +157,7 @@ class DeviceOps:
                 query_key = heads_norm(query_key)
             query_key = self.rope(query_key, cos, sin)
             query, key = query_key[:, :num_heads], query_key[:, num_heads:]
-            reference.store_kv(key, heads[:, rotated:], key_slots, value_slots, slots, scales)
+            reference.store_kv(key, heads[:, rotated:], key_pages, value_pages, slots, scales)
             return query
 
         return store

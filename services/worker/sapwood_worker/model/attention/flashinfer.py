@@ -103,7 +103,7 @@ class FlashInferBackend:
         self._float8 = pool.dtype != shape.dtype
         self._prefill: dict[Variant, PrefillAttention | Float8PrefillAttention]
         if self._float8:
-            buffer = WideningBuffer(shape, longest, pool.device)
+            buffer = WideningBuffer(shape, longest, pool.key_pages(0))
             self._prefill = {kind: Float8PrefillAttention(shape, kind, buffer, pool.device) for kind in self.kinds}
         else:
             self._prefill = {kind: PrefillAttention(shape, kind, pool.device) for kind in self.kinds}

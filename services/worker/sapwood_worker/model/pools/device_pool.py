@@ -33,8 +33,8 @@ class KVDestination:
     """Where a layer's keys and values of a step go.
 
     Attributes:
-        keys: [S, K, D]: the layer's key slots.
-        values: [S, K, D]: its value slots.
+        keys: [P, page size, K, D], perhaps not contiguous: the layer's key pages.
+        values: The same for values.
         slots: int64 [T]: each token's slot.
         scales: What keys and values are divided by as they are stored.
     """
@@ -116,7 +116,7 @@ class DevicePool:
 
     def destination(self, layer: int, slots: Tensor) -> KVDestination:
         """Where keys and values for ``slots``, int64 [T], go in a layer."""
-        return KVDestination(self.key_slots[layer], self.value_slots[layer], slots, self.scales.of(layer))
+        return KVDestination(self.key_pages(layer), self.value_pages(layer), slots, self.scales.of(layer))
 
     def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A layer's keys and values in some slots, int64 [N]: new tensors [N, K, D] of ``dtype``."""

@@ -43,7 +43,7 @@ class TrialPlan:
 
     def prepare(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         """Sets the shape [T, K, D], dtype and device of keys and values."""
-        keys, values = torch.zeros((2, *shape), dtype=dtype, device=device)
+        keys, values = torch.zeros((2, 1, *shape), dtype=dtype, device=device)
         self._stored = KVDestination(keys, values, torch.arange(shape[0], device=device))
 
     def destination(self, layer: AttentionLayer) -> KVDestination:
@@ -54,7 +54,7 @@ class TrialPlan:
         stored = self.destination(layer)
         self.largest[layer.index] = torch.stack([each.float().abs().amax() for each in (stored.keys, stored.values)])
         result = reference.attention(
-            query, stored.keys, stored.values, scale=layer.scale, window=layer.window, softcap=layer.softcap
+            query, stored.keys[0], stored.values[0], scale=layer.scale, window=layer.window, softcap=layer.softcap
         )
         return result.flatten(1)
 

@@ -54,6 +54,7 @@ def build_request(
         continue_final_message=options.get("continue_final_message", False),
         truncate_prompt_tokens=options.get("truncate_prompt_tokens"),
         truncate_right=options.get("truncate_right", False),
+        suffix=options.get("suffix", ""),
         template_variables="" if variables is None else json.dumps(dict(variables), ensure_ascii=False),
     )
     if text is not None:

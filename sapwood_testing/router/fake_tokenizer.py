@@ -98,8 +98,10 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def Tokenize(  # noqa: N802
         self, request: tokenizer_pb2.TokenizeRequest, context: Context
     ) -> tokenizer_pb2.TokenizeResponse:
-        """Bytes to tokens."""
+        """Bytes to tokens; its vocabulary has no tokens for gaps."""
         self.request_ids.append(request_id_var.get())
+        if request.suffix:
+            raise InvalidArgumentError("no gaps", field="suffix")
         bare = request.HasField("add_special_tokens") and not request.add_special_tokens
         sequences = [common_pb2.TokenIds(ids=encode(text, self._offset)[bare:]) for text in request.texts]
         return tokenizer_pb2.TokenizeResponse(sequences=sequences)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ class Service:
     def __init__(self, module: str, *flags: str, namespace: Any = None) -> None:
         self.module, self.flags, self.namespace = module, flags, namespace
         self.ports: list[int] = []
+        self.log: deque[str] = deque(maxlen=100)
         self.start()
 
     def start(self) -> None:
@@ -91,7 +93,7 @@ class Service:
             if found := re.search(r"listening on \S+:(\d+)", line):
                 self.ports.append(int(found[1]))
                 if len(self.ports) == wanted:
-                    threading.Thread(target=self.process.stderr.read, daemon=True).start()
+                    threading.Thread(target=self.log.extend, args=(self.process.stderr,), daemon=True).start()
                     return
         raise AssertionError(f"{self.module} did not start:\n{''.join(lines)}")
 
@@ -270,7 +272,7 @@ class Load:
         for thread in self.threads:
             thread.join()
         self.client.close()
-        assert not self.failures
+        assert not self.failures, f"the router's log:\n{''.join(self.cluster.router.log)}"
 
     def progress(self, requests: int) -> None:
         goal, deadline = self.done + requests, time.monotonic() + 120
@@ -342,6 +344,7 @@ def test_killing_the_only_tokenizer_under_load_changes_no_answer(cluster: Cluste
             cluster.tokenizer.end()
             cluster.tokenizer.start()
             away.append(time.monotonic() - begun)
+            print(f"away for {away[-1]:.1f} s", flush=True)
         load.progress(2)
     print(
         f"{ROUNDS} kills of the only tokenizer, away for {max(away):.1f} s at most: {running:g} streams waited, "

@@ -145,16 +145,18 @@ def expect_error() -> Callable:
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 """Special tokens of ``byte_tokenizer``; the second has the id of the fake worker's end token."""
+GAP = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>"]
+"""Those that ask it to fill a gap, and the one that then ends an answer."""
 
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Tokenizer:
-    """Byte-level, one token a byte, and two special tokens."""
+    """Byte-level, one token a byte, and special tokens."""
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     made = Tokenizer(models.BPE(vocabulary, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *GAP)])
     return made
 
 

@@ -52,6 +52,7 @@ CALLING = (
     f'{THOUGHTS}\n</think>\n\nLet me see.\n<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 )
 ANSWER = "Sun, it says.\n</think>\n\nIt is sunny in Köln."
+GAP = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>"]
 QUESTION = [{"role": "user", "content": "How is the weather in Köln?"}]
 
 
@@ -180,3 +181,29 @@ async def test_a_forced_call_is_compiled_in_the_models_own_format(client, worker
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(model="fake", messages=QUESTION, tools=strict)
     assert caught.value.param == "tools[0].function.parameters"
+
+
+async def test_a_gap_is_filled_and_ends_where_such_answers_end(client, router, worker, byte_tokenizer) -> None:
+    prefix, suffix, middle, file = map(byte_tokenizer.token_to_id, GAP)
+
+    def prompt(before: str, after: str) -> list[int]:
+        first, last = (byte_tokenizer.encode(text).ids for text in (before, after))
+        return [prefix, *first, suffix, *last, middle]
+
+    worker.script.tokens = lambda prompt: [*byte_tokenizer.encode(" return").ids, file]
+    asked = {"model": "fake", "suffix": " x\n"}
+    answer = await client.completions.create(**asked, prompt=["def f(x):", ""], extra_body={"stop_token_ids": [7]})
+    assert [choice.text for choice in answer.choices] == [" return"] * 2
+    calls = [call.request for call in worker.calls]
+    assert sorted(list(call.token_ids) for call in calls) == sorted([prompt("def f(x):", " x\n"), prompt("", " x\n")])
+    assert {tuple(call.sampling.stop_token_ids) for call in calls} == {(7, prefix, suffix, middle, file)}
+    stream = await client.completions.create(**asked, prompt="def", stream=True, extra_body={"ignore_eos": True})
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == " return"
+    assert list(worker.calls[-1].request.token_ids) == prompt("def", " x\n")
+    assert not worker.calls[-1].request.sampling.stop_token_ids
+    async with open_channel(f"127.0.0.1:{router.grpc_port}") as channel:
+        request = router_pb2.RouterGenerateRequest(text="def f(x):", suffix=" x\n")
+        await router_pb2_grpc.RouterStub(channel).ExplainRoute(router_pb2.ExplainRouteRequest(request=request))
+        found = [response async for response in router_pb2_grpc.RouterStub(channel).Generate(request)]
+    assert "".join(response.text for response in found) == " return"
+    assert list(worker.calls[-1].request.token_ids) == prompt("def f(x):", " x\n")

@@ -37,9 +37,10 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class TextPrompt(msgspec.Struct, frozen=True):
-    """A prompt the tokenizer has to encode."""
+    """A prompt the tokenizer has to encode; with a suffix the model is to fill the gap between the two."""
 
     text: str
+    suffix: str = ""
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):

@@ -55,7 +55,7 @@ def _translate(field: str, fields: FieldNames) -> str | None:
         case "messages":
             name = _PART_OF_CALL.sub(rf"\1{fields.call}", bracket + rest)
             return fields.prompt + _REASONING.sub(fields.reasoning, name)
-        case "stop" | "tools" | "continue_final_message" | "bad_words":
+        case "suffix" | "stop" | "tools" | "continue_final_message" | "bad_words":
             return field
         case "template_variables":
             return fields.template_variables

@@ -21,7 +21,7 @@ def check_prompt(prompt: Prompt, fields: FieldNames) -> None:
         InvalidArgumentError: As said.
     """
     if isinstance(prompt, TextPrompt):
-        if not prompt.text:
+        if not prompt.text and not prompt.suffix:
             raise InvalidArgumentError("the prompt is empty", field=fields.prompt)
     elif isinstance(prompt, ChatPrompt):
         if not prompt.turns:
@@ -74,6 +74,16 @@ def check_truncation(tokens: int, field: str = "truncate_prompt_tokens") -> None
     """
     if tokens != -1 and not 1 <= tokens < 2**31:
         raise InvalidArgumentError(f"{field} must be at least 1, or -1, got {tokens}", field=field)
+
+
+def check_whole_prompt(prompt: Prompt) -> None:
+    """Refuses to cut a prompt whose ends must stay.
+
+    Raises:
+        InvalidArgumentError: As said.
+    """
+    if isinstance(prompt, TextPrompt) and prompt.suffix:
+        raise InvalidArgumentError("a prompt with a suffix is not cut", field="truncate_prompt_tokens")
 
 
 def check_tokens_only(prompt: Prompt, stop: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from sapwood.v1 import tokenizer_pb2
 from sapwood_common.errors import DeadlineExceededError, UnavailableError
 from sapwood_common.network.channel import request_metadata
-from sapwood_router.request.context import ChatPrompt
+from sapwood_router.request.context import ChatPrompt, TextPrompt
 from sapwood_router.request.structure import CompiledGrammar
 from sapwood_router.request.token_table import TokenTable
 from sapwood_router.tokenizer.convert import to_turns
@@ -28,6 +28,14 @@ class EncodedChat:
 
     token_ids: list[int]
     reasoning_open: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedGap:
+    """A prompt that asks to fill a gap; ``end_token_ids`` end the answer, beside the model's own end tokens."""
+
+    token_ids: list[int]
+    end_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,18 @@ class TokenizerClient:
             request.add_special_tokens = request.parse_special_tokens = False
         answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
         return [list(sequence.ids) for sequence in answer.sequences]
+
+    async def encode_gap(
+        self, prompt: TextPrompt, request_id: str, deadline: float, cache_salt: str = ""
+    ) -> EncodedGap:
+        """The tokens of a prompt with a suffix; arguments as of :meth:`encode_text`.
+
+        Raises:
+            SapwoodError: As :meth:`encode_text`; an InvalidArgumentError about ``suffix`` where the model fills no gaps.
+        """
+        request = tokenizer_pb2.TokenizeRequest(texts=[prompt.text], suffix=prompt.suffix, cache_salt=cache_salt)
+        answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
+        return EncodedGap(list(answer.sequences[0].ids), tuple(answer.end_token_ids))
 
     async def encode_chat(
         self, prompt: ChatPrompt, request_id: str, deadline: float, cache_salt: str = ""

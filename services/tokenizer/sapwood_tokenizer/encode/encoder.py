@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_tokenizer.encode.batch_encoder import BatchEncoder, Encoded, PartKey
 from sapwood_tokenizer.encode.encode_cache import CacheStats, EncodeCache
+from sapwood_tokenizer.encode.fill_in_middle import FillInMiddle, find_form
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class EncodeOptions:
         offsets: Whether each token's place in the text is wanted. Then no cache is asked.
         max_tokens: The most tokens a text may have, if fewer than the service's own limit.
         salt: Texts share the cache only with texts of the same salt.
+        suffix: What comes after the gap that each text ends at: the tokens then ask the model to fill it. "": there is no gap.
     """
 
     add_special_tokens: bool = True
@@ -75,6 +77,7 @@ class EncodeOptions:
     offsets: bool = False
     max_tokens: int | None = None
     salt: str = ""
+    suffix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +115,16 @@ class Encoder:
         self._exact: EncodeCache[tuple[str, bool, str]] = EncodeCache(options.exact_cache_bytes)
         self._parts: EncodeCache[PartKey] = EncodeCache(options.prefix_cache_bytes)
         self._batches = BatchEncoder(tokenizer, self._parts)
+        self._fill_in_middle = find_form(tokenizer)
         self._free_threads = options.threads
         self._waiting: deque[_Job] = deque()
         self._short_threads = ThreadPoolExecutor(options.threads, thread_name_prefix="encode")
         self._long_threads = ThreadPoolExecutor(max(1, options.threads // 2), thread_name_prefix="encode-long")
+
+    @property
+    def fill_in_middle(self) -> FillInMiddle | None:
+        """How the model is asked to fill a gap; None: the vocabulary has no tokens for that."""
+        return self._fill_in_middle
 
     @property
     def exact_cache(self) -> CacheStats:
@@ -139,37 +148,47 @@ class Encoder:
 
         Raises:
             InvalidArgumentError: A text is too long, in bytes or in tokens, or holds half a surrogate pair, or the library
-                fails on it; its index is named.
+                fails on it; its index is named. Or there is a suffix, and the model fills no gaps.
         """
-        for index, text in enumerate(texts):
+        names = [f"{field}[{index}]" if field == "texts" else field for index in range(len(texts))]
+        fill = self._fill_in_middle if options.suffix else None
+        if options.suffix:
+            if fill is None:
+                raise InvalidArgumentError(
+                    "the model's vocabulary has no tokens for what comes after a gap (fill-in-the-middle)",
+                    field="suffix",
+                )
+            if options.offsets:
+                raise InvalidArgumentError("offsets are not told with a suffix", field="return_offsets")
+            texts, names = [*texts, fill.lead + options.suffix], [*names, "suffix"]
+        for name, text in zip(names, texts, strict=True):
             try:
                 size = len(text) if text.isascii() else len(text.encode())
             except UnicodeEncodeError as error:
                 raise InvalidArgumentError(
-                    "the text holds half a surrogate pair, which is no text", field=_name(field, index)
+                    "the text holds half a surrogate pair, which is no text", field=name
                 ) from error
             if size > self._options.max_text_bytes:
                 raise InvalidArgumentError(
-                    f"a text of {size} bytes is longer than the limit of {self._options.max_text_bytes}",
-                    field=_name(field, index),
+                    f"a text of {size} bytes is longer than the limit of {self._options.max_text_bytes}", field=name
                 )
         kind, salt = (options.parse_special_tokens, options.offsets), options.salt
         results = await (self._run(texts, salt, kind) if options.offsets else self._look_up_or_run(texts, salt, kind))
-        for index, result in enumerate(results):
+        for name, result in zip(names, results, strict=True):
             if isinstance(result, _Failed):
-                raise InvalidArgumentError(
-                    f"the tokenizer cannot encode the text: {result.reason}", field=_name(field, index)
-                )
+                raise InvalidArgumentError(f"the tokenizer cannot encode the text: {result.reason}", field=name)
         encoded = [result for result in results if isinstance(result, Encoded)]
+        if fill is not None:
+            *before, after = encoded
+            encoded = [Encoded(fill.prompt(one.ids, after.ids)) for one in before]
         if options.add_special_tokens:
             encoded = [self._batches.with_tokens_around(one) for one in encoded]
         limits = [limit for limit in (options.max_tokens, self._options.max_text_tokens) if limit is not None]
         if limits:
-            for index, one in enumerate(encoded):
+            for name, one in zip(names, encoded, strict=False):
                 if len(one.ids) > min(limits):
                     raise InvalidArgumentError(
-                        f"a text of {len(one.ids)} tokens is longer than the limit of {min(limits)}",
-                        field=_name(field, index),
+                        f"a text of {len(one.ids)} tokens is longer than the limit of {min(limits)}", field=name
                     )
         return encoded
 
@@ -260,10 +279,6 @@ class Encoder:
                 return [result for text, salt in single for result in self._encode([text], [salt], kind)]
             logger.error("the tokenizer library failed on a text", exc_info=error)
             return [_Failed(str(error))]
-
-
-def _name(field: str, index: int) -> str:
-    return f"{field}[{index}]" if field == "texts" else field
 
 
 def _parts(texts: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:

@@ -117,6 +117,7 @@ def to_encode_options(request: tokenizer_pb2.TokenizeRequest) -> EncodeOptions:
         offsets=request.return_offsets,
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
         salt=checked_salt(request.cache_salt),
+        suffix=request.suffix,
     )
 
 

@@ -146,7 +146,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         if len(request.texts) > _MOST_TEXTS:
             raise InvalidArgumentError(f"more than {_MOST_TEXTS} texts in one request", field="texts")
         encoded = await self._encoder.encode(request.texts, to_encode_options(request))
-        response = tokenizer_pb2.TokenizeResponse()
+        fill = self._encoder.fill_in_middle if request.suffix else None
+        response = tokenizer_pb2.TokenizeResponse(end_token_ids=() if fill is None else fill.end_token_ids)
         for sequence in encoded:
             response.sequences.add(ids=sequence.ids)
             if sequence.offsets is not None:
@@ -272,6 +273,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             reasoning_parser=self._parsers.reasoning_parser,
             exact_cache=to_cache_stats(self._encoder.exact_cache),
             prefix_cache=to_cache_stats(self._encoder.prefix_cache),
+            fills_in_the_middle=self._encoder.fill_in_middle is not None,
         )
 
     def _open_stream(self, options: StreamOptions) -> OutputStream:

@@ -157,8 +157,26 @@ async def test_a_prompts_probabilities_are_told(one) -> None:
         answer = await post(one, path, prompt_logprobs=0)
         found = answer["choices"][0]["prompt_logprobs"] if path == COMPLETIONS else answer["prompt_logprobs"]
         assert found[1][str(ids[1])]["rank"] is None
-        await refused(one, path, "prompt_logprobs", prompt_logprobs=1, stream=True)
         await refused(one, path, "prompt_logprobs", prompt_logprobs=-1)
+
+
+async def test_a_streams_first_chunk_tells_its_prompts_probabilities(one) -> None:
+    one.workers[0].script.tokens = lambda prompt: encode("yes")[1:]
+    for extra in ({}, {"return_token_ids": True}, {"logprobs": 1}):
+        whole = await post(one, COMPLETIONS, prompt=["ab", "c"], prompt_logprobs=1)
+        events = await streamed(one, COMPLETIONS, prompt=["ab", "c"], prompt_logprobs=1, **extra)
+        for index in (0, 1):
+            first, *others = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+            assert first["prompt_logprobs"] == whole["choices"][index]["prompt_logprobs"]
+            assert ("prompt_token_ids" in first) == ("return_token_ids" in extra)
+            assert not any("prompt_logprobs" in choice for choice in others)
+            assert "".join(choice["text"] for choice in [first, *others]) == "yes"
+    for extra in ({}, {"return_token_ids": True}):
+        whole = await post(one, CHAT, prompt_logprobs=0)
+        first, *others = await streamed(one, CHAT, prompt_logprobs=0, n=2, **extra)
+        assert first["prompt_logprobs"] == whole["prompt_logprobs"]
+        assert ("prompt_token_ids" in first) == bool(extra)
+        assert not any("prompt_logprobs" in event for event in others)
 
 
 async def test_bad_words_and_allowed_tokens_reach_the_worker(one, expect_error) -> None:
@@ -274,3 +292,20 @@ async def test_the_best_of_several_is_the_likeliest(one) -> None:
     await refused(one, COMPLETIONS, "best_of", n=2, best_of=3, stream=True)
     for wrong in (0, 1, 129):
         await refused(one, COMPLETIONS, "best_of", n=2, best_of=wrong)
+
+
+async def test_a_gap_that_cannot_be_filled_is_refused_by_name(one, expect_error) -> None:
+    await post(one, COMPLETIONS, suffix="")
+    for wrong, param in (
+        ({}, "suffix"),  # the fake's vocabulary has no tokens for it
+        ({"prompt": [5, 6]}, "suffix"),
+        ({"prompt": ["a", [5, 6]]}, "suffix"),
+        ({"echo": True}, "echo"),
+        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+    ):
+        await refused(one, COMPLETIONS, param, **wrong, suffix="z")
+    await refused(one, CHAT, "suffix", suffix="z")
+    messages = router_pb2.ChatMessages(messages=[common_pb2.ChatMessage(role="user", content="hi")])
+    for prompt in ({"text": "a"}, {"tokens": common_pb2.TokenIds(ids=[5])}, {"messages": messages}):
+        request = router_pb2.RouterGenerateRequest(**prompt, suffix="z")
+        assert (await expect_error(one.stub.Generate(request).read(), INVALID))[1] == "suffix"

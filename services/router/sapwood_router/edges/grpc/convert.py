@@ -40,8 +40,10 @@ def prompt_of(request: router_pb2.RouterGenerateRequest) -> tuple[Prompt, FieldN
     """The prompt of a request, and how to name it in errors.
 
     Raises:
-        InvalidArgumentError: No prompt is set, or tools or template variables go with one that is not messages.
+        InvalidArgumentError: No prompt is set, or what goes with another kind of prompt is.
     """
+    if request.suffix and request.WhichOneof("prompt") != "text":
+        raise InvalidArgumentError("suffix goes with text only", field="suffix")
     tools = "" if request.tool_choice == router_pb2.TOOL_CHOICE_NONE else request.tools
     if request.tools and request.WhichOneof("prompt") != "messages":
         raise InvalidArgumentError("tools go with messages only", field="tools")
@@ -55,7 +57,7 @@ def prompt_of(request: router_pb2.RouterGenerateRequest) -> tuple[Prompt, FieldN
                 raise InvalidArgumentError(f"{name} goes with messages only", field=name)
     match request.WhichOneof("prompt"):
         case "text":
-            return TextPrompt(request.text), FieldNames(prompt="text")
+            return TextPrompt(request.text, request.suffix), FieldNames(prompt="text")
         case "messages":
             turns = tuple(map(_turn_of, request.messages.messages))
             prompted = request.add_generation_prompt if request.HasField("add_generation_prompt") else None

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
 from msgspec.structs import replace
 
 from sapwood_common.errors import DeadlineExceededError
@@ -48,6 +49,7 @@ class Annotator:
         make_writer: Makes a choice's writer; None where no probabilities were asked for.
         echo: Whether each choice begins with its prompt.
         prompt_only: Whether it ends there: what was generated, for there must be something, is dropped.
+        tells_prompt: Whether the prompts' own probabilities are told beside the answers.
     """
 
     def __init__(
@@ -58,12 +60,14 @@ class Annotator:
         *,
         echo: bool = False,
         prompt_only: bool = False,
+        tells_prompt: bool = False,
     ) -> None:
         self._contexts = contexts
         self._tokenizer = tokenizer
         self._writers = None if make_writer is None else [make_writer() for _ in contexts]
         self._echo = set(range(len(contexts))) if echo else set[int]()
         self._prompt_only = prompt_only
+        self._tells_prompt = tells_prompt
 
     @property
     def silent(self) -> bool:
@@ -92,12 +96,14 @@ class Annotator:
             return None
         return self._writers[index].add(ids, logprobs, await self._table(context, ids, logprobs))
 
-    async def prompt_logprobs(self, index: int) -> PromptLogprobs:
-        """Those of a choice's prompt, which were asked for, once the choice has begun.
+    async def prompt_logprobs(self, index: int) -> PromptLogprobs | msgspec.UnsetType:
+        """Those of a choice's prompt, if they are told, once the choice has begun.
 
         Raises:
             SapwoodError: As :meth:`annotate`.
         """
+        if not self._tells_prompt:
+            return msgspec.UNSET
         context = self._contexts[index]
         table = await self._table(context, context.token_ids, context.prompt_logprobs)
         return prompt_object(context.token_ids, context.prompt_logprobs, table)

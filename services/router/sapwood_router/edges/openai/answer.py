@@ -152,7 +152,9 @@ class _EventClient:
         logprobs = NULL if note is None else msgspec.json.encode(note)
         if self._chunks is None:
             self._chunks = self._make_chunks()
-        events = self._events(self._chunks, index, delta, logprobs)
+        prompt = msgspec.UNSET if index in self._opened else await self._annotator.prompt_logprobs(index)
+        told = b"" if prompt is msgspec.UNSET else msgspec.json.encode(prompt)
+        events = self._events(self._chunks, index, delta, logprobs, told)
         last = len(self._usages) == len(self._runs)
         if last:
             if resumptions := sum(run.resumptions for run in self._runs):
@@ -181,11 +183,13 @@ class _EventClient:
         around = self._chunks.around_token()
         return None if around is None else self._exchange.number_writer(*around)
 
-    def _events(self, chunks: CompletionChunks, index: int, delta: Delta, logprobs: bytes) -> bytes:
+    def _events(
+        self, chunks: CompletionChunks, index: int, delta: Delta, logprobs: bytes, prompt_logprobs: bytes = b""
+    ) -> bytes:
         events = b""
         if index not in self._opened:
             self._opened.add(index)
-            events = chunks.opening(index)
+            events = chunks.opening(index, prompt_logprobs)
         if delta.output.tool_calls:
             self._called.add(index)
         if delta.finish is None:

@@ -18,7 +18,6 @@ from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL, IGNORED
 from sapwood_router.edges.openai.parameters import (
     SAMPLING,
     StreamWish,
-    check_whole,
     output_of,
     sampling_of,
     stream_wish,
@@ -66,11 +65,9 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     exchange.on_disconnect(lambda: close_all(runs))
     answer_id, created = f"chatcmpl-{exchange.request_id}", int(time.time())
     writer = partial(ChatWriter, token_name(request)) if request.logprobs else None
-    annotator = Annotator(contexts, pipeline.tokenizers.of(request.model), writer)
-    shows_ids = request.return_token_ids is True
     tells_prompt = contexts[0].sampling.prompt_logprobs is not None
-    if tells_prompt:
-        check_whole("prompt_logprobs", wish)
+    annotator = Annotator(contexts, pipeline.tokenizers.of(request.model), writer, tells_prompt=tells_prompt)
+    shows_ids = request.return_token_ids is True
 
     async def make_body(answers: list[Answer]) -> ChatResponse:
         return ChatResponse(
@@ -80,7 +77,7 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
             choices=[_choice(answer, shows_ids) for answer in answers],
             usage=usage_object([answer.finish.usage for answer in answers], len(runs)),
             prompt_token_ids=contexts[0].token_ids if shows_ids else msgspec.UNSET,
-            prompt_logprobs=await annotator.prompt_logprobs(0) if tells_prompt else msgspec.UNSET,
+            prompt_logprobs=await annotator.prompt_logprobs(0),
         )
 
     def make_chunks() -> ChatChunks:

@@ -18,7 +18,6 @@ from sapwood_router.edges.openai.other_parameters import COMPLETION_NEUTRAL, IGN
 from sapwood_router.edges.openai.parameters import (
     SAMPLING,
     StreamWish,
-    check_whole,
     output_of,
     sampling_of,
     stream_wish,
@@ -57,11 +56,10 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     exchange.accept_body_id(request)
     contexts, count = _contexts(request, given, exchange.request_id, deadline)
     best = 1 if request.n is None else request.n
-    if best < count:
-        check_whole("best_of", wish)
-    tells_prompt = given.get("prompt_logprobs") is not None
-    if tells_prompt:
-        check_whole("prompt_logprobs", wish)
+    if best < count and stream:
+        raise InvalidArgumentError(
+            "best_of is not served with stream: which answers are the best is known at their end", field="best_of"
+        )
     caller = exchange.caller(request, given)
     for context in contexts:
         context.caller = caller
@@ -70,8 +68,8 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     answer_id, created = f"cmpl-{exchange.request_id}", int(time.time())
     shows_special = request.skip_special_tokens is False
     writer = None if request.logprobs is None else partial(CompletionWriter, shows_special, token_name(request))
-    tokenizer = pipeline.tokenizers.of(request.model)
-    annotator = Annotator(contexts, tokenizer, writer, echo=echo, prompt_only=prompt_only)
+    tokenizer, tells_prompt = pipeline.tokenizers.of(request.model), given.get("prompt_logprobs") is not None
+    annotator = Annotator(contexts, tokenizer, writer, echo=echo, prompt_only=prompt_only, tells_prompt=tells_prompt)
 
     shows_prompt = request.return_token_ids is True
     shows_tokens = shows_prompt or request.detokenize is False
@@ -81,7 +79,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
             *(index, answer.output.text, answer.finish.reason.value, answer.logprobs),
             token_ids=answer.token_ids if shows_tokens else msgspec.UNSET,
             prompt_token_ids=contexts[answer.index].token_ids if shows_prompt else msgspec.UNSET,
-            prompt_logprobs=await annotator.prompt_logprobs(answer.index) if tells_prompt else msgspec.UNSET,
+            prompt_logprobs=await annotator.prompt_logprobs(answer.index),
         )
 
     async def make_body(answers: list[Answer]) -> CompletionResponse:
@@ -115,6 +113,10 @@ def _contexts(
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     if request.echo and request.detokenize is False:
         raise InvalidArgumentError("echo is of the text, which detokenize false leaves out", field="echo")
+    if request.echo and request.suffix:
+        raise InvalidArgumentError(
+            "echo is not served with suffix: the prompt does not end with the text", field="echo"
+        )
     if request.echo and max_tokens == 0:
         max_tokens = 1  # a worker generates at least one; it is dropped
     grammar, grammar_field = answer_grammar(request)
@@ -134,7 +136,9 @@ def _contexts(
             own["logprobs"] = 0  # to tell which are the best
         count = request.best_of
     sampling = sampling_of(given, fields, **own)
-    named = _prompts(request.prompt)
+    named = _prompts(request.prompt, request.suffix or "")
+    if request.suffix and any(isinstance(prompt, TokenPrompt) for _, prompt in named):
+        raise InvalidArgumentError("suffix goes with a prompt of text", field="suffix")
     settings = continuations(sampling, count, fields)
     if len(named) * len(settings) > MAX_CHOICES:
         raise InvalidArgumentError(
@@ -175,10 +179,10 @@ def _fields(prompt: str, grammar: str) -> FieldNames:
     return FieldNames(prompt=prompt, sampling="", max_tokens="max_tokens", grammar=grammar)
 
 
-def _prompts(value: Any) -> list[tuple[str, Prompt]]:
+def _prompts(value: Any, suffix: str) -> list[tuple[str, Prompt]]:
     """The prompts and their names in errors."""
     if isinstance(value, str):
-        return [("prompt", TextPrompt(value))]
+        return [("prompt", TextPrompt(value, suffix))]
     if value is None:
         raise InvalidArgumentError("prompt is required", field="prompt")
     if not isinstance(value, list):
@@ -193,7 +197,7 @@ def _prompts(value: Any) -> list[tuple[str, Prompt]]:
     for index, item in enumerate(value):
         name = f"prompt[{index}]"
         if isinstance(item, str):
-            named.append((name, TextPrompt(item)))
+            named.append((name, TextPrompt(item, suffix)))
         elif isinstance(item, list) and _is_tokens(item):
             named.append((name, TokenPrompt(item)))
         else:

@@ -64,7 +64,6 @@ _NEUTRAL: Neutral = {
 
 COMPLETION_NEUTRAL: Neutral = {
     **_NEUTRAL,
-    "suffix": ("",),
     "prompt_embeds": ([],),
     "add_special_tokens": (True,),
 }

@@ -88,16 +88,6 @@ def stream_wish(request: GenerationRequest) -> StreamWish:
     return StreamWish.WITH_USAGE_SO_FAR if options.continuous_usage_stats else StreamWish.WITH_USAGE
 
 
-def check_whole(name: str, wish: StreamWish) -> None:
-    """Refuses a parameter that goes with an answer in one piece only.
-
-    Raises:
-        InvalidArgumentError: The answer is streamed.
-    """
-    if wish is not StreamWish.WHOLE:
-        raise InvalidArgumentError(f"{name} is not served with stream", field=name)
-
-
 def token_name(request: GenerationRequest) -> TokenName:
     """How the client wants tokens shown beside their probabilities."""
     return number_of if request.return_tokens_as_token_ids else text_of

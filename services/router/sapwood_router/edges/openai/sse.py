@@ -9,7 +9,7 @@ import msgspec
 from sapwood_router.edges.openai.parameters import StreamWish
 from sapwood_router.edges.openai.types import UsageObject
 from sapwood_router.request.context import Delta
-from sapwood_router.request.output import ToolCallDelta
+from sapwood_router.request.output import Output, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
 
@@ -47,14 +47,18 @@ class CompletionChunks:
         self._usual_head = self._head + b'{"index":0' + self._BEFORE_TEXT
         self._usual_tail = self._AFTER_TEXT + b'null,"finish_reason":null' + self._tail
 
-    def opening(self, index: int) -> bytes:
-        """What precedes a choice's first text."""
-        return b""
+    def opening(self, index: int, prompt_logprobs: bytes = b"") -> bytes:
+        """What precedes a choice's first text: a chunk with the ``prompt_logprobs`` in JSON, if they are told."""
+        if not prompt_logprobs:
+            return b""
+        written = self._written(index, Delta(Output(), []))
+        return self._chunk(index, b'%b,"prompt_logprobs":%b' % (written, prompt_logprobs), NULL, NULL)
 
     def output(self, index: int, delta: Delta, logprobs: bytes = NULL) -> bytes:
         """New output of a choice, with its ``logprobs`` in JSON; nothing if it is empty."""
-        text = delta.output.text
-        return self._chunk(index, _encode(text), NULL, logprobs) if text or logprobs is not NULL else b""
+        if not delta.output.text and logprobs is NULL:
+            return b""
+        return self._chunk(index, self._written(index, delta), NULL, logprobs)
 
     def around_token(self) -> tuple[bytes, bytes] | None:
         """What stands before and after a new token of the only choice, where there is no text; None: tokens are not told."""
@@ -62,7 +66,7 @@ class CompletionChunks:
 
     def finish(self, index: int, delta: Delta, reason: str, logprobs: bytes = NULL) -> bytes:
         """The last output of a choice and why it ended."""
-        return self._chunk(index, _encode(delta.output.text), _encode(reason), logprobs)
+        return self._chunk(index, self._written(index, delta), _encode(reason), logprobs)
 
     def closing(self, usage: UsageObject) -> bytes:
         """The end of the stream, with the usage if it was asked for."""
@@ -74,6 +78,10 @@ class CompletionChunks:
     def with_usage(events: bytes, usage: UsageObject) -> bytes:
         """The same chunks with the usage so far: no text can look like the end of an event."""
         return events.replace(_NO_USAGE, b',"usage":' + _encode(usage) + b"}\n\n")
+
+    def _written(self, index: int, delta: Delta) -> bytes:
+        """The text and what comes right after it."""
+        return _encode(delta.output.text)
 
     def _chunk(self, index: int, text: bytes, reason: bytes, logprobs: bytes) -> bytes:
         if index == 0 and reason is NULL and logprobs is NULL:
@@ -112,16 +120,12 @@ class TokenChunks(CompletionChunks):
         """Also sends tokens that come without text."""
         if not (delta.token_ids or delta.output.text or logprobs is not NULL):
             return b""
-        return self._chunk(index, self._with_tokens(index, delta), NULL, logprobs)
+        return self._chunk(index, self._written(index, delta), NULL, logprobs)
 
     def around_token(self) -> tuple[bytes, bytes] | None:
         return self._usual_head + b'"","token_ids":[', b"]" + self._usual_tail
 
-    def finish(self, index: int, delta: Delta, reason: str, logprobs: bytes = NULL) -> bytes:
-        return self._chunk(index, self._with_tokens(index, delta), _encode(reason), logprobs)
-
-    def _with_tokens(self, index: int, delta: Delta) -> bytes:
-        """The text and what comes after it."""
+    def _written(self, index: int, delta: Delta) -> bytes:
         text, ids = delta.output.text, delta.token_ids
         made = b'%b,"token_ids":%b' % (_encode(text), _encode(ids))
         if self._prompts and index in self._prompts:
@@ -135,10 +139,19 @@ class ChatChunks(CompletionChunks):
     _OBJECT = "chat.completion.chunk"
     _BEFORE_TEXT = b',"delta":{"content":'
     _AFTER_TEXT = b'},"logprobs":'
+    _begun = False
 
-    def opening(self, index: int) -> bytes:
-        """The first chunk says who speaks."""
-        return self._delta(index, b'{"role":"assistant","content":""}', NULL)
+    def opening(self, index: int, prompt_logprobs: bytes = b"") -> bytes:
+        """The first chunk says who speaks; the very first has what is told of the prompt."""
+        events = self._delta(index, b'{"role":"assistant","content":""}', NULL)
+        if self._begun:
+            return events
+        self._begun = True
+        told = b',"prompt_logprobs":' + prompt_logprobs if prompt_logprobs else b""
+        return events.replace(b',"choices":[', told + self._prompt_ids() + b',"choices":[', 1)
+
+    def _prompt_ids(self) -> bytes:
+        return b""
 
     def output(self, index: int, delta: Delta, logprobs: bytes = NULL) -> bytes:
         """A chunk for each kind of what is new: reasoning, text, then calls; the first has the ``logprobs``."""
@@ -200,15 +213,10 @@ class ChatTokenChunks(ChatChunks):
 
     def __init__(self, answer_id: str, created: int, model: str, wish: StreamWish, prompt: Sequence[int]) -> None:
         super().__init__(answer_id, created, model, wish)
-        self._prompt: Sequence[int] | None = prompt
+        self._prompt = prompt
 
-    def opening(self, index: int) -> bytes:
-        """The first chunk says who speaks, the very first has the prompt."""
-        events = super().opening(index)
-        if self._prompt is not None:
-            events = events.replace(b',"choices":[', b',"prompt_token_ids":%b,"choices":[' % _encode(self._prompt), 1)
-            self._prompt = None
-        return events
+    def _prompt_ids(self) -> bytes:
+        return b',"prompt_token_ids":' + _encode(self._prompt)
 
     def output(self, index: int, delta: Delta, logprobs: bytes = NULL) -> bytes:
         """The first of what is new has the tokens; there may be tokens alone."""

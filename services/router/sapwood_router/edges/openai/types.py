@@ -59,6 +59,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
+    suffix: str | None = None
     detokenize: bool | None = None  # an extension, named as vLLM's sampling parameter
 
 

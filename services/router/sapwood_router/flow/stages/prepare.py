@@ -16,6 +16,7 @@ from sapwood_router.request.validation import (
     check_stop,
     check_tokens_only,
     check_truncation,
+    check_whole_prompt,
 )
 from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_router.tokenizer.convert import to_compile_request
@@ -38,11 +39,14 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
     check_bad_words(context.bad_words)
     if context.truncation is not None:
         check_truncation(context.truncation.tokens)
+        check_whole_prompt(context.prompt)
     if not context.detokenize:
         check_tokens_only(context.prompt, context.output.stop)
     prompt = context.prompt
     try:
-        if isinstance(prompt, TextPrompt):
+        if isinstance(prompt, TextPrompt) and prompt.suffix:
+            await _prepare_gap(context, prompt, tokenizer)
+        elif isinstance(prompt, TextPrompt):
             context.token_ids = await tokenizer.encode_text(
                 prompt.text, context.request_id, context.deadline, context.caller.cache_salt
             )
@@ -85,6 +89,14 @@ async def _bad_words(context: RequestContext, tokenizer: TokenizerClient) -> tup
             f"{word[:20]!r} has {longest} tokens; a bad word may have {LONGEST_BAD_WORD}", field="bad_words"
         )
     return tuple(dict.fromkeys((*context.sampling.bad_words_ids, *(tuple(ids) for ids in encoded if ids))))
+
+
+async def _prepare_gap(context: RequestContext, prompt: TextPrompt, tokenizer: TokenizerClient) -> None:
+    encoded = await tokenizer.encode_gap(prompt, context.request_id, context.deadline, context.caller.cache_salt)
+    context.token_ids = encoded.token_ids
+    if not context.sampling.ignore_eos:
+        ends = dict.fromkeys((*context.sampling.stop_token_ids, *encoded.end_token_ids))
+        context.sampling = replace(context.sampling, stop_token_ids=tuple(ends))
 
 
 async def _prepare_chat(context: RequestContext, prompt: ChatPrompt, tokenizer: TokenizerClient) -> None:

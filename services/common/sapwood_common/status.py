@@ -90,6 +90,11 @@ def to_trailing_metadata(error: errors.SapwoodError) -> tuple[tuple[str, bytes],
     return ((_DETAILS_KEY, status.SerializeToString()),)
 
 
+def rpc_status(error: errors.SapwoodError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
+    """What ends a call with an error: status, message and trailing metadata."""
+    return row_of(error).grpc, error.message, to_trailing_metadata(error)
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.SapwoodError:
     """The exception that a failed call stands for, with field and retry delay restored from its details.
 

@@ -25,8 +25,10 @@ from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 from sapwood_common.http2.wire.header_reader import Headers
 from sapwood_common.http2.wire.request_head import RequestHead
+from sapwood_common.network.port import Port
 from sapwood_common.network.tls import ServerTls
 from sapwood_common.pacing.time_share import TimeShare
+from sapwood_common.status import rpc_status
 
 SERVICE = "test.Test"
 OURS = (ServerConnection, ServerStream, ServerCall, RunningCall)
@@ -393,10 +395,11 @@ async def _serving(
     tls: ServerTls | None = None,
     timeouts: Timeouts | None = None,
     gate: Gate | None = None,
+    handshake: float = 10.0,
 ) -> AsyncIterator[Running]:
-    server, service = Http2Server(lambda _, handler: handler, most_bytes, tls, gate, timeouts), Service()
+    server, service = Http2Server(lambda _, handler: handler, most_bytes, rpc_status, gate, timeouts), Service()
     server.add_registered_method_handlers(SERVICE, service.handlers())
-    running = Running(server, service, await server.start("127.0.0.1", 0))
+    running = Running(server, service, await server.start(Port("127.0.0.1", 0, tls, alpn=("h2",), handshake=handshake)))
     yield running
     await server.stop(0)
     await _until(lambda: not any(map(_is_servers, asyncio.all_tasks())))

@@ -11,6 +11,8 @@ import pytest
 
 from sapwood_common.http2.server.server import Http2Server
 from sapwood_common.http2.wire import frames
+from sapwood_common.network.port import Port
+from sapwood_common.status import rpc_status
 
 PATH = "/test.Test/"
 
@@ -252,9 +254,9 @@ async def test_a_handler_that_overhears_its_cancellation_ends_with_its_next_resp
         finally:
             ended.set()
 
-    server = Http2Server(lambda _, handler: handler, 1 << 20)
+    server = Http2Server(lambda _, handler: handler, 1 << 20, rpc_status)
     server.add_registered_method_handlers("test.Test", {"Stubborn": grpc.unary_stream_rpc_method_handler(stubborn)})
-    port = await server.start("127.0.0.1", 0)
+    port = await server.start(Port("127.0.0.1", 0))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.unary_stream("/test.Test/Stubborn")(b"")
         assert await call.read() == b"x"

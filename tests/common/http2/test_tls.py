@@ -11,7 +11,6 @@ import grpc
 import pytest
 import trustme
 
-from sapwood_common.http2.server.lifetime import Timeouts
 from sapwood_common.http2.wire import frames
 from sapwood_common.network.tls import ServerTls
 
@@ -88,7 +87,7 @@ async def test_who_does_not_offer_h2_is_closed_and_told_nothing(serve, files, of
 
 
 async def test_a_tls_handshake_that_does_not_go_on_is_closed(serve, files) -> None:
-    async with serve(tls=files.tls, timeouts=Timeouts(handshake=0.05)) as running:
+    async with serve(tls=files.tls, handshake=0.05) as running:
         for sent in (b"", b"\x16\x03\x01\x02\0"):
             reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
             writer.write(sent)

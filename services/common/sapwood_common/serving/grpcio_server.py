@@ -15,9 +15,10 @@ import grpc
 from sapwood_common.errors import ConfigError, InvalidArgumentError, SapwoodError
 from sapwood_common.http2.server.gate import Gate
 from sapwood_common.http2.server.lifetime import Timeouts
+from sapwood_common.network.port import Port
 from sapwood_common.network.tls import ServerTls
 from sapwood_common.serving.grpcio_call import GrpcioCall
-from sapwood_common.status import row_of, to_trailing_metadata
+from sapwood_common.status import rpc_status
 
 Handler = Any
 """``grpc.RpcMethodHandler``, whose attributes the stubs do not know."""
@@ -31,7 +32,6 @@ class GrpcioServer:
     Args:
         wrap: Called once a method with its full name; returns the handler that is used.
         most_bytes: The largest request.
-        tls: Certificate and key; None is plain text.
         gate: Says who is let in; None: everybody.
     """
 
@@ -39,12 +39,10 @@ class GrpcioServer:
         self,
         wrap: Callable[[str, Handler], Handler],
         most_bytes: int,
-        tls: ServerTls | None = None,
         gate: Gate | None = None,
     ) -> None:
         self._wrap = wrap
         self._most_bytes = most_bytes
-        self._tls = tls
         self._gate = gate
         self._services: dict[str, dict[str, Handler]] = {}
         self._server: grpc.aio.Server | None = None
@@ -58,23 +56,24 @@ class GrpcioServer:
             name: self._adapt(f"/{service_name}/{name}", handler) for name, handler in method_handlers.items()
         }
 
-    async def start(self, host: str, port: int, *, reuse_port: bool = False) -> int:
-        """Listens. Returns the port.
+    async def start(self, port: Port) -> int:
+        """Listens. Returns the port's number.
 
         Raises:
             ConfigError: The address cannot be listened on.
         """
-        self._server = server = grpc.aio.server(options=_options(self._most_bytes, reuse_port, Timeouts()))
+        self._server = server = grpc.aio.server(options=_options(self._most_bytes, port, Timeouts()))
         for name, handlers in self._services.items():
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
-        address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+        host = port.host if port.host.startswith("[") or ":" not in port.host else f"[{port.host}]"
+        address = f"{host}:{port.number}"
         try:
-            if self._tls is None:
+            if port.tls is None:
                 chosen = server.add_insecure_port(address)
             else:
-                chosen = server.add_secure_port(address, _credentials(self._tls))
+                chosen = server.add_secure_port(address, _credentials(port.tls))
         except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error}; is the port in use?") from error
+            raise ConfigError(f"cannot listen on {address}: {error}; is the port in use?") from error
         await server.start()
         return chosen
 
@@ -106,7 +105,7 @@ class GrpcioServer:
                     response = await answering
                 await call.flush()
             except SapwoodError as error:  # the gate's or a request's: servicers' have passed the interceptor
-                await call.abort(row_of(error).grpc, error.message, to_trailing_metadata(error))
+                await call.abort(*rpc_status(error))
             except asyncio.CancelledError:
                 await call.end_if_given_up()
                 raise
@@ -138,15 +137,15 @@ def _headers(context: grpc.aio.ServicerContext[Any, Any]) -> list[tuple[bytes, b
     return [(key.encode(), value if isinstance(value, bytes) else value.encode()) for key, value in metadata]
 
 
-def _options(most_bytes: int, reuse_port: bool, timeouts: Timeouts) -> list[tuple[str, int]]:
+def _options(most_bytes: int, port: Port, timeouts: Timeouts) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", most_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_concurrent_streams", _MOST_STREAMS),
         ("grpc.max_metadata_size", _MOST_METADATA),
         ("grpc.absolute_max_metadata_size", _MOST_METADATA),
-        ("grpc.so_reuseport", int(reuse_port)),
-        ("grpc.server_handshake_timeout_ms", round(1000 * timeouts.handshake)),
+        ("grpc.so_reuseport", int(port.reuse)),
+        ("grpc.server_handshake_timeout_ms", round(1000 * port.handshake)),
         ("grpc.max_connection_idle_ms", round(1000 * timeouts.idle)),
         ("grpc.keepalive_time_ms", round(1000 * timeouts.silence)),
         ("grpc.keepalive_timeout_ms", round(1000 * timeouts.silence)),

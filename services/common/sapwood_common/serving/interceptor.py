@@ -184,5 +184,5 @@ async def _abort(method: str, context: grpc.aio.ServicerContext[Any, Any], error
     if isinstance(error, grpc.aio.AbortError):
         raise error
     told = as_told(method, error)
-    await context.abort(status.row_of(told).grpc, told.message, status.to_trailing_metadata(told))
+    await context.abort(*status.rpc_status(told))
     raise AssertionError("abort returned")

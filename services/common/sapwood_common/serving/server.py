@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2_grpc
 from sapwood_common.http2.server.gate import Gate
 from sapwood_common.http2.server.server import Http2Server
 from sapwood_common.network.channel import MAX_MESSAGE_BYTES
+from sapwood_common.network.port import Port
 from sapwood_common.network.tls import ServerTls
 from sapwood_common.serving.gate import ServiceGate
 from sapwood_common.serving.grpcio_server import GrpcioServer
@@ -21,6 +22,7 @@ from sapwood_common.serving.health import HealthServicer
 from sapwood_common.serving.interceptor import ServiceInterceptor
 from sapwood_common.serving.reflection import add_reflection
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
+from sapwood_common.status import rpc_status
 from sapwood_common.telemetry.logs import announce
 from sapwood_common.telemetry.metrics import MetricSet
 from sapwood_common.telemetry.tracing import NoTracing
@@ -37,7 +39,7 @@ Implementation = Literal["sapwood", "grpcio"]
 
 
 class _Server(Protocol):
-    async def start(self, host: str, port: int, *, reuse_port: bool = False) -> int: ...
+    async def start(self, port: Port, /) -> int: ...
 
     async def stop(self, grace: float) -> None: ...
 
@@ -83,17 +85,23 @@ class ServiceServer:
         self._health = HealthServicer()
         self.draining = asyncio.Event()
         """Set when draining begins: long-lived calls end on it."""
-        self._host, self._port, self._reuse_port = host, port, reuse_port
+        self._port = Port(host, port, tls, alpn=("h2",), reuse=reuse_port)
         watched = None if gate is None else ServiceGate(gate, telemetry)
-        make = Http2Server if implementation == "sapwood" else GrpcioServer
-        self._server: _Server = make(self._interceptor.wrap, max_request_bytes, tls, watched)
+
+        def make(gate: Gate | None) -> _Server:
+            if implementation == "grpcio":
+                return GrpcioServer(self._interceptor.wrap, max_request_bytes, gate)
+            return Http2Server(self._interceptor.wrap, max_request_bytes, rpc_status, gate)
+
+        self._server = make(watched)
         self.grpc = _as_grpc_server(self._server)
         """Where generated code adds servicers."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        self._health_address = health_address
         self._health_server: _Server | None = None
         if health_address is not None:
-            self._health_server = make(self._interceptor.wrap, max_request_bytes)
+            health_host, _, health_port = health_address.rpartition(":")
+            self._health_port = Port(health_host, int(health_port), reuse=reuse_port)
+            self._health_server = make(None)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, _as_grpc_server(self._health_server))
         add_reflection(self.grpc, (*self._names, _HEALTH))
 
@@ -104,11 +112,10 @@ class ServiceServer:
             ConfigError: An address cannot be listened on.
         """
         await self.set_serving(False)
-        if self._health_server is not None and self._health_address is not None:
-            host, _, port = self._health_address.rpartition(":")
-            chosen = await self._health_server.start(host, int(port), reuse_port=self._reuse_port)
-            announce(logger, "health listening on %s:%d", host, chosen)
-        return await self._server.start(self._host, self._port, reuse_port=self._reuse_port)
+        if self._health_server is not None:
+            chosen = await self._health_server.start(self._health_port)
+            announce(logger, "health listening on %s:%d", self._health_port.host, chosen)
+        return await self._server.start(self._port)
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the health of the server as a whole (``""``) and of each of its services."""

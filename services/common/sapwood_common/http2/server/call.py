@@ -12,6 +12,8 @@ import grpc
 from h2.errors import ErrorCodes
 
 from sapwood_common.errors import InvalidArgumentError, ResourceExhaustedError, SapwoodError
+from sapwood_common.http2.server.gate import Tenant
+from sapwood_common.http2.server.refusal import StatusOf
 from sapwood_common.http2.server.stream import ServerStream
 from sapwood_common.http2.wire import encoding
 from sapwood_common.http2.wire.metadata import (
@@ -23,7 +25,6 @@ from sapwood_common.http2.wire.metadata import (
     read_timeout,
 )
 from sapwood_common.http2.wire.request_head import RequestHead
-from sapwood_common.tenants.tenant import Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         parse: Makes requests of bytes.
         serialize: Makes bytes of responses.
         most_bytes: The largest request.
+        status_of: Says what ends the call with an error.
         tenant: Whose key it came with.
     """
 
@@ -52,6 +54,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         parse: Parse,
         serialize: Serialize,
         most_bytes: int,
+        status_of: StatusOf,
         tenant: Tenant | None = None,
     ) -> None:
         fields = head.fields
@@ -65,6 +68,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._parse = parse
         self._serialize = serialize
         self._most_bytes = most_bytes
+        self._status_of = status_of
         self._encoding = fields.get(b"grpc-encoding", b"identity")
         timeout = fields.get(b"grpc-timeout")
         seconds = None if timeout is None else read_timeout(timeout)
@@ -269,6 +273,13 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         # A response without messages is one block.
         self._stream.finish(trailers if self._opened else opening_block() + trailers)
         self._call_back()
+
+    def fail(self, error: SapwoodError) -> None:
+        """Ends the call with an error."""
+        code, details, trailing = self._status_of(error)
+        if trailing:
+            self.set_trailing_metadata(trailing)
+        self.end(code, details)
 
     def give_up(self, code: grpc.StatusCode, details: str) -> None:
         """The same, and does not wait until the client has taken what was written."""

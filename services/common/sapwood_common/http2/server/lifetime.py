@@ -11,14 +11,12 @@ class Timeouts:
     """What a server grants its clients, in seconds.
 
     Attributes:
-        handshake: For the TLS handshake.
         greeting: From then on until the client's preface and the head of its first frame are here.
         silence: Without a byte of the client, after which it is pinged; and again until it has answered.
         idle: Without a call, after which the client is told to go (GOAWAY). gRPC's clients connect again with their next call.
         flush: Of a connection that is closed, for what is on its way to a client that still reads.
     """
 
-    handshake: float = 10.0
     greeting: float = 10.0
     silence: float = 20.0
     idle: float = 600.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import grpc
@@ -9,10 +10,13 @@ import grpc
 from sapwood_common.errors import SapwoodError
 from sapwood_common.http2.wire import encoding, frames
 from sapwood_common.http2.wire.metadata import closing_block, metadata_block, opening_block
-from sapwood_common.status import row_of, to_trailing_metadata
 
 _NOT_POST = frames.literal(b":status", b"405") + frames.literal(b"allow", b"POST")
 _NOT_GRPC = frames.literal(b":status", b"415")
+
+
+StatusOf = Callable[[SapwoodError], tuple[grpc.StatusCode, str, Iterable[tuple[str, str | bytes]]]]
+"""Says what ends a call with an error: status, message and trailing metadata."""
 
 
 def find_problem(handler: Any, fields: dict[bytes, bytes]) -> bytes | None:
@@ -35,9 +39,9 @@ def find_problem(handler: Any, fields: dict[bytes, bytes]) -> bytes | None:
     return None
 
 
-def refusal(error: SapwoodError) -> bytes:
-    """The block for an error, with its details."""
-    return _end(row_of(error).grpc, error.message, metadata_block(to_trailing_metadata(error)))
+def refusal(code: grpc.StatusCode, details: str, trailing: Iterable[tuple[str, str | bytes]]) -> bytes:
+    """The block that ends a call with a status."""
+    return _end(code, details, metadata_block(trailing))
 
 
 def _end(code: grpc.StatusCode, details: str, metadata: bytes = b"") -> bytes:

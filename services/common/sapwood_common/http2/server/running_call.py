@@ -13,7 +13,6 @@ import grpc
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.http2.server.call import ServerCall
 from sapwood_common.http2.server.turnstile import Place
-from sapwood_common.status import row_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +101,7 @@ class RunningCall:
         except grpc.aio.AbortError:
             call.end()
         except SapwoodError as error:  # of reading the request: others have passed the interceptor
-            call.end(row_of(error).grpc, error.message)
+            call.fail(error)
         except Exception:
             logger.exception("a handler failed")
             call.end(grpc.StatusCode.UNKNOWN, "the handler failed; the service's log has the details")

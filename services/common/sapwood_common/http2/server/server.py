@@ -6,26 +6,22 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from h2.errors import ErrorCodes
 
 from sapwood_common.errors import ResourceExhaustedError, SapwoodError
 from sapwood_common.http2.server.call import ServerCall
 from sapwood_common.http2.server.connection import MOST_STREAMS, MOST_UNKNOWN_STREAMS, ServerConnection
-from sapwood_common.http2.server.gate import Gate
+from sapwood_common.http2.server.gate import Gate, Tenant
 from sapwood_common.http2.server.lifetime import Timeouts
-from sapwood_common.http2.server.refusal import find_problem, refusal
+from sapwood_common.http2.server.refusal import StatusOf, find_problem, refusal
 from sapwood_common.http2.server.running_call import Handler, RunningCall
 from sapwood_common.http2.server.stream import ServerStream
 from sapwood_common.http2.server.turnstile import Place, Turnstile
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 from sapwood_common.http2.wire.request_head import RequestHead
-from sapwood_common.network.acceptor import Acceptor, Encryption
-from sapwood_common.network.listen import listen
-from sapwood_common.network.tls import ServerContext, ServerTls
 from sapwood_common.pacing.time_share import TimeShare
-from sapwood_common.tenants.tenant import Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +37,18 @@ _MOST_UNKNOWN_BYTES = 64 * 1024
 """The largest request of a call that needs no key where others do: it is for the server's health, or what it serves."""
 
 
+class Listener(Protocol):
+    """Where a server listens: a port, with TLS or without."""
+
+    def open(self, make: Callable[[], asyncio.BaseProtocol]) -> int:
+        """Listens; ``make`` makes the protocol of each connection. Returns the port's number."""
+        ...
+
+    def close(self) -> None:
+        """Listens no more."""
+        ...
+
+
 class Http2Server:
     """A gRPC server. Implements ``ConnectionOwner``.
 
@@ -50,7 +58,7 @@ class Http2Server:
     Args:
         wrap: Called once a method with its full name; returns the handler that is used.
         most_bytes: The largest request.
-        tls: Certificate and key; None is plain text.
+        status_of: Says what ends a call with an error.
         gate: Says who is let in, and which of the calls that come at once begin first; None: everybody, each connection in turn.
         timeouts: How long clients may take, and be silent or idle.
     """
@@ -59,18 +67,18 @@ class Http2Server:
         self,
         wrap: Wrap,
         most_bytes: int,
-        tls: ServerTls | None = None,
+        status_of: StatusOf,
         gate: Gate | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
         self._wrap = wrap
+        self._status_of = status_of
         self._gate = gate
         self._asks_for_keys = gate is not None and gate.asks_for_keys
         self._most_bytes = most_bytes
         self._timeouts = timeouts or Timeouts()
-        self._tls = None if tls is None else ServerContext(tls, alpn=("h2",))
         self._handlers: dict[bytes, Handler] = {}
-        self._acceptor: Acceptor | None = None
+        self._listener: Listener | None = None
         self._connections: set[ServerConnection] = set()
         self._lingering: set[ServerConnection] = set()
         """Those of them that failed, and that stay so long that their clients may hear why."""
@@ -104,27 +112,19 @@ class Http2Server:
             method = f"/{service_name}/{name}"
             self._handlers[method.encode()] = self._wrap(method, handler)
 
-    async def start(self, host: str, port: int, *, reuse_port: bool = False) -> int:
-        """Listens. Returns the port.
-
-        Raises:
-            ConfigError: The address cannot be listened on.
-        """
-        listener = listen(host, port, reuse_port=reuse_port)
-        chosen: int = listener.getsockname()[1]
-        times = self._timeouts
-        encryption = None if self._tls is None else Encryption(self._tls.context, times.handshake, times.flush)
-        self._acceptor = Acceptor(listener, self._connect, encryption)
-        self._acceptor.start()
+    async def start(self, listener: Listener) -> int:
+        """Listens. Returns the port's number. Raises what the listener does."""
+        chosen = listener.open(self._connect)
+        self._listener = listener
         self._checker = asyncio.create_task(self._check(), name="connections' liveness")
         return chosen
 
     async def stop(self, grace: float) -> None:
         """Listens no more, and gives running calls ``grace`` seconds before their clients lose them."""
-        if self._acceptor is None:
+        if self._listener is None:
             return
         self._stopping = True
-        self._acceptor.close()
+        self._listener.close()
         if self._checker is not None:
             self._checker.cancel()
         for connection in tuple(self._connections):
@@ -196,7 +196,7 @@ class Http2Server:
             try:
                 tenant = self._gate.let_in(path.decode("latin-1"), head.headers)
             except SapwoodError as error:
-                stream.finish(refusal(error))
+                stream.finish(refusal(*self._status_of(error)))
                 if not isinstance(error, ResourceExhaustedError):  # a known caller's, who is told when to come again
                     connection.count_refused()
                 return
@@ -217,6 +217,7 @@ class Http2Server:
             handler.request_deserializer or bytes,
             handler.response_serializer or bytes,
             most_bytes,
+            self._status_of,
             tenant,
         )
         stream.follow(call)

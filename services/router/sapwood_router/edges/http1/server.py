@@ -7,9 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from sapwood_common.http2.server.turnstile import Rank, Turnstile
-from sapwood_common.network.acceptor import Acceptor, Encryption
-from sapwood_common.network.listen import listen
-from sapwood_common.network.tls import ServerContext, ServerTls
+from sapwood_common.network.port import Port
+from sapwood_common.network.tls import ServerTls
 from sapwood_common.pacing.time_share import TimeShare
 from sapwood_router.edges.http1.body_memory import BodyMemory
 from sapwood_router.edges.http1.connection import HttpConnection
@@ -77,11 +76,9 @@ class HttpServer:
         self.rank = rank
         self.stopping = False
         self._handler = handler
-        self._tls = None if tls is None else ServerContext(tls)
-        self._port = port
+        self._port = Port(host, port, tls, handshake=_TLS_SECONDS, shutdown=_TLS_END_SECONDS)
         self._most_connections = most_connections
         self._keep_alive = keep_alive
-        self._acceptor: Acceptor | None = None
         self._connections: set[HostedConnection] = set()
         self._idle: dict[HostedConnection, None] = {}
         """Those that rest, the longest first."""
@@ -101,19 +98,14 @@ class HttpServer:
         Raises:
             ConfigError: The address cannot be listened on.
         """
-        listener = listen(self.host, self._port)
-        port: int = listener.getsockname()[1]
-        encryption = None if self._tls is None else Encryption(self._tls.context, _TLS_SECONDS, _TLS_END_SECONDS)
-        self._acceptor = Acceptor(listener, lambda: HttpConnection(self), encryption)
-        self._acceptor.start()
+        port = self._port.open(lambda: HttpConnection(self))
         self._sweep()
         return port
 
     async def stop(self) -> None:
         """Closes the listener and all connections; a request still running gets a second."""
         self.stopping = True
-        if self._acceptor is not None:
-            self._acceptor.close()
+        self._port.close()
         if self._sweeper is not None:
             self._sweeper.cancel()
         for connection in tuple(self._connections):

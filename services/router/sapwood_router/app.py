@@ -15,6 +15,7 @@ from sapwood.v1 import router_pb2_grpc
 from sapwood_common.errors import ConfigError
 from sapwood_common.network.channel import Dialer
 from sapwood_common.network.tls import server_tls
+from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.loop_lag import LoopLag
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.serving.server import ServiceServer, serve_until_stopped
@@ -128,6 +129,7 @@ class RouterApplication:
             None if config.api_keys is None else ApiKeys(config.api_keys),
             public=PUBLIC_METHODS if config.separates_operators else None,
         )
+        bodies = BodyMemory(config.body_memory)
         self._server = ServiceServer(
             config.host,
             config.port,
@@ -136,6 +138,7 @@ class RouterApplication:
             tls=tls,
             gate=guard,
             max_request_bytes=config.max_body_bytes,
+            memory=bodies,
             health_address=config.health_address,
             implementation=config.grpc_server,
         )
@@ -171,7 +174,7 @@ class RouterApplication:
             config.http_port,
             guard.rank_request,
             tls,
-            body_memory=config.body_memory,
+            bodies=bodies,
             most_connections=config.max_http_connections,
         )
         self._tasks: list[asyncio.Task[None]] = []

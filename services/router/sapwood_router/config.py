@@ -194,8 +194,8 @@ class RouterConfig(ServiceConfig):
     body_memory_bytes: int | None = Field(
         None,
         ge=1,
-        description="Memory for HTTP request bodies of which a part is still to come, in bytes: beyond it the largest of them is "
-        "refused; none: four times max_body_bytes.",
+        description="Memory for requests of which a part is still to come, over HTTP and gRPC, and for those over 64 KiB that "
+        "gRPC calls are at work on, in bytes: beyond it the largest is refused; none: four times max_body_bytes.",
     )
     cors_origins: tuple[Annotated[str, AfterValidator(_is_origin)], ...] = Field(
         (),

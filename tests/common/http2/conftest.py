@@ -13,7 +13,9 @@ import grpc
 import hpack
 import pytest
 import uvloop
+from h2.errors import ErrorCodes
 
+from sapwood_common.errors import SapwoodError
 from sapwood_common.http2.server.call import ServerCall
 from sapwood_common.http2.server.connection import MOST_STREAMS, ServerConnection
 from sapwood_common.http2.server.gate import Gate
@@ -21,12 +23,14 @@ from sapwood_common.http2.server.lifetime import Timeouts
 from sapwood_common.http2.server.running_call import RunningCall
 from sapwood_common.http2.server.server import Http2Server
 from sapwood_common.http2.server.stream import ServerStream
+from sapwood_common.http2.server.stream_total import StreamTotal
 from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 from sapwood_common.http2.wire.header_reader import Headers
 from sapwood_common.http2.wire.request_head import RequestHead
 from sapwood_common.network.port import Port
 from sapwood_common.network.tls import ServerTls
+from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.time_share import TimeShare
 from sapwood_common.status import rpc_status
 
@@ -119,6 +123,7 @@ class Recorder:
         self.headers = headers
         self.messages: list[tuple[bytes, bool]] = []
         self.refused: list[int] = []
+        self.overload: SapwoodError | None = None
         self.ended = self.left = 0
         self.echo = echo
         if echo:
@@ -132,6 +137,10 @@ class Recorder:
 
     def too_large(self, size: int) -> None:
         self.refused.append(size)
+
+    def overloaded(self, error: SapwoodError) -> None:
+        self.overload = error
+        self.stream.reset(ErrorCodes.CANCEL)
 
     def half_closed(self) -> None:
         self.ended += 1
@@ -158,12 +167,22 @@ class Wire:
         greet: bool = True,
         share: TimeShare | None = None,
         most_streams: int = MOST_STREAMS,
+        total: StreamTotal | None = None,
+        memory: BodyMemory | None = None,
     ) -> None:
         self.transport = FakeTransport()
         self.calls: dict[int, Recorder] = {}
         self.echo = echo
         self.failed: list[ConnectionFailedError] = []
-        self.connection = ServerConnection(self, most_bytes, most_streams, share or unhurried(), Timeouts())
+        self.connection = ServerConnection(
+            self,
+            most_bytes,
+            most_streams,
+            share or unhurried(),
+            Timeouts(),
+            total or StreamTotal(),
+            memory or BodyMemory(1 << 30),
+        )
         self.connection.connection_made(self.transport)
         if greet:
             self.send(frames.PREFACE + frames.settings(()))
@@ -396,8 +415,10 @@ async def _serving(
     timeouts: Timeouts | None = None,
     gate: Gate | None = None,
     handshake: float = 10.0,
+    memory: BodyMemory | None = None,
 ) -> AsyncIterator[Running]:
-    server, service = Http2Server(lambda _, handler: handler, most_bytes, rpc_status, gate, timeouts), Service()
+    server = Http2Server(lambda _, handler: handler, most_bytes, rpc_status, gate, timeouts, memory)
+    service = Service()
     server.add_registered_method_handlers(SERVICE, service.handlers())
     running = Running(server, service, await server.start(Port("127.0.0.1", 0, tls, alpn=("h2",), handshake=handshake)))
     yield running

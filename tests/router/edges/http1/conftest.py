@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_router.edges.http1.host import ConnectionLimits
 from sapwood_router.edges.http1.request import Request
 from sapwood_router.edges.http1.server import HttpServer
@@ -98,7 +99,7 @@ def serve() -> Callable:
             await (handler or echo)(request)
 
         limits = {name: settings.pop(name) for name in ConnectionLimits.__annotations__ if name in settings}
-        settings = {"body_memory": 1 << 24, "most_connections": 100, **settings}
+        settings = {"bodies": BodyMemory(1 << 24), "most_connections": 100, **settings}
         server = HttpServer(
             handle, "127.0.0.1", 0, lambda headers: (0, None), limits=ConnectionLimits(**limits), **settings
         )

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from sapwood_common.errors import RequestCancelledError, UnavailableError
+from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.http1.host import ConnectionLimits
 from sapwood_router.edges.http1.server import KEEP_ALIVE
@@ -186,7 +187,7 @@ async def test_a_body_that_comes_fast_enough_may_take_its_time(serve, monkeypatc
 
 
 async def test_of_unfinished_bodies_the_largest_is_refused_when_they_are_too_much_together(serve, wait_until) -> None:
-    async with serve(wait_and_tell, body_memory=300 * KB) as site:
+    async with serve(wait_and_tell, bodies=BodyMemory(300 * KB)) as site:
         clients = [await site.connect() for _ in range(4)]
         for client, size in zip(clients, (10, 90, 200, 20), strict=True):
             client.send(post(500 * KB), bytes(size * KB))

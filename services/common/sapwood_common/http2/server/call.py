@@ -15,6 +15,7 @@ from sapwood_common.errors import InvalidArgumentError, ResourceExhaustedError, 
 from sapwood_common.http2.server.gate import Tenant
 from sapwood_common.http2.server.refusal import StatusOf
 from sapwood_common.http2.server.stream import ServerStream
+from sapwood_common.http2.server.unfolding import Unfolding
 from sapwood_common.http2.wire import encoding
 from sapwood_common.http2.wire.metadata import (
     Metadata,
@@ -25,6 +26,7 @@ from sapwood_common.http2.wire.metadata import (
     read_timeout,
 )
 from sapwood_common.http2.wire.request_head import RequestHead
+from sapwood_common.pacing.time_share import TimeShare
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,9 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         serialize: Makes bytes of responses.
         most_bytes: The largest request.
         status_of: Says what ends the call with an error.
+        share: Shares the event loop's time with whatever else takes long.
         tenant: Whose key it came with.
+        one_request: Whether there is one; others are dropped.
     """
 
     def __init__(
@@ -55,7 +59,10 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         serialize: Serialize,
         most_bytes: int,
         status_of: StatusOf,
+        share: TimeShare,
         tenant: Tenant | None = None,
+        *,
+        one_request: bool = False,
     ) -> None:
         fields = head.fields
         self.headers = head.headers
@@ -69,6 +76,9 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._serialize = serialize
         self._most_bytes = most_bytes
         self._status_of = status_of
+        self._share = share
+        self._one_request = one_request
+        self._received = False
         self._encoding = fields.get(b"grpc-encoding", b"identity")
         timeout = fields.get(b"grpc-timeout")
         seconds = None if timeout is None else read_timeout(timeout)
@@ -115,15 +125,25 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._stream.taken(len(message))
         if compressed:
             try:
-                message = encoding.decompress(self._encoding, message, self._most_bytes)
+                message = await self._unfold(message)
             except encoding.TooLargeError:
                 raise self._too_large(self._most_bytes + 1) from None
             except ValueError as error:
                 raise InvalidArgumentError(str(error)) from error
+        self._stream.keep(len(message))
         try:
             return self._parse(message)
         except Exception as error:  # protobuf's, or whatever parses has of its own
             raise InvalidArgumentError("the request is not a valid message of its type") from error
+
+    async def _unfold(self, message: bytes) -> bytes:
+        unfolder = encoding.Unfolder(self._encoding, message, self._most_bytes)
+        whole = unfolder.step()
+        if whole is not None:  # it was small
+            return whole
+        work = Unfolding(unfolder, self._stream.keep)
+        self._share.add(work)
+        return await work.done
 
     def __aiter__(self) -> ServerCall:
         """The requests."""
@@ -289,12 +309,23 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     # What the stream tells; see StreamReceiver.
 
     def received(self, message: bytes, compressed: bool) -> None:
+        if self._one_request and self._received:
+            self._stream.taken(len(message))
+            return
+        self._received = True
         self._requests.append((message, compressed))
         self._tell()
 
     def too_large(self, size: int) -> None:
         self._problem = self._too_large(size)
         self._tell()
+
+    def overloaded(self, error: SapwoodError) -> None:
+        on_gone = self._on_gone
+        self.fail(error)
+        self._stream.reset(ErrorCodes.CANCEL)
+        if on_gone is not None:
+            on_gone()
 
     def half_closed(self) -> None:
         self._requests_over = True

@@ -20,3 +20,7 @@ class ClosedTransport(asyncio.Transport):
 
     def abort(self) -> None:
         """Nothing."""
+
+    def get_write_buffer_size(self) -> int:
+        """None."""
+        return 0

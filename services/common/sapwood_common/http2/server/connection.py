@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import cast
 
 from h2.errors import ErrorCodes
@@ -27,14 +26,17 @@ from sapwood_common.http2.server.connection_owner import ConnectionOwner
 from sapwood_common.http2.server.flow_control import FlowControl
 from sapwood_common.http2.server.frame_rates import FrameRates
 from sapwood_common.http2.server.greeting import CONNECTION_WINDOW, Greeting, WrongProtocolError, server_greeting
+from sapwood_common.http2.server.held_messages import HeldMessages
 from sapwood_common.http2.server.lifetime import Due, Lifetime, Timeouts
-from sapwood_common.http2.server.stream import CRUMB, ServerStream
+from sapwood_common.http2.server.stream import CRUMB, WINDOW, ServerStream
+from sapwood_common.http2.server.stream_total import StreamTotal
 from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.frame_reader import FrameReader
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 from sapwood_common.http2.wire.header_reader import HeaderReader
 from sapwood_common.http2.wire.request_head import RequestHead, find_trailer_problem
 from sapwood_common.http2.wire.stream_ids import StreamIds
+from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.time_share import TimeShare
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ MOST_STREAMS = 4096
 """Calls at a time. Each holds some 2 KB before its first message, for a few bytes that the client sends."""
 MOST_UNKNOWN_STREAMS = 64
 """The same of a client that has shown no valid key yet, where keys are asked for."""
+_GRANTED = CONNECTION_WINDOW // 2
+"""Bytes that the client is told of at a time: it may send as many again."""
 _BYTES_A_FRAME = 2
 """Of DATA that were sent, for which a client may say that it takes more, and ask whether we are there."""
 _MOST_AT_ONCE = 64
@@ -64,6 +68,8 @@ class ServerConnection(asyncio.Protocol):
         most_streams: Calls at a time.
         share: Shares the event loop's time among connections.
         timeouts: How long what may last.
+        total: Calls of all connections.
+        memory: What all connections' messages hold.
     """
 
     def __init__(
@@ -73,6 +79,8 @@ class ServerConnection(asyncio.Protocol):
         most_streams: int,
         share: TimeShare,
         timeouts: Timeouts,
+        total: StreamTotal,
+        memory: BodyMemory,
     ) -> None:
         self.owner = owner
         self.peer = ""
@@ -80,8 +88,12 @@ class ServerConnection(asyncio.Protocol):
         self._most_bytes = most_bytes
         self._most_streams = most_streams
         self._share = share
+        self._is_over = share.is_over
+        self._total = total
+        self._messages = HeldMessages(memory, max(memory.most // 2, most_bytes + WINDOW))
         self._transport: asyncio.Transport | None = None
-        self._greeting = Greeting()
+        self._greeting: Greeting | None = Greeting()
+        """None once it is over."""
         self._reader = FrameReader()
         self._behind = False
         """Whether it has read more than it had time for."""
@@ -121,9 +133,13 @@ class ServerConnection(asyncio.Protocol):
         self._answers += 1
         self.send(frames.header_frames(stream, block, self._flow.frame_size, end=end))
 
+    def hold(self, stream: ServerStream, size: int) -> None:
+        self._messages.set(stream, size)
+
     def forget(self, stream: ServerStream) -> None:
         self._streams.pop(stream.number, None)
         self._flow.forget(stream)
+        self._total.open -= 1
         if stream.remote_open:
             self._ids.cut_off(stream.number)
         if self._closing and not self._streams and self._transport is not None:
@@ -135,7 +151,7 @@ class ServerConnection(asyncio.Protocol):
             return
         due = self._life.check(
             now,
-            greeted=self._greeting.over,
+            greeted=self._greeting is None,
             busy=bool(self._streams),
             last_stream=self._ids.last,
             closing=self._transport.is_closing(),
@@ -155,7 +171,7 @@ class ServerConnection(asyncio.Protocol):
         if self._closing or self._transport is None:
             return
         self._closing = True
-        if self._greeting.over:
+        if self._greeting is None:
             self._goaway(ErrorCodes.NO_ERROR, self._ids.last)
         if not self._streams:
             self._transport.close()
@@ -217,12 +233,16 @@ class ServerConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._life.heard = True
-        self._take(data, self._share.is_over)
+        try:
+            if self._greeting is not None:
+                data = self._greet(self._greeting, data)
+            self._behind = self._reader.feed(data, self, self._is_over)
+        except ConnectionFailedError as error:
+            self._fail(error)
         if self._share.measuring:
-            self._share.end()
-        if self._behind and self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()
-            self._share.add(self)
+            self._measured()
+        if self._consumed > _GRANTED or self._flow.paused:
+            self._settle()
 
     def go_on(self, until: float) -> bool:
         assert self._transport is not None
@@ -230,31 +250,48 @@ class ServerConnection(asyncio.Protocol):
             return self._closing and self._end_some()
         if self._behind:
             self._life.heard = True
-            self._take(b"", lambda: self._share.clock() >= until)
+            try:
+                self._behind = self._reader.feed(b"", self, lambda: self._share.clock() >= until)
+            except ConnectionFailedError as error:
+                self._fail(error)
+            self._settle()
             if self._transport.is_closing():
                 return bool(self._streams)
             if not self._behind:
                 self._transport.resume_reading()
         return (self.writable and self._flow.write_on()) or self._behind
 
-    def _take(self, data: bytes, is_over: Callable[[], bool]) -> None:
-        """Takes frames as long as there is time, and keeps the rest."""
+    def _greet(self, greeting: Greeting, data: bytes) -> bytes:
+        """Returns what there is of frames."""
         assert self._transport is not None
+        if self._transport.is_closing():  # it was refused
+            return b""
         try:
-            if not self._greeting.over:
-                if self._transport.is_closing():  # it was refused
-                    return
-                data = self._greeting.take(data)
-            self._behind = self._reader.feed(data, self, is_over)
+            data = greeting.take(data)
         except WrongProtocolError as error:
             self.send(error.answer)
             self._transport.close()
-            return
-        except ConnectionFailedError as error:
-            self._goaway(error.code, self._ids.last, str(error))
-            self.close(_LINGER_SECONDS if self.owner.connection_failed(self, error) else 0.0)
-            return
-        if self._consumed > CONNECTION_WINDOW // 2:
+            return b""
+        finally:
+            if greeting.over:
+                self._greeting = None
+        return data
+
+    def _fail(self, error: ConnectionFailedError) -> None:
+        self._goaway(error.code, self._ids.last, str(error))
+        self.close(_LINGER_SECONDS if self.owner.connection_failed(self, error) else 0.0)
+
+    def _measured(self) -> None:
+        """What was read was so much that its time was measured: goes on later if that is over."""
+        self._share.end()
+        if self._behind and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+            self._share.add(self)
+
+    def _settle(self) -> None:
+        """Lets the client send more on all streams, and gives up one that sends on and reads nothing."""
+        assert self._transport is not None
+        if self._consumed > _GRANTED:
             self.send(frames.window_update(0, self._consumed))
             self._consumed = 0
         if self._flow.paused and self._transport.get_write_buffer_size() > _MOST_UNREAD:
@@ -304,7 +341,8 @@ class ServerConnection(asyncio.Protocol):
             self._take_late_block(stream)
             return
         self._ids.open(stream)
-        if self._closing or len(self._streams) >= self._most_streams:
+        open_now = len(self._streams)
+        if self._closing or open_now >= self._most_streams or not self._total.allows(open_now):
             self._refuse(stream, ErrorCodes.REFUSED_STREAM, ends)
         elif head is None:
             self._refuse(stream, ErrorCodes.ENHANCE_YOUR_CALM, ends)
@@ -312,6 +350,7 @@ class ServerConnection(asyncio.Protocol):
             logger.debug("%s: a malformed request: %s", self.peer, head.problem or "content-length without content")
             self._refuse(stream, ErrorCodes.PROTOCOL_ERROR, ends)
         else:
+            self._total.open += 1
             found = self._streams[stream] = ServerStream(self, self._flow, stream, self._most_bytes)
             if head.content_length is not None:
                 found.expect(head.content_length)

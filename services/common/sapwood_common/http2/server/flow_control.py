@@ -113,9 +113,9 @@ class FlowControl:
 
     def forget(self, stream: Writer) -> None:
         """The stream is over."""
-        self._blocked.pop(stream, None)
-        self._unwritable.pop(stream, None)
-        self._starved.pop(stream, None)
+        for waiting in (self._blocked, self._unwritable, self._starved):
+            if waiting:
+                waiting.pop(stream, None)
 
     def take_window(self, number: int, payload: bytes) -> None:
         """Takes a WINDOW_UPDATE frame, of the connection or of a stream that is open or over.

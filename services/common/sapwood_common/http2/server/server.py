@@ -18,9 +18,11 @@ from sapwood_common.http2.server.lifetime import Timeouts
 from sapwood_common.http2.server.refusal import StatusOf, find_problem, refusal
 from sapwood_common.http2.server.running_call import Handler, RunningCall
 from sapwood_common.http2.server.stream import ServerStream
+from sapwood_common.http2.server.stream_total import StreamTotal
 from sapwood_common.http2.server.turnstile import Place, Turnstile
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 from sapwood_common.http2.wire.request_head import RequestHead
+from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.time_share import TimeShare
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,8 @@ _CHECKS = 4
 _CHECKED_AT_ONCE = 64
 """Connections: what is due for thousands must not hold up the others."""
 _MOST_LINGERING = 64
+_MESSAGES_HELD = 4
+"""Of the largest, in memory at a time."""
 
 Wrap = Callable[[str, Handler], Handler]
 _STOP_SECONDS = 5.0
@@ -61,6 +65,7 @@ class Http2Server:
         status_of: Says what ends a call with an error.
         gate: Says who is let in, and which of the calls that come at once begin first; None: everybody, each connection in turn.
         timeouts: How long clients may take, and be silent or idle.
+        memory: What messages may hold; None: four times the largest, for this server alone.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Http2Server:
         status_of: StatusOf,
         gate: Gate | None = None,
         timeouts: Timeouts | None = None,
+        memory: BodyMemory | None = None,
     ) -> None:
         self._wrap = wrap
         self._status_of = status_of
@@ -85,6 +91,8 @@ class Http2Server:
         self._running: set[RunningCall] = set()
         self._turnstile = Turnstile()
         self._share = TimeShare()
+        self._total = StreamTotal()
+        self._memory = memory or BodyMemory(_MESSAGES_HELD * most_bytes)
         self._failed: Counter[ErrorCodes] = Counter()
         """Connections that were closed because their clients broke a rule, since they were last told of in the log."""
         self._last_failed = ""
@@ -143,15 +151,19 @@ class Http2Server:
 
     def _connect(self) -> ServerConnection:
         most_streams = MOST_UNKNOWN_STREAMS if self._asks_for_keys else MOST_STREAMS
-        return ServerConnection(self, self._most_bytes, most_streams, self._share, self._timeouts)
+        return ServerConnection(
+            self, self._most_bytes, most_streams, self._share, self._timeouts, self._total, self._memory
+        )
 
     def connection_made(self, connection: ServerConnection) -> None:
         self._connections.add(connection)
+        self._total.connections = len(self._connections)
         if self._stopping:  # it was on its way when the others were told
             connection.close_gently()
 
     def connection_lost(self, connection: ServerConnection) -> None:
         self._connections.discard(connection)
+        self._total.connections = len(self._connections)
         self._lingering.discard(connection)
         if not self._connections and self._alone is not None and not self._alone.done():
             self._alone.set_result(None)
@@ -218,7 +230,9 @@ class Http2Server:
             handler.response_serializer or bytes,
             most_bytes,
             self._status_of,
+            self._share,
             tenant,
+            one_request=not handler.request_streaming,
         )
         stream.follow(call)
         running = RunningCall(call, handler, self._running, self._enter)

@@ -7,15 +7,23 @@ from typing import Protocol
 
 from h2.errors import ErrorCodes
 
+from sapwood_common.errors import SapwoodError
 from sapwood_common.http2.server.flow_control import FlowControl
 from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.message_reader import PREFIX, MessageReader
 
 WINDOW = 1024 * 1024
 """Bytes of messages not taken yet that a client may send, beside the message that is on its way."""
-
+_GRANTED = WINDOW // 2
+"""Bytes that the client is told of at a time: it may send as many again."""
 CRUMB = 64
 """Bytes of DATA below which a frame that completes no message costs more than it brings."""
+_LIGHT = 4 * 1024
+"""Bytes that a stream may hold uncounted, and by which it may grow until it is counted again."""
+_LARGE = 64 * 1024
+"""Bytes from which on a request counts while its call is at work."""
+_EACH = 64
+"""Bytes that a whole message takes beside its own, however small it is."""
 
 
 class StreamReceiver(Protocol):
@@ -27,6 +35,10 @@ class StreamReceiver(Protocol):
 
     def too_large(self, size: int) -> None:
         """A message of ``size`` bytes would follow: more than is taken."""
+        ...
+
+    def overloaded(self, error: SapwoodError) -> None:
+        """It is to hold nothing any more, and to end with the error."""
         ...
 
     def half_closed(self) -> None:
@@ -58,6 +70,10 @@ class StreamConnection(Protocol):
         """The stream is over."""
         ...
 
+    def hold(self, stream: ServerStream, size: int) -> None:
+        """The stream holds so many bytes from now on; it may be told that this is too much."""
+        ...
+
     def count_fault(self) -> None:
         """The client broke the protocol of a stream. Raises ConnectionFailedError if it does so too often."""
         ...
@@ -77,7 +93,9 @@ class ServerStream:
         "_connection",
         "_end",
         "_flow",
+        "_heavy",
         "_held",
+        "_kept",
         "_messages",
         "_owed",
         "_prefix",
@@ -85,6 +103,7 @@ class ServerStream:
         "_undelivered",
         "_unsent",
         "_waiters",
+        "_weight",
         "balance",
         "closed",
         "number",
@@ -106,6 +125,12 @@ class ServerStream:
         self._messages = MessageReader(most_bytes)
         self._held = 0
         """Bytes of whole messages that nobody has taken yet."""
+        self._kept = 0
+        """Bytes of a message that was taken, and is large and at work."""
+        self._weight = 0
+        """What it was counted as."""
+        self._heavy = _LIGHT
+        """Bytes from which on it is counted again."""
         self._owed = 0
         """Bytes received that the client was not told yet to have been taken."""
         self._undelivered: int | None = None
@@ -158,6 +183,8 @@ class ServerStream:
         self._unsent += b"\0%b" % length.to_bytes(4, "big")
         self._unsent += message
         self.flush()
+        if len(self._unsent) > self._heavy:
+            self._weigh()
 
     def send_headers(self, block: bytes) -> None:
         """Sends the response's header block. Once, before any message."""
@@ -216,8 +243,32 @@ class ServerStream:
 
     def taken(self, message_bytes: int) -> None:
         """A message that was received is held no more."""
-        self._held -= message_bytes + PREFIX
-        self._grant()
+        self._held -= message_bytes + _EACH
+        if self._weight:
+            self._weigh()
+        if self._owed - self._held > _GRANTED:
+            self._grant()
+
+    def keep(self, size: int) -> None:
+        """The message that was taken last holds so many bytes until the next one is taken. May end the stream."""
+        if size > _LARGE or self._kept:
+            self._kept = size
+            self._weigh()
+
+    def overload(self, error: SapwoodError) -> None:
+        """For the connection: it holds too much."""
+        self._weight = 0  # it is not counted any more
+        if self._receiver is not None:
+            self._receiver.overloaded(error)
+
+    def _weigh(self) -> None:
+        """Says how much is held, if that is much, or was."""
+        size = self._held + self._kept + len(self._messages.pending) + len(self._unsent)
+        weight = size if size > _LIGHT and not self.closed else 0
+        self._heavy = size + _LIGHT
+        if weight != self._weight:
+            self._weight = weight
+            self._connection.hold(self, weight)
 
     def take_data(self, payload: bytes, wire_bytes: int) -> bool:
         """For the connection: the payload of a DATA frame, and how much of the windows it took.
@@ -243,15 +294,18 @@ class ServerStream:
             return len(payload) >= CRUMB
         found = messages.feed(payload)
         for message, compressed in found:
-            self._held += len(message) + PREFIX
+            self._held += len(message) + _EACH
             receiver.received(message, compressed)
             if self.closed:
                 return True
         if messages.refused is not None:
             receiver.too_large(messages.refused)
             return True
-        self._grant()
-        return bool(found) or len(payload) >= CRUMB
+        if self._held > self._heavy or len(messages.pending) > self._heavy:
+            self._weigh()
+        if self._owed - self._held > _GRANTED:
+            self._grant()
+        return found != [] or len(payload) >= CRUMB
 
     def take_end(self) -> None:
         """For the connection: the client sends nothing more."""
@@ -289,7 +343,7 @@ class ServerStream:
     def _grant(self) -> None:
         """Lets the client send more, but for what it has sent and nobody takes."""
         increment = self._owed - self._held
-        if increment > WINDOW // 2 and self.remote_open and not self.closed:
+        if self.remote_open and not self.closed:
             self._owed -= increment
             self._connection.send(frames.window_update(self.number, increment))
 
@@ -298,6 +352,8 @@ class ServerStream:
         self._receiver = None  # which refers to the stream: none shall wait for the collector of cycles
         self._unsent.clear()
         self._messages.clear()
+        if self._weight:
+            self._weigh()
         self._wake()
         self._connection.forget(self)
 

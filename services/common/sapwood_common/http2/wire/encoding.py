@@ -6,6 +6,8 @@ import zlib
 
 ENCODINGS = b"identity,deflate,gzip"
 """What is understood, for ``grpc-accept-encoding``."""
+_TAKEN, _MADE = 16 * 1024, 64 * 1024
+"""Bytes that go into a step, and at most come out of it."""
 _WINDOW_BITS = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
 
 
@@ -18,23 +20,58 @@ def is_known(encoding: bytes) -> bool:
     return encoding == b"identity" or encoding in _WINDOW_BITS
 
 
-def decompress(encoding: bytes, message: bytes, most_bytes: int) -> bytes:
-    """The message.
+class Unfolder:
+    """Unfolds one message, a piece at a time.
+
+    Args:
+        encoding: The call's.
+        message: The message.
+        most_bytes: The largest that is taken; hardly more than these are made.
+
+    Attributes:
+        size: Bytes that were made.
 
     Raises:
-        TooLargeError: It has more than ``most_bytes``; no more than these were made.
-        ValueError: It is not compressed as ``encoding`` says, or not to be compressed at all.
+        ValueError: It is not to be compressed at all.
     """
-    bits = _WINDOW_BITS.get(encoding)
-    if bits is None:
-        raise ValueError("a message is compressed, though grpc-encoding names no compression")
-    decompressor = zlib.decompressobj(bits)
-    try:
-        found = decompressor.decompress(message, most_bytes + 1)
-    except zlib.error as error:
-        raise ValueError(f"a message is not {encoding.decode()}: {error}") from error
-    if len(found) > most_bytes:
-        raise TooLargeError
-    if not decompressor.eof:
-        raise ValueError(f"a message is not {encoding.decode()}: it ends early")
-    return found
+
+    __slots__ = ("_at", "_decompressor", "_encoding", "_message", "_most_bytes", "_pieces", "size")
+
+    def __init__(self, encoding: bytes, message: bytes, most_bytes: int) -> None:
+        bits = _WINDOW_BITS.get(encoding)
+        if bits is None:
+            raise ValueError("a message is compressed, though grpc-encoding names no compression")
+        self.size = 0
+        self._encoding = encoding.decode()
+        self._message = message
+        self._most_bytes = most_bytes
+        self._decompressor = zlib.decompressobj(bits)
+        self._pieces: list[bytes] = []
+        self._at = 0
+        """So much of the message was handed over."""
+
+    def step(self) -> bytes | None:
+        """Unfolds the next piece. Returns the message once it is whole.
+
+        Raises:
+            TooLargeError: It has more than ``most_bytes``.
+            ValueError: It is not compressed as ``encoding`` says.
+        """
+        decompressor = self._decompressor
+        data = decompressor.unconsumed_tail
+        if not data:
+            data = self._message[self._at : self._at + _TAKEN]
+            self._at += _TAKEN
+        try:
+            piece = decompressor.decompress(data, _MADE)
+        except zlib.error as error:
+            raise ValueError(f"a message is not {self._encoding}: {error}") from error
+        self._pieces.append(piece)
+        self.size += len(piece)
+        if self.size > self._most_bytes:
+            raise TooLargeError
+        if decompressor.eof:
+            return b"".join(self._pieces)
+        if not piece and not data:
+            raise ValueError(f"a message is not {self._encoding}: it ends early")
+        return None

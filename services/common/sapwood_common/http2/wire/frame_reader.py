@@ -8,7 +8,16 @@ from typing import Protocol
 from h2.errors import ErrorCodes
 
 from sapwood_common.http2.wire import frames
-from sapwood_common.http2.wire.frames import ConnectionFailedError
+from sapwood_common.http2.wire.frames import (
+    CONTINUATION,
+    DATA,
+    END_STREAM,
+    HEADER,
+    HEADERS,
+    PADDED,
+    USUAL_FRAME,
+    ConnectionFailedError,
+)
 
 _MOST_BLOCK_BYTES = 96 * 1024
 """Of a header block in frames: until there blocks are read, so that other calls go on."""
@@ -72,29 +81,29 @@ class FrameReader:
         inbound = self.pending + data if self.pending else data
         at, length = 0, len(inbound)
         look = _UNASKED
-        while length - at >= frames.HEADER:
+        while length - at >= HEADER:
             if at >= look and is_over is not None:
                 if is_over():
                     self.pending = inbound[at:]
                     return True
                 look = at + _AGAIN
             size = int.from_bytes(inbound[at : at + 3], "big")
-            if size > frames.USUAL_FRAME:
+            if size > USUAL_FRAME:
                 raise ConnectionFailedError(ErrorCodes.FRAME_SIZE_ERROR, f"a frame of more bytes than allowed: {size}")
-            end = at + frames.HEADER + size
+            end = at + HEADER + size
             if end > length:
                 break
             kind, flags = inbound[at + 3], inbound[at + 4]
             stream = int.from_bytes(inbound[at + 5 : at + 9], "big") & 0x7FFFFFFF
-            payload = inbound[at + frames.HEADER : end]
+            payload = inbound[at + HEADER : end]
             at = end
-            if self._block is not None or kind == frames.CONTINUATION:
+            if self._block is not None or kind == CONTINUATION:
                 self._take_continuation(kind, stream, flags, payload, receiver)
-            elif kind == frames.DATA:
-                if flags & frames.PADDED:
+            elif kind == DATA:
+                if flags & PADDED:
                     payload = _unpadded(payload)
-                receiver.take_data(stream, payload, size, bool(flags & frames.END_STREAM))
-            elif kind == frames.HEADERS:
+                receiver.take_data(stream, payload, size, flags & END_STREAM != 0)
+            elif kind == HEADERS:
                 look -= _BLOCK + 2 * size
                 self._take_headers(stream, flags, payload, receiver)
             else:

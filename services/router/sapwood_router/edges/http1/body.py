@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from sapwood_common.errors import SapwoodError
-from sapwood_router.edges.http1.body_memory import BodyMemory
+from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_router.edges.http1.chunks import ChunkReader
 from sapwood_router.edges.http1.errors import HttpError
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sapwood_common.http2.server.turnstile import Rank, Turnstile
+from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.time_share import TimeShare
-from sapwood_router.edges.http1.body_memory import BodyMemory
 from sapwood_router.edges.http1.head import Headers
 from sapwood_router.edges.http1.request import Request
 from sapwood_router.edges.http1.response_head import ResponseHeads

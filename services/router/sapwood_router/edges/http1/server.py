@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from sapwood_common.http2.server.turnstile import Rank, Turnstile
 from sapwood_common.network.port import Port
 from sapwood_common.network.tls import ServerTls
+from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.time_share import TimeShare
-from sapwood_router.edges.http1.body_memory import BodyMemory
 from sapwood_router.edges.http1.connection import HttpConnection
 from sapwood_router.edges.http1.head import Headers
 from sapwood_router.edges.http1.host import ConnectionLimits, HostedConnection
@@ -45,7 +45,7 @@ class HttpServer:
         port: 0 takes a free one.
         rank: Which of the requests that come at once begin first, by their headers.
         tls: Certificate, key and the clients' CA, taken up anew when the files change; None is plain text.
-        body_memory: Bytes that bodies may hold together while they are received.
+        bodies: What bodies hold together while they are received.
         most_connections: Beyond it, the one that has been idle the longest makes room; if none is idle, the new one is closed.
         limits: Of each connection.
         keep_alive: Seconds that an idle connection stays open.
@@ -59,7 +59,7 @@ class HttpServer:
         rank: Callable[[Headers], Rank],
         tls: ServerTls | None = None,
         *,
-        body_memory: int,
+        bodies: BodyMemory,
         most_connections: int,
         limits: ConnectionLimits | None = None,
         keep_alive: float = KEEP_ALIVE,
@@ -71,7 +71,7 @@ class HttpServer:
         self.breaths = Turnstile()
         self.writes = WriteBatch()
         self.heads = ResponseHeads()
-        self.bodies = BodyMemory(body_memory)
+        self.bodies = bodies
         self.input = memoryview(bytearray(_INPUT_BYTES))
         self.rank = rank
         self.stopping = False

@@ -1,0 +1,199 @@
+"""What clients send in part, or much of, has a bound, for each and for all; whoever sends little is never refused for it."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+
+from h2.errors import ErrorCodes
+
+from sapwood_common.errors import ResourceExhaustedError
+from sapwood_common.http2.server import stream_total
+from sapwood_common.http2.server.stream_total import StreamTotal
+from sapwood_common.http2.wire import frames
+from sapwood_common.pacing.body_memory import BodyMemory
+
+KB, MB = 1024, 1024 * 1024
+
+
+def send_part(wire, stream: int, size: int, of: int = 8 * MB, *, begin: bool = True) -> None:
+    """So much of a message."""
+    body = (b"\0" + of.to_bytes(4, "big") if begin else b"") + bytes(size)
+    for at in range(0, len(body), frames.USUAL_FRAME):
+        wire.send(frames.frame(frames.DATA, 0, stream, body[at : at + frames.USUAL_FRAME]))
+
+
+async def test_half_messages_have_a_bound_and_the_largest_goes(make_wire) -> None:
+    memory = BodyMemory(4 * MB)
+    wire = make_wire(MB, memory=memory)
+    calls = {}
+    for stream in range(1, 121, 2):
+        calls[stream] = wire.open(stream)
+        send_part(wire, stream, 500 * KB if stream == 1 else 200 * KB, MB)
+        assert memory.held <= memory.most
+    assert isinstance(calls[1].overload, ResourceExhaustedError)
+    assert calls[1].overload.retry_after
+    left = [call for call in calls.values() if call.overload is None]
+    assert 5 <= len(left) <= 10  # half of all memory is one connection's
+    wire.connection.connection_lost(None)
+    assert memory.held == 0
+
+
+async def test_of_all_connections_the_one_that_holds_most_gives_way(make_wire) -> None:
+    memory = BodyMemory(4 * MB)
+    greedy = [make_wire(8 * MB, memory=memory) for _ in range(4)]
+    for wire in greedy:
+        for stream in range(1, 9, 2):
+            wire.open(stream)
+            send_part(wire, stream, 400 * KB)
+    modest = make_wire(8 * MB, memory=memory)
+    call = modest.open(1)
+    send_part(modest, 1, 400 * KB, 500 * KB)
+    send_part(modest, 1, 100 * KB, begin=False)
+    assert call.overload is None
+    assert len(call.messages) == 1
+    assert memory.held <= memory.most
+    given_way = [call for wire in greedy for call in wire.calls.values() if call.overload is not None]
+    assert len(given_way) >= 7
+    for wire in (*greedy, modest):
+        wire.connection.connection_lost(None)
+    assert memory.held == 0
+
+
+async def test_what_is_small_is_not_counted(make_wire) -> None:
+    memory = BodyMemory(1)
+    wire = make_wire(memory=memory)
+    for stream in range(1, 201, 2):
+        call = wire.open(stream)
+        send_part(wire, stream, 3 * KB, 4 * KB)
+        assert call.overload is None
+    assert memory.held == 0
+
+
+async def test_messages_without_content_count_as_what_they_take(make_wire, grpc_message) -> None:
+    """A window of a megabyte holds two hundred thousand of them."""
+    memory = BodyMemory(4 * MB)
+    wire = make_wire(memory=memory)
+    call = wire.open(1)
+    data = frames.frame(frames.DATA, 0, 1, grpc_message(b"") * 3000)
+    for _ in range(60):
+        if call.overload is not None:
+            break
+        wire.send(data)
+    assert call.overload is not None
+    assert len(call.messages) < 50_000
+
+
+async def test_answers_that_a_client_does_not_take_count(make_wire) -> None:
+    memory = BodyMemory(4 * MB)
+    wire = make_wire(memory=memory)
+    wire.send(frames.settings([(4, 0)]))
+    calls = [wire.open(stream) for stream in range(1, 41, 2)]
+    for call in calls:
+        call.stream.write(bytes(200 * KB))
+    assert memory.held <= memory.most
+    ended = [call for call in calls if call.overload is not None]
+    assert 8 <= len(ended) < len(calls)
+    wire.send(frames.settings([(4, 1 << 20)]) + frames.window_update(0, 1 << 25))
+    for call in calls:
+        call.stream.finish(frames.literal(b"grpc-status", b"0"))
+    while wire.connection.go_on(float("inf")):
+        pass
+    assert wire.connection.idle
+    assert memory.held == 0
+
+
+async def test_a_large_message_counts_until_its_call_is_over(serve, request_block, grpc_message, until) -> None:
+    memory = BodyMemory(8 * MB)
+    async with serve(4 * MB, memory=memory) as running:
+        client = await running.connect()
+        body = grpc_message(bytes(MB))
+        client.send(frames.header_frames(1, request_block("Wait"), frames.USUAL_FRAME))
+        for at in range(0, len(body), frames.USUAL_FRAME):
+            client.send(frames.frame(frames.DATA, 0, 1, body[at : at + frames.USUAL_FRAME]))
+        client.send(frames.frame(frames.DATA, frames.END_STREAM, 1))
+        await until(lambda: "Wait" in running.service.started)
+        assert MB <= memory.held < 1.2 * MB
+        client.send(frames.reset(1, 8))
+        await until(lambda: memory.held == 0)
+
+
+async def test_a_message_that_unfolds_to_more_than_fits_ends_its_call_in_steps(
+    serve, request_block, grpc_message
+) -> None:
+    """Others are answered between them."""
+    memory = BodyMemory(4 * MB)
+    async with serve(32 * MB, memory=memory) as running:
+        client, other = await running.connect(), await running.connect()
+        await other.ping()
+        bomb = grpc_message(gzip.compress(bytes(31 * MB)), compressed=True)
+        client.send(frames.header_frames(1, request_block("Echo", ("grpc-encoding", "gzip")), frames.USUAL_FRAME))
+        for at in range(0, len(bomb), frames.USUAL_FRAME):
+            client.send(frames.frame(frames.DATA, 0, 1, bomb[at : at + frames.USUAL_FRAME]))
+        client.send(frames.frame(frames.DATA, frames.END_STREAM, 1))
+        status = asyncio.create_task(client.status(1))
+        pings = 0
+        while not status.done():
+            await other.ping()
+            pings += 1
+        trailers = await status
+        assert trailers["grpc-status"] == "8"
+        assert "grpc-status-details-bin" in trailers
+        assert pings > 3
+        assert memory.held == 0
+
+
+async def test_a_large_message_that_fits_is_unfolded_whole(serve, request_block, grpc_message) -> None:
+    async with serve(4 * MB) as running:
+        client = await running.connect()
+        packed = grpc_message(gzip.compress(b"\5" + bytes(3 * MB)), compressed=True)
+        client.send(frames.settings([(4, 1 << 25)]) + frames.window_update(0, 1 << 25))
+        client.send(frames.header_frames(1, request_block("Repeat", ("grpc-encoding", "gzip")), frames.USUAL_FRAME))
+        client.send(frames.frame(frames.DATA, frames.END_STREAM, 1, packed))
+        got = 0
+        while True:
+            kind, flags, _, payload = await client.frame()
+            if kind == frames.DATA:
+                got += len(payload)
+            elif kind == frames.HEADERS and flags & frames.END_STREAM:
+                break
+        assert got == 5 * (3 * MB + 1 + 5)
+
+
+async def test_a_unary_call_has_one_request(serve, request_block, grpc_message) -> None:
+    async with serve() as running:
+        client = await running.connect()
+        client.send(frames.header_frames(1, request_block("Wait"), frames.USUAL_FRAME))
+        client.send(frames.frame(frames.DATA, 0, 1, grpc_message(b"first")))
+        for _ in range(2000):
+            client.send(frames.frame(frames.DATA, 0, 1, grpc_message(b"other") * 100))
+        await client.ping()  # nothing of them is kept: the window was given back
+        running.service.release.set()
+        assert (await client.until(frames.DATA))[3] == grpc_message(b"first")
+
+
+async def test_calls_of_all_connections_have_a_bound_of_which_each_has_a_part(
+    make_wire, request_block, monkeypatch
+) -> None:
+    monkeypatch.setattr(stream_total, "MOST", 40)
+    total = StreamTotal()
+    total.connections = 4
+    wires = [make_wire(total=total) for _ in range(4)]
+    for stream in range(1, 81, 2):
+        wires[0].open(stream)
+    assert total.open == 40
+    wires[0].send(frames.header_frames(81, request_block(), frames.USUAL_FRAME))
+    refused = frames.reset(81, ErrorCodes.REFUSED_STREAM)
+    assert bytes(wires[0].transport.written).endswith(refused)
+    for stream in range(1, 21, 2):  # who came first has nobody's place
+        wires[1].open(stream)
+    wires[1].send(frames.header_frames(21, request_block(), frames.USUAL_FRAME))
+    assert 21 not in wires[1].calls
+    total.connections = 1000
+    for stream in range(1, 2 * stream_total.LEAST, 2):
+        wires[2].open(stream)
+    for wire in wires:
+        wire.connection.connection_lost(None)
+        while wire.connection.go_on(float("inf")):
+            pass
+    assert total.open == 0

@@ -81,8 +81,21 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3-one-kv-head": ("Gemma3TextConfig", {"num_key_value_heads": 1, "sliding_window": 8}),
 }
-_ANOTHER = ("GemmaConfig", {})
-"""A family that is not here."""
+_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    # A family that is not here.
+    "another": ("GemmaConfig", {}),
+    # Wide enough for float8 by blocks.
+    "wide": (
+        "LlamaConfig",
+        {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "head_dim": 64,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 2,
+        },
+    ),
+}
 
 
 @dataclass
@@ -197,14 +210,14 @@ def _is_gemma(model: Any) -> bool:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
-    """Builds a tiny random model by its name in ``TINY``, or "another", saved the way transformers saves it."""
+    """Builds a tiny random model by its name in ``TINY`` or ``_OTHERS``, saved the way transformers saves it."""
     import transformers
 
     made: dict[str, Tiny] = {}
 
     def make(name: str) -> Tiny:
         if name not in made:
-            config_class, changes = _ANOTHER if name == "another" else TINY[name]
+            config_class, changes = TINY.get(name) or _OTHERS[name]
             config = getattr(transformers, config_class)(**{**_COMMON, **changes})
             config._attn_implementation = "eager"
             model = transformers.AutoModelForCausalLM.from_config(config).eval().float()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic_settings import SettingsConfigDict
 
+from sapwood_common.plugins import part_names
 from sapwood_common.settings.config import ServiceConfig
 from sapwood_common.settings.needs import Needs
 
@@ -18,6 +19,21 @@ _STORE_OPTIONS = (
     "storage_min_tokens",
 )
 """Flags that also hold for a store that is attached while the worker runs."""
+
+
+LINEAR_METHODS = "sapwood.linear_methods"
+"""The group of entry points by which packages bring formats of weights."""
+QUANTIZATIONS = ("none", "fp8", "fp8_block", "fp8_tensor")
+
+
+def _is_quantization(name: str) -> str:
+    names = part_names(LINEAR_METHODS, dict.fromkeys(QUANTIZATIONS))
+    if name not in names:
+        raise ValueError(f"{name!r} is none of {', '.join(names)}")
+    return name
+
+
+QuantizationName = Annotated[str, AfterValidator(_is_quantization)]
 
 
 class WorkerConfig(ServiceConfig):
@@ -95,11 +111,12 @@ class WorkerConfig(ServiceConfig):
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy fills the model with random weights of the true shape: for speed tests."
     )
-    quantization: Literal["none", "fp8", "fp8_block", "fp8_tensor"] = Field(
+    quantization: QuantizationName = Field(
         "none",
         description="Computes linear layers in float8, weights and activations, quantised as the model is loaded: fp8 with a "
         "scale a token and output channel, fp8_block with one for each 128 numbers of a token and each 128 x 128 of a weight, "
-        "fp8_tensor with one for all tokens of a step and one for a weight. Embedding and output head stay as they are.",
+        "fp8_tensor with one for all tokens of a step and one for a weight. Embedding and output head stay as they are; so do "
+        "weights that the checkpoint stores in float8. Packages can bring more formats.",
     )
     threads: int = Field(0, ge=0, description="CPU threads of the model; 0 takes all cores.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens a page of the KV cache holds.")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.rotary import RopeConfig
-
-Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class ModelConfig:
     rope: RopeConfig
     local_rope: RopeConfig | None
     windows: tuple[int | None, ...]
-    activation: Activation
+    activation: Gate
     tie_word_embeddings: bool
     attention_scale: float
     attention_softcap: float | None = None

@@ -13,12 +13,14 @@ from sapwood_common.models.gguf_file import GgufError, GgufFile
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.checkpoint.gguf_config import read_gguf_config, read_gguf_eos
 from sapwood_worker.model.checkpoint.gguf_source import ROPE_DIVISORS, GgufSource, read_tensor
-from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_eos
+from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_eos, read_hf_quantization
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
-from sapwood_worker.model.checkpoint.weights import fill_dummy_weights, load_weights
+from sapwood_worker.model.checkpoint.weights import WeightSource, fill_dummy_weights, load_weights
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import DecoderModel
-from sapwood_worker.model.layers.linear import Quantization
+from sapwood_worker.model.layers.context import LayerContext
+from sapwood_worker.model.quantization.linear_method import Stored
+from sapwood_worker.model.quantization.registry import LinearMethods
 
 LoadFormat = Literal["auto", "dummy"]
 
@@ -31,11 +33,13 @@ class LoadedModel:
         model: The model, with its weights.
         config: The model's configuration.
         eos_token_ids: Its own end tokens.
+        quantization: The formats of its linear layers other than the model's dtype, joined by ``+``; ``none``: there are none.
     """
 
     model: DecoderModel
     config: ModelConfig
     eos_token_ids: tuple[int, ...]
+    quantization: str
 
 
 def load_model(
@@ -47,7 +51,7 @@ def load_model(
     context_length: int | None,
     threads: int,
     seed: int,
-    quantization: Quantization = "none",
+    quantization: str = "none",
 ) -> LoadedModel:
     """Loads a ``.gguf`` file or a Hugging Face directory.
 
@@ -59,42 +63,40 @@ def load_model(
         context_length: Lowers the configuration's ``max_position`` to this, if it is less.
         threads: Tensors read at once.
         seed: Seed of made-up weights.
-        quantization: How the linear layers are quantised once they are loaded.
+        quantization: The format in which linear layers are quantised once they are loaded; what the checkpoint stores in a
+            format that we compute in is kept.
 
     Raises:
         ConfigError: It cannot be read or is not supported; names the file and what.
     """
+    source: WeightSource | None = None
+    stored: Stored | None = None
     if path.is_dir():
         family, config = read_hf_config(path)
-        config = _limited(config, context_length)
-        model = DecoderModel(config, family.layer, dtype, ops)
-        if load_format == "dummy":
-            fill_dummy_weights(model.weights(), seed)
-        else:
-            source = SafetensorsSource(path, tied=config.tie_word_embeddings)
-            load_weights(model.weights(), source, config.norm_offset, threads)
         eos = read_hf_eos(path)
+        if load_format == "auto":
+            source = SafetensorsSource(path, tied=config.tie_word_embeddings)
+            stored = Stored(source.tensors(), read_hf_quantization(path))
     else:
         file = _open_gguf(path)
         divisors = file.tensors.get(ROPE_DIVISORS)
         values = tuple(read_tensor(file, divisors).tolist()) if divisors is not None else None
         family, config = read_gguf_config(file, values)
-        config = _limited(config, context_length)
-        model = DecoderModel(config, family.layer, dtype, ops)
-        if load_format == "dummy":
-            fill_dummy_weights(model.weights(), seed)
-        else:
-            load_weights(
-                model.weights(),
-                GgufSource(file, config, family.gguf_norms, interleaved=family.gguf_interleaves),
-                0.0,
-                threads,
-            )
+        config = replace(config, norm_offset=0.0)  # these files hold the factor itself
         eos = read_gguf_eos(file)
-        file.close()
+        if load_format == "auto":
+            source = GgufSource(file, config, family.gguf_norms, interleaved=family.gguf_interleaves)
+            stored = Stored(source.tensors())
+    config = _limited(config, context_length)
+    linear = LinearMethods(quantization, dtype, ops, stored)
+    model = DecoderModel(config, family.layer, LayerContext(dtype, ops, linear))
+    if source is None:
+        fill_dummy_weights(model.weights(), seed)
+    else:
+        load_weights(model.weights(), source, config.norm_offset, threads)
     with torch.inference_mode():
-        model.prepare(quantization)
-    return LoadedModel(model, config, eos)
+        model.prepare()
+    return LoadedModel(model, config, eos, "+".join(sorted(linear.used - {"none"})) or "none")
 
 
 def _limited(config: ModelConfig, context_length: int | None) -> ModelConfig:

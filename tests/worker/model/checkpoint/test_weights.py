@@ -15,10 +15,11 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufFile
 from sapwood_kernels import reference
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_worker.model.checkpoint.gguf_source import read_tensor
+from sapwood_worker.model.checkpoint.gguf_source import dequantize_into, read_tensor
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_eos
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
 from sapwood_worker.model.loader import load_model
+from sapwood_worker.model.weight_slot import Span, StoredTensor, WeightSlot
 
 CPU = device_ops("cpu")
 
@@ -94,14 +95,17 @@ def test_float8_checkpoints_are_widened_by_their_scales(llama, kind):
     torch.testing.assert_close(weights_of(load(llama))[name], rounded[name])
 
 
-def test_float8_blocks_at_the_edges_may_be_smaller(tmp_path):
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(Span(0, 300, 300), Span(0, 130, 130)), (Span(100, 90, 300), Span(65, 65, 130))]
+)
+def test_float8_blocks_at_the_edges_may_be_smaller(tmp_path, rows, columns):
     weight, scales = torch.randn(300, 130).to(torch.float8_e4m3fn), torch.rand(3, 2)
     save_file({"a.weight": weight, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
-    source, target = SafetensorsSource(tmp_path, tied=False), torch.empty(300, 130)
-    source.read_into("a.weight", target)
+    source, target = SafetensorsSource(tmp_path, tied=False), torch.empty(rows.size, columns.size)
+    source.read_into("a.weight", WeightSlot(target, spans=(rows, columns)))
     expected = weight.float() * torch.kron(scales, torch.ones(128, 128))[:300, :130]
-    assert source.shapes() == {"a.weight": (300, 130)}
-    torch.testing.assert_close(target, expected)
+    assert source.tensors()["a.weight"] == StoredTensor((300, 130), "F8_E4M3")
+    torch.testing.assert_close(target, expected[rows.slice, columns.slice])
 
 
 def test_float8_scales_of_another_shape_are_refused(llama):
@@ -342,8 +346,16 @@ def test_gguf_tensors_are_dequantised_as_the_gguf_package_does(tmp_path, kind):
     writer.write_tensors_to_file()
     writer.close()
     file = GgufFile(tmp_path / "t.gguf")
-    ours = read_tensor(file, file.tensors["t"])
-    assert np.array_equal(ours.reshape(values.shape), gguf.dequantize(packed, kind))
+    expected = gguf.dequantize(packed, kind)
+    assert np.array_equal(read_tensor(file, file.tensors["t"]), expected)
+    for rows, columns in (
+        (slice(7, 250), slice(0, 1024)),
+        (slice(0, 300), slice(300, 700)),
+        (slice(5, 6), slice(63, 64)),
+    ):
+        part = np.empty((rows.stop - rows.start, columns.stop - columns.start), np.float32)
+        dequantize_into(file, file.tensors["t"], part, (rows, columns))
+        assert np.array_equal(part, expected[rows, columns])
 
 
 def test_gguf_of_an_unknown_architecture_or_truncated_is_refused(tiny_model, tmp_path):

@@ -14,11 +14,11 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufError, GgufFile, GgufTensor
 from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot
 
 ROPE_DIVISORS = "rope_freqs.weight"
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -58,47 +58,47 @@ class GgufSource:
             _canonical(name, norms): tensor for name, tensor in file.tensors.items() if name != ROPE_DIVISORS
         }
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tensor.shape for name, tensor in self._found.items()}
+    def tensors(self) -> dict[str, StoredTensor]:
+        return {name: StoredTensor(tensor.shape, _type_name(tensor)) for name, tensor in self._found.items()}
 
     def where(self, name: str) -> str:
         tensor = self._found.get(name)
         return f"{self._file.path}: {tensor.name}" if tensor is not None else str(self._file.path)
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        tensor = self._found[name]
-        heads = self._interleaved_heads(name)
-        if heads is None and target.dtype == torch.float32 and target.device.type == "cpu" and target.is_contiguous():
-            dequantize_into(self._file, tensor, target.view(-1).numpy())
+    def read_into(self, name: str, slot: WeightSlot) -> None:
+        tensor, target = self._found[name], slot.target
+        interleaved = self._interleaved and (".q_proj." in name or ".k_proj." in name)
+        if target.dtype == torch.float32 and target.device.type == "cpu" and target.is_contiguous() and not interleaved:
+            dequantize_into(self._file, tensor, target.numpy(), slot.index)
             return
-        values = torch.from_numpy(read_tensor(self._file, tensor)).view(tensor.shape)
-        if heads is not None:
+        values = torch.empty(target.shape, dtype=torch.float32)
+        dequantize_into(self._file, tensor, values.numpy(), slot.index)
+        if interleaved:
             # The file has pairs side by side, [heads, D / 2, 2, ...]; we want first halves, then second halves.
-            pairs = values.view(heads, -1, 2, *values.shape[1:])
-            values = pairs.transpose(1, 2).reshape(tensor.shape)
+            pairs = values.view(-1, self._config.head_dim // 2, 2, *values.shape[1:])
+            values = pairs.transpose(1, 2).reshape(values.shape)
         target.copy_(values)
-
-    def _interleaved_heads(self, name: str) -> int | None:
-        if not self._interleaved:
-            return None
-        if ".q_proj." in name:
-            return self._config.num_heads
-        return self._config.num_kv_heads if ".k_proj." in name else None
 
 
 def read_tensor(file: GgufFile, tensor: GgufTensor) -> npt.NDArray[np.float32]:
-    """A tensor's values, float32, flat.
+    """A tensor's values, float32.
 
     Raises:
         ConfigError: Its type is unknown or the file ends before it.
     """
-    values = np.empty(math.prod(tensor.shape), dtype=np.float32)
-    dequantize_into(file, tensor, values)
+    values = np.empty(tensor.shape, dtype=np.float32)
+    dequantize_into(file, tensor, values, (slice(None),) * len(tensor.shape))
     return values
 
 
-def dequantize_into(file: GgufFile, tensor: GgufTensor, out: npt.NDArray[np.float32]) -> None:
-    """Writes a tensor's values to ``out``, flat and of its size.
+def dequantize_into(file: GgufFile, tensor: GgufTensor, out: npt.NDArray[np.float32], index: tuple[slice, ...]) -> None:
+    """Writes a part of a tensor's values to ``out``, contiguous and of its shape; reads the blocks that it lies in.
+
+    Args:
+        file: The open file.
+        tensor: With one or two dimensions.
+        out: Where the values go.
+        index: The part, for each dimension.
 
     Raises:
         ConfigError: Its type is unknown or the file ends before it.
@@ -106,17 +106,32 @@ def dequantize_into(file: GgufFile, tensor: GgufTensor, out: npt.NDArray[np.floa
     try:
         kind = gguf.GGMLQuantizationType(tensor.type)
         per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        raw = np.frombuffer(file.data(tensor, out.size // per_block * block_bytes), dtype=np.uint8)
-        blocks = raw.reshape(-1, block_bytes)
-        step = max(_CHUNK // per_block, 1)
+        size = math.prod(tensor.shape)
+        raw = np.frombuffer(file.data(tensor, size // per_block * block_bytes), dtype=np.uint8)
+        width = tensor.shape[-1]
+        first, last, _ = index[-1].indices(width)
+        # Those of a row's blocks that hold the columns.
+        blocks = raw.reshape(-1, width // per_block, block_bytes)[:, first // per_block : -(-last // per_block)]
+        if len(index) > 1:
+            blocks = blocks[index[0]]
+        cut = slice(first % per_block, first % per_block + last - first)
+        rows = out.reshape(len(blocks), -1)
+        step = max(_CHUNK // (blocks.shape[1] * per_block), 1)
         for start in range(0, len(blocks), step):
-            part = blocks[start : start + step]
-            into = out[start * per_block : (start + len(part)) * per_block]
+            part = blocks[start : start + step].reshape(-1, block_bytes)
+            into = rows[start : start + step]
+            wide = (
+                into
+                if into.size == len(part) * per_block
+                else np.empty((len(into), blocks.shape[1] * per_block), np.float32)
+            )
             if kind == gguf.GGMLQuantizationType.Q8_0:
-                _q8_0(part, into)
+                _q8_0(part, wide)
             else:
                 # One row, since gguf loops over rows in Python.
-                into[:] = gguf.dequantize(part.reshape(1, -1), kind)[0]
+                wide[:] = gguf.dequantize(part.reshape(1, -1), kind).reshape(wide.shape)
+            if wide is not into:
+                into[:] = wide[:, cut]
     # NotImplementedError is what the gguf library raises for a type that it cannot widen.
     except (ValueError, KeyError, NotImplementedError, GgufError) as error:
         raise ConfigError(f"{file.path}: tensor {tensor.name} (type {tensor.type}) cannot be read: {error}") from error
@@ -127,6 +142,13 @@ def _q8_0(blocks: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]) -> None:
     result = out.reshape(-1, _Q8_0_SIZE)
     result[:] = blocks[:, 2:].view(np.int8)
     result *= blocks[:, :2].copy().view(np.float16).astype(np.float32)
+
+
+def _type_name(tensor: GgufTensor) -> str:
+    try:
+        return gguf.GGMLQuantizationType(tensor.type).name
+    except ValueError:
+        return str(tensor.type)
 
 
 def _canonical(stored: str, norms: Mapping[str, str]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.model.config import ModelConfig
@@ -48,6 +50,14 @@ def read_hf_eos(directory: Path) -> tuple[int, ...]:
         if found is not None:
             return tuple(found) if isinstance(found, list) else (int(found),)
     return ()
+
+
+def read_hf_quantization(directory: Path) -> Mapping[str, Any]:
+    """How ``config.json`` says that weights are quantised, ``quantization_config``; empty if they are not."""
+    raw = read_json(directory / "config.json")
+    nested = raw.get("text_config")
+    inner = nested.get("quantization_config") if isinstance(nested, dict) else None
+    return raw.get("quantization_config") or inner or {}
 
 
 def _usual(name: str, found: HfValues) -> ModelConfig:

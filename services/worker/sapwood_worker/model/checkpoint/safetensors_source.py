@@ -1,7 +1,8 @@
 """Weights of a Hugging Face directory: ``model.safetensors``, or shards named by ``model.safetensors.index.json``.
 
-Weights stored in float8 are widened as they are read, times their ``weight_scale`` (one in all, one for each row or block) or
-``weight_scale_inv``, DeepSeek's name for the scales of blocks of 128 x 128.
+Weights stored in float8 go into a float8 slot as they are. For another slot they are widened as they are read, times their
+``weight_scale`` (one in all, one for each row or block) or ``weight_scale_inv``, DeepSeek's name for the scales of blocks of
+128 x 128.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.model.families.hf_values import read_json
+from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Multimodal checkpoints keep the language model under one of these prefixes; their other tensors are not loaded.
@@ -25,7 +28,6 @@ _LANGUAGE_PREFIXES = (
 _OTHER_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 # Constants that some old checkpoints store, and scales of activations and caches, which we compute ourselves.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".input_scale", ".output_scale", ".k_scale", ".v_scale")
-_SCALE_SUFFIXES = ("_scale", "_scale_inv")
 _BLOCK = 128
 
 
@@ -44,8 +46,8 @@ class SafetensorsSource:
         self._files: dict[Path, Any] = {}
         # Our name -> file and the file's name for it.
         self._found: dict[str, tuple[Path, str]] = {}
-        # The same for the scales of a weight, by the weight's name.
-        self._scales: dict[str, tuple[Path, str]] = {}
+        # Our name of a weight -> that of its scales.
+        self._scales: dict[str, str] = {}
         self._directory = directory
         for path in _paths(directory):
             try:
@@ -57,30 +59,37 @@ class SafetensorsSource:
                 name = _canonical(stored)
                 if name is None or (tied and name == "lm_head.weight"):
                     continue
-                suffix = next((each for each in _SCALE_SUFFIXES if name.endswith(f".weight{each}")), None)
-                if suffix is None:
-                    self._found[name] = (path, stored)
-                else:
-                    self._scales[name.removesuffix(suffix)] = (path, stored)
+                self._found[name] = (path, stored)
+                weight, found, suffix = name.rpartition("_scale")
+                if found and weight.endswith(".weight") and suffix in ("", "_inv"):
+                    self._scales[weight] = name
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {
-            name: tuple(self._files[path].get_slice(stored).get_shape()) for name, (path, stored) in self._found.items()
-        }
+    def tensors(self) -> dict[str, StoredTensor]:
+        result = {}
+        for name, (path, stored) in self._found.items():
+            found = self._files[path].get_slice(stored)
+            result[name] = StoredTensor(
+                tuple(found.get_shape()), found.get_dtype(), scales=name in self._scales.values()
+            )
+        return result
 
     def where(self, name: str) -> str:
         return str(self._found[name][0] if name in self._found else self._directory)
 
-    def read_into(self, name: str, target: Tensor) -> None:
+    def read_into(self, name: str, slot: WeightSlot) -> None:
         path, stored = self._found[name]
         try:
-            tensor = self._files[path].get_tensor(stored)
-            if name in self._scales:
-                at, scale = self._scales[name]
-                tensor = _widened(tensor, self._files[at].get_tensor(scale))
-            target.copy_(tensor)
+            tensor = self._files[path].get_slice(stored)[slot.index] if slot.is_part else self._read(name)
+            if name in self._scales and slot.target.dtype != torch.float8_e4m3fn:
+                tensor = _widened(tensor, self._read(self._scales[name]), slot)
+            slot.target.copy_(tensor)
         except (OSError, SafetensorError, ValueError) as error:
             raise ConfigError(f"{path}: tensor {stored} cannot be read: {error}") from error
+
+    def _read(self, name: str) -> Tensor:
+        path, stored = self._found[name]
+        tensor: Tensor = self._files[path].get_tensor(stored)
+        return tensor
 
 
 def _paths(directory: Path) -> list[Path]:
@@ -95,21 +104,22 @@ def _paths(directory: Path) -> list[Path]:
     raise ConfigError(f"{directory}: holds neither {_SINGLE} nor {_INDEX}")
 
 
-def _widened(weight: Tensor, scales: Tensor) -> Tensor:
-    """A float8 weight [N, K] times its scales: one in all, [N] or [N, 1], or one for each block of 128 x 128.
+def _widened(weight: Tensor, scales: Tensor, slot: WeightSlot) -> Tensor:
+    """The slot's part of a float8 weight [N, K] times its scales: one in all, [N] or [N, 1], or one for each 128 x 128.
 
     Raises:
         ValueError: The scales are of another shape.
     """
     scales = scales.float()
-    rows, columns = weight.shape
+    rows, columns = slot.shape
     if scales.numel() == 1:
         return weight.float() * scales.view(())
     if scales.shape in ((rows,), (rows, 1)):
-        return weight.float() * scales.view(-1, 1)
+        return weight.float() * scales.view(-1, 1)[slot.index[0]]
     if scales.shape != (-(-rows // _BLOCK), -(-columns // _BLOCK)):
         raise ValueError(f"its scales have shape {list(scales.shape)}")
-    return weight.float() * scales.repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
+    each = scales.repeat_interleave(_BLOCK, 0)[slot.index[0]].repeat_interleave(_BLOCK, 1)[:, slot.index[1]]
+    return weight.float() * each
 
 
 def _canonical(stored: str) -> str | None:

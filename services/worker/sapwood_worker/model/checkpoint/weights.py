@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.model.layers.weight_slot import WeightSlots
+from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot, WeightSlots
 
 _DUMMY_STD = 0.02
 
@@ -18,16 +17,18 @@ _DUMMY_STD = 0.02
 class WeightSource(Protocol):
     """The tensors of a checkpoint under their Hugging Face names."""
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor that is part of the language model."""
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Every tensor that is part of the language model, by its name."""
         ...
 
     def where(self, name: str) -> str:
         """The file a tensor lies in, with its name there, for error messages."""
         ...
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Writes a tensor into ``target`` [its shape], converted to its dtype. May run in several threads at once.
+    def read_into(self, name: str, slot: WeightSlot) -> None:
+        """Writes the slot's part of a tensor into its target, converted to its dtype; reads no more than that.
+
+        May run in several threads at once.
 
         Raises:
             ConfigError: It cannot be read.
@@ -47,27 +48,27 @@ def load_weights(slots: WeightSlots, source: WeightSource, norm_offset: float, t
     Raises:
         ConfigError: A tensor is missing, unexpected or of another shape; names it and the file.
     """
-    shapes = source.shapes()
-    missing = slots.keys() - shapes.keys()
+    stored = source.tensors()
+    missing = slots.keys() - stored.keys()
     if missing:
         raise ConfigError(f"{source.where('')}: {_list(missing)} missing")
-    unexpected = shapes.keys() - slots.keys()
+    unexpected = {name for name, tensor in stored.items() if not tensor.scales} - slots.keys()
     if unexpected:
         raise ConfigError(
             f"{source.where(min(unexpected))}: {_list(unexpected)} unexpected: the model has no such weight"
         )
     for name, slot in slots.items():
-        if shapes[name] != tuple(slot.target.shape):
+        if stored[name].shape != slot.shape:
             raise ConfigError(
-                f"{source.where(name)}: tensor {name} has shape {list(shapes[name])}, "
-                f"the configuration asks for {list(slot.target.shape)}"
+                f"{source.where(name)}: tensor {name} has shape {list(stored[name].shape)}, "
+                f"the configuration asks for {list(slot.shape)}"
             )
 
     def read(name: str) -> None:
         slot = slots[name]
         # Each thread has an inference mode of its own.
         with torch.inference_mode():
-            source.read_into(name, slot.target)
+            source.read_into(name, slot)
             if slot.norm and norm_offset:
                 slot.target.add_(norm_offset)
 

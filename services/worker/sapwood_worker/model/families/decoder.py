@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import cast
 
-import torch
 from torch import Tensor, nn
 
-from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.layers.attention import Attention, QKNorm
+from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.embedding import Embedding, LMHead
 from sapwood_worker.model.layers.layer import Layer
-from sapwood_worker.model.layers.linear import Quantization
 from sapwood_worker.model.layers.mlp import GatedMLP
 from sapwood_worker.model.layers.norm import RMSNorm
 from sapwood_worker.model.layers.rotary import RotaryEmbedding, inverse_frequencies
-from sapwood_worker.model.layers.weight_slot import WeightSlots
+from sapwood_worker.model.weight_slot import WeightSlots
 
 Angles = tuple[Tensor, Tensor]
 
@@ -28,12 +27,12 @@ class DecoderLayer(Layer, ABC):
     Args:
         config: The model's configuration.
         index: The layer's index.
-        dtype: The dtype of weights and activations.
-        ops: The operations of the device, where the weights lie.
+        context: Where and how it is built.
     """
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, ops: DeviceOps) -> None:
+    def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__()
+        inside = context.inside("self_attn")
         heads, kv_heads, dim, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
         self.attention = Attention(
             hidden_size=config.hidden_size,
@@ -43,21 +42,21 @@ class DecoderLayer(Layer, ABC):
             constants=AttentionLayer(
                 index, config.attention_scale, window=config.windows[index], softcap=config.attention_softcap
             ),
-            qk_norm=QKNorm(dim, eps, ops) if config.qk_norm else None,
+            qk_norm=QKNorm(dim, eps, inside) if config.qk_norm else None,
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
-            dtype=dtype,
-            ops=ops,
+            context=inside,
         )
         self.mlp = GatedMLP(
             config.hidden_size,
             config.intermediate_size,
-            gelu=config.activation == "gelu_tanh",
+            activation=config.activation,
             bias=config.mlp_bias,
-            dtype=dtype,
-            ops=ops,
+            context=context.inside("mlp"),
         )
-        self.norms = nn.ModuleDict({name: RMSNorm(config.hidden_size, eps, ops) for name in self.norm_names()})
+        self.norms = nn.ModuleDict(
+            {name: RMSNorm(config.hidden_size, eps, context.inside(name)) for name in self.norm_names()}
+        )
 
     @staticmethod
     @abstractmethod
@@ -68,25 +67,11 @@ class DecoderLayer(Layer, ABC):
     def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]; may overwrite ``hidden``."""
 
-    def weights(self, prefix: str) -> WeightSlots:
-        """The slots of its tensors under ``prefix``."""
-        slots = self.attention.weights(f"{prefix}.self_attn") | self.mlp.weights(f"{prefix}.mlp")
-        for name in self.norm_names():
-            slots |= self.norm(name).weights(f"{prefix}.{name}")
-        return slots
-
     def norm(self, name: str) -> RMSNorm:
         """The norm of a name."""
         found = self.norms[name]
         assert isinstance(found, RMSNorm)
         return found
-
-    def prepare(self, dtype: torch.dtype, quantization: Quantization = "none") -> None:
-        """Readies the weights for use; called once when they are loaded."""
-        self.attention.prepare(dtype, quantization)
-        self.mlp.prepare(quantization)
-        for name in self.norm_names():
-            self.norm(name).prepare(dtype)
 
 
 class DecoderModel(Layer):
@@ -95,51 +80,31 @@ class DecoderModel(Layer):
     Args:
         config: The model's configuration.
         layer_class: The family's layer.
-        dtype: The dtype of weights and activations.
-        ops: The operations of the device, where the weights lie. These are not set: fill :meth:`weights`, then call
-            :meth:`prepare`.
+        context: Where and how it is built. Weights are not set: fill :meth:`weights`, then call :meth:`prepare`.
     """
 
-    def __init__(
-        self, config: ModelConfig, layer_class: type[DecoderLayer], dtype: torch.dtype, ops: DeviceOps
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer_class: type[DecoderLayer], context: LayerContext) -> None:
         super().__init__()
         self.config = config
-        self._dtype = dtype
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale, dtype, ops)
-        self.layers = nn.ModuleList(layer_class(config, i, dtype, ops) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        tied = config.tie_word_embeddings
-        shape = (config.vocab_size, config.hidden_size)
-        head = (
-            self.embedding.weight
-            if tied
-            else nn.Parameter(torch.empty(shape, dtype=dtype, device=ops.device), requires_grad=False)
+        vocab, width = config.vocab_size, config.hidden_size
+        inside = context.inside("model")
+        self.embedding = Embedding(vocab, width, config.embedding_scale, inside.inside("embed_tokens"))
+        self.layers = nn.ModuleList(
+            layer_class(config, i, inside.inside(f"layers.{i}")) for i in range(config.num_layers)
         )
-        self.head = LMHead(head, tied=tied, softcap=config.final_softcap, ops=ops)
+        self.norm = RMSNorm(width, config.rms_norm_eps, inside.inside("norm"))
+        tied = self.embedding.weight if config.tie_word_embeddings else None
+        self.head = LMHead(vocab, width, tied=tied, softcap=config.final_softcap, context=context.inside("lm_head"))
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         self.rotary = nn.ModuleList(
-            RotaryEmbedding(inverse_frequencies(config.head_dim, rope), config.max_position, dtype, ops.device)
-            for rope in ropes
+            RotaryEmbedding(inverse_frequencies(config.head_dim, rope), config.max_position, context) for rope in ropes
         )
         # The index of each layer's rotary embedding.
         self._kinds = [int(config.local_rope is not None and window is not None) for window in config.windows]
 
-    def weights(self) -> WeightSlots:
-        """The slots of all tensors by their Hugging Face names."""
-        slots = self.embedding.weights("model.embed_tokens")
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            slots |= layer.weights(f"model.layers.{i}")
-        return slots | self.norm.weights("model.norm") | self.head.weights("lm_head")
-
-    def prepare(self, quantization: Quantization = "none") -> None:
-        """Readies the weights for use; called once when they are loaded. Embedding and head are never quantised."""
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            layer.prepare(self._dtype, quantization)
-        self.norm.prepare(self._dtype)
-        self.head.prepare()
+    def layer_weights(self) -> WeightSlots:
+        """The slots of the layers' tensors: all but those of embedding, last norm and head."""
+        return {name: slot for layer in self.layers for name, slot in cast(Layer, layer).weights().items()}
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Runs the layers over a flat ragged batch; writes keys and values to the cache.

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionPlan
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import Angles, DecoderLayer
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.rotary import RopeConfig
 
 
@@ -24,12 +23,11 @@ class Gemma3DecoderLayer(DecoderLayer):
     Args:
         config: The model's configuration.
         index: The layer's index.
-        dtype: The dtype of weights and activations.
-        ops: The operations of the device, where the weights lie.
+        context: Where and how it is built.
     """
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, ops: DeviceOps) -> None:
-        super().__init__(config, index, dtype, ops)
+    def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
+        super().__init__(config, index, context)
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = map(self.norm, self.norm_names())
 
     @staticmethod

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.model.config import Activation
+from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.rotary import RopeConfig
 
-_ACTIVATIONS: dict[str, Activation] = {
+_ACTIVATIONS: dict[str, Gate] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -52,7 +52,7 @@ class HfValues:
         """How many layers there are."""
         return int(self.values["num_hidden_layers"])
 
-    def activation(self, key: str) -> Activation:
+    def activation(self, key: str) -> Gate:
         """The activation that a setting names; ``silu`` if it names none.
 
         Raises:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.backend import AttentionPlan
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import Angles, DecoderLayer
 from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.layers.context import LayerContext
 
 
 class LlamaDecoderLayer(DecoderLayer):
@@ -18,12 +17,11 @@ class LlamaDecoderLayer(DecoderLayer):
     Args:
         config: The model's configuration.
         index: The layer's index.
-        dtype: The dtype of weights and activations.
-        ops: The operations of the device, where the weights lie.
+        context: Where and how it is built.
     """
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, ops: DeviceOps) -> None:
-        super().__init__(config, index, dtype, ops)
+    def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
+        super().__init__(config, index, context)
         self.before_attention = self.norm("input_layernorm")
         self.before_mlp = self.norm("post_attention_layernorm")
 
@@ -32,8 +30,8 @@ class LlamaDecoderLayer(DecoderLayer):
         return ("input_layernorm", "post_attention_layernorm")
 
     def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
-        self.attention.add_to(hidden, self.before_attention, angles, plan)
-        self.mlp.add_to(hidden, self.before_mlp)
+        self.attention(hidden, self.before_attention, angles, plan, hidden)
+        self.mlp(hidden, self.before_mlp, hidden)
         return hidden
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sapwood_kernels.ops.device import DeviceOps, OneRow
+from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.norm import RMSNorm
-from sapwood_worker.model.layers.weight_slot import WeightSlot, WeightSlots
+from sapwood_worker.model.quantization.dense import DenseMethod
+from sapwood_worker.model.quantization.linear_method import LinearShape, Part
+from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots, whole
 
 
 class Embedding(Layer):
@@ -20,20 +20,19 @@ class Embedding(Layer):
     Args:
         vocab_size: Rows.
         hidden_size: Width of a row.
-        scale: Factor on the output, rounded to ``dtype`` first (as Gemma does).
-        dtype: The table's dtype.
-        ops: The operations of the device, where the table lies.
+        scale: Factor on the output, rounded to the table's dtype first (as Gemma does).
+        context: Where and how it is built.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, scale: float, dtype: torch.dtype, ops: DeviceOps) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float, context: LayerContext) -> None:
         super().__init__()
-        empty = torch.empty(vocab_size, hidden_size, dtype=dtype, device=ops.device)
+        self._prefix = context.prefix
+        empty = torch.empty(vocab_size, hidden_size, dtype=context.dtype, device=context.device)
         self.weight = nn.Parameter(empty, requires_grad=False)
-        self._scale = torch.tensor(scale, dtype=dtype).item()
+        self._scale = torch.tensor(scale, dtype=context.dtype).item()
 
-    def weights(self, prefix: str) -> WeightSlots:
-        """The slots of its tensors under ``prefix``."""
-        return {f"{prefix}.weight": WeightSlot(self.weight)}
+    def slots(self) -> WeightSlots:
+        return {f"{self._prefix}.weight": WeightSlot(self.weight)}
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden_size]."""
@@ -45,38 +44,34 @@ class LMHead(Layer):
     """Logits from hidden states.
 
     Args:
-        weight: [vocab_size, hidden_size]; the embedding's parameter if the two are tied.
-        tied: Whether it is the embedding's; checkpoints then have no tensor for it.
+        vocab_size: Logits of a row.
+        hidden_size: Width of the hidden states.
+        tied: The embedding's table, if it is the head's, too; checkpoints then have no tensor for the head.
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
-        ops: The operations of the weight's device.
+        context: Where and how it is built.
     """
 
-    def __init__(self, weight: nn.Parameter, *, tied: bool, softcap: float | None, ops: DeviceOps) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, tied: Tensor | None, softcap: float | None, context: LayerContext
+    ) -> None:
         super().__init__()
-        self.weight = weight
-        self._tied = tied
+        shape = LinearShape((Part(context.prefix, whole(vocab_size)),), whole(hidden_size))
+        self._method = DenseMethod(shape, context.dtype, context.ops, weight=tied, one_row_dtype=torch.float32)
+        self._tied = tied is not None
         self._softcap = softcap
-        self._ops = ops
-        self._packed: Callable[[Tensor], Tensor] | None = None
-        self._one_row: OneRow | None = None
 
-    def weights(self, prefix: str) -> WeightSlots:
-        """The slots of its tensors under ``prefix``."""
-        return {} if self._tied else {f"{prefix}.weight": WeightSlot(self.weight)}
+    def slots(self) -> WeightSlots:
+        return {} if self._tied else self._method.slots()
 
-    def prepare(self) -> None:
-        """Readies the weights for use; called once when they are loaded."""
-        self._packed = self._ops.packed(self.weight, None)
-        self._one_row = self._ops.one_row(self.weight)
+    def finish(self) -> None:
+        self._method.finish()
 
     def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """[R, hidden_size], which it norms first -> [R, vocab_size], float32 or the model's dtype."""
-        if self._one_row is not None and hidden.shape[0] == 1:
-            logits = self._one_row(hidden, norm=(norm.weight, norm.eps), dtype=torch.float32)
-        elif self._packed is not None:
-            logits = self._packed(norm(hidden))
+        if self._method.fuses(hidden.shape[0]).norm:
+            logits = self._method.apply(hidden, norm=norm)
         else:
-            logits = F.linear(norm(hidden), self.weight)
+            logits = self._method.apply(norm(hidden))
         if self._softcap is not None:
             logits = logits.float().div_(self._softcap).tanh_().mul_(self._softcap)
         return logits

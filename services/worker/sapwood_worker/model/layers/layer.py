@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+
+from sapwood_worker.model.weight_slot import WeightSlots
 
 
 class Layer(nn.Module):
@@ -17,3 +20,25 @@ class Layer(nn.Module):
     def __call__(self, *args: Any) -> Any:
         """``forward(*args)``."""
         return self.forward(*args)
+
+    def weights(self) -> WeightSlots:
+        """The slots of its tensors and of those of all layers inside it."""
+        slots: WeightSlots = {}
+        for layer in self._all():
+            slots |= layer.slots()
+        return slots
+
+    def prepare(self) -> None:
+        """Readies it and all layers inside it for use; called once when the slots are filled."""
+        for layer in self._all():
+            layer.finish()
+
+    def slots(self) -> WeightSlots:
+        """The slots of its own tensors."""
+        return {}
+
+    def finish(self) -> None:
+        """Readies its own tensors for use."""
+
+    def _all(self) -> Iterator[Layer]:
+        return (each for each in self.modules() if isinstance(each, Layer))

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
-from sapwood_worker.model.layers.weight_slot import WeightSlot, WeightSlots
+from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
 
 class RMSNorm(Layer):
@@ -20,23 +20,22 @@ class RMSNorm(Layer):
     Args:
         width: Numbers that are normed together.
         eps: Added to the mean square.
-        ops: The operations of the device, where the weight lies.
+        context: Where and how it is built.
     """
 
-    def __init__(self, width: int, eps: float, ops: DeviceOps) -> None:
+    def __init__(self, width: int, eps: float, context: LayerContext) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32, device=ops.device), requires_grad=False)
+        empty = torch.empty(width, dtype=torch.float32, device=context.device)
+        self.weight = nn.Parameter(empty, requires_grad=False)
         self.eps = eps
-        self._ops = ops
+        self._context = context
         self._norm: Callable[[Tensor], Tensor]
 
-    def weights(self, prefix: str) -> WeightSlots:
-        """The slots of its tensors under ``prefix``."""
-        return {f"{prefix}.weight": WeightSlot(self.weight, norm=True)}
+    def slots(self) -> WeightSlots:
+        return {f"{self._context.prefix}.weight": WeightSlot(self.weight, norm=True)}
 
-    def prepare(self, dtype: torch.dtype) -> None:
-        """Readies the weights for use; called once when they are loaded."""
-        self._norm = self._ops.rms_norm(self.weight, self.eps, dtype)
+    def finish(self) -> None:
+        self._norm = self._context.ops.rms_norm(self.weight, self.eps, self._context.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., N] -> [..., N]."""

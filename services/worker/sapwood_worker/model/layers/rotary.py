@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 
 
@@ -64,15 +65,14 @@ class RotaryEmbedding(Layer):
     Args:
         frequencies: float32 [head_dim / 2].
         max_position: Positions are below it; the table takes ``max_position * head_dim`` elements.
-        dtype: Of the cosines and sines.
-        device: Where the table lies.
+        context: Where and how it is built.
     """
 
-    def __init__(self, frequencies: Tensor, max_position: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, frequencies: Tensor, max_position: int, context: LayerContext) -> None:
         super().__init__()
-        positions = torch.arange(max_position, dtype=torch.float32, device=device)
-        angles = torch.outer(positions, frequencies.to(device))
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
+        positions = torch.arange(max_position, dtype=torch.float32, device=context.device)
+        angles = torch.outer(positions, frequencies.to(context.device))
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(context.dtype)
         self.register_buffer("_table", table, persistent=False)
         self._table: Tensor
 

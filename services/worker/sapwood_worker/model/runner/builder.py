@@ -76,6 +76,7 @@ class _Builder:
         self._model = loaded.model
         self._eos_token_ids = loaded.eos_token_ids
         self._largest_graph = min(options.cuda_graph_max_batch or options.max_running, options.max_running)
+        self._quantization = loaded.quantization
         # The latest token of the request in each row of the page table.
         self._last_tokens = torch.zeros(options.max_running, dtype=torch.int64, device=self._device)
         self._scales: KVScales | None = None
@@ -129,7 +130,7 @@ class _Builder:
         made_up = f"dummy-{options.seed}" if options.load_format == "dummy" else ""
         shape = "x".join(map(str, (len(pool.key_slots), *pool.key_slots[0].shape[1:])))
         stored = f"{pool.dtype}{pool.scales}" if self._scales is not None else ""
-        computed = self._dtype_name if options.quantization == "none" else f"{self._dtype_name}-{options.quantization}"
+        computed = self._dtype_name if self._quantization == "none" else f"{self._dtype_name}-{self._quantization}"
         parts = (model_fingerprint(options.model_path), made_up, computed, stored, shape, self._device.type)
         return "|".join(parts)
 
@@ -166,8 +167,8 @@ class _Builder:
         from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
 
         assert isinstance(backend, FlashInferBackend)
-        parameters = sum(each.numel() for each in self._model.layers.parameters())
-        worth = worth_capturing(parameters, float8=self._options.quantization != "none")
+        parameters = sum(slot.target.numel() for slot in self._model.layer_weights().values())
+        worth = worth_capturing(parameters, float8=self._quantization != "none")
         largest = min(worth, self._options.max_step_tokens)
         sizes = token_ladder(largest) if whole_ladder else [largest]
         return PiecewiseGraphs(self._model, backend, pool, sizes, pool.num_pages - _SCRATCH_PAGES)

@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 
-from sapwood_worker.model.layers.linear import Quantization
 from sapwood_worker.model.loader import LoadFormat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,7 +49,7 @@ class RunnerOptions:
     page_size: int = 16
     num_pages: int | None = None
     kv_cache_bytes: int | None = None
-    quantization: Quantization = "none"
+    quantization: str = "none"
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     memory_fraction: float = 0.9
     max_step_tokens: int = 8192

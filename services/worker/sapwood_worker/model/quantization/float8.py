@@ -1,0 +1,244 @@
+"""Weights in float8 (W8A8): weights are quantised once, or kept as a checkpoint stores them; activations in each call.
+
+There are three ways of scaling. By row: one scale for each output channel of the weight and for each token; finer than by tensor
+and, for many tokens, as fast on an H200. By tensor: one scale for the weight and one for all tokens of a step; products of few
+tokens are faster, but the scale takes a pass of its own over the activations. By block: one scale for each 128 x 128 numbers of
+the weight and each 128 of a token, as in DeepSeek-V3's (2024) checkpoints. Where the device's matrix units do not take such
+scales (CUDA: blocks where K / 128 is not a multiple of 4; CPUs: none), the same rounded numbers are multiplied in the model's
+dtype: the reference, slow on a GPU, since it widens the weight for each product.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sapwood_kernels import reference
+from sapwood_kernels.ops.device import GROUP, DeviceOps, Gate, OneRow
+from sapwood_worker.model.quantization.dense import ONE_ROW
+from sapwood_worker.model.quantization.linear_method import (
+    Fuses,
+    LinearFormat,
+    LinearMethod,
+    LinearShape,
+    Norm,
+    Stored,
+)
+from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots
+
+Scaling = Literal["row", "block", "tensor"]
+
+_ALIGNED = 16
+_STORED = "F8_E4M3"
+_SCALES = ("weight_scale", "weight_scale_inv")
+"""Names of a stored weight's scales: the common one, and DeepSeek's for those of blocks."""
+
+
+class Float8Method(LinearMethod):
+    """The product; how the weight comes here is the subclass's business.
+
+    Args:
+        shape: The layer's; both sides multiples of 16.
+        scaling: Which numbers share a scale; ``block`` only where both sides, and those of each part, are multiples of 128.
+        dtype: The dtype of activations and bias.
+        ops: The device's operations.
+
+    Attributes:
+        weight: [N, K], float8_e4m3fn once it is finished.
+        scales: float32 [N, 1], [N / 128, K / 128] by block, or [1, 1] by tensor, once it is finished.
+    """
+
+    weight: Tensor
+    scales: Tensor
+
+    def __init__(self, shape: LinearShape, scaling: Scaling, dtype: torch.dtype, ops: DeviceOps) -> None:
+        self._shape = shape
+        self._scaling = scaling
+        self._dtype = dtype
+        self._ops = ops
+        self.bias = torch.empty(shape.rows, dtype=dtype, device=ops.device) if shape.bias else None
+        self._one_row: OneRow | None = None
+        self._scaled = False
+        self._dense: Tensor | None = None
+        fused = scaling != "tensor"  # one scale for all: known only when all numbers are
+        self._fuses = Fuses(norm=fused, gate_before=fused)
+
+    def slots(self) -> WeightSlots:
+        slots: WeightSlots = {}
+        for part, rows in self._shape.split():
+            slots[f"{part.name}.weight"] = WeightSlot(self.weight[rows], spans=(part.rows, self._shape.columns))
+            if self.bias is not None:
+                slots[f"{part.name}.bias"] = WeightSlot(self.bias[rows], spans=(part.rows,))
+        return slots
+
+    def fuses(self, rows: int) -> Fuses:
+        return ONE_ROW if rows == 1 and self._one_row is not None else self._fuses
+
+    def apply(
+        self,
+        x: Tensor,
+        *,
+        norm: Norm | None = None,
+        gate_before: Gate | None = None,
+        gate_after: Gate | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        if self._one_row is not None and x.shape[0] == 1:
+            before = None if norm is None else (norm.weight, norm.eps)
+            return self._one_row(x, norm=before, gate=gate_after, add_to=residual)
+        ops, grouped = self._ops, self._scaling == "block"
+        if norm is not None:
+            values, scales = ops.quantise_normed(x, norm.weight, norm.eps, grouped=grouped)
+        elif gate_before is not None:
+            values, scales = ops.quantise_gated(x, gate_before, grouped=grouped)
+        else:
+            values, scales = self._quantise(x)
+        rows = x.shape[0]  # of the quantised there may be more
+        if not self._scaled:
+            wide = reference.dequantise_blocks(values[:rows], scales[:rows]).to(self._dtype)
+            return F.linear(wide, self._widened() if self._dense is None else self._dense, self.bias)
+        result = self._scaled_product(values, scales)[:rows].to(self._dtype)
+        return result if self.bias is None else result.add_(self.bias)
+
+    def _ready(self, weight: Tensor, scales: Tensor) -> None:
+        if self._scaling == "block":
+            # cuBLAS wants rows of a multiple of 4 scales in memory.
+            scales = F.pad(scales, (0, -scales.shape[1] % 4))[:, : scales.shape[1]]
+        self.weight, self.scales = weight, scales
+        each = scales.expand(len(weight), 1).contiguous() if self._scaling == "tensor" else scales
+        self._one_row = self._ops.one_row(weight, self.bias, each)
+        try:
+            zeros = torch.zeros(1, weight.shape[1], dtype=self._dtype, device=weight.device)
+            self._scaled_product(*self._quantise(zeros))
+            self._scaled = True
+        except RuntimeError:
+            if not self._ops.asynchronous:  # a GPU's memory holds it once
+                self._dense = self._widened()
+
+    def _quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self._scaling == "tensor":
+            return self._ops.quantise_tensor(x)
+        return self._ops.quantise(x, grouped=self._scaling == "block")
+
+    def _widened(self) -> Tensor:
+        return reference.dequantise_blocks(self.weight, self.scales).to(self._dtype)
+
+    def _scaled_product(self, values: Tensor, scales: Tensor) -> Tensor:
+        # Products are summed with fewer bits than float32 has; that error is far below float8's rounding.
+        dtype = torch.bfloat16 if self._dtype == torch.float32 else self._dtype  # torch cannot return float32 here
+        exact = self._scaling == "block"
+        return self._ops.scaled_product((values, scales), (self.weight, self.scales), dtype, exact=exact)
+
+
+class QuantisedFloat8(Float8Method):
+    """Loads the weight in the model's dtype and quantises it; arguments as of :class:`Float8Method`."""
+
+    def __init__(self, shape: LinearShape, scaling: Scaling, dtype: torch.dtype, ops: DeviceOps) -> None:
+        super().__init__(shape, scaling, dtype, ops)
+        self.weight = torch.empty(shape.rows, shape.columns.size, dtype=dtype, device=ops.device)
+
+    def finish(self) -> None:
+        quantise = {
+            "row": reference.quantise_rows,
+            "block": reference.quantise_blocks,
+            "tensor": reference.quantise_tensor,
+        }
+        self._ready(*quantise[self._scaling](self.weight))
+
+
+class StoredFloat8(Float8Method):
+    """Keeps weight and scales as they are stored; scales of whole projections become scales of rows, equal for each of its rows.
+
+    Args:
+        shape: As of :class:`Float8Method`.
+        scales: For each part the name of its scales and their shape, all of it.
+        scaling: ``row`` or ``block``.
+        dtype: As of :class:`Float8Method`.
+        ops: As of :class:`Float8Method`.
+    """
+
+    def __init__(
+        self,
+        shape: LinearShape,
+        scales: list[tuple[str, tuple[int, ...]]],
+        scaling: Scaling,
+        dtype: torch.dtype,
+        ops: DeviceOps,
+    ) -> None:
+        super().__init__(shape, scaling, dtype, ops)
+        self.weight = torch.empty(shape.rows, shape.columns.size, dtype=torch.float8_e4m3fn, device=ops.device)
+        self._scales: WeightSlots = {}
+        for part, (name, sizes) in zip(shape.parts, scales, strict=True):
+            spans: tuple[Span, ...] = tuple(Span(0, size, size) for size in sizes)
+            if scaling == "block":
+                spans = _in_blocks(part.rows), _in_blocks(shape.columns)
+            elif spans and sizes[0] > 1:
+                spans = (part.rows, *spans[1:])
+            empty = torch.empty([span.size for span in spans], dtype=torch.float32, device=ops.device)
+            self._scales[name] = WeightSlot(empty, spans=spans)
+
+    def slots(self) -> WeightSlots:
+        return super().slots() | self._scales
+
+    def finish(self) -> None:
+        scales = [slot.target for slot in self._scales.values()]
+        if self._scaling == "row":
+            rows = [part.rows.size for part in self._shape.parts]
+            scales = [each.view(-1, 1).expand(size, 1) for each, size in zip(scales, rows, strict=True)]
+        self._ready(self.weight, torch.cat(scales))
+
+
+def _quantised(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, *, scaling: Scaling) -> LinearMethod | None:
+    if not _can_multiply(shape):
+        return None
+    if scaling == "block" and not _in_whole_blocks(shape):
+        scaling = "row"
+    return QuantisedFloat8(shape, scaling, dtype, ops)
+
+
+def _kept(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored) -> LinearMethod | None:
+    """None if weights are not in float8, or if the checkpoint does not say that activations are."""
+    if not _can_multiply(shape) or not _quantises_activations(stored):
+        return None
+    scales = []
+    for part in shape.parts:
+        weight = stored.tensors.get(f"{part.name}.weight")
+        name = next((f"{part.name}.{each}" for each in _SCALES if f"{part.name}.{each}" in stored.tensors), None)
+        if weight is None or weight.dtype != _STORED or name is None:
+            return None
+        scales.append((name, stored.tensors[name].shape))
+    if all(sizes in ((), (1,), (1, 1), (part.rows.total,), (part.rows.total, 1))
+           for part, (_, sizes) in zip(shape.parts, scales, strict=True)):  # fmt: skip
+        return StoredFloat8(shape, scales, "row", dtype, ops)
+    columns = shape.columns.total // GROUP
+    in_blocks = all(
+        sizes == (part.rows.total // GROUP, columns) for part, (_, sizes) in zip(shape.parts, scales, strict=True)
+    )
+    return StoredFloat8(shape, scales, "block", dtype, ops) if in_blocks and _in_whole_blocks(shape) else None
+
+
+def _quantises_activations(stored: Stored) -> bool:
+    groups = stored.quantization.get("config_groups", {})
+    return bool(stored.quantization) and all(group.get("input_activations") for group in groups.values())
+
+
+def _can_multiply(shape: LinearShape) -> bool:
+    return shape.rows % _ALIGNED == 0 and shape.columns.size % _ALIGNED == 0
+
+
+def _in_whole_blocks(shape: LinearShape) -> bool:
+    spans = (shape.columns, *(part.rows for part in shape.parts))
+    return all(span.start % GROUP == span.size % GROUP == 0 for span in spans)
+
+
+def _in_blocks(span: Span) -> Span:
+    return Span(span.start // GROUP, span.size // GROUP, span.total // GROUP)
+
+
+FP8 = LinearFormat(quantise=partial(_quantised, scaling="row"), keep=_kept)
+FP8_BLOCK = LinearFormat(quantise=partial(_quantised, scaling="block"))
+FP8_TENSOR = LinearFormat(quantise=partial(_quantised, scaling="tensor"))

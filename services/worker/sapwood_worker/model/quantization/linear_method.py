@@ -1,0 +1,148 @@
+"""What a linear layer asks of its weights, whatever format they have."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sapwood_kernels.ops.device import DeviceOps, Gate
+from sapwood_worker.model.weight_slot import Span, StoredTensor, WeightSlots
+
+
+class Norm(Protocol):
+    """An RMSNorm: computed by a call, or by who reads its weight (float32) and eps."""
+
+    eps: float
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    def __call__(self, x: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A checkpoint's projection within a linear layer.
+
+    Attributes:
+        name: Its name in a Hugging Face checkpoint: ``model.layers.0.self_attn.q_proj``.
+        rows: Which of its outputs are computed here.
+    """
+
+    name: str
+    rows: Span
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """A linear layer, or a rank's part of it.
+
+    Attributes:
+        parts: Projections of the same input, whose outputs lie side by side.
+        columns: Which inputs are multiplied here.
+        bias: Whether each part has a bias.
+    """
+
+    parts: tuple[Part, ...]
+    columns: Span
+    bias: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Outputs computed here: N."""
+        return sum(part.rows.size for part in self.parts)
+
+    def split(self) -> Iterator[tuple[Part, slice]]:
+        """Each part and its outputs among the layer's."""
+        start = 0
+        for part in self.parts:
+            yield part, slice(start, start + part.rows.size)
+            start += part.rows.size
+
+
+@dataclass(frozen=True, slots=True)
+class Fuses:
+    """What a method computes in the same pass as the product; the layer computes the rest by itself.
+
+    Attributes:
+        norm: An RMSNorm of the input.
+        gate_before: A gated activation of the input.
+        gate_after: A gated activation of the output.
+        residual: The sum with a residual.
+    """
+
+    norm: bool = False
+    gate_before: bool = False
+    gate_after: bool = False
+    residual: bool = False
+
+
+class LinearMethod(ABC):
+    """The weights of one linear layer, [N, K], and the product with them."""
+
+    @abstractmethod
+    def slots(self) -> WeightSlots:
+        """The tensors that a checkpoint fills."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Readies the weights for use; called once when the slots are filled."""
+
+    @abstractmethod
+    def fuses(self, rows: int) -> Fuses:
+        """What it fuses with a product of so many rows."""
+
+    @abstractmethod
+    def apply(
+        self,
+        x: Tensor,
+        *,
+        norm: Norm | None = None,
+        gate_before: Gate | None = None,
+        gate_after: Gate | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """``gate_after(norm_or_gate_before(x) @ weight.T + bias) + residual``; only what it fuses is given.
+
+        Args:
+            x: [T, K], or [T, 2 K] with ``gate_before``.
+            norm: Before the product.
+            gate_before: Before the product.
+            gate_after: After it.
+            residual: [T, N], changed in place to the sum, which is returned.
+
+        Returns:
+            [T, N], or [T, N / 2] with ``gate_after``.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a checkpoint says of its weights.
+
+    Attributes:
+        tensors: By their Hugging Face names.
+        quantization: ``quantization_config`` of ``config.json``; empty: it has none.
+    """
+
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    quantization: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearFormat:
+    """A format of weights. Each function returns None for a layer that the format cannot hold.
+
+    Attributes:
+        quantise: Makes the method that loads weights in the model's dtype and quantises them. None: it cannot be asked for by
+            ``--quantization``.
+        keep: Makes the method that takes weights as the checkpoint stores them. None: no checkpoint stores them so.
+    """
+
+    quantise: Callable[[LinearShape, torch.dtype, DeviceOps], LinearMethod | None] | None = None
+    keep: Callable[[LinearShape, torch.dtype, DeviceOps, Stored], LinearMethod | None] | None = None

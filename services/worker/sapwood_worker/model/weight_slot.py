@@ -1,0 +1,76 @@
+"""A checkpoint's tensors and the places that they are loaded into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a dimension: ``start`` .. ``start + size - 1`` of ``total``."""
+
+    start: int
+    size: int
+    total: int
+
+    @property
+    def slice(self) -> slice:
+        """The part as an index."""
+        return slice(self.start, self.start + self.size)
+
+
+def whole(size: int) -> Span:
+    """All of a dimension."""
+    return Span(0, size, size)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """A tensor to be filled from a checkpoint.
+
+    Attributes:
+        target: A parameter or the part of a fused one; written in place.
+        norm: Whether it is a norm's weight: dummy weights are 1, and 1 is added if the file stores the w of 1 + w.
+        spans: Which part of the checkpoint's tensor it takes, for each dimension; None: all of it.
+    """
+
+    target: Tensor
+    norm: bool = False
+    spans: tuple[Span, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the checkpoint's tensor."""
+        return tuple(self.target.shape) if self.spans is None else tuple(span.total for span in self.spans)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it takes less than the whole tensor."""
+        return self.shape != tuple(self.target.shape)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Which part of the checkpoint's tensor it takes."""
+        spans = self.spans or tuple(whole(size) for size in self.target.shape)
+        return tuple(span.slice for span in spans)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as a checkpoint stores it.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its type by the file format's own name: ``F8_E4M3``, ``Q4_K``.
+        scales: Whether it holds the scales of another tensor, which are read with that where no slot asks for them.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    scales: bool = False
+
+
+WeightSlots = dict[str, WeightSlot]
+"""Hugging Face tensor name -> slot."""

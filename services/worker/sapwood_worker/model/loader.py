@@ -75,7 +75,7 @@ def load_model(
         family, config = read_hf_config(path)
         eos = read_hf_eos(path)
         if load_format == "auto":
-            source = SafetensorsSource(path, tied=config.tie_word_embeddings)
+            source = SafetensorsSource(path, family, tied=config.tie_word_embeddings)
             stored = Stored(source.tensors(), read_hf_quantization(path))
     else:
         file = _open_gguf(path)
@@ -85,7 +85,7 @@ def load_model(
         config = replace(config, norm_offset=0.0)  # these files hold the factor itself
         eos = read_gguf_eos(file)
         if load_format == "auto":
-            source = GgufSource(file, config, family.gguf_norms, interleaved=family.gguf_interleaves)
+            source = GgufSource(file, config, family)
             stored = Stored(source.tensors())
     config = _limited(config, context_length)
     linear = LinearMethods(quantization, dtype, ops, stored)

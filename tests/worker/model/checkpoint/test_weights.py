@@ -18,6 +18,7 @@ from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.checkpoint.gguf_source import dequantize_into, read_tensor
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_eos
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
+from sapwood_worker.model.families.llama import LLAMA
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.weight_slot import Span, StoredTensor, WeightSlot
 
@@ -101,7 +102,7 @@ def test_float8_checkpoints_are_widened_by_their_scales(llama, kind):
 def test_float8_blocks_at_the_edges_may_be_smaller(tmp_path, rows, columns):
     weight, scales = torch.randn(300, 130).to(torch.float8_e4m3fn), torch.rand(3, 2)
     save_file({"a.weight": weight, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
-    source, target = SafetensorsSource(tmp_path, tied=False), torch.empty(rows.size, columns.size)
+    source, target = SafetensorsSource(tmp_path, LLAMA, tied=False), torch.empty(rows.size, columns.size)
     source.read_into("a.weight", WeightSlot(target, spans=(rows, columns)))
     expected = weight.float() * torch.kron(scales, torch.ones(128, 128))[:300, :130]
     assert source.tensors()["a.weight"] == StoredTensor((300, 130), "F8_E4M3")
@@ -239,10 +240,10 @@ GEMMA_NORMS = {
 }
 
 
-def write_gguf(path, tiny, architecture, *, rope_divisors=None):
+def write_gguf(path, tiny, architecture, *, rope_divisors=None, names=None):
     """The tiny model as llama.cpp's converter writes it: names, row order and norms."""
     config = tiny.oracle.config
-    names = GGUF_NAMES | (GEMMA_NORMS if architecture == "gemma3" else LLAMA_NORM)
+    names = GGUF_NAMES | (names or (GEMMA_NORMS if architecture == "gemma3" else LLAMA_NORM))
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -309,6 +310,32 @@ def test_gguf_models_give_transformers_logits(tiny_model, make_runner, make_driv
     assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
     # <|eot_id|> is there, but only as a normal token.
     assert runner.info.eos_token_ids == (2, 50)
+
+
+def test_a_family_of_a_package_is_read_from_gguf_files_by_its_own_names(
+    plugin, tiny_model, make_runner, make_driver, tmp_path
+):
+    tiny = tiny_model("llama")
+    path = write_gguf(tmp_path / "model.gguf", tiny, "alpaca", names={"post_attention_layernorm": "second_norm"})
+    with pytest.raises(ConfigError, match="architecture alpaca is not supported"):
+        make_runner(path)
+    plugin(
+        "sapwood.model_families",
+        "alpaca",
+        """
+        from sapwood_worker.model.families.family import ModelFamily
+        from sapwood_worker.model.families.llama import LlamaDecoderLayer
+
+        NAMES = {"second_norm": "post_attention_layernorm"}
+        FAMILY = ModelFamily("alpaca", (), LlamaDecoderLayer, defaults={}, gguf_names=NAMES)
+        """,
+        "FAMILY",
+    )
+    driver = make_driver(make_runner(path))
+    tokens = list(range(3, 60))
+    driver.add(0, tokens)
+    ours, theirs = driver.runner.logits(driver.output({0: len(tokens)})), tiny.logits(tokens)
+    assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
 
 
 def test_gguf_rope_divisors_are_llama3_scaling(tiny_model, make_runner, make_driver, tmp_path):

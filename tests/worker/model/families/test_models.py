@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -124,7 +125,7 @@ def test_bfloat16_logits_are_near_float32(tiny_model, make_runner, make_driver):
     assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean()
 
 
-def test_a_package_can_bring_a_family(plugin, tiny_model, make_runner, make_driver):
+def test_a_package_can_bring_a_family(plugin, tiny_model, make_runner, make_driver, tmp_path):
     tiny = tiny_model("another")
     with pytest.raises(ConfigError, match="GemmaForCausalLM is not supported"):
         make_runner(tiny.path)
@@ -138,7 +139,10 @@ def test_a_package_can_bring_a_family(plugin, tiny_model, make_runner, make_driv
         from sapwood_worker.model.families.family import ModelFamily
         from sapwood_worker.model.families.llama import LlamaDecoderLayer
 
-        def adapt(config, found):
+        def from_hf(found):
+            config = found.llama()
+            if found.values.get("hidden_activation") == "relu":
+                raise ValueError("relu is nothing for a Gemma")
             return replace(
                 config,
                 activation="gelu_tanh",
@@ -151,8 +155,8 @@ def test_a_package_can_bring_a_family(plugin, tiny_model, make_runner, make_driv
             architectures=("GemmaForCausalLM",),
             layer=LlamaDecoderLayer,
             defaults={"tie_word_embeddings": True, "rope_theta": 10_000.0},
-            adapt=adapt,
-            in_gguf=False,
+            from_hf=from_hf,
+            from_gguf=None,
         )
         """,
         "FAMILY",
@@ -162,3 +166,7 @@ def test_a_package_can_bring_a_family(plugin, tiny_model, make_runner, make_driv
     driver.add(5, tokens)
     assert_same_logits(driver.runner.logits(driver.output({5: 83})), tiny.logits(tokens))
     assert driver.runner.info.architecture == "gemma1"
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads((tiny.path / "config.json").read_text()) | {"hidden_activation": "relu"}))
+    with pytest.raises(ConfigError, match=f"{config}: relu is nothing for a Gemma"):
+        make_runner(tmp_path)

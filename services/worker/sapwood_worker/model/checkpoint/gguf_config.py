@@ -25,13 +25,12 @@ def read_gguf_config(file: GgufFile, rope_divisors: tuple[float, ...] | None = N
         ConfigError: The architecture or something in it is not supported, or a key is missing; names the file.
     """
     name = file.metadata.get("general.architecture")
-    known = {family.name: family for family in families() if family.in_gguf}
+    known = {family.name: family for family in families() if family.from_gguf is not None}
     family = known.get(str(name))
-    if family is None:
+    if family is None or family.from_gguf is None:
         raise ConfigError(f"{file.path}: architecture {name} is not supported (supported: {', '.join(known)})")
     try:
-        values = GgufValues(file, family.name, rope_divisors)
-        return family, family.adapt_gguf(_usual(values), values)
+        return family, family.from_gguf(GgufValues(file, family.name, rope_divisors))
     except KeyError as error:
         raise ConfigError(f"{file.path}: {error.args[0]!r} is missing") from error
     except ValueError as error:
@@ -47,34 +46,3 @@ def read_gguf_eos(file: GgufFile) -> tuple[int, ...]:
     special = (i for i, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED))
     ids.update(i for i in special if tokens[i] in _TURN_ENDS)
     return tuple(sorted(ids))
-
-
-def _usual(values: GgufValues) -> ModelConfig:
-    """The configuration that the metadata gives a Llama; families then adapt it."""
-    get, tensors = values.get, values.file.tensors
-    hidden, heads, layers = get("embedding_length"), get("attention.head_count"), get("block_count")
-    head_dim = get("attention.key_length", hidden // heads)
-    if get("attention.value_length", head_dim) != head_dim:
-        raise ValueError("keys and values of different size are not supported")
-    if get("rope.dimension_count", head_dim) != head_dim:
-        raise ValueError("rotary embedding of part of a head is not supported")
-    return ModelConfig(
-        architecture=values.architecture,
-        vocab_size=tensors["token_embd.weight"].shape[0],
-        hidden_size=hidden,
-        intermediate_size=get("feed_forward_length"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=get("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
-        max_position=get("context_length"),
-        rope=values.rope(10_000.0),
-        local_rope=None,
-        windows=(None,) * layers,
-        activation="silu",
-        tie_word_embeddings="output.weight" not in tensors,
-        attention_scale=head_dim**-0.5,
-        final_softcap=values.file.metadata.get(f"{values.architecture}.final_logit_softcapping"),
-        qkv_bias="blk.0.attn_q.bias" in tensors,
-    )

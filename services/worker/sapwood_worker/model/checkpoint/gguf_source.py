@@ -18,6 +18,7 @@ import torch
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufError, GgufFile, GgufTensor
 from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot
 
 ROPE_DIVISORS = "rope_freqs.weight"
@@ -46,16 +47,17 @@ class GgufSource:
     Args:
         file: The open file; it must stay open.
         config: Read from the same file.
-        norms: Names of a layer's norms in the file, beside ``attn_norm``, and in Hugging Face's.
-        interleaved: Whether the rows of queries and keys are in interleaved rotary order.
+        family: The model's family.
     """
 
-    def __init__(self, file: GgufFile, config: ModelConfig, norms: Mapping[str, str], *, interleaved: bool) -> None:
+    def __init__(self, file: GgufFile, config: ModelConfig, family: ModelFamily) -> None:
         self._file = file
         self._config = config
-        self._interleaved = interleaved
+        self._interleaved = family.gguf_interleaves
         self._found = {
-            _canonical(name, norms): tensor for name, tensor in file.tensors.items() if name != ROPE_DIVISORS
+            _canonical(name, family.gguf_names): tensor
+            for name, tensor in file.tensors.items()
+            if name != ROPE_DIVISORS
         }
 
     def tensors(self) -> dict[str, StoredTensor]:
@@ -151,12 +153,12 @@ def _type_name(tensor: GgufTensor) -> str:
         return str(tensor.type)
 
 
-def _canonical(stored: str, norms: Mapping[str, str]) -> str:
+def _canonical(stored: str, names: Mapping[str, str]) -> str:
     match = _NAME.fullmatch(stored)
     if match is None:
         return stored
     block, part, kind = match.groups()
     if block is None:
         return f"{_TOP[part]}.{kind}" if part in _TOP else stored
-    ours = {**_BLOCK, **norms}.get(part)
+    ours = {**_BLOCK, **names}.get(part)
     return f"model.layers.{block}.{ours}.{kind}" if ours is not None else stored

@@ -15,17 +15,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
+from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.hf_values import read_json
 from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# Multimodal checkpoints keep the language model under one of these prefixes; their other tensors are not loaded.
-_LANGUAGE_PREFIXES = (
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
-)
-_OTHER_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 # Constants that some old checkpoints store, and scales of activations and caches, which we compute ourselves.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".input_scale", ".output_scale", ".k_scale", ".v_scale")
 _BLOCK = 128
@@ -36,13 +30,14 @@ class SafetensorsSource:
 
     Args:
         directory: Holds the files.
+        family: The model's family.
         tied: Whether the output head is the embedding; a stored copy of it is then ignored.
 
     Raises:
         ConfigError: No such files, or one is damaged or missing.
     """
 
-    def __init__(self, directory: Path, *, tied: bool) -> None:
+    def __init__(self, directory: Path, family: ModelFamily, *, tied: bool) -> None:
         self._files: dict[Path, Any] = {}
         # Our name -> file and the file's name for it.
         self._found: dict[str, tuple[Path, str]] = {}
@@ -56,8 +51,11 @@ class SafetensorsSource:
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{path}: cannot be read: {error}") from error
             for stored in self._files[path].keys():  # noqa: SIM118  (not a mapping)
-                name = _canonical(stored)
-                if name is None or (tied and name == "lm_head.weight"):
+                if stored.startswith(family.skipped) or stored.endswith(_IGNORED_SUFFIXES):
+                    continue
+                prefix = next((each for each in family.prefixes if stored.startswith(each)), "")
+                name = family.prefixes.get(prefix, "") + stored.removeprefix(prefix)
+                if tied and name == "lm_head.weight":
                     continue
                 self._found[name] = (path, stored)
                 weight, found, suffix = name.rpartition("_scale")
@@ -120,12 +118,3 @@ def _widened(weight: Tensor, scales: Tensor, slot: WeightSlot) -> Tensor:
         raise ValueError(f"its scales have shape {list(scales.shape)}")
     each = scales.repeat_interleave(_BLOCK, 0)[slot.index[0]].repeat_interleave(_BLOCK, 1)[:, slot.index[1]]
     return weight.float() * each
-
-
-def _canonical(stored: str) -> str | None:
-    if stored.startswith(_OTHER_PREFIXES) or stored.endswith(_IGNORED_SUFFIXES):
-        return None
-    for prefix, ours in _LANGUAGE_PREFIXES:
-        if stored.startswith(prefix):
-            return ours + stored.removeprefix(prefix)
-    return stored

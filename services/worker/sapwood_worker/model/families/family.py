@@ -12,35 +12,33 @@ from sapwood_worker.model.families.decoder import DecoderLayer
 from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
 
-
-def _as_it_is(config: ModelConfig, values: object) -> ModelConfig:
-    return config
+_LLAMA_NORMS = MappingProxyType({"ffn_norm": "post_attention_layernorm"})
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """A family of decoder-only models.
+    """A family of decoder-only models: all that its files say of it, and what they mean.
 
     Attributes:
         name: Its name in ``GetModelInfo`` and in GGUF files (``general.architecture``).
         architectures: Its names in ``config.json``.
-        layer: The class of its layers.
+        layer: The class of its layers. Their weights have the names of Hugging Face checkpoints.
         defaults: Settings that ``config.json`` may leave out: the defaults of transformers' configuration classes.
-        adapt: Turns the configuration that ``config.json`` would give a Llama into the family's. Raises ValueError if it cannot.
-        in_gguf: Whether it is read from GGUF files.
-        adapt_gguf: The same for a GGUF file.
-        gguf_norms: Names of a layer's norms in GGUF files, beside ``attn_norm``, and in Hugging Face's.
+        from_hf: The configuration that ``config.json`` gives. Raises ValueError, saying what is not supported.
+        from_gguf: The same for the metadata of a GGUF file. None: it is not read from such files.
+        gguf_names: Names of a layer's tensors in GGUF files that differ from family to family, and in Hugging Face's.
         gguf_interleaves: Whether GGUF files hold the rows of queries and keys in interleaved rotary order.
+        prefixes: How names in Hugging Face checkpoints may begin, and how ours do instead.
+        skipped: How names of tensors begin that are no part of the language model.
     """
 
     name: str
     architectures: tuple[str, ...]
     layer: type[DecoderLayer]
     defaults: Mapping[str, Any]
-    adapt: Callable[[ModelConfig, HfValues], ModelConfig] = _as_it_is
-    in_gguf: bool = True
-    adapt_gguf: Callable[[ModelConfig, GgufValues], ModelConfig] = _as_it_is
-    gguf_norms: Mapping[str, str] = field(
-        default_factory=lambda: MappingProxyType({"ffn_norm": "post_attention_layernorm"})
-    )
+    from_hf: Callable[[HfValues], ModelConfig] = HfValues.llama
+    from_gguf: Callable[[GgufValues], ModelConfig] | None = GgufValues.llama
+    gguf_names: Mapping[str, str] = field(default_factory=lambda: _LLAMA_NORMS)
     gguf_interleaves: bool = False
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()

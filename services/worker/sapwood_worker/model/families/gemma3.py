@@ -49,8 +49,8 @@ class Gemma3DecoderLayer(DecoderLayer):
 _LOCAL_THETA, _PATTERN, _27B_LAYERS = 10_000.0, 6, 62
 
 
-def _adapt(config: ModelConfig, found: HfValues) -> ModelConfig:
-    values = found.values
+def _from_hf(found: HfValues) -> ModelConfig:
+    config, values = found.llama(), found.values
     kinds = values.get("layer_types") or _kinds(config.num_layers, int(values["sliding_window_pattern"]))
     # Old files: rope_scaling is for the full layers only. New files: one set of parameters for each kind of layer.
     ropes = values.get("rope_parameters") or {}
@@ -68,7 +68,8 @@ def _adapt(config: ModelConfig, found: HfValues) -> ModelConfig:
     )
 
 
-def _adapt_gguf(config: ModelConfig, values: GgufValues) -> ModelConfig:
+def _from_gguf(values: GgufValues) -> ModelConfig:
+    config = values.llama()
     window = values.get("attention.sliding_window")
     kinds = _kinds(config.num_layers, values.get("attention.sliding_window_pattern", _PATTERN))
     scale = config.attention_scale
@@ -103,11 +104,16 @@ GEMMA3 = ModelFamily(
         "sliding_window_pattern": 6, "tie_word_embeddings": True, "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
     },
-    adapt=_adapt,
-    adapt_gguf=_adapt_gguf,
-    gguf_norms={
+    from_hf=_from_hf,
+    from_gguf=_from_gguf,
+    gguf_names={
         "post_attention_norm": "post_attention_layernorm",
         "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+    # Multimodal checkpoints keep the language model under one of these prefixes.
+    prefixes={
+        "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
+    },
+    skipped=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
 )  # fmt: skip

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sapwood_common.models.gguf_file import GgufFile
+from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.layers.rotary import RopeConfig
 
 
@@ -34,6 +35,41 @@ class GgufValues:
         """
         name = f"{self.architecture}.{key}"
         return self.file.metadata[name] if default is None else self.file.metadata.get(name, default)
+
+    def llama(self) -> ModelConfig:
+        """The configuration that the metadata gives a Llama; families that are like it change what differs.
+
+        Raises:
+            KeyError: A setting is missing.
+            ValueError: One is not supported.
+        """
+        get, tensors = self.get, self.file.tensors
+        hidden, heads, layers = get("embedding_length"), get("attention.head_count"), get("block_count")
+        head_dim = get("attention.key_length", hidden // heads)
+        if get("attention.value_length", head_dim) != head_dim:
+            raise ValueError("keys and values of different size are not supported")
+        if get("rope.dimension_count", head_dim) != head_dim:
+            raise ValueError("rotary embedding of part of a head is not supported")
+        return ModelConfig(
+            architecture=self.architecture,
+            vocab_size=tensors["token_embd.weight"].shape[0],
+            hidden_size=hidden,
+            intermediate_size=get("feed_forward_length"),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=get("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
+            max_position=get("context_length"),
+            rope=self.rope(10_000.0),
+            local_rope=None,
+            windows=(None,) * layers,
+            activation="silu",
+            tie_word_embeddings="output.weight" not in tensors,
+            attention_scale=head_dim**-0.5,
+            final_softcap=self.file.metadata.get(f"{self.architecture}.final_logit_softcapping"),
+            qkv_bias="blk.0.attn_q.bias" in tensors,
+        )
 
     def rope(self, theta: float) -> RopeConfig:
         """The rotary embedding, with the base ``theta`` where the file does not say.

@@ -10,6 +10,7 @@ from typing import Any
 
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.ops.device import Gate
+from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.layers.rotary import RopeConfig
 
 _ACTIVATIONS: dict[str, Gate] = {
@@ -40,10 +41,12 @@ class HfValues:
     """The settings of a model.
 
     Attributes:
+        family: The family's name.
         given: The settings in the file.
         values: The settings with the family's defaults for those that the file leaves out.
     """
 
+    family: str
     given: Mapping[str, Any]
     values: Mapping[str, Any]
 
@@ -51,6 +54,43 @@ class HfValues:
     def layers(self) -> int:
         """How many layers there are."""
         return int(self.values["num_hidden_layers"])
+
+    def llama(self) -> ModelConfig:
+        """The configuration that the settings give a Llama; families that are like it change what differs.
+
+        Raises:
+            KeyError: A setting is missing.
+            ValueError: One is not supported.
+        """
+        values = self.values
+        heads = int(values["num_attention_heads"])
+        head_dim = int(values.get("head_dim") or values["hidden_size"] // heads)
+        if values.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError("partial_rotary_factor is not supported")
+        if values.get("use_bidirectional_attention"):
+            raise ValueError("use_bidirectional_attention is not supported")
+        bias = bool(values.get("attention_bias", False))
+        return ModelConfig(
+            architecture=self.family,
+            vocab_size=int(values["vocab_size"]),
+            hidden_size=int(values["hidden_size"]),
+            intermediate_size=int(values["intermediate_size"]),
+            num_layers=self.layers,
+            num_heads=heads,
+            num_kv_heads=int(values.get("num_key_value_heads") or heads),
+            head_dim=head_dim,
+            rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+            max_position=int(values["max_position_embeddings"]),
+            rope=self.rope(values.get("rope_parameters") or values.get("rope_scaling"), float(values["rope_theta"])),
+            local_rope=None,
+            windows=(None,) * self.layers,
+            activation=self.activation("hidden_act"),
+            tie_word_embeddings=bool(values["tie_word_embeddings"]),
+            attention_scale=head_dim**-0.5,
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=bool(values.get("mlp_bias", False)),
+        )
 
     def activation(self, key: str) -> Gate:
         """The activation that a setting names; ``silu`` if it names none.

@@ -10,8 +10,8 @@ from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
 
 
-def _adapt(config: ModelConfig, found: HfValues) -> ModelConfig:
-    window = found.values.get("sliding_window")
+def _from_hf(found: HfValues) -> ModelConfig:
+    config, window = found.llama(), found.values.get("sliding_window")
     return config if window is None else replace(config, windows=(int(window),) * config.num_layers)
 
 
@@ -20,6 +20,6 @@ MISTRAL = ModelFamily(
     architectures=("MistralForCausalLM",),
     layer=LlamaDecoderLayer,
     defaults={"tie_word_embeddings": False, "rope_theta": 10_000.0, "sliding_window": 4096},
-    adapt=_adapt,
-    in_gguf=False,  # such files call it llama
+    from_hf=_from_hf,
+    from_gguf=None,  # such files call it llama
 )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
 
@@ -22,35 +20,19 @@ def _windows(found: HfValues) -> tuple[int | None, ...]:
     return found.windows(values.get("layer_types") or usual)
 
 
-def _adapt_2(config: ModelConfig, found: HfValues) -> ModelConfig:
-    return replace(config, windows=_windows(found), qkv_bias=True)
-
-
-def _adapt_2_gguf(config: ModelConfig, _: GgufValues) -> ModelConfig:
-    return replace(config, qkv_bias=True)
-
-
-def _adapt_3(config: ModelConfig, found: HfValues) -> ModelConfig:
-    return replace(config, windows=_windows(found), qk_norm=True)
-
-
-def _adapt_3_gguf(config: ModelConfig, _: GgufValues) -> ModelConfig:
-    return replace(config, qk_norm=True)
-
-
 QWEN2 = ModelFamily(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
     layer=LlamaDecoderLayer,
     defaults=_DEFAULTS,
-    adapt=_adapt_2,
-    adapt_gguf=_adapt_2_gguf,
+    from_hf=lambda found: replace(found.llama(), windows=_windows(found), qkv_bias=True),
+    from_gguf=lambda values: replace(values.llama(), qkv_bias=True),
 )
 QWEN3 = ModelFamily(
     name="qwen3",
     architectures=("Qwen3ForCausalLM",),
     layer=LlamaDecoderLayer,
     defaults={**_DEFAULTS, "head_dim": 128},
-    adapt=_adapt_3,
-    adapt_gguf=_adapt_3_gguf,
+    from_hf=lambda found: replace(found.llama(), windows=_windows(found), qk_norm=True),
+    from_gguf=lambda values: replace(values.llama(), qk_norm=True),
 )

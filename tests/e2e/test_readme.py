@@ -51,7 +51,7 @@ def _param(block: Block) -> Any:
     return pytest.param(block, id=f"{block.page}-{block.code.split()[0]}", marks=[pytest.mark.slow] if slow else [])
 
 
-@pytest.mark.parametrize("block", map(_param, RUNNABLE))
+@pytest.mark.parametrize("block", list(map(_param, RUNNABLE)))
 def test_the_block_runs(cluster: Any, block: Block) -> None:
     code = block.code.replace("127.0.0.1:50051", cluster.grpc).replace("127.0.0.1:8000", cluster.http)
     code = LONG_ANSWER.sub(r"\g<1>8", code)

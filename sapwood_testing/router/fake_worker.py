@@ -77,6 +77,15 @@ class SeenCall:
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@dataclass(slots=True)
+class SeenEmbedding:
+    """An embedding request as the worker saw it; ``over`` is set when it was answered, or cancelled."""
+
+    request: worker_pb2.WorkerEmbedRequest
+    time_remaining: float | None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class _Session:
     """The streams of one Session call."""
 
@@ -131,8 +140,8 @@ class _Session:
 
     def _submit(self, submit: worker_pb2.SessionSubmit) -> None:
         stream_id = submit.stream_id
+        left = submit.timeout_ms / 1000 if submit.HasField("timeout_ms") else None
         client_id = submit.request.request_id.rpartition(".")[0]
-        call = SeenCall(submit.request, client_id, submit.timeout_ms / 1000 if submit.HasField("timeout_ms") else None)
 
         async def put(output: worker_pb2.SessionOutput) -> None:
             output.stream_id = stream_id
@@ -141,8 +150,21 @@ class _Session:
             self._ready[stream_id] = output
             self._wake.set()
 
-        task = self._tasks[stream_id] = asyncio.ensure_future(self._worker.run(call, put))
+        if submit.HasField("embed"):
+            run = self._worker.run_embedding(SeenEmbedding(submit.embed, left), put)
+        else:
+            run = self._worker.run(SeenCall(submit.request, client_id, left), put)
+        task = self._tasks[stream_id] = asyncio.ensure_future(run)
         task.add_done_callback(lambda _: self._tasks.pop(stream_id, None))
+
+
+def _failure(error: SapwoodError) -> worker_pb2.SessionOutput:
+    wait = None if error.retry_after is None else round(error.retry_after * 1000)
+    return worker_pb2.SessionOutput(
+        error=worker_pb2.GenerationError(
+            code=code_number(error), message=error.message, field=error.field or "", retry_after_ms=wait
+        )
+    )
 
 
 def _logprobs(tokens: Sequence[int], top: int) -> list[worker_pb2.TokenLogprobs]:
@@ -171,7 +193,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     def __init__(self, model: str = "fake", *, page_size: int = 4, context_length: int = 100_000) -> None:
         self.script = Script()
         self.calls: list[SeenCall] = []
-        self.embed_calls: list[worker_pb2.WorkerEmbedRequest] = []
+        self.embed_calls: list[SeenEmbedding] = []
         self.embedding_size = 3
         self.embedded_tokens = 0
         self.shortened: list[int] = []
@@ -264,13 +286,32 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             if call.sent_tokens == 0 or not response.finish_reason:
                 raise UnavailableError("the script ended without a finish")
         except SapwoodError as error:
-            wait = None if error.retry_after is None else round(error.retry_after * 1000)
-            failure = worker_pb2.GenerationError(
-                code=code_number(error), message=error.message, field=error.field or "", retry_after_ms=wait
-            )
-            await put(worker_pb2.SessionOutput(error=failure))
+            await put(_failure(error))
         finally:
             self._over(call)
+
+    async def run_embedding(
+        self, call: SeenEmbedding, put: Callable[[worker_pb2.SessionOutput], Awaitable[None]]
+    ) -> None:
+        """The same for embeddings: of each sequence its length, first and last token, two in each message."""
+        self.embed_calls.append(call)
+        try:
+            if self.script.gate is not None:
+                await self.script.gate.wait()
+            if self.script.error is not None:
+                raise self.script.error
+            vectors = [(len(item.ids), item.ids[0], item.ids[-1]) for item in call.request.inputs]
+            for start in range(0, len(vectors), 2):
+                part = worker_pb2.WorkerEmbedResponse()
+                for vector in vectors[start : start + 2]:
+                    part.embeddings.add(values=vector[: call.request.dimensions or None])
+                if start + 2 >= len(vectors):
+                    part.prompt_tokens = sum(vector[0] for vector in vectors)
+                await put(worker_pb2.SessionOutput(embeddings=part))
+        except SapwoodError as error:
+            await put(_failure(error))
+        finally:
+            call.over.set()
 
     async def _answer(self, call: SeenCall) -> AsyncIterator[worker_pb2.WorkerGenerateResponse]:
         self.calls.append(call)
@@ -373,21 +414,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         """It has none."""
         raise UnimplementedError("this worker publishes no KV events")
         yield worker_pb2.SubscribeKvEventsResponse()
-
-    async def Embed(  # noqa: N802
-        self, request: worker_pb2.WorkerEmbedRequest, context: Context
-    ) -> worker_pb2.WorkerEmbedResponse:
-        """Of each sequence its length, first and last token, once ``script.gate`` is set; with ``script.error``, that."""
-        self.embed_calls.append(request)
-        if self.script.gate is not None:
-            await self.script.gate.wait()
-        if self.script.error is not None:
-            raise self.script.error
-        vectors = [(len(item.ids), item.ids[0], item.ids[-1]) for item in request.inputs]
-        return worker_pb2.WorkerEmbedResponse(
-            embeddings=[worker_pb2.Embedding(values=vector[: request.dimensions or None]) for vector in vectors],
-            prompt_tokens=sum(vector[0] for vector in vectors),
-        )
 
     async def FlushCache(  # noqa: N802
         self, request: worker_pb2.FlushCacheRequest, context: Context

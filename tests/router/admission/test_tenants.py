@@ -69,7 +69,9 @@ async def test_an_embedding_says_to_the_worker_whom_it_is_for_as_a_generation_do
             assert answer.status_code == 200
         (worker,) = cluster.workers
         generated = [(call.request.tenant, call.request.cache_salt, call.request.priority) for call in worker.calls]
-        embedded = [(call.tenant, call.cache_salt, call.priority) for call in worker.embed_calls]
+        embedded = [
+            (call.request.tenant, call.request.cache_salt, call.request.priority) for call in worker.embed_calls
+        ]
         assert embedded == [generated[0]] * 2 + [generated[1]] * 2
         assert [(tenant, bool(salt), priority) for tenant, salt, priority in generated] == [
             ("alice", True, 7),

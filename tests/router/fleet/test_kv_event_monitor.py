@@ -220,11 +220,11 @@ class FirstFails(Dialer):
 
     opened = 0
 
-    def open(self, address, *, own_connection=False):
+    def open(self, address):
         self.opened += 1
         if self.opened == 1:
             raise ConfigError("half written")
-        return super().open(address, own_connection=own_connection)
+        return super().open(address)
 
 
 class LateTeller(FakeWorker):

@@ -35,7 +35,7 @@ async def test_the_official_client_gets_its_vectors(cluster) -> None:
 async def test_extensions_reach_the_worker(cluster) -> None:
     response = await cluster.http.post(PATH, json={"input": "a", "pooling": "cls", "normalize": False, "user": "me"})
     assert response.status_code == 200
-    (call,) = [call for worker in cluster.workers for call in worker.embed_calls]
+    (call,) = [call.request for worker in cluster.workers for call in worker.embed_calls]
     assert (call.pooling, call.normalize, call.HasField("normalize")) == (worker_pb2.POOLING_CLS, False, True)
     assert call.request_id == response.headers["x-request-id"]
 
@@ -193,3 +193,77 @@ async def test_with_no_other_worker_it_waits_for_one(make_cluster, wait_until) -
         worker.script.gate.set()
         await worker.start()
         assert (await asked).status_code == 200
+
+
+async def test_one_whose_only_worker_is_removed_says_how_it_was_lost(make_cluster, wait_until) -> None:
+    async with make_cluster(1, resume_grace=0.3) as cluster:
+        (worker,) = cluster.workers
+        worker.script.gate = asyncio.Event()
+        asked = asyncio.ensure_future(cluster.http.post(PATH, json={"input": "abc"}))
+        await wait_until(lambda: worker.embed_calls)
+        await cluster.stub.RemoveWorker(router_pb2.RemoveWorkerRequest(address=worker.address))
+        answer = await asked
+        assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
+        assert worker.address in answer.json()["error"]["message"]
+
+
+async def test_time_and_trace_reach_the_worker_and_a_client_that_leaves_ends_it_there(make_cluster, wait_until) -> None:
+    async with make_cluster(1) as cluster:
+        (worker,) = cluster.workers
+        worker.script.gate = asyncio.Event()
+        trace = f"00-{'5b' * 16}-{'c7' * 8}-01"
+        request = router_pb2.RouterEmbedRequest(input=[router_pb2.EmbedInput(text="abc")])
+        call = cluster.stub.Embed(request, timeout=100, metadata=(("traceparent", trace),))
+        await wait_until(lambda: worker.embed_calls)
+        (seen,) = worker.embed_calls
+        assert 0 < seen.time_remaining <= 100
+        assert seen.request.traceparent[:35] == trace[:35]
+        call.cancel()
+        await asyncio.wait_for(seen.over.wait(), 60)
+        await cluster.idle_workers()
+        assert worker.address == cluster.router.registry.all()[0].address
+        assert cluster.router.registry.all()[0].breaker.state.value == "closed"
+
+
+async def test_one_that_is_late_is_told_so_and_ends_at_the_worker(make_cluster, wait_until) -> None:
+    async with make_cluster(1) as cluster:
+        (worker,) = cluster.workers
+        worker.script.gate = asyncio.Event()
+        answer = await cluster.http.post(PATH, json={"input": "abc"}, headers={"x-request-timeout": "0.3"})
+        assert answer.status_code == 504
+        await asyncio.wait_for(worker.embed_calls[0].over.wait(), 60)
+        await cluster.idle_workers()
+
+
+async def test_a_large_batch_goes_in_parts_and_a_lost_worker_costs_one_of_them(make_cluster, wait_until) -> None:
+    async with make_cluster(2) as cluster:
+        for worker in cluster.workers:
+            worker.script.gate = asyncio.Event()
+        inputs = [[number] * 90_000 for number in range(1, 7)]
+        asked = asyncio.ensure_future(cluster.http.post(PATH, json={"input": inputs}))
+
+        def parts() -> list:
+            return [(worker, call.request) for worker in cluster.workers for call in worker.embed_calls]
+
+        await wait_until(lambda: len(parts()) == 1)
+        ((holder, part),) = parts()
+        assert [len(item.ids) for item in part.inputs] == [90_000] * 2, "the others wait"
+        opened, holder.script.gate = holder.script.gate, asyncio.Event()
+        opened.set()
+        await wait_until(lambda: len(parts()) == 2)
+        lost = next(worker for worker, call in parts() if call.inputs[0].ids[0] == 3)
+        await lost.kill()
+        for worker in cluster.workers:
+            worker.script.gate.set()
+        answer = await asked
+        assert [item["embedding"] for item in answer.json()["data"]] == [vector(item) for item in inputs]
+        assert answer.json()["usage"]["prompt_tokens"] == 6 * 90_000
+        assert sorted(call.inputs[0].ids[0] for _, call in parts()) == [1, 3, 3, 5]
+        await cluster.idle_workers()
+
+
+async def test_an_input_that_no_message_can_hold_is_refused(cluster, monkeypatch) -> None:
+    monkeypatch.setattr("sapwood_router.flow.embedding_attempts.MOST_TOKENS", 3)
+    answer = await cluster.http.post(PATH, json={"input": [[1, 2, 3], [1, 2, 3, 4]]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[1]")
+    assert not any(worker.embed_calls for worker in cluster.workers)

@@ -34,7 +34,6 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 def open_channel(
     address: str,
     *,
-    own_connection: bool = False,
     credentials: grpc.ChannelCredentials | None = None,
     name: str | None = None,
 ) -> grpc.aio.Channel:
@@ -44,13 +43,10 @@ def open_channel(
 
     Args:
         address: The target.
-        own_connection: Shares no TCP connection with other channels to the same target, as channels do otherwise.
         credentials: For TLS; None is plain text.
         name: What the peer's certificate must be for; None: the target's host.
     """
     options: tuple[tuple[str, int | str], ...] = _OPTIONS
-    if own_connection:
-        options += (("grpc.use_local_subchannel_pool", 1),)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     if name is not None:
@@ -87,10 +83,10 @@ class Dialer:
         files = [file for file in self._files if file is not None]
         return version_of(files) if files else None
 
-    def open(self, address: str, *, own_connection: bool = False) -> grpc.aio.Channel:
+    def open(self, address: str) -> grpc.aio.Channel:
         """Does what :func:`open_channel` does, with the credentials and name of the configuration."""
         credentials = channel_credentials(*self._files)
-        return open_channel(address, own_connection=own_connection, credentials=credentials, name=self._name)
+        return open_channel(address, credentials=credentials, name=self._name)
 
     def context(self) -> ssl.SSLContext | None:
         """``tls.client_context`` of the files, for connections that are not grpcio's; None is plain text."""

@@ -15,8 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from sapwood.v1 import worker_pb2, worker_pb2_grpc
-from sapwood_common.errors import ConfigError
+from sapwood.v1 import worker_pb2
 from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
 from sapwood_common.network.channel import Dialer
 from sapwood_router.fleet.convert import load_of, served_model_of
@@ -81,8 +80,6 @@ class WorkerConnection:
             begun = self._clock()
             try:
                 problem = await self._carry_one_session()
-            except ConfigError as error:  # TLS files that are being replaced
-                problem = str(error)
             except Exception as error:
                 # A fault of ours costs a session, not the worker for as long as the router lives.
                 logger.exception("the session with worker %s failed", self._worker.address)
@@ -97,27 +94,25 @@ class WorkerConnection:
 
     async def _carry_one_session(self) -> str:
         worker = self._worker
-        async with self._dialer.open(worker.address, own_connection=True) as channel:
-            try:
-                call, first = await self._open()
-            except CallEndedError as error:
-                return str(error)
-            except TimeoutError:
-                return "it does not answer"
-            session = WorkerSession(
-                *(worker.address, call, self._heard, worker.generated.add, self._limit_now, self._clock)
-            )
-            worker.session, worker.stub = session, worker_pb2_grpc.WorkerStub(channel)
-            self._served, self._was_up = served_model_of(first.info), False
-            self._heard(first)
-            try:
-                problem = await session.carry()
-            finally:
-                worker.session = worker.stub = None
-            if worker.problem != _DRAINING:
-                worker.breaker.fault()
-                self._on_loss(worker)
-            return problem
+        try:
+            call, first = await self._open()
+        except CallEndedError as error:
+            return str(error)
+        except TimeoutError:
+            return "it does not answer"
+        session = worker.session = WorkerSession(
+            *(worker.address, call, self._heard, worker.generated.add, self._limit_now, self._clock)
+        )
+        self._served, self._was_up = served_model_of(first.info), False
+        self._heard(first)
+        try:
+            problem = await session.carry()
+        finally:
+            worker.session = None
+        if worker.problem != _DRAINING:
+            worker.breaker.fault()
+            self._on_loss(worker)
+        return problem
 
     async def _open(self) -> tuple[DuplexCall, worker_pb2.SessionResponse]:
         timeout = max(_OPEN_TIMEOUT, self._limit_now())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from sapwood.v1 import worker_pb2
 from sapwood_common.errors import SapwoodError
@@ -20,11 +20,16 @@ from sapwood_router.fleet.output import WorkerOutput
 from sapwood_router.transport.shared_call import SharedCall
 from sapwood_router.transport.stream_error import stream_error
 
-_TOKENS_A_MESSAGE = 256 * 1024
+TOKENS_A_MESSAGE = 256 * 1024
 """Beyond these a message takes no further request: far from what a worker takes, also where each brings a grammar."""
+MOST_TOKENS = 8 * 1024 * 1024
+"""Of one request: with 5 bytes each they fit into a message. One that is too large would end the session of all requests."""
 _BYTES_A_TOKEN = 4
 """What a grammar is counted as, beside tokens."""
 _CHECK_INTERVAL = 0.1
+
+WorkerRequest: TypeAlias = worker_pb2.WorkerGenerateRequest | worker_pb2.WorkerEmbedRequest
+"""What a stream begins with."""
 
 
 class StreamSink(Protocol):
@@ -36,6 +41,10 @@ class StreamSink(Protocol):
 
     def output(self, output: WorkerOutput) -> None:
         """New tokens; nothing follows the one with a finish."""
+        ...
+
+    def vectors(self, part: worker_pb2.WorkerEmbedResponse) -> None:
+        """The next embeddings; nothing follows those with ``prompt_tokens``."""
         ...
 
     def failed(self, error: SapwoodError) -> None:
@@ -98,13 +107,13 @@ class WorkerSession(SharedCall):
         self._limit = limit
         self._ids = itertools.count(1)
         self._sinks: dict[int, StreamSink] = {}
-        self._submits: dict[int, tuple[worker_pb2.WorkerGenerateRequest, int]] = {}
+        self._submits: dict[int, tuple[WorkerRequest, int]] = {}
         """What is to be sent, and the milliseconds it has."""
         self._aborts: list[int] = []
         self._pauses: dict[int, bool] = {}
         self._problem: str | None = None
 
-    def open(self, request: worker_pb2.WorkerGenerateRequest, timeout: float, sink: StreamSink) -> WorkerStream:
+    def open(self, request: WorkerRequest, timeout: float, sink: StreamSink) -> WorkerStream:
         """Sends a request.
 
         Args:
@@ -194,6 +203,11 @@ class WorkerSession(SharedCall):
         if output.HasField("error"):
             self._fail(output.stream_id, stream_error(output.error))
             return
+        if output.HasField("embeddings"):
+            if output.embeddings.prompt_tokens:
+                self._drop(output.stream_id)
+            sink.vectors(output.embeddings)
+            return
         parsed = worker_output_of(output.response)
         if parsed.finish is not None:
             self._drop(output.stream_id)
@@ -228,10 +242,14 @@ class WorkerSession(SharedCall):
             message.pauses.extend(stream_id for stream_id, paused in self._pauses.items() if paused)
             message.resumes.extend(stream_id for stream_id, paused in self._pauses.items() if not paused)
             self._pauses = {}
-        budget = _TOKENS_A_MESSAGE
+        budget = TOKENS_A_MESSAGE
         while self._submits and budget > 0:
             stream_id = next(iter(self._submits))
             request, milliseconds = self._submits.pop(stream_id)
-            message.submits.add(stream_id=stream_id, request=request, timeout_ms=milliseconds)
-            budget -= len(request.token_ids) + len(request.grammar.compiled) // _BYTES_A_TOKEN
+            if isinstance(request, worker_pb2.WorkerEmbedRequest):
+                message.submits.add(stream_id=stream_id, embed=request, timeout_ms=milliseconds)
+                budget -= sum(len(item.ids) for item in request.inputs)
+            else:
+                message.submits.add(stream_id=stream_id, request=request, timeout_ms=milliseconds)
+                budget -= len(request.token_ids) + len(request.grammar.compiled) // _BYTES_A_TOKEN
         return message.SerializeToString()

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
 
 from sapwood_common.pacing.sliding_count import SlidingCount
 from sapwood_router.fleet.circuit_breaker import CircuitBreaker
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.session import WorkerSession
 from sapwood_router.routing.load import Load
-
-if TYPE_CHECKING:  # the generated stubs know this name, the generated code does not
-    from sapwood.v1.worker_pb2_grpc import WorkerAsyncStub
 from sapwood_router.routing.worker_view import WorkerView
-
-Stub: TypeAlias = "WorkerAsyncStub"
 
 RATE_SECONDS = 10.0
 """Over how many seconds ``Worker.generated`` counts."""
@@ -72,8 +66,6 @@ class Worker:
         self.address = address
         self.breaker = breaker
         self.session: WorkerSession | None = None
-        self.stub: Stub | None = None
-        """For calls beside the session; None while it is not connected."""
         self.model: ServedModel | None = None
         self.available = False
         """Whether it is connected and takes requests; ``draining``: whether an operator wants it to get none."""

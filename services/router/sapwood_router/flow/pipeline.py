@@ -13,9 +13,9 @@ from sapwood_common.errors import DeadlineExceededError, InternalError, RequestC
 from sapwood_common.status import row_of
 from sapwood_router.admission.control import AdmissionControl, Place
 from sapwood_router.fleet.registry import Registry
-from sapwood_router.flow.attempts import Attempts
 from sapwood_router.flow.delivery import Sink
 from sapwood_router.flow.embedding import Embedder
+from sapwood_router.flow.generation import GenerationAttempts
 from sapwood_router.flow.resume import Failover
 from sapwood_router.flow.retry import RetryPolicy
 from sapwood_router.flow.stages.prepare import prepare
@@ -57,7 +57,6 @@ class Pipeline:
         observer: RequestObserver,
     ) -> None:
         self.tokenizers = tokenizers
-        self.embedder = Embedder(tokenizers, registry, admission, policies, retry, failover, resume_grace, observer)
         self.registry = registry
         self.admission = admission
         self.policies = policies
@@ -65,6 +64,7 @@ class Pipeline:
         self.failover = failover
         self.resume_grace = resume_grace
         self.observer = observer
+        self.embedder = Embedder(self, tokenizers, retry, observer)
 
     def open(self, context: RequestContext) -> Run:
         """A request's run; the caller starts and closes it."""
@@ -81,7 +81,7 @@ class Run:
         self._watch = pipeline.observer.watch(context)
         self._place: Place | None = None
         self._stream: OutputStream | None = None
-        self._attempts: Attempts | None = None
+        self._attempts: GenerationAttempts | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._sink: Sink | None = None
         self._index = 0
@@ -198,7 +198,7 @@ class Run:
         else:
             stream = TokenStream(whole=context.whole)
         self._timer = asyncio.get_running_loop().call_at(context.deadline, self._expire, stream)
-        self._attempts = Attempts(pipeline, context, stream, self._watch, place)
+        self._attempts = GenerationAttempts(pipeline, context, stream, self._watch, place)
         self._stream = stream
         stream.follow(self.flush)
         self._attempts.start()

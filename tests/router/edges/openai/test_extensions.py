@@ -57,7 +57,7 @@ async def test_the_body_may_say_priority_and_salt(one) -> None:
         await post(one, path, priority=-7, cache_salt="s")
         await post(one, path, priority=10**9, cache_salt="t")
         await post(one, path)
-        first, second, plain = [call.request for call in one.calls()[-3:]] or one.workers[0].embed_calls[-3:]
+        first, second, plain = [call.request for call in (one.calls() or one.workers[0].embed_calls)[-3:]]
         assert [first.priority, second.priority, plain.priority] == [7, -100, 0]  # vLLM's lowest goes first
         assert len({first.cache_salt, second.cache_salt, plain.cache_salt}) == 3
         assert plain.cache_salt == ""
@@ -94,7 +94,7 @@ async def test_a_long_prompt_is_cut(one, expect_error) -> None:
 async def test_embeddings_are_cut_in_both_directions(one) -> None:
     await post(one, EMBEDDINGS, truncate_prompt_tokens=3)
     await post(one, EMBEDDINGS, input=[5] * 200_000, truncate_prompt_tokens=-1)
-    asked = [call.max_tokens for call in one.workers[0].embed_calls]
+    asked = [call.request.max_tokens for call in one.workers[0].embed_calls]
     assert asked == [3, one.router.registry.context_length("fake")]
     await refused(one, EMBEDDINGS, "truncation_side", truncate_prompt_tokens=3, truncation_side="left")
     assert "files" in await refused(one, EMBEDDINGS, "dimensions", dimensions=2)

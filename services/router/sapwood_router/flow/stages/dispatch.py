@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 
-from sapwood.v1 import worker_pb2
 from sapwood_common.errors import DeadlineExceededError, UnavailableError
 from sapwood_common.telemetry.logs import traceparent_var
+from sapwood_router.fleet.session import WorkerRequest
 from sapwood_router.fleet.worker import Worker
-from sapwood_router.flow.stages.execute import Execution
-from sapwood_router.request.context import RequestContext
+from sapwood_router.flow.stages.execution import Execution
 
 
-def dispatch(
-    context: RequestContext, worker: Worker, request: worker_pb2.WorkerGenerateRequest, execution: Execution
-) -> None:
-    """Sends the request over the worker's session; ``execution`` takes the answer.
+def dispatch(request: WorkerRequest, worker: Worker, deadline: float, execution: Execution) -> None:
+    """Sends a request over the worker's session; ``execution`` takes the answer.
 
     Raises:
         UnavailableError: The session has ended.
         DeadlineExceededError: The request's time is over.
     """
-    timeout = context.deadline - asyncio.get_running_loop().time()
+    timeout = deadline - asyncio.get_running_loop().time()
     if timeout <= 0:
         raise DeadlineExceededError("the deadline passed before a worker was called")
     if worker.session is None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sapwood_kernels.flashinfer_attention import AttentionShape, PagedKeys, PrefillAttention, Variant
+from sapwood_kernels.flashinfer_attention import PrefillAttention
+from sapwood_kernels.paged_attention import AttentionShape, PagedKeys, Variant
 from sapwood_kernels.triton_kv_dequantise import dequantise_pages
 
 _LEAST_TOKENS = 32768
@@ -54,7 +55,7 @@ class _Group:
 
 
 class Float8PrefillAttention:
-    """Implements :class:`sapwood_kernels.flashinfer_attention.PrefillPart` over a float8 cache.
+    """Implements ``PlannedAttention`` for chunks of prompts over a float8 cache.
 
     Args:
         shape: What all layers share.
@@ -69,7 +70,6 @@ class Float8PrefillAttention:
         self._groups: list[_Group] = []
 
     def plan(self, query_indptr: Tensor, keys: PagedKeys) -> None:
-        """Prepares a step; ``query_indptr`` is int32 [B + 1] on the host. Valid until the next call."""
         ends = keys.indptr.tolist()
         rows = query_indptr.tolist()
         self._groups = []
@@ -98,7 +98,6 @@ class Float8PrefillAttention:
         scales: tuple[float, float] = (1.0, 1.0),
         out: Tensor | None = None,
     ) -> Tensor:
-        """[T, H, D] and float8 pages [P, page_size, K, D] -> [T, H, D], in ``out`` if given."""
         result = torch.empty_like(query) if out is None else out
         buffer = self._buffer
         for group in self._groups:

@@ -1,4 +1,4 @@
-"""`sapwood worker`: pauses, drains, flushes and profiles workers, pins prefixes and shows the load."""
+"""`sapwood worker`: pauses, drains, flushes and profiles workers, pins prefixes, shows the model and the load."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def configure(verbs: Any) -> None:
         made.set_defaults(run=run)
         return made
 
+    action("info", "show the model, its cache, and what computes its attention and why", _info)
     action("load", "show what runs, what waits and how full the cache is", _load)
     pause = action("pause", "compute nothing until resume; requests may still come", _pause)
     pause.add_argument("--retract", action="store_true", help="also take the running requests' pages [default: no]")
@@ -67,6 +68,20 @@ def _load(arguments: argparse.Namespace) -> int:
             *("used_pages", "evictable_pages", "num_pages"),
         )
         return {name: getattr(load, name) for name in names}
+
+    return _on_each(arguments, call)
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from sapwood.v1 import worker_pb2
+
+    def call(worker: worker_pb2_grpc.WorkerStub) -> Answer:
+        info = worker.GetModelInfo(worker_pb2.GetModelInfoRequest())
+        names = (
+            *("model", "architecture", "dtype", "context_length", "max_running", "page_size", "num_pages"),
+            *("prefill_attention", "decode_attention", "attention_reason"),
+        )
+        return {name: getattr(info, name) for name in names}
 
     return _on_each(arguments, call)
 

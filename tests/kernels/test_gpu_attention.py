@@ -1,4 +1,4 @@
-"""FlashInfer's kernels, and ours beside them, as the worker plans them: against the reference, on a GPU."""
+"""Attention backends as the worker plans them: against the reference, on a GPU."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from sapwood_kernels import reference
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
-pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
 
-from sapwood_kernels.flashinfer_attention import AttentionShape, DecodeAttention, Variant
-from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLayer
-from sapwood_worker.model.attention.flashinfer import FlashInferBackend, paged_keys
+from sapwood_kernels.ops.factory import device_ops
+from sapwood_kernels.paged_attention import AttentionShape
+from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLayer, AttentionNeeds
+from sapwood_worker.model.attention.flashinfer import FLASHINFER
+from sapwood_worker.model.attention.paged import PagedAttention
+from sapwood_worker.model.attention.torch_native import TORCH
+from sapwood_worker.model.attention.triton import TRITON
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 4, 128, 16
@@ -23,7 +26,14 @@ HEADS, KV_HEADS, DIM, PAGE = 8, 4, 128, 16
 class Case:
     """A ragged batch over a pool of random keys and values, and what attention of layer 0 must give."""
 
-    def __init__(self, query_lens: list[int], prefix_lens: list[int], window: int | None, float8: bool) -> None:
+    def __init__(
+        self,
+        query_lens: list[int],
+        prefix_lens: list[int],
+        window: int | None,
+        float8: bool,
+        backends=(FLASHINFER, FLASHINFER),
+    ) -> None:
         torch.manual_seed(len(query_lens))
         queries, seqs = np.array(query_lens), np.array(query_lens) + np.array(prefix_lens)
         counts = -(-seqs // PAGE)
@@ -56,31 +66,41 @@ class Case:
             torch.from_numpy(seqs), PAGE, scale=DIM**-0.5, window=window,
         )  # fmt: skip
         shape = AttentionShape(HEADS, KV_HEADS, DIM, PAGE, torch.bfloat16)
-        self.kind = Variant(DIM**-0.5, window, None)
-        self.backend = FlashInferBackend(self.pool, shape, (self.kind,), 4096)
+        needs = AttentionNeeds(shape, self.pool.dtype, (self.layer.kind,), 4096)
+        ops = device_ops(device)
+        for backend in backends:
+            refusal = backend.abilities.refusal(needs, ops)
+            if refusal is not None:
+                pytest.skip(refusal)
+        self.backend = PagedAttention(needs, self.pool, ops, *backends)
 
     def check(self, got: torch.Tensor) -> None:
         wanted = self.expected.flatten(1)
         assert float((got.float().cpu().flatten(1) - wanted).norm() / wanted.norm()) < 0.01
 
 
+@pytest.mark.parametrize(
+    "backends", [(FLASHINFER, FLASHINFER), (TRITON, TRITON), (TORCH, TRITON)], ids=["flashinfer", "triton", "mixed"]
+)
 @pytest.mark.parametrize("float8", [False, True])
 @pytest.mark.parametrize("window", [None, 60])
 @pytest.mark.parametrize(
     ("query_lens", "prefix_lens"),
-    [([40, 300, 1], [0, 50, 200]), ([1, 1, 1, 200, 17], [33, 500, 16, 0, 90])],
-    ids=["prompts", "decodes and prompts"],
+    [([40, 300, 1], [0, 50, 200]), ([1, 1, 1, 200, 17], [33, 500, 16, 0, 90]), ([1, 1], [30, 400])],
+    ids=["prompts", "decodes and prompts", "decodes"],
 )
-def test_a_planned_step_equals_the_reference(query_lens, prefix_lens, window: int | None, float8: bool):
-    case = Case(query_lens, prefix_lens, window, float8)
+def test_a_planned_step_equals_the_reference(query_lens, prefix_lens, window: int | None, float8: bool, backends):
+    case = Case(query_lens, prefix_lens, window, float8, backends)
     case.check(case.backend.plan(case.batch).attend_cached(case.layer, case.query))
 
 
+@pytest.mark.parametrize("backend", [FLASHINFER, TRITON], ids=["flashinfer", "triton"])
 @pytest.mark.parametrize("float8", [False, True])
 @pytest.mark.parametrize("batch", [3, 24, 130])
-def test_decodes_at_fixed_addresses_equal_the_reference(batch: int, float8: bool):
-    case = Case([1] * batch, [7 + 61 * i % 2000 for i in range(batch)], None, float8)
-    backend, pool = case.backend, case.pool
-    attention = backend.decode_attention(batch, DecodeAttention.workspace(pool.device), case.kind)
-    attention.plan(paged_keys(case.batch, PAGE, backend.indices))
-    case.check(attention.run(case.query, pool.key_pages(0), pool.value_pages(0), pool.scales.of(0)))
+def test_decodes_at_fixed_addresses_equal_the_reference(batch: int, float8: bool, backend):
+    case = Case([1] * batch, [7 + 61 * i % 2000 for i in range(batch)], None, float8, (backend, backend))
+    make = case.backend.graphs()
+    assert make is not None
+    attention = make(batch)
+    attention.plan(case.backend.with_keys(case.batch))
+    case.check(attention.attend(case.layer, case.query))

@@ -8,7 +8,7 @@ import torch
 
 from sapwood_kernels import reference
 from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLayer
-from sapwood_worker.model.attention.torch_native import TorchNativeBackend
+from sapwood_worker.model.attention.torch_native import TorchAttention
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales, page_bytes
 
 DIM = 8
@@ -58,9 +58,10 @@ def run(query_lens, prefix_lens, *, heads, kv_heads, page_size, window=None, sof
         cache_slots=torch.from_numpy(np.concatenate(slots)),
     )
     layer = AttentionLayer(1, 0.7, window=window, softcap=softcap)
-    plan = TorchNativeBackend(pool, torch.float32).plan(batch)
-    plan.destination(layer).store(key, value)
-    ours = plan.attend_cached(layer, query)
+    pool.destination(1, batch.cache_slots).store(key, value)
+    attention = TorchAttention(pool, torch.float32)
+    attention.plan(batch)
+    ours = attention.attend(layer, query).view(total, -1)
     theirs = reference.paged_attention(
         query,
         *pool.read(1, torch.arange(count * page_size), torch.float32),

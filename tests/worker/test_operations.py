@@ -347,6 +347,8 @@ async def test_the_command_line_operates_a_worker(start, capsys) -> None:
 
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
+        info = await operate("info")
+        assert (info["max_running"], info["prefill_attention"]) == (1, "")  # a stand-in for a model has no attention
         assert await operate("pause", "--retract") == {"state": "paused"}
         call = stub.Generate(request("r", [7] * 40, max_tokens=3))
         while (await operate("load"))["waiting_requests"] != 1:

@@ -12,12 +12,23 @@ from torch import Tensor
 
 from sapwood_kernels import triton_activation, triton_float8, triton_gemv, triton_logits, triton_norm
 from sapwood_kernels.cpu_sampling import SamplingBatch
-from sapwood_kernels.ops.device import DeviceOps, Float8, Gate, HostCopies, OneRow, StoreHeads
+from sapwood_kernels.ops.device import DeviceOps, Fence, Float8, Gate, HostCopies, OneRow, StoreHeads
 from sapwood_kernels.triton_qkv import norm_rope_store
 from sapwood_kernels.triton_sampling import sample_rows
 
 # Elements of the widest row that our kernel multiplies; cuBLAS splits wider rows: 31 against 33 us for 4096 x 14336 on an H200.
 _WIDEST_ROW = 8192
+
+
+class _CudaFence(Fence):
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def set(self) -> None:
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
 
 
 class CudaOps(DeviceOps):
@@ -26,9 +37,17 @@ class CudaOps(DeviceOps):
     asynchronous = True
     captures = True
 
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        if torch.cuda.is_available():  # else Triton's interpreter stands in
+            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+
     def to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
         # A copy from memory that is not pinned would wait for all that is queued on the device.
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+
+    def fill(self, target: Tensor, array: npt.NDArray[np.generic]) -> None:
+        target.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
 
     def to_host(self, tensors: Sequence[Tensor]) -> HostCopies:
         if not tensors:
@@ -37,6 +56,9 @@ class CudaOps(DeviceOps):
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return HostCopies(copies, event.synchronize)
+
+    def fence(self) -> Fence:
+        return _CudaFence()
 
     def rms_norm(self, weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         return partial(triton_norm.rms_norm, weight=weight, eps=eps)

@@ -83,6 +83,16 @@ class HostCopies:
         return self._tensors
 
 
+class Fence:
+    """A mark in the work queued on a device. Here for one that queues nothing."""
+
+    def set(self) -> None:
+        """Sets the mark after all that is queued on the current stream."""
+
+    def wait(self) -> None:
+        """Waits until the device has reached the mark; at once if none was set."""
+
+
 class DeviceOps:
     """The operations of a device, each the plain-torch reference unless a class for the device has a faster one.
 
@@ -96,11 +106,13 @@ class DeviceOps:
         default_dtype: The dtype in which a model runs unless it is told another.
         asynchronous: Whether launched work is queued, so that a step can be planned while the one before is computed.
         captures: Whether launches can be captured in CUDA graphs.
+        processors: Its multiprocessors: programs that run at once.
     """
 
     default_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     asynchronous = False
     captures = False
+    processors = 1
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -109,9 +121,17 @@ class DeviceOps:
         """A tensor with the array's contents; the array must not change while the tensor is used."""
         return torch.from_numpy(array).to(self.device)
 
+    def fill(self, target: Tensor, array: npt.NDArray[np.generic]) -> None:
+        """Copies an array into a tensor of its shape on the device; :meth:`to_device` without a new tensor."""
+        target.copy_(torch.from_numpy(array))
+
     def to_host(self, tensors: Sequence[Tensor]) -> HostCopies:
         """Begins to copy tensors; later work on the device's current stream may change them."""
         return HostCopies([tensor.to("cpu", copy=True) for tensor in tensors], lambda: None)
+
+    def fence(self) -> Fence:
+        """A mark in the device's work."""
+        return Fence()
 
     def rms_norm(self, weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """``reference.rms_norm`` of inputs of ``dtype`` by a float32 weight."""

@@ -118,6 +118,11 @@ class WorkerConfig(ServiceConfig):
         "fp8_tensor with one for all tokens of a step and one for a weight. Embedding and output head stay as they are; so do "
         "weights that the checkpoint stores in float8. Packages can bring more formats.",
     )
+    attention_backend: str = Field(
+        "auto",
+        description="What computes attention: flashinfer, triton, torch or a package's own; for prompts and decodes apart: "
+        "prefill=triton,decode=flashinfer. auto takes the fastest that can serve the model on this device.",
+    )
     threads: int = Field(0, ge=0, description="CPU threads of the model; 0 takes all cores.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens a page of the KV cache holds.")
     kv_cache_gb: float | None = Field(

@@ -186,6 +186,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             embedded_tokens=info.embedded_tokens,
             shortens_embeddings=info.shortened is not None,
             embedding_dimensions=info.shortened or (),
+            prefill_attention=info.prefill_attention,
+            decode_attention=info.decode_attention,
+            attention_reason=info.attention_reason,
             max_running=max_running,
         )
 

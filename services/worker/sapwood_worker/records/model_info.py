@@ -26,6 +26,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         shortened: Lengths to which embeddings may be cut; empty: any; None: they may not be cut.
         special_ids: Special tokens; those at an input's end stay when it is cut.
         generates: Whether it generates tokens. One that does not sees its prompts whole and caches nothing.
+        prefill_attention: The backend of prompts' attention; empty: the model has none of ours.
+        decode_attention: The same for one token of each request.
+        attention_reason: Why they were taken.
     """
 
     architecture: str
@@ -44,3 +47,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     shortened: tuple[int, ...] | None = None
     special_ids: tuple[int, ...] = ()
     generates: bool = True
+    prefill_attention: str = ""
+    decode_attention: str = ""
+    attention_reason: str = ""

@@ -1,18 +1,27 @@
-"""The protocols of an attention backend: it plans each step once, and all layers use the plan.
+"""What an attention backend is, and what a step asks of it.
+
+A backend computes one half of a step, or both: *prefill*, chunks of prompts, and *decode*, one token of each request. The two may
+come from different backends (``registry.py`` chooses); ``paged.py`` joins them.
 
 In shapes: T tokens of a step, B requests, H query heads, K key/value heads, D elements of a head.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from sapwood_worker.model.pools.device_pool import KVDestination
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.paged_attention import AttentionShape, PagedKeys, Variant
+from sapwood_worker.model.pools.device_pool import DevicePool, KVDestination
+
+Half = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +40,11 @@ class AttentionLayer:
     window: int | None = None
     softcap: float | None = None
 
+    @property
+    def kind(self) -> Variant:
+        """What layers that are computed alike share."""
+        return Variant(self.scale, self.window, self.softcap)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
@@ -42,29 +56,181 @@ class AttentionBatch:
         seq_lens: int64 [B]: keys of each request once this step's are written.
         page_table: int32 [B, P]: pages of each request in order; entries beyond its last page are undefined.
         cache_slots: int64 [T] on the device: where each token's key and value go.
+        keys: The pages as kernels read them, on the device; None unless a backend ``reads_keys``.
     """
 
     query_starts: npt.NDArray[np.int64]
     seq_lens: npt.NDArray[np.int64]
     page_table: npt.NDArray[np.int32]
     cache_slots: Tensor
+    keys: PagedKeys | None = None
+
+    def split(self, count: int) -> tuple[AttentionBatch, AttentionBatch]:
+        """The first ``count`` requests, and the others."""
+        row = int(self.query_starts[count])
+        first, rest = (None, None) if self.keys is None else self.keys.split(count)
+        return (
+            replace(
+                self, query_starts=self.query_starts[: count + 1], seq_lens=self.seq_lens[:count],
+                page_table=self.page_table[:count], cache_slots=self.cache_slots[:row], keys=first,
+            ),
+            replace(
+                self, query_starts=self.query_starts[count:] - row, seq_lens=self.seq_lens[count:],
+                page_table=self.page_table[count:], cache_slots=self.cache_slots[row:], keys=rest,
+            ),
+        )  # fmt: skip
 
 
 class AttentionPlan(Protocol):
-    """A planned step. A layer either calls ``attend``, or writes to ``destination`` itself and calls ``attend_cached``."""
+    """A planned step, as layers see it: a layer writes its keys and values to ``destination``, then calls ``attend_cached``.
+
+    All work is queued on the device's current stream; a result is valid for what is queued after it.
+    """
 
     def destination(self, layer: AttentionLayer) -> KVDestination:
-        """Where a layer's keys and values of this step go."""
+        """Where a layer's keys and values of this step go; waits, on the device, for pages of that layer still being loaded."""
         ...
 
     def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:
-        """Attends over everything cached, this step's keys and values included: [T, H, D] -> [T, H * D], a new tensor."""
+        """Attends over everything cached, this step's keys and values included.
+
+        Mutates nothing. The result is a new tensor, or the memory of a graph that is being captured.
+
+        Args:
+            layer: The layer's constants.
+            query: [T, H, D], rotated.
+
+        Returns:
+            [T, H * D].
+        """
         ...
 
 
-class AttentionBackend(Protocol):
-    """One way to compute attention over the paged cache."""
+class StepAttention(Protocol):
+    """One half of attention, as a backend computes it."""
 
-    def plan(self, batch: AttentionBatch) -> AttentionPlan:
-        """Prepares a step. Does not mutate the batch; the plan is valid until the next call."""
+    def plan(self, batch: AttentionBatch) -> None:
+        """Prepares a step; its layers then share the plan, which is valid until the next call.
+
+        Does not mutate the batch. May keep and mutate buffers of its own; what it copies from the host must be in memory of its
+        own by the end of the call, or be read by the device before work that is queued later (the caller plans the next step
+        only then).
+        """
         ...
+
+    def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
+        """Attends over the planned requests' cached keys and values in a layer, on the device's current stream.
+
+        Mutates nothing but ``out``, and does not wait for the device.
+
+        Args:
+            layer: The layer's constants; its ``kind`` is one of those that the backend was made for.
+            query: [T, H, D] of the planned tokens.
+            out: [T, H, D], contiguous: the result is written here. None: to a new tensor.
+
+        Returns:
+            [T, H, D] or [T, H * D]: ``out`` if it was given; valid for what is queued after it.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeeds:
+    """What a model asks of its attention.
+
+    Attributes:
+        shape: What all layers share.
+        cache_dtype: The dtype in which keys and values are stored.
+        kinds: The distinct kinds of layer.
+        longest: Tokens of the longest request.
+    """
+
+    shape: AttentionShape
+    cache_dtype: torch.dtype
+    kinds: tuple[Variant, ...]
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParts:
+    """What a backend is made from.
+
+    Attributes:
+        needs: What the model asks.
+        pool: Keys and values.
+        ops: The device's operations.
+        indices: int32 buffer on the device: every step's ``PagedKeys.indices`` lie at its beginning; empty if nothing reads
+            keys.
+    """
+
+    needs: AttentionNeeds
+    pool: DevicePool
+    ops: DeviceOps
+    indices: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a backend can do; :meth:`refusal` is asked before it is made.
+
+    Attributes:
+        dtypes: Of queries.
+        cache_dtypes: Dtypes of the cache besides the queries' own.
+        head_dims: Elements of a head; None: any.
+        windows: Whether layers may have a window.
+        softcap: Whether scores may be capped.
+        device: Why it cannot run on a device, for example "it needs a GPU"; None: it can.
+    """
+
+    dtypes: frozenset[torch.dtype]
+    cache_dtypes: frozenset[torch.dtype] = frozenset()
+    head_dims: frozenset[int] | None = None
+    windows: bool = True
+    softcap: bool = True
+    device: Callable[[DeviceOps], str | None] = lambda ops: None
+
+    def refusal(self, needs: AttentionNeeds, ops: DeviceOps) -> str | None:
+        """Why it cannot serve a model on a device, in words that name what is asked; None: it can."""
+        shape, dtype = needs.shape, needs.shape.dtype
+        unfit = self.device(ops)
+        if unfit is not None:
+            return unfit
+        if dtype not in self.dtypes:
+            return f"it takes {_names(self.dtypes)}, not {_name(dtype)}"
+        if needs.cache_dtype not in {dtype, *self.cache_dtypes}:
+            return f"it reads no cache of {_name(needs.cache_dtype)}"
+        if self.head_dims is not None and shape.head_dim not in self.head_dims:
+            return f"it takes heads of {', '.join(map(str, sorted(self.head_dims)))} elements, not {shape.head_dim}"
+        if not self.windows and any(kind.window is not None for kind in needs.kinds):
+            return "it has no sliding windows"
+        if not self.softcap and any(kind.softcap is not None for kind in needs.kinds):
+            return "it does not cap scores"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBackend:
+    """A way to compute attention, under its name in ``registry.py``.
+
+    Attributes:
+        abilities: What it can do.
+        prefill: Makes the attention of any ragged batch; None: it has none.
+        decode: Makes the attention of one token for each of any number of requests; None: it has none.
+        graphs: Makes what makes the attention of so many decodes that can be captured in a CUDA graph: ``plan`` writes to the
+            addresses that a captured ``attend`` reads. None: steps run without graphs.
+        reads_keys: Whether it reads ``AttentionBatch.keys``.
+    """
+
+    abilities: Abilities
+    prefill: Callable[[AttentionParts], StepAttention] | None = None
+    decode: Callable[[AttentionParts], StepAttention] | None = None
+    graphs: Callable[[AttentionParts], Callable[[int], StepAttention]] | None = None
+    reads_keys: bool = True
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _names(dtypes: frozenset[torch.dtype]) -> str:
+    return " and ".join(sorted(map(_name, dtypes)))

@@ -18,8 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLayer
-from sapwood_worker.model.pools.device_pool import DevicePool, KVDestination
+from sapwood_worker.model.attention.backend import (
+    Abilities,
+    AttentionBackend,
+    AttentionBatch,
+    AttentionLayer,
+    AttentionParts,
+    StepAttention,
+)
+from sapwood_worker.model.pools.device_pool import DevicePool
 
 _TILE = 256
 # Tiles of at least this many queries are computed alone: batching them gains nothing and costs padding.
@@ -61,8 +68,8 @@ class _Tiles:
     keys: IntArray
 
 
-class TorchNativeBackend:
-    """Implements :class:`sapwood_worker.model.attention.backend.AttentionBackend`.
+class TorchAttention:
+    """Implements :class:`sapwood_worker.model.attention.backend.StepAttention` for any ragged batch.
 
     Args:
         pool: Keys and values.
@@ -72,40 +79,30 @@ class TorchNativeBackend:
     def __init__(self, pool: DevicePool, dtype: torch.dtype) -> None:
         self._pool = pool
         self._dtype = dtype
-
-    def plan(self, batch: AttentionBatch) -> TorchNativePlan:
-        return TorchNativePlan(self._pool, self._dtype, batch)
-
-
-class TorchNativePlan:
-    """Implements ``AttentionPlan``; made by :class:`TorchNativeBackend`."""
-
-    def __init__(self, pool: DevicePool, dtype: torch.dtype, batch: AttentionBatch) -> None:
-        self._pool = pool
-        self._dtype = dtype
-        self._batch = batch
+        self._batch: AttentionBatch
         self._groups: dict[int | None, list[_Group]] = {}
 
-    def destination(self, layer: AttentionLayer) -> KVDestination:
-        self._pool.await_layer(layer.index)
-        return self._pool.destination(layer.index, self._batch.cache_slots)
+    def plan(self, batch: AttentionBatch) -> None:
+        self._batch = batch
+        self._groups = {}
 
-    def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:
-        self._pool.await_layer(layer.index)
+    def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
         groups = self._groups.get(layer.window)
         if groups is None:
             groups = self._groups[layer.window] = self._plan(layer.window)
         if len(groups) == 1 and groups[0].rows is None:
-            return self._attend(layer, query, groups[0])
-        result = torch.empty(query.shape[0], query.shape[1] * query.shape[2], dtype=query.dtype, device=query.device)
+            result = self._attend(layer, query, groups[0])
+            return result if out is None else out.copy_(result.view_as(out))
+        result = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+        flat = result.view(len(query), -1)
         for group in groups:
             assert group.rows is not None
             part = self._attend(layer, query.index_select(0, group.rows), group)
             if group.kept is None:
-                result.index_copy_(0, group.rows, part)
+                flat.index_copy_(0, group.rows, part)
             else:
                 assert group.kept_rows is not None
-                result.index_copy_(0, group.kept_rows, part.index_select(0, group.kept))
+                flat.index_copy_(0, group.kept_rows, part.index_select(0, group.kept))
         return result
 
     def _attend(self, layer: AttentionLayer, query: Tensor, group: _Group) -> Tensor:
@@ -198,3 +195,18 @@ def _attend(layer: AttentionLayer, query: Tensor, keys: Tensor, values: Tensor, 
         result = torch.matmul(scores.softmax(-1), value)
     result = result.view(size, keys.shape[1], shared, count, dim)
     return result.permute(0, 3, 1, 2, 4).reshape(size * count, heads * dim)
+
+
+def _make(parts: AttentionParts) -> StepAttention:
+    return TorchAttention(parts.pool, parts.needs.shape.dtype)
+
+
+TORCH = AttentionBackend(
+    Abilities(
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        cache_dtypes=frozenset({torch.float8_e4m3fn}),
+    ),
+    prefill=_make,
+    decode=_make,
+    reads_keys=False,
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,8 +15,10 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import load_vocabulary
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_worker.model.attention.backend import AttentionBackend
-from sapwood_worker.model.attention.torch_native import TorchNativeBackend
+from sapwood_kernels.paged_attention import AttentionShape
+from sapwood_worker.model.attention.backend import AttentionLayer, AttentionNeeds
+from sapwood_worker.model.attention.paged import PagedAttention
+from sapwood_worker.model.attention.registry import choose_backend
 from sapwood_worker.model.checkpoint.fingerprint import model_fingerprint
 from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
 from sapwood_worker.model.config import ModelConfig
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from sapwood_worker.model.runner.cuda_graph import DecodeGraphs
     from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs
 
+logger = logging.getLogger(__name__)
 # Pages beyond those that the scheduler knows of, to which padding rows write.
 _SCRATCH_PAGES = 1
 _DEFAULT_BYTES = 1 << 30
@@ -82,6 +86,13 @@ class _Builder:
         self._scales: KVScales | None = None
         if options.kv_cache_dtype == "fp8_e4m3":
             self._scales = calibrate(self._model, self._config, self._dtype, self._device)
+        self._captures = self._ops.captures and self._dtype != torch.float32 and options.cuda_graphs
+        self._needs = self._attention_needs(self._config)
+        setting = options.attention_backend
+        self._prefill = choose_backend(setting, "prefill", self._needs, self._ops)
+        self._decode = choose_backend(setting, "decode", self._needs, self._ops)
+        for half, chosen in (("prefill", self._prefill), ("decode", self._decode)):
+            logger.info("attention: %s by %s (%s)", half, chosen.name, chosen.reason)
 
     def build(self) -> ModelRunner:
         """Makes the parts for good; called once."""
@@ -107,6 +118,17 @@ class _Builder:
             identity=partial(self._identity, pool),
         )
 
+    def _attention_needs(self, config: ModelConfig) -> AttentionNeeds:
+        shape = AttentionShape(
+            config.num_heads, config.num_kv_heads, config.head_dim, self._options.page_size, self._dtype
+        )
+        layers = (
+            AttentionLayer(0, config.attention_scale, window, config.attention_softcap) for window in config.windows
+        )
+        kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
+        cached = self._dtype if self._scales is None else torch.float8_e4m3fn
+        return AttentionNeeds(shape, cached, kinds, config.max_position)
+
     def _info(self, config: ModelConfig, pool: DevicePool, length: int) -> ModelInfo:
         sentences = read_sentence_config(self._options.model_path, "last", length)
         return ModelInfo(
@@ -122,6 +144,9 @@ class _Builder:
             normalizes=sentences.normalizes,
             embedded_tokens=sentences.max_tokens,
             shortened=sentences.shortened,
+            prefill_attention=self._prefill.name,
+            decode_attention=self._decode.name,
+            attention_reason="; ".join(dict.fromkeys((self._prefill.reason, self._decode.reason))),
             special_ids=sentences.special_ids,
         )
 
@@ -137,36 +162,25 @@ class _Builder:
     @torch.inference_mode()
     def _build_backend(
         self, config: ModelConfig, pool: DevicePool, sizes: Sequence[int] | None
-    ) -> tuple[AttentionBackend, DecodeGraphs | None]:
+    ) -> tuple[PagedAttention, DecodeGraphs | None]:
         """The attention backend, and the graphs of decode steps where there are any, of the given sizes (None: all)."""
-        dtype = self._dtype
-        if not self._ops.captures or dtype == torch.float32:
-            return TorchNativeBackend(pool, dtype), None
-        # Imported here, since only the extra [gpu] installs the package.
-        from sapwood_kernels.flashinfer_attention import AttentionShape, Variant
-        from sapwood_worker.model.attention.flashinfer import FlashInferBackend
+        backend = PagedAttention(self._needs, pool, self._ops, self._prefill.backend, self._decode.backend)
+        make = backend.graphs() if self._captures else None
+        if make is None:
+            return backend, None
         from sapwood_worker.model.runner.cuda_graph import DecodeGraphs, ladder
 
-        shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, pool.page_size, dtype)
-        kinds = [Variant(config.attention_scale, window, config.attention_softcap) for window in config.windows]
-        backend = FlashInferBackend(pool, shape, tuple(dict.fromkeys(kinds)), config.max_position)
-        if not self._options.cuda_graphs:
-            return backend, None
         sizes = ladder(self._largest_graph) if sizes is None else sizes
         scratch = pool.num_pages - _SCRATCH_PAGES
-        return backend, DecodeGraphs(self._model, backend, pool, sizes, scratch, self._last_tokens, self._ops)
+        return backend, DecodeGraphs(self._model, backend, make, pool, sizes, scratch, self._last_tokens, self._ops)
 
     @torch.inference_mode()
-    def _build_pieces(
-        self, backend: AttentionBackend, pool: DevicePool, *, whole_ladder: bool
-    ) -> PiecewiseGraphs | None:
+    def _build_pieces(self, backend: PagedAttention, pool: DevicePool, *, whole_ladder: bool) -> PiecewiseGraphs | None:
         """The graphs of steps that compute prompts, where there are any, of all sizes or of the largest only."""
-        if not self._ops.captures or self._dtype == torch.float32 or not self._options.cuda_graphs:
+        if not self._captures:
             return None
-        from sapwood_worker.model.attention.flashinfer import FlashInferBackend
         from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
 
-        assert isinstance(backend, FlashInferBackend)
         parameters = sum(slot.target.numel() for slot in self._model.layer_weights().values())
         worth = worth_capturing(parameters, float8=self._quantization != "none")
         largest = min(worth, self._options.max_step_tokens)

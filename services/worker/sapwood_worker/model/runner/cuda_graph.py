@@ -8,7 +8,7 @@ memory pool, captured from the largest down, so the ladder costs little more mem
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sapwood_kernels.flashinfer_attention import DecodeAttention, Variant
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.split_decode_attention import SplitDecodeAttention
-from sapwood_worker.model.attention.backend import AttentionBatch
-from sapwood_worker.model.attention.flashinfer import FlashInferBackend, FlashInferPlan, paged_keys
+from sapwood_worker.model.attention.backend import AttentionBatch, StepAttention
+from sapwood_worker.model.attention.paged import PagedAttention, PagedPlan
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.pools.device_pool import DevicePool
 
@@ -57,7 +55,7 @@ class DecodeResult:
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    attentions: dict[Variant, DecodeAttention | SplitDecodeAttention]
+    attention: StepAttention
     result: DecodeResult
 
 
@@ -67,6 +65,7 @@ class DecodeGraphs:
     Args:
         model: The model.
         backend: The model's attention.
+        make: Makes its part for so many decodes, as ``backend.graphs()`` gives it.
         pool: Keys and values.
         sizes: Batch sizes to capture, ascending, as :func:`ladder` gives them.
         scratch_page: The page that padding rows write to, which nobody else uses.
@@ -77,7 +76,8 @@ class DecodeGraphs:
     def __init__(
         self,
         model: DecoderModel,
-        backend: FlashInferBackend,
+        backend: PagedAttention,
+        make: Callable[[int], StepAttention],
         pool: DevicePool,
         sizes: Sequence[int],
         scratch_page: int,
@@ -87,6 +87,7 @@ class DecodeGraphs:
         self._ops = ops
         self._model = model
         self._backend = backend
+        self._make = make
         self._pool = pool
         self._scratch_page = scratch_page
         self._last_tokens = last_tokens
@@ -96,9 +97,8 @@ class DecodeGraphs:
         self._staging = torch.zeros(4, self._sizes[-1], dtype=torch.int64).pin_memory()
         self._captured: dict[int, _Captured] = {}
         memory: Any = None  # torch's handle of the graphs' memory pool; its type is private
-        workspace = DecodeAttention.workspace(pool.device)
         for size in reversed(self._sizes):
-            captured = self._capture(size, workspace, memory)
+            captured = self._capture(size, memory)
             memory = captured.graph.pool()
             self._captured[size] = captured
 
@@ -146,7 +146,7 @@ class DecodeGraphs:
         lengths[:count] = positions + 1
         pages = np.full((size, page_table.shape[1]), self._scratch_page, np.int32)
         pages[:count] = page_table
-        self._plan(captured.attentions, lengths, pages)
+        self._plan(captured.attention, lengths, pages)
         self._backend.end_plan()
         captured.graph.replay()
         result = captured.result
@@ -154,23 +154,20 @@ class DecodeGraphs:
 
     def _plan(
         self,
-        attentions: dict[Variant, DecodeAttention | SplitDecodeAttention],
+        attention: StepAttention,
         lengths: npt.NDArray[np.int64],
         pages: npt.NDArray[np.int32],
     ) -> None:
         starts = np.arange(len(lengths) + 1)
         batch = AttentionBatch(starts, lengths, pages, self._inputs[2])
-        keys = paged_keys(batch, self._pool.page_size, self._backend.indices)
-        for attention in attentions.values():
-            attention.plan(keys)
+        attention.plan(self._backend.with_keys(batch))
 
-    def _capture(self, size: int, workspace: Tensor, memory: Any) -> _Captured:
-        backend = self._backend
-        attentions = {kind: backend.decode_attention(size, workspace, kind) for kind in backend.kinds}
+    def _capture(self, size: int, memory: Any) -> _Captured:
+        attention = self._make(size)
         lengths, pages = np.ones(size, np.int64), np.full((size, 1), self._scratch_page, np.int32)
         self._inputs[2].fill_(self._scratch_page * self._pool.page_size)
-        self._plan(attentions, lengths, pages)
-        plan = FlashInferPlan(self._pool, attentions, self._inputs[2, :size])
+        self._plan(attention, lengths, pages)
+        plan = PagedPlan(self._pool, attention, attention, None, self._inputs[2, :size])
         stream = torch.cuda.Stream(self._pool.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -179,9 +176,9 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=memory):
             result = self._step(size, plan)
-        return _Captured(graph, attentions, result)
+        return _Captured(graph, attention, result)
 
-    def _step(self, size: int, plan: FlashInferPlan) -> DecodeResult:
+    def _step(self, size: int, plan: PagedPlan) -> DecodeResult:
         token_ids = self._inputs[0, :size]
         token_ids = torch.where(token_ids < 0, self._last_tokens.index_select(0, self._inputs[3, :size]), token_ids)
         hidden = self._model(token_ids, self._inputs[1, :size], plan)

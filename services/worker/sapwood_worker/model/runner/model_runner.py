@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_worker.model.attention.backend import AttentionBackend
+from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.grammar.logit_masks import GrammarMasks, StepMasks
 from sapwood_worker.model.pools.device_pool import DevicePool
@@ -63,7 +63,7 @@ class ModelRunner:
         ops: DeviceOps,
         model: DecoderModel,
         pool: DevicePool,
-        backend: AttentionBackend,
+        backend: PagedAttention,
         graphs: DecodeGraphs | None,
         pieces: PiecewiseGraphs | None,
         masks: GrammarMasks,

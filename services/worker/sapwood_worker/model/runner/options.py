@@ -37,6 +37,7 @@ class RunnerOptions:
         cuda_graph_max_batch: Most tokens of a captured decode step; None: ``max_running``.
         threads: CPU threads of torch and of loading; None: torch's own choice. Set for the whole process.
         seed: Seed of made-up weights.
+        attention_backend: As ``attention.registry.choose_backend`` takes it.
         structured_output: Whether the vocabulary is read for requests with a grammar.
         host_cache_gb: Memory of the KV cache's second tier in GiB; 0: the ratio decides.
         host_cache_ratio: Pages of that tier for each page of the pool; 0: the memory decides. Both 0: there is none.
@@ -59,6 +60,7 @@ class RunnerOptions:
     cuda_graph_max_batch: int | None = None
     threads: int | None = None
     seed: int = 0
+    attention_backend: str = "auto"
     structured_output: bool = False
     host_cache_gb: float = 0.0
     host_cache_ratio: float = 0.0

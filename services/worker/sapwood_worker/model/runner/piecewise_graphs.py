@@ -12,18 +12,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sapwood_worker.model.attention.backend import AttentionLayer
+from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.pools.device_pool import DevicePool, KVDestination
 from sapwood_worker.model.runner.forward_batch import ForwardBatch
-
-if TYPE_CHECKING:  # FlashInfer is there only with the extra [gpu]
-    from sapwood_worker.model.attention.flashinfer import FlashInferBackend
 
 _LAUNCH_SECONDS, _FLOAT8_LAUNCH_SECONDS = 12.5e-3, 20e-3
 """Seconds that the host takes to launch the kernels of 28 to 32 layers one by one, about."""
@@ -105,7 +103,7 @@ class PiecewiseGraphs:
     """
 
     def __init__(
-        self, model: DecoderModel, backend: FlashInferBackend, pool: DevicePool, sizes: Sequence[int], scratch_page: int
+        self, model: DecoderModel, backend: PagedAttention, pool: DevicePool, sizes: Sequence[int], scratch_page: int
     ) -> None:
         self._model = model
         self._backend = backend

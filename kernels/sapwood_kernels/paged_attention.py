@@ -1,0 +1,97 @@
+"""What every kernel for attention over the paged cache takes: shapes, the kind of layer, and where keys lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What all layers of a model share.
+
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: Key/value heads.
+        head_dim: Elements of a head.
+        page_size: Tokens in a page.
+        dtype: The dtype of queries.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What may differ between layers; the fields are arguments of ``reference.attention``."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKeys:
+    """Where each request's keys are.
+
+    Attributes:
+        indptr: int32 [B + 1] on the host: request i has entries ``indptr[i]`` .. ``indptr[i + 1] - 1`` of ``indices``.
+        indices: int32 [sum] on the device: page ids.
+        last_page_len: int32 [B] on the host: tokens in each request's last page.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+    def lengths(self, page_size: int) -> Tensor:
+        """int32 [B] on the host: each request's keys."""
+        return (self.indptr[1:] - self.indptr[:-1] - 1) * page_size + self.last_page_len
+
+    def split(self, count: int) -> tuple[PagedKeys, PagedKeys]:
+        """The keys of the first ``count`` requests, and those of the others."""
+        at = int(self.indptr[count])
+        first = PagedKeys(self.indptr[: count + 1], self.indices[:at], self.last_page_len[:count])
+        return first, PagedKeys(self.indptr[count:] - at, self.indices[at:], self.last_page_len[count:])
+
+
+class PlannedAttention(Protocol):
+    """Attention of one kind of layer, planned for each step and then run for each such layer."""
+
+    def plan(self, query_indptr: Tensor, keys: PagedKeys) -> None:
+        """Prepares a step on the current stream. Valid until the next call; mutates buffers of its own only.
+
+        Args:
+            query_indptr: int32 [B + 1] on the host: request i's tokens are rows ``query_indptr[i]`` up to the next's.
+            keys: Where the requests' keys are; it may read them until the device has done all that was queued by then.
+        """
+        ...
+
+    def run(
+        self,
+        query: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        scales: tuple[float, float] = ...,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Computes a layer on the current stream.
+
+        Args:
+            query: [T, H, D], contiguous.
+            key_pages: [P, page_size, K, D] in any order but for D.
+            value_pages: The same, in the same order, for values.
+            scales: Factors of the stored keys and values.
+            out: [T, H, D], contiguous: the result is written here; None: to a new tensor.
+
+        Returns:
+            [T, H, D].
+        """
+        ...

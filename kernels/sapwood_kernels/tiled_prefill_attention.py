@@ -1,0 +1,51 @@
+"""Attention of prompts by our own kernel, for GPUs without FlashInfer."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.paged_attention import AttentionShape, PagedKeys, Variant
+from sapwood_kernels.triton_prefill_attention import cut_tiles, prefill_attention, tile_tokens
+
+
+class TiledPrefillAttention:
+    """Implements :class:`sapwood_kernels.paged_attention.PlannedAttention` for any ragged batch.
+
+    Args:
+        shape: What all layers share.
+        variant: The kind of layer.
+        ops: The device's operations.
+    """
+
+    def __init__(self, shape: AttentionShape, variant: Variant, ops: DeviceOps) -> None:
+        self._shape, self._variant, self._ops = shape, variant, ops
+        self._tile = tile_tokens(shape.num_heads // shape.num_kv_heads, shape.head_dim, shape.dtype)
+        self._step: tuple[Tensor, ...] = ()
+
+    def plan(self, query_indptr: Tensor, keys: PagedKeys) -> None:
+        lengths = keys.lengths(self._shape.page_size)
+        tiles = cut_tiles(query_indptr.diff().numpy(), lengths.numpy(), self._tile)
+        starts, indptr, sizes = (self._ops.to_device(each.numpy()) for each in (query_indptr, keys.indptr, lengths))
+        self._step = self._ops.to_device(tiles), starts, indptr, keys.indices, sizes
+
+    def run(
+        self,
+        query: Tensor,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        scales: tuple[float, float] = (1.0, 1.0),
+        out: Tensor | None = None,
+    ) -> Tensor:
+        variant = self._variant
+        return prefill_attention(
+            query,
+            key_pages,
+            value_pages,
+            *self._step,
+            scale=variant.scale,
+            window=variant.window,
+            softcap=variant.softcap,
+            kv_scales=scales,
+            out=out,
+        )

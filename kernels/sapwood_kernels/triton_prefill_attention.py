@@ -1,0 +1,203 @@
+"""Triton: attention of ragged chunks of prompts over the paged cache, which already holds the chunks' own keys and values.
+
+Algorithm (FlashAttention-2; Dao, 2023): a program takes a tile of consecutive tokens of one request with all query heads that
+share a key/value head, so that keys are read once for the group, and goes through the keys that the tile sees with a running
+maximum and sum. A tile reads no key beyond its last token, and with a window none before its first token's. Blocks of keys that
+every token of the tile sees need no mask; they come first. Tiles are launched longest first.
+
+Cost: T^2 / 2 products a head without a window, T (window + tile) with one. Bound: products.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LEAST_ROWS = 16  # the fewest rows of a matrix unit's product
+_TILE_BYTES = (
+    32768  # of a tile's queries, and of a block's keys and values in two stages: fits in 99 KiB of shared memory
+)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _block(
+    q, keys, values, own, at, end, positions, page_stride, slot_stride, highest, total, result, scale, cap,
+    D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of keys and values, taken into the running maximum, sum and result; scores are in powers of 2."""
+    columns = tl.arange(0, BLOCK_D)
+    tokens = at + tl.arange(0, BLOCK)
+    there = tokens < end
+    page = tl.load(own + tokens // PAGE, mask=there, other=0).to(tl.int64)
+    offsets = page * page_stride + tokens % PAGE * slot_stride
+    # What lies beyond the end was never written: it is not read, for zero times NaN is NaN.
+    inside = there[:, None] & (columns < D)[None, :]
+    k = tl.load(keys + offsets[:, None] + columns[None, :], mask=inside, other=0.0).to(q.dtype)
+    v = tl.load(values + offsets[:, None] + columns[None, :], mask=inside, other=0.0).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if CAPPED:
+        scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)  # tanh
+    if MASKED:
+        seen = tokens[None, :] <= positions[:, None]
+        if WINDOW > 0:
+            seen = seen & (tokens[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    above = tl.maximum(highest, tl.max(scores, axis=1))
+    # A row that has seen no key yet has no maximum.
+    base = tl.where(above == float("-inf"), 0.0, above) if MASKED else above
+    weights = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(highest - base)
+    result = result * fade[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+    return above, total * fade + tl.sum(weights, axis=1), result
+
+
+@triton.jit
+def _prefill_kernel(
+    query, keys, values, tiles, starts, indptr, lengths, pages, out, scale, value_scale, softcap, heads,
+    page_stride, slot_stride, head_stride,
+    GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    FLOAT8: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    tile, head = tl.program_id(0), tl.program_id(1)
+    request, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    start = tl.load(starts + request)
+    count = tl.load(starts + request + 1) - start
+    length = tl.load(lengths + request)
+    own = pages + tl.load(indptr + request)
+    keys += head * head_stride
+    values += head * head_stride
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    token = first + rows // GROUP
+    wanted = ((rows < TOKENS * GROUP) & (token < count))[:, None] & (columns < D)[None, :]
+    places = ((start + token).to(tl.int64) * heads + head * GROUP + rows % GROUP)[:, None] * D + columns[None, :]
+    q = tl.load(query + places, mask=wanted, other=0.0)
+    if FLOAT8:
+        q = q.to(tl.float16)
+    before = length - count + first  # the position of the tile's first token
+    positions = length - count + token
+    end = tl.minimum(before + TOKENS, length)
+    scale *= _LOG2_E
+    cap = softcap * _LOG2_E
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    result = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    at = tl.maximum(before - WINDOW + 1, 0) if WINDOW > 0 else 0
+    # Without a window all tokens of the tile see the keys up to its first token's.
+    whole = at if WINDOW > 0 else (before + 1) // BLOCK * BLOCK
+    if STAGES > 0:
+        if WINDOW == 0:
+            for block in tl.range(at, whole, BLOCK, num_stages=STAGES):
+                highest, total, result = _block(
+                    q, keys, values, own, block, end, positions, page_stride, slot_stride, highest, total, result,
+                    scale, cap, D, PAGE, WINDOW, CAPPED, False, BLOCK_D, BLOCK,
+                )  # fmt: skip
+        for block in tl.range(whole, end, BLOCK, num_stages=STAGES):
+            highest, total, result = _block(
+                q, keys, values, own, block, end, positions, page_stride, slot_stride, highest, total, result, scale,
+                cap, D, PAGE, WINDOW, CAPPED, True, BLOCK_D, BLOCK,
+            )  # fmt: skip
+    else:  # Triton's interpreter cannot run such loops
+        while at < whole:
+            highest, total, result = _block(
+                q, keys, values, own, at, end, positions, page_stride, slot_stride, highest, total, result, scale,
+                cap, D, PAGE, WINDOW, CAPPED, False, BLOCK_D, BLOCK,
+            )  # fmt: skip
+            at += BLOCK
+        while at < end:
+            highest, total, result = _block(
+                q, keys, values, own, at, end, positions, page_stride, slot_stride, highest, total, result, scale,
+                cap, D, PAGE, WINDOW, CAPPED, True, BLOCK_D, BLOCK,
+            )  # fmt: skip
+            at += BLOCK
+    result = result / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=wanted)
+
+
+def tile_tokens(group: int, dim: int, dtype: torch.dtype) -> int:
+    """Tokens of a tile, whose rows are these tokens' heads of one group."""
+    return max(_rows(dim, dtype) // group, 1)
+
+
+def cut_tiles(
+    query_lens: npt.NDArray[np.integer], seq_lens: npt.NDArray[np.integer], tokens: int
+) -> npt.NDArray[np.int32]:
+    """The tiles of a step, those that see the most keys first. O(tiles log tiles), no Python loop.
+
+    Args:
+        query_lens: [B]: tokens of each request in the step.
+        seq_lens: [B]: keys of each request.
+        tokens: Tokens of a tile.
+
+    Returns:
+        int32 [tiles, 2]: the request, and the first token of the tile among the request's tokens in the step.
+    """
+    counts = -(-query_lens // tokens)
+    request = np.repeat(np.arange(len(counts)), counts)
+    first = (np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens
+    order = np.argsort(-(seq_lens - query_lens)[request] - first, kind="stable")
+    return np.stack((request, first), 1)[order].astype(np.int32)
+
+
+def prefill_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    tiles: Tensor,
+    starts: Tensor,
+    indptr: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+    out: Tensor | None = None,
+) -> Tensor:
+    """Computes ``reference.paged_attention``; does not wait for the device.
+
+    Args:
+        query: [T, H, D], contiguous: the requests' tokens one after the other.
+        key_pages: [P, S, K, D] in any order but for D, of the query's dtype or float8_e4m3fn.
+        value_pages: The same, in the same order, for values.
+        tiles: int32 [tiles, 2], as :func:`cut_tiles` gives them for :func:`tile_tokens`.
+        starts: int32 [B + 1]: request i's tokens are rows ``starts[i]`` .. ``starts[i + 1] - 1``.
+        indptr: int32 [B + 1]: request i's pages begin at ``pages[indptr[i]]``.
+        pages: int32, page ids.
+        lengths: int32 [B]: keys of each request, its own tokens included.
+        scale, window, softcap: As in ``reference.attention``.
+        kv_scales: Factors of the stored keys and values.
+        out: [T, H, D], contiguous: the result is written here; None: to a new tensor.
+
+    Returns:
+        [T, H, D].
+    """
+    heads, dim = query.shape[1:]
+    page_size, kv_heads = key_pages.shape[1:3]
+    assert key_pages.stride() == value_pages.stride() and key_pages.stride(3) == 1, "keys and values lie differently"
+    group = heads // kv_heads
+    out = torch.empty_like(query) if out is None else out
+    tokens = tile_tokens(group, dim, query.dtype)
+    rows = max(_rows(dim, query.dtype), triton.next_power_of_2(group))
+    block_d = max(16, triton.next_power_of_2(dim))
+    block = min(max(_TILE_BYTES // (2 * block_d * query.element_size()), 16), 64)
+    _prefill_kernel[(len(tiles), kv_heads)](
+        query, key_pages, value_pages, tiles, starts, indptr, lengths, pages, out, scale * kv_scales[0], kv_scales[1],
+        softcap or 1.0, heads, *key_pages.stride()[:3],
+        GROUP=group, D=dim, PAGE=page_size, WINDOW=window or 0, CAPPED=softcap is not None,
+        FLOAT8=key_pages.dtype == torch.float8_e4m3fn, TOKENS=tokens, ROWS=rows, BLOCK_D=block_d, BLOCK=block,
+        STAGES=2 if query.is_cuda else 0, num_warps=8 if rows >= 128 else 4,
+    )  # fmt: skip
+    return out
+
+
+def _rows(dim: int, dtype: torch.dtype) -> int:
+    rows: int = min(max(_TILE_BYTES // (triton.next_power_of_2(dim) * dtype.itemsize), _LEAST_ROWS), 128)
+    return rows

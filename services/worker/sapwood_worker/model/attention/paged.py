@@ -1,0 +1,174 @@
+"""Joins the two halves of attention: decodes, which a step has first, in one, the requests after them in the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.paged_attention import PagedKeys, PlannedAttention, Variant
+from sapwood_worker.model.attention.backend import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionLayer,
+    AttentionNeeds,
+    AttentionParts,
+    StepAttention,
+)
+from sapwood_worker.model.pools.device_pool import DevicePool, KVDestination
+
+
+class KernelAttention:
+    """Implements ``StepAttention`` by a planned kernel for each kind of layer.
+
+    Args:
+        pool: Keys and values.
+        kernels: The kernel of each kind.
+    """
+
+    def __init__(self, pool: DevicePool, kernels: Mapping[Variant, PlannedAttention]) -> None:
+        self._pool = pool
+        self._kernels = kernels
+
+    def plan(self, batch: AttentionBatch) -> None:
+        assert batch.keys is not None
+        query_indptr = torch.from_numpy(batch.query_starts.astype(np.int32))
+        for kernel in self._kernels.values():
+            kernel.plan(query_indptr, batch.keys)
+
+    def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
+        pool, index = self._pool, layer.index
+        keys, values = pool.key_pages(index), pool.value_pages(index)
+        return self._kernels[layer.kind].run(query.contiguous(), keys, values, pool.scales.of(index), out)
+
+
+class PagedPlan:
+    """Implements ``AttentionPlan``.
+
+    Args:
+        pool: Keys and values.
+        decode: Attention of the first requests, planned.
+        prefill: Attention of the others, planned.
+        decodes: How many tokens are the first requests', one of each; None: all.
+        cache_slots: int64 [T] on the device.
+    """
+
+    def __init__(
+        self, pool: DevicePool, decode: StepAttention, prefill: StepAttention, decodes: int | None, cache_slots: Tensor
+    ) -> None:
+        self._pool = pool
+        self._decode, self._prefill = decode, prefill
+        self._decodes = decodes
+        self._cache_slots = cache_slots
+
+    def destination(self, layer: AttentionLayer) -> KVDestination:
+        self._pool.await_layer(layer.index)
+        return self._pool.destination(layer.index, self._cache_slots)
+
+    def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:
+        return self._attend(layer, query, None).view(len(query), -1)
+
+    def attend_into(self, layer: AttentionLayer, query: Tensor, out: Tensor) -> None:
+        """Does :meth:`attend_cached` once the layer's cached pages have arrived; fills ``out`` [T, H, D]."""
+        self._pool.await_layer(layer.index)
+        self._attend(layer, query, out)
+
+    def _attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None) -> Tensor:
+        count = self._decodes
+        if count is None:
+            return self._decode.attend(layer, query, out)
+        if count == 0:
+            return self._prefill.attend(layer, query, out)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+        self._decode.attend(layer, query[:count], out[:count])
+        self._prefill.attend(layer, query[count:], out[count:])
+        return out
+
+
+class PagedAttention:
+    """Plans the attention of steps.
+
+    Args:
+        needs: What the model asks.
+        pool: Keys and values.
+        ops: The device's operations.
+        prefill: The backend of prompts; one that has ``prefill``.
+        decode: The backend of decodes; one that has ``decode``. The same as ``prefill`` without ``reads_keys`` computes whole
+            steps as one.
+    """
+
+    def __init__(
+        self,
+        needs: AttentionNeeds,
+        pool: DevicePool,
+        ops: DeviceOps,
+        prefill: AttentionBackend,
+        decode: AttentionBackend,
+    ) -> None:
+        assert prefill.prefill is not None and decode.decode is not None
+        self.shape = needs.shape
+        self._pool = pool
+        self._ops = ops
+        self._reads_keys = prefill.reads_keys or decode.reads_keys
+        # Requests may share pages, so a step can name more pages than the pool has.
+        count = 4 * pool.num_pages if self._reads_keys else 0
+        self.indices = torch.zeros(count, dtype=torch.int32, device=ops.device)
+        parts = AttentionParts(needs, pool, ops, self.indices)
+        self._prefill = prefill.prefill(parts)
+        whole = prefill is decode and not self._reads_keys
+        self._decode = self._prefill if whole else decode.decode(parts)
+        self._parts = parts
+        self._make_graphs = decode.graphs
+        self._planned = ops.fence()
+
+    def graphs(self) -> Callable[[int], StepAttention] | None:
+        """Makes the attention of so many decodes at fixed addresses, for CUDA graphs; None: it cannot be captured."""
+        return None if self._make_graphs is None else self._make_graphs(self._parts)
+
+    def begin_plan(self) -> None:
+        """Waits until the device has read the last plan's host buffers, which the next plan overwrites. It reads them before the
+        step's computation, so a step may be planned while the device computes the one before."""
+        self._planned.wait()
+
+    def end_plan(self) -> None:
+        """Notes that all copies of a plan have been queued on the device."""
+        self._planned.set()
+
+    def with_keys(self, batch: AttentionBatch) -> AttentionBatch:
+        """The batch with its pages on the device, in :attr:`indices`, if something reads them. Vectorised, O(pages)."""
+        if not self._reads_keys:
+            return batch
+        page_size = self._pool.page_size
+        counts = -(-batch.seq_lens // page_size)
+        indptr = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts, out=indptr[1:])
+        pages = batch.page_table[np.arange(batch.page_table.shape[1])[None] < counts[:, None]]
+        indices = self.indices[: len(pages)]
+        self._ops.fill(indices, pages)
+        last = (batch.seq_lens - (counts - 1) * page_size).astype(np.int32)
+        return replace(batch, keys=PagedKeys(torch.from_numpy(indptr), indices, torch.from_numpy(last)))
+
+    def plan(self, batch: AttentionBatch) -> PagedPlan:
+        """Prepares a step. Does not mutate the batch; the plan is valid until the next call."""
+        self.begin_plan()
+        batch = self.with_keys(batch)
+        if self._decode is self._prefill:
+            decodes = 0
+        else:
+            longer = np.flatnonzero(np.diff(batch.query_starts) > 1)
+            decodes = int(longer[0]) if len(longer) else len(batch.seq_lens)
+        every = decodes == len(batch.seq_lens)
+        if every:
+            self._decode.plan(batch)
+        elif decodes == 0:
+            self._prefill.plan(batch)
+        else:
+            first, rest = batch.split(decodes)
+            self._decode.plan(first)
+            self._prefill.plan(rest)
+        self.end_plan()
+        return PagedPlan(self._pool, self._decode, self._prefill, None if every else decodes, batch.cache_slots)

@@ -1,0 +1,101 @@
+"""The attention backends by name, and which of them a worker takes; packages add theirs as entry points of ``GROUP``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+
+from sapwood_common.errors import ConfigError
+from sapwood_common.plugins import find_part, part_names
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.attention.backend import AttentionBackend, AttentionNeeds, Half
+from sapwood_worker.model.attention.flashinfer import FLASHINFER
+from sapwood_worker.model.attention.torch_native import TORCH
+from sapwood_worker.model.attention.triton import TRITON
+
+GROUP = "sapwood.attention_backends"
+"""Entry points of this group are each an ``AttentionBackend``."""
+
+_BACKENDS = {"flashinfer": FLASHINFER, "triton": TRITON, "torch": TORCH}
+_FLAG = "--attention-backend"
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenBackend:
+    """The backend of a half.
+
+    Attributes:
+        name: Its name.
+        backend: It.
+        reason: Why it was taken.
+    """
+
+    name: str
+    backend: AttentionBackend
+    reason: str
+
+
+def choose_backend(setting: str, half: Half, needs: AttentionNeeds, ops: DeviceOps) -> ChosenBackend:
+    """The backend of a half of attention.
+
+    Args:
+        setting: ``auto``, a name, or names for halves: ``prefill=triton,decode=flashinfer``; a half left out is ``auto``.
+        half: Which half.
+        needs: What the model asks.
+        ops: The device's operations.
+
+    Raises:
+        ConfigError: The setting is malformed, there is no such backend, or it cannot do what the model asks.
+    """
+    name = parse_setting(setting)[half]
+    if name == "auto":
+        return _first_able(half, needs, ops)
+    try:
+        backend = find_part(GROUP, name, _BACKENDS)
+    except ConfigError as error:
+        raise ConfigError(f"{_FLAG} {setting}: {error}") from error
+    refusal = _refusal(backend, half, needs, ops)
+    if refusal is not None:
+        raise ConfigError(f"{_FLAG} {setting}: {name} cannot compute the {half} of this model here: {refusal}")
+    return ChosenBackend(name, backend, "as told")
+
+
+def parse_setting(setting: str) -> dict[Half, str]:
+    """The name for each half.
+
+    Raises:
+        ConfigError: It is malformed.
+    """
+    halves: tuple[Half, ...] = get_args(Half)
+    if "=" not in setting:
+        return dict.fromkeys(halves, setting)
+    given = {half: name for half, _, name in (each.partition("=") for each in setting.split(","))}
+    if not given.keys() <= set(halves) or not all(given.values()) or len(given) <= setting.count(","):
+        raise ConfigError(f"{_FLAG} {setting}: write NAME, or prefill=NAME,decode=NAME (of {names()} or auto)")
+    return {half: given.get(half, "auto") for half in halves}
+
+
+def names() -> str:
+    """The names of all backends, those of other packages included."""
+    return ", ".join(part_names(GROUP, _BACKENDS))
+
+
+def _first_able(half: Half, needs: AttentionNeeds, ops: DeviceOps) -> ChosenBackend:
+    if ops.device.type != "cuda" or needs.shape.dtype == torch.float32:  # the others are made for a GPU's matrix units
+        return ChosenBackend("torch", TORCH, f"{str(needs.shape.dtype).removeprefix('torch.')} on {ops.device.type}")
+    refused: list[str] = []
+    for name, backend in _BACKENDS.items():
+        refusal = _refusal(backend, half, needs, ops)
+        if refusal is None:
+            reason = "; ".join(refused) if refused else f"the fastest on {ops.device.type}"
+            return ChosenBackend(name, backend, reason)
+        refused.append(f"not {name}: {refusal}")
+    raise ConfigError(f"{_FLAG}: no backend computes the {half} of this model: {'; '.join(refused)}")
+
+
+def _refusal(backend: AttentionBackend, half: Half, needs: AttentionNeeds, ops: DeviceOps) -> str | None:
+    if (backend.prefill if half == "prefill" else backend.decode) is None:
+        return f"it has no {half}"
+    return backend.abilities.refusal(needs, ops)

@@ -1,0 +1,66 @@
+"""Attention by our own Triton kernels, prefill and decode."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.attention.backend import Abilities, AttentionBackend, AttentionParts, StepAttention
+from sapwood_worker.model.attention.paged import KernelAttention
+
+_LEAST = (8, 0)
+"""The first compute capability with asynchronous copies and bfloat16 matrix units."""
+
+
+def gpu_refusal(ops: DeviceOps) -> str | None:
+    """Why a device's kind cannot run kernels for GPUs; None: it can."""
+    if ops.device.type != "cuda":
+        return "it needs a CUDA GPU"
+    capability = torch.cuda.get_device_capability(ops.device)
+    if capability < _LEAST:
+        return f"it needs compute capability {_LEAST[0]}.{_LEAST[1]}, and this GPU has {capability[0]}.{capability[1]}"
+    return None
+
+
+def _unfit(ops: DeviceOps) -> str | None:
+    if find_spec("triton") is None:
+        return "the package triton is not installed (extra [gpu])"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return None if interpreted and ops.device.type == "cpu" else gpu_refusal(ops)
+
+
+def _prefill(parts: AttentionParts) -> StepAttention:
+    from sapwood_kernels.tiled_prefill_attention import TiledPrefillAttention
+
+    shape, kinds = parts.needs.shape, parts.needs.kinds
+    return KernelAttention(parts.pool, {kind: TiledPrefillAttention(shape, kind, parts.ops) for kind in kinds})
+
+
+def _decode(parts: AttentionParts) -> StepAttention:
+    return _decodes(parts)(None)
+
+
+def _decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention]:
+    from sapwood_kernels.split_decode_attention import SplitDecodeAttention
+
+    needs, ops = parts.needs, parts.ops
+    return lambda batch: KernelAttention(
+        parts.pool,
+        {kind: SplitDecodeAttention(batch, parts.indices, needs.shape, kind, ops) for kind in needs.kinds},
+    )
+
+
+TRITON = AttentionBackend(
+    Abilities(
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        cache_dtypes=frozenset({torch.float8_e4m3fn}),
+        device=_unfit,
+    ),
+    prefill=_prefill,
+    decode=_decode,
+    graphs=_decodes,
+)

@@ -1,0 +1,150 @@
+"""Attention backends: chosen by name or by what can serve, refused by name, brought by packages; all give the same logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sapwood_common.errors import ConfigError
+from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.ops.factory import device_ops
+from sapwood_kernels.paged_attention import AttentionShape, Variant
+from sapwood_worker.model.attention.backend import Abilities, AttentionBackend, AttentionNeeds
+from sapwood_worker.model.attention.registry import choose_backend, parse_setting
+
+CPU = device_ops("cpu")
+
+
+def needs(dtype=torch.float32, head_dim=16, window=None, softcap=None, cache=None) -> AttentionNeeds:
+    shape = AttentionShape(4, 2, head_dim, 16, dtype)
+    return AttentionNeeds(shape, cache or dtype, (Variant(1.0, window, softcap),), 100)
+
+
+def test_halves_are_named_apart():
+    assert parse_setting("triton") == {"prefill": "triton", "decode": "triton"}
+    assert parse_setting("decode=torch,prefill=triton") == {"prefill": "triton", "decode": "torch"}
+    assert parse_setting("decode=torch") == {"prefill": "auto", "decode": "torch"}
+
+
+@pytest.mark.parametrize("setting", ["prefil=torch", "prefill=", "prefill=torch,triton", "prefill=torch,prefill=torch"])
+def test_a_malformed_setting_is_refused(setting: str):
+    with pytest.raises(ConfigError, match="write NAME, or prefill=NAME,decode=NAME"):
+        choose_backend(setting, "prefill", needs(), CPU)
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_known():
+    with pytest.raises(ConfigError, match="--attention-backend fa9: 'fa9' is none of flashinfer, torch, triton"):
+        choose_backend("fa9", "decode", needs(), CPU)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (needs(torch.float32), "takes bfloat16, not float32"),
+        (needs(torch.bfloat16, cache=torch.float8_e5m2), "reads no cache of float8_e5m2"),
+        (needs(torch.bfloat16, head_dim=80), "takes heads of 64, 128 elements, not 80"),
+        (needs(torch.bfloat16, head_dim=64, window=5), "has no sliding windows"),
+        (needs(torch.bfloat16, head_dim=64, softcap=5.0), "does not cap scores"),
+    ],
+)
+def test_what_a_backend_cannot_do_is_said(asked: AttentionNeeds, reason: str):
+    few = Abilities(
+        dtypes=frozenset({torch.bfloat16}), head_dims=frozenset({64, 128}), windows=False, softcap=False
+    )  # fmt: skip
+    refusal = few.refusal(asked, CPU)
+    assert refusal is not None and reason in refusal
+    assert few.refusal(needs(torch.bfloat16, head_dim=64), CPU) is None
+
+
+def test_auto_takes_the_first_that_can_and_says_why(monkeypatch):
+    gpu = DeviceOps(torch.device("cuda"))
+    capability = (9, 0)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("sapwood_worker.model.attention.flashinfer.find_spec", lambda name: object())
+    chosen = choose_backend("auto", "decode", needs(torch.bfloat16, head_dim=128), gpu)
+    assert (chosen.name, chosen.reason) == ("flashinfer", "the fastest on cuda")
+    chosen = choose_backend("auto", "decode", needs(torch.bfloat16, head_dim=80), gpu)
+    assert chosen.name == "triton"
+    assert chosen.reason == "not flashinfer: it takes heads of 64, 128, 256 elements, not 80"
+    capability = (7, 5)
+    chosen = choose_backend("auto", "decode", needs(torch.float16, head_dim=128), gpu)
+    assert chosen.name == "torch"
+    assert "not triton: it needs compute capability 8.0, and this GPU has 7.5" in chosen.reason
+    assert choose_backend("auto", "prefill", needs(), gpu).reason == "float32 on cuda"
+    assert choose_backend("auto", "prefill", needs(torch.bfloat16), CPU).reason == "bfloat16 on cpu"
+
+
+def test_a_backend_that_needs_a_gpu_is_refused_without_one():
+    with pytest.raises(
+        ConfigError, match=r"flashinfer cannot compute the prefill of this model here: .*(GPU|installed)"
+    ):
+        choose_backend("flashinfer", "prefill", needs(torch.bfloat16), CPU)
+    elsewhere = AttentionBackend(Abilities(frozenset({torch.float32}), device=lambda ops: f"not on {ops.device.type}"))
+    assert elsewhere.abilities.refusal(needs(), DeviceOps(torch.device("meta"))) == "not on meta"
+
+
+def served(make_runner, make_driver, tiny, **options):
+    """The logits of a prompt after a cached prefix, beside two decodes."""
+    driver = make_driver(make_runner(tiny.path, **options))
+    for slot, count in ((0, 9), (1, 20), (2, 40)):
+        driver.add(slot, [(7 * i + slot) % 50 + 3 for i in range(count)])
+    driver.runner.execute(driver.output({0: 8, 1: 19, 2: 18}))
+    return driver.runner.logits(driver.output({0: 1, 1: 1, 2: 22})), driver.runner.info
+
+
+@pytest.mark.parametrize("setting", ["triton", "prefill=torch,decode=triton", "prefill=triton,decode=torch"])
+def test_triton_gives_the_logits_of_torch(setting, tiny_model, make_runner, make_driver):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    tiny = tiny_model("gemma3")
+    wanted, info = served(make_runner, make_driver, tiny)
+    assert (info.prefill_attention, info.decode_attention, info.attention_reason) == (
+        "torch",
+        "torch",
+        "float32 on cpu",
+    )
+    got, info = served(make_runner, make_driver, tiny, attention_backend=setting)
+    assert {info.prefill_attention, info.decode_attention} <= {"torch", "triton"}
+    assert info.attention_reason == "as told"
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_package_can_bring_an_attention_backend(plugin, tiny_model, make_runner, make_driver):
+    tiny = tiny_model("gemma3")
+    wanted, _ = served(make_runner, make_driver, tiny)
+    plugin(
+        "sapwood.attention_backends",
+        "plain",
+        """
+        import torch
+
+        from sapwood_kernels import reference
+        from sapwood_worker.model.attention.backend import Abilities, AttentionBackend
+
+        class Plain:
+            def __init__(self, parts):
+                self.pool = parts.pool
+
+            def plan(self, batch):
+                self.batch = batch
+
+            def attend(self, layer, query, out=None):
+                batch, pages = self.batch, torch.from_numpy(self.batch.page_table)
+                slots = torch.arange(self.pool.num_pages * self.pool.page_size)
+                keys, values = self.pool.read(layer.index, slots, query.dtype)
+                result = reference.paged_attention(
+                    query, keys, values, pages, torch.from_numpy(batch.query_starts).diff(), torch.from_numpy(batch.seq_lens),
+                    self.pool.page_size, scale=layer.scale, window=layer.window, softcap=layer.softcap,
+                )
+                return result if out is None else out.copy_(result)
+
+        BACKEND = AttentionBackend(Abilities(frozenset({torch.float32})), prefill=Plain, reads_keys=False)
+        """,
+        "BACKEND",
+    )
+    got, info = served(make_runner, make_driver, tiny, attention_backend="prefill=plain")
+    assert (info.prefill_attention, info.decode_attention) == ("plain", "torch")
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigError, match="plain cannot compute the decode of this model here: it has no decode"):
+        make_runner(tiny.path, attention_backend="plain")
+    with pytest.raises(ConfigError, match="it takes float32, not bfloat16"):
+        make_runner(tiny.path, attention_backend="prefill=plain", dtype="bfloat16")

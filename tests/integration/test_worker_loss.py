@@ -172,6 +172,12 @@ class Cluster:
         text = self.http.get("/metrics").text
         return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
 
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + 120
+        while self.http.get("/health").status_code != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
     def wait_for_workers(self, count: int) -> None:
         self.wait_for("sapwood_router_worker_available{", count)
 
@@ -343,8 +349,8 @@ def test_killing_the_only_tokenizer_under_load_changes_no_answer(cluster: Cluste
             begun = time.monotonic()
             cluster.tokenizer.end()
             cluster.tokenizer.start()
+            cluster.wait_until_ready()  # the router, too, has seen that it is back
             away.append(time.monotonic() - begun)
-            print(f"away for {away[-1]:.1f} s", flush=True)
         load.progress(2)
     print(
         f"{ROUNDS} kills of the only tokenizer, away for {max(away):.1f} s at most: {running:g} streams waited, "

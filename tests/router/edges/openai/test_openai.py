@@ -180,7 +180,8 @@ WRONG = [
     (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 2**40}, "max_tokens"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
-    (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p"),
+    (COMPLETIONS, {"prompt": "a", "top_p": -0.1}, "top_p"),
+    (COMPLETIONS, {"prompt": "a", "top_p": False}, "top_p"),
     (COMPLETIONS, {"prompt": "a", "top_k": -2}, "top_k"),
     (COMPLETIONS, {"prompt": "a", "seed": 2**64}, "seed"),
     (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 17}, "stop"),
@@ -243,7 +244,7 @@ async def test_parameters_that_ask_for_nothing_are_taken(cluster) -> None:
     assert (await cluster.http.post(COMPLETIONS, json={"prompt": "a", **neutral})).status_code == 200
     neutral = {
         "n": 1, "logprobs": False, "response_format": {"type": "text"}, "tools": None, "nobody_knows_it": None,
-        "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True,
+        "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "parallel_tool_calls": True,
     }  # fmt: skip
     assert (await cluster.http.post(CHAT, json={"messages": HI, **neutral})).status_code == 200
     assert (await cluster.http.post(CHAT, json={"messages": None})).json()["error"]["param"] == "messages"
@@ -260,6 +261,10 @@ async def test_what_other_servers_know_is_taken_where_it_asks_for_nothing(cluste
         assert answer.status_code == 200, answer.text
     answer = await cluster.http.post(path, json={**prompt, **dict.fromkeys(IGNORED, "x")})
     assert answer.status_code == 200, answer.text
+    answer = await cluster.http.post(path, json={**prompt, "top_p": 0})
+    assert answer.status_code == 200, answer.text
+    settings = [call.request.sampling for call in cluster.calls()]
+    assert [(one.top_k, one.HasField("top_p")) for one in settings if one.top_k] == [(1, False)], "the likeliest token"
     for name in neutral:
         answer = await cluster.http.post(path, json={**prompt, name: "wanted"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)

@@ -193,6 +193,11 @@ def called(**fields) -> dict:
     return assistant(tool_calls=[{"id": "1", "type": "function", "function": function, **fields}])
 
 
+def allowing(mode: str, *names: str) -> dict:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 FORCED = {"type": "function", "function": {"name": "weather"}}
 WRONG = [
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
@@ -206,6 +211,10 @@ WRONG = [
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "custom", "function": {"name": "weather"}}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "rain"}}}, "tool_choice.function.name"),
+    ({"tools": TOOLS, "tool_choice": allowing("never", "weather")}, "tool_choice.allowed_tools.mode"),
+    ({"tools": TOOLS, "tool_choice": allowing("auto", "rain")}, "tool_choice.allowed_tools.tools"),
+    ({"tools": TOOLS, "tool_choice": allowing("auto")}, "tool_choice.allowed_tools.tools"),
+    ({"tool_choice": allowing("auto", "weather")}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [], "tool_choice": FORCED}, "tool_choice"),
     (
@@ -213,8 +222,6 @@ WRONG = [
         "tools[0].function.parameters",
     ),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
-    (assistant(), "messages[1].content"),
-    (assistant(tool_calls=[]), "messages[1].content"),
     (called(type="custom"), "messages[1].tool_calls[0].type"),
     (called(function={"arguments": {}}), "messages[1].tool_calls[0].function.arguments"),
     (called(function={"arguments": "{"}), "messages[1].tool_calls[0].function.arguments"),
@@ -316,3 +323,18 @@ async def test_strict_tools_and_an_answers_format_are_enforced_together(cluster)
     assert asked.grammar.json_schema == '{"type": "object"}'
     await cluster.openai.chat.completions.create(model="fake", messages=HI, tools=strict, tool_choice="none")
     assert len(cluster.tokenizer.grammars) == 2
+
+
+async def test_only_the_allowed_tools_are_offered(cluster) -> None:
+    rain = {"type": "function", "function": {"name": "rain"}}
+    for mode in ("auto", "required"):
+        body = {"messages": HI, "tools": [*TOOLS, rain], "tool_choice": allowing(mode, "rain")}
+        assert (await cluster.http.post(CHAT, json=body)).status_code == 200
+        assert json.loads(cluster.tokenizer.chats[-1].tools) == [rain]
+    (asked,) = cluster.tokenizer.grammars
+    assert (asked.tool_calls.required, json.loads(asked.tool_calls.tools)) == (True, [rain])
+
+
+async def test_an_assistant_that_said_nothing_is_taken_back(cluster) -> None:
+    for silent in (assistant(), assistant(content=None), assistant(tool_calls=[])):
+        assert (await cluster.http.post(CHAT, json={"messages": HI, **silent})).status_code == 200

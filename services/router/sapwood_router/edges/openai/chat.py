@@ -217,7 +217,7 @@ def _call(call: ToolCallObject, path: str) -> ToolCall:
 
 def _content(message: Message, path: str) -> str | None:
     if message.content is None:
-        if message.tool_calls:
+        if message.role == "assistant":  # it called tools, or said nothing: clients send back what they got
             return None
         raise InvalidArgumentError("content is required", field=f"{path}.content")
     if isinstance(message.content, str):

@@ -17,6 +17,8 @@ IGNORED = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "service_tier",
+        "store",
         # vLLM's: how it would compute or send the same answer.
         "guided_decoding_backend",
         "session_id",
@@ -77,8 +79,6 @@ CHAT_NEUTRAL: Neutral = {
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     # vLLM
     "echo": (False,),
     "add_special_tokens": (False,),

@@ -23,7 +23,8 @@ SAMPLING = FIELDS
 def sampling_of(given: Mapping[str, Any], fields: FieldNames, **own: int | None) -> SamplingParams:
     """Sampling settings.
 
-    ``top_k`` of 0 or -1 keeps all, as with vLLM and SGLang. OpenAI's seed is signed: the same bits are meant.
+    ``top_k`` of 0 or -1 keeps all, as with vLLM and SGLang. OpenAI's seed is signed: the same bits are meant. A ``top_p`` of 0
+    keeps the likeliest token alone.
 
     Args:
         given: The request as it came.
@@ -37,6 +38,9 @@ def sampling_of(given: Mapping[str, Any], fields: FieldNames, **own: int | None)
     values = {name: value for name, value in wanted.items() if value is not None}
     if values.get("top_k") in (0, -1):
         del values["top_k"]
+    if values.get("top_p") == 0 and values["top_p"] is not False:
+        del values["top_p"]
+        values["top_k"] = 1
     seed = values.get("seed")
     if isinstance(seed, int) and -(2**63) <= seed < 0:
         values["seed"] = seed + 2**64

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_router.edges.openai.types import ChatRequest
+from sapwood_router.edges.openai.body import convert
+from sapwood_router.edges.openai.types import ChatRequest, Tool
 from sapwood_router.request.structure import ToolChoice
 
 
@@ -28,7 +30,11 @@ def tools_of(request: ChatRequest, given: Any) -> str:
             raise InvalidArgumentError("function is required", field=f"tools[{index}].function")
     if not request.tools or request.tool_choice == "none":
         return ""
-    return msgspec.json.encode(given).decode()
+    allowed = _allowed(request)
+    if allowed is None:
+        return msgspec.json.encode(given).decode()
+    offered = [tool for tool in given if tool["function"]["name"] in allowed.names]
+    return msgspec.json.encode(offered).decode()
 
 
 def tool_choice_of(request: ChatRequest) -> ToolChoice:
@@ -44,13 +50,51 @@ def tool_choice_of(request: ChatRequest) -> ToolChoice:
         raise InvalidArgumentError("tool_choice is only allowed with tools", field="tool_choice")
     if choice == "required":
         return ToolChoice(required=True)
+    allowed = _allowed(request)
+    if allowed is not None:
+        return ToolChoice(required=allowed.required)
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise InvalidArgumentError(
-            'tool_choice must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
+            'tool_choice must be "auto", "none", "required", {"type": "function", "function": {"name": ...}} or '
+            '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}',
             field="tool_choice",
         )
-    if not any(tool.function is not None and tool.function.name == name for tool in request.tools):
-        raise InvalidArgumentError(f"there is no tool {name!r} among the tools", field="tool_choice.function.name")
+    _check_offered(request, name, "tool_choice.function.name")
     return ToolChoice(required=True, name=name)
+
+
+class _Tools(msgspec.Struct):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Tool], Meta(min_length=1)]
+
+
+class _AllowedTools(msgspec.Struct):
+    """OpenAI's choice of some of the tools."""
+
+    allowed_tools: _Tools
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(tool.function.name for tool in self.allowed_tools.tools if tool.function is not None)
+
+    @property
+    def required(self) -> bool:
+        return self.allowed_tools.mode == "required"
+
+
+def _allowed(request: ChatRequest) -> _AllowedTools | None:
+    """The choice of some of the tools, if it is one; the others are not shown to the model."""
+    choice = request.tool_choice
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return None
+    allowed = convert(choice, _AllowedTools, {"type": ("allowed_tools",)}, prefix="tool_choice.")
+    for name in allowed.names:
+        _check_offered(request, name, "tool_choice.allowed_tools.tools")
+    return allowed
+
+
+def _check_offered(request: ChatRequest, name: str, field: str) -> None:
+    if not any(tool.function is not None and tool.function.name == name for tool in request.tools or ()):
+        raise InvalidArgumentError(f"there is no tool {name!r} among the tools", field=field)

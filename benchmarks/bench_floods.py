@@ -1,12 +1,15 @@
 """Other clients of the router while strangers flood it, and the same floods beside grpcio's server.
 
-    make bench-floods                                       everything, half an hour or so
-    make bench-floods ARGS='--floods PING --connections 1'  these alone
+    make bench-floods                                            everything, an hour and a half
+    make bench-floods ARGS='--floods PING,PRIORITY --no-peer'    these alone, of our router alone
+    taskset -c 2,3 python benchmarks/bench_floods.py --part 2/8 --json out-2.jsonl
+    python benchmarks/bench_floods.py --render out-*.jsonl
 
 For each flood, on one attacking connection and on ten, without TLS and with it: the p99 of other clients (health over gRPC; with
 a key, completions over gRPC and HTTP; each on new connections and on kept ones) just before and during the flood, the server's
 resident memory before, at most, and after, and what became of the attacker, who comes again at once wherever he is closed.
-A router with two mock workers (``router_load/mock_worker.py``) is attacked, each flood a process of its own, over loopback.
+A router with two mock workers (``router_load/mock_worker.py``) is attacked, each flood a process of its own, over loopback, which
+is all the network it needs. A case takes twice ``--seconds`` and 3 s more; a server's start some seconds.
 
 A goal is met if each kind's p99 is at most 3 times the calm one and 20 ms, and memory at most 100 MB above the calm one and back.
 Prints a line of JSON for each, then a table in Markdown for docs/security.md.
@@ -24,12 +27,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from floods.attacker import Fate
 from floods.flood import Flood
+from floods.outcome import Outcome, read_outcomes
+from floods.table import render
 from floods.tables import FLOODS
 from floods.targets import GRPCIO, OURS, Target, grpcio_server, router
 from report import cpu_name
@@ -39,39 +43,10 @@ from router_load.load import percentile
 _HERE = Path(__file__).resolve().parent
 _LEAST_REST, _MOST_REST = 0.5, 20.0
 """Seconds between the end of a flood and the look at the memory after it."""
-_RATIO, _ADDED, _MOST_MB = 3.0, 0.02, 100.0
+_SLACK_MB = 50.0
+"""Above the memory of before, from which on it is back."""
 
 TARGETS: dict[str, Callable[[Path, bool], AbstractContextManager[Target]]] = {OURS: router, GRPCIO: grpcio_server}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One flood of one server. Seconds, and MB."""
-
-    flood: str
-    server: str
-    connections: int
-    tls: bool
-    calm: dict[str, float]
-    flooded: dict[str, float]
-    failed: dict[str, int]
-    memory_before: float
-    memory_most: float
-    memory_after: float
-    cores: float
-    """That the server took."""
-    fate: Fate
-
-    @property
-    def worst(self) -> tuple[str, float]:
-        """The kind of other clients that came off worst, and its p99 as a share of what the goal lets it be."""
-        shares = {kind: p99 / (_RATIO * self.calm[kind] + _ADDED) for kind, p99 in self.flooded.items()}
-        return max(shares.items(), key=lambda item: item[1])
-
-    @property
-    def met(self) -> bool:
-        grown = self.memory_most - self.memory_before
-        return not self.failed and self.worst[1] <= 1 and grown <= _MOST_MB
 
 
 class Others:
@@ -121,8 +96,7 @@ class MemoryWatch:
 def _flood(target: Target, others: Others, flood: Flood, connections: int, seconds: float) -> Outcome:
     pid = target.process.pid
     others.measure(0.5)  # new paths are warm
-    calm, failed = others.measure(seconds)
-    assert not failed, failed
+    calm, before_failed = others.measure(seconds)
     before, spent, began = resident_mb(pid), cpu_seconds(pid), time.monotonic()
     port = target.grpc_port if flood.front == "grpc" else target.http_port
     command = [sys.executable, "-m", "floods.attacker", flood.name, "--port", str(port)] + ["--tls"] * target.tls
@@ -136,6 +110,7 @@ def _flood(target: Target, others: Others, flood: Flood, connections: int, secon
         attacker.wait()
     cores = (cpu_seconds(pid) - spent) / (time.monotonic() - began)
     after = _memory_after(pid, before)
+    failed = {**failed, **{f"before the flood: {problem}": count for problem, count in before_failed.items()}}
     fate = Fate(**json.loads(said))
     return Outcome(
         flood.name, target.name, connections, target.tls, calm, flooded, failed, before, memory.most, after, cores, fate
@@ -146,7 +121,7 @@ def _memory_after(pid: int, before: float) -> float:
     """Once it is back, or it has had its time."""
     time.sleep(_LEAST_REST)
     until = time.monotonic() + _MOST_REST
-    while (now := resident_mb(pid)) > before + _MOST_MB / 2 and time.monotonic() < until:
+    while (now := resident_mb(pid)) > before + _SLACK_MB and time.monotonic() < until:
         time.sleep(0.25)
     return now
 
@@ -163,76 +138,78 @@ def _attacked(
             others.close()
 
 
-def _print_line(outcome: Outcome) -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    row = {**asdict(outcome), "met": outcome.met, "commit": commit.stdout.strip() or "unknown"}
-    print(json.dumps({**row, "device": f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores"}), flush=True)
+def _describe(outcome: Outcome) -> str:
     kind, share = outcome.worst
-    grown = outcome.memory_most - outcome.memory_before
     where = f"{outcome.server}, {outcome.connections}{', TLS' if outcome.tls else ''}"
-    print(
+    verdict = "" if outcome.met else f", MISSED {share:.1f} {outcome.failed or ''}"
+    return (
         f"{outcome.flood} ({where}): {kind} {1000 * outcome.calm[kind]:.0f} -> {1000 * outcome.flooded[kind]:.0f} ms, "
-        f"+{grown:.0f} MB, {outcome.cores:.2f} cores{'' if outcome.met else f', MISSED {share:.1f}'} {outcome.failed or ''}",
-        file=sys.stderr,
+        f"+{outcome.grown:.0f} MB, {outcome.cores:.2f} cores{verdict}"
     )
 
 
-def _print_table(outcomes: list[Outcome]) -> None:
-    """Ours, and grpcio's beside it; milliseconds, and MB above the calm."""
-    by_place = {(each.server, each.flood, each.connections, each.tls): each for each in outcomes}
-    print(
-        "\n| flood | connections | p99 calm, ms | under it, ms | worst for | MB more | after | attacker | grpcio, ms | MB more |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for (server, flood, connections, tls), ours in by_place.items():
-        if server != OURS:
-            continue
-        kind, _ = ours.worst
-        cells = [flood, f"{connections}{', TLS' if tls else ''}", f"{1000 * ours.calm[kind]:.0f}"]
-        cells += [f"{1000 * ours.flooded[kind]:.0f}{'' if ours.met else ' **missed**'}", kind]
-        cells += [f"{ours.memory_most - ours.memory_before:.0f}", f"{ours.memory_after - ours.memory_before:.0f}"]
-        cells.append(_fate(ours.fate))
-        peer = by_place.get((GRPCIO, flood, connections, tls))
-        if peer is None:
-            cells += ["", ""]
-        else:
-            kind, _ = peer.worst
-            failed = f", {sum(peer.failed.values())} failed" if peer.failed else ""
-            cells += [f"{1000 * peer.calm[kind]:.0f} → {1000 * peer.flooded[kind]:.0f}{failed}"]
-            cells.append(f"{peer.memory_most - peer.memory_before:.0f}")
-        print(f"| {' | '.join(cells)} |")
+def _flood_all(
+    name: str, tls: bool, cases: list[tuple[Flood, int]], seconds: float, write: Callable[[Outcome], None]
+) -> None:
+    """Floods one server in each way; one that a flood has ended is started again."""
+    while cases:
+        with _attacked(TARGETS[name], tls) as (target, others):
+            while cases and target.process.handle.poll() is None:
+                flood, connections = cases.pop(0)
+                if flood.front == "grpc" or target.http_port:
+                    write(_flood(target, others, flood, connections, seconds))
 
 
-def _fate(fate: Fate) -> str:
-    if not fate.closed:
-        return f"{fate.sent / 1e6:.1f} MB taken"
-    rule = max(fate.rules.items(), key=lambda item: item[1])[0]
-    return f"closed {fate.closed} times, after {fate.first_closed:.1f} s: {rule}"
+def _choose(names: str | None, part: str) -> list[Flood]:
+    """Those named, or all; of these every Nth for a part ``I/N``."""
+    known = {flood.name: flood for flood in FLOODS}
+    chosen = list(known.values()) if names is None else [known[name.strip()] for name in names.split(",")]
+    number, _, of = part.partition("/")
+    return chosen[int(number) - 1 :: int(of)]
 
 
 def main() -> None:
-    names = [flood.name for flood in FLOODS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--floods", nargs="*", choices=names, default=names, help="which; all if none", metavar="FLOOD")
+    parser.add_argument("--floods", help="which, by name, with commas between; all unless given", metavar="A,B")
+    parser.add_argument("--part", default="1/1", help="every Nth of them, from the Ith on", metavar="I/N")
+    parser.add_argument("--list", action="store_true", help="print their names, and that is all")
     parser.add_argument("--connections", nargs="*", type=int, default=[1, 10])
     parser.add_argument("--tls", choices=["both", "yes", "no"], default="both")
     parser.add_argument("--no-peer", action="store_true", help="ours alone")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each flood, and of the calm before it")
+    parser.add_argument("--json", type=Path, help="append the lines to this file, too")
+    parser.add_argument(
+        "--render", nargs="+", type=Path, metavar="FILE", help="print the table of these files' lines, and that is all"
+    )
     args = parser.parse_args()
-    chosen = [flood for flood in FLOODS if flood.name in args.floods]
+    chosen = _choose(args.floods, args.part)
+    if args.list:
+        print("\n".join(flood.name for flood in chosen))
+        return
+    if args.render:
+        print(render(read_outcomes(args.render)))
+        return
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    more = {
+        "commit": commit.stdout.strip() or "unknown",
+        "device": f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores",
+    }
     outcomes: list[Outcome] = []
-    for name, make in TARGETS.items():
+
+    def write(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        line = outcome.to_json(**more)
+        print(line, flush=True)
+        print(_describe(outcome), file=sys.stderr, flush=True)
+        if args.json is not None:
+            with args.json.open("a") as file:
+                print(line, file=file)
+
+    for name in TARGETS if not args.no_peer else (OURS,):
         for tls in {"both": [False, True], "yes": [True], "no": [False]}[args.tls]:
-            if args.no_peer and name != OURS:
-                continue
-            with _attacked(make, tls) as (target, others):
-                for flood in chosen:
-                    if flood.front == "http" and not target.http_port:
-                        continue
-                    for connections in args.connections:
-                        outcomes.append(_flood(target, others, flood, connections, args.seconds))
-                        _print_line(outcomes[-1])
-    _print_table(outcomes)
+            cases = [(flood, connections) for flood in chosen for connections in args.connections]
+            _flood_all(name, tls, cases, args.seconds, write)
+    print(f"\n{render(outcomes)}")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ _TAIL = 4096
 class Fate:
     """What became of the attack."""
 
+    seconds: float
+    """That it lasted."""
     sent: int = 0
     """Bytes."""
     connected: int = 0
@@ -115,7 +117,7 @@ async def main() -> None:
     args = parser.parse_args()
     flood = next(flood for flood in FLOODS if flood.name == args.flood)
     tls = client_tls("h2" if flood.front == "grpc" else None) if args.tls else None
-    fate = Fate()
+    fate = Fate(args.seconds)
     until = time.monotonic() + args.seconds
     await asyncio.gather(*(_attack(flood, args.port, tls, number, until, fate) for number in range(args.connections)))
     print(json.dumps(asdict(fate)), flush=True)

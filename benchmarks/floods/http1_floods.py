@@ -46,10 +46,10 @@ def _after(first: bytes, then: bytes) -> Callable[[int], Iterator[bytes]]:
 
 HTTP1_FLOODS = (
     Flood("GET /health", "http", _same(_HEALTH)),
-    Flood("GET /health, answers unread", "http", _same(_HEALTH), reads=False),
-    Flood("GET /health, each on a new connection", "http", lambda _: iter((_HEALTH,)), hang_up=0.0),
+    Flood("GET /health with answers unread", "http", _same(_HEALTH), reads=False),
+    Flood("GET /health on new connections", "http", lambda _: iter((_HEALTH,)), hang_up=0.0),
     Flood("GET /metrics", "http", _same(_get(b"/metrics"))),
-    Flood("GET /metrics, answers unread", "http", _same(_get(b"/metrics")), reads=False),
+    Flood("GET /metrics with answers unread", "http", _same(_get(b"/metrics")), reads=False),
     Flood("unknown paths", "http", _same(_get(b"/a"))),
     Flood("questions of browsers", "http", _same(_ASKS)),
     Flood("heads of 60 KB", "http", _same(_get(b"/health", b"a: " + b"a" * 60_000))),

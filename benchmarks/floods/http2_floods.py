@@ -179,14 +179,14 @@ _TABLE_SIZES = frames.settings([(SettingCodes.HEADER_TABLE_SIZE, size) for size 
 _LONG_SETTINGS = frames.settings([(SettingCodes.INITIAL_WINDOW_SIZE, size) for size in range(2700)])
 
 HTTP2_FLOODS = (
-    Flood("streams, then windows up and down", "grpc", _windows_times_streams),
+    Flood("streams and then windows up and down", "grpc", _windows_times_streams),
     Flood("windows over waiting answers", "grpc", _windows_times_answers),
     Flood("windows of one byte", "grpc", _one_byte_windows),
     Flood("rapid reset", "grpc", _rapid_reset),
     Flood("resets that we are made to send", "grpc", _made_resets),
     Flood("PING", "grpc", lambda _: _again(GREETING, _same(frames.frame(frames.PING, 0, 0, bytes(8))))),
     Flood(
-        "PING, answers unread",
+        "PING with answers unread",
         "grpc",
         lambda _: _again(GREETING, _same(frames.frame(frames.PING, 0, 0, bytes(8)))),
         reads=False,
@@ -208,7 +208,7 @@ HTTP2_FLOODS = (
     Flood("unknown methods", "grpc", _unknown_methods),
     Flood("calls with a wrong key", "grpc", _no_key),
     Flood("health calls", "grpc", _health_calls),
-    Flood("health calls, answers unread", "grpc", _health_calls, reads=False),
+    Flood("health calls with answers unread", "grpc", _health_calls, reads=False),
     Flood("half messages", "grpc", _half_messages),
     Flood("gzip bombs", "grpc", _bombs),
     Flood("idle streams", "grpc", _idle_streams),

@@ -18,7 +18,6 @@ from typing import cast
 
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
-from hpack import HPACKError
 
 from sapwood_common.http2.server import frame_rates
 from sapwood_common.http2.server.closed_transport import ClosedTransport
@@ -27,14 +26,14 @@ from sapwood_common.http2.server.flow_control import FlowControl
 from sapwood_common.http2.server.frame_rates import FrameRates
 from sapwood_common.http2.server.greeting import CONNECTION_WINDOW, Greeting, WrongProtocolError, server_greeting
 from sapwood_common.http2.server.held_messages import HeldMessages
+from sapwood_common.http2.server.incoming import IncomingFrames
 from sapwood_common.http2.server.lifetime import Due, Lifetime, Timeouts
-from sapwood_common.http2.server.stream import CRUMB, WINDOW, ServerStream
+from sapwood_common.http2.server.stream import WINDOW, ServerStream
 from sapwood_common.http2.server.stream_total import StreamTotal
 from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.frame_reader import FrameReader
 from sapwood_common.http2.wire.frames import ConnectionFailedError
-from sapwood_common.http2.wire.header_reader import HeaderReader
-from sapwood_common.http2.wire.request_head import RequestHead, find_trailer_problem
+from sapwood_common.http2.wire.request_head import RequestHead
 from sapwood_common.http2.wire.stream_ids import StreamIds
 from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.time_share import TimeShare
@@ -47,8 +46,6 @@ MOST_UNKNOWN_STREAMS = 64
 """The same of a client that has shown no valid key yet, where keys are asked for."""
 _GRANTED = CONNECTION_WINDOW // 2
 """Bytes that the client is told of at a time: it may send as many again."""
-_BYTES_A_FRAME = 2
-"""Of DATA that were sent, for which a client may say that it takes more, and ask whether we are there."""
 _MOST_AT_ONCE = 64
 """Streams that are told in one turn of the event loop that their client is gone."""
 _PING, _LAST_PING = b"sapwood.", b"goodbye."
@@ -60,7 +57,7 @@ _MOST_UNREAD = 1024 * 1024
 
 
 class ServerConnection(asyncio.Protocol):
-    """One client's connection. Implements ``FrameReceiver``, ``StreamConnection`` and ``time_share.Worker``.
+    """One client's connection. Implements ``FrameConnection``, ``StreamConnection`` and ``time_share.Worker``.
 
     Args:
         owner: Is told what happens.
@@ -98,15 +95,14 @@ class ServerConnection(asyncio.Protocol):
         self._behind = False
         """Whether it has read more than it had time for."""
         self._rates = FrameRates()
-        self._answers = 0
+        self.answers = 0
         """Header blocks that were sent."""
-        self._headers = HeaderReader(RequestHead)
         self._has_table = True
         """Whether the client still expects header fields to enter its table."""
         self._streams: dict[int, ServerStream] = {}
         self._flow = FlowControl(self._streams, lambda: share.add(self))
         self._ids = StreamIds()
-        self._consumed = 0
+        self._frames = IncomingFrames(self, self._streams, self._flow, self._ids, self._rates)
         self._closing = False
         self._closers: list[asyncio.TimerHandle] = []
         self._life = Lifetime(timeouts)
@@ -130,7 +126,7 @@ class ServerConnection(asyncio.Protocol):
         if self._has_table:
             self._has_table = False
             block = frames.NO_TABLE + block
-        self._answers += 1
+        self.answers += 1
         self.send(frames.header_frames(stream, block, self._flow.frame_size, end=end))
 
     def hold(self, stream: ServerStream, size: int) -> None:
@@ -236,12 +232,12 @@ class ServerConnection(asyncio.Protocol):
         try:
             if self._greeting is not None:
                 data = self._greet(self._greeting, data)
-            self._behind = self._reader.feed(data, self, self._is_over)
+            self._behind = self._reader.feed(data, self._frames, self._is_over)
         except ConnectionFailedError as error:
             self._fail(error)
         if self._share.measuring:
             self._measured()
-        if self._consumed > _GRANTED or self._flow.paused:
+        if self._frames.consumed > _GRANTED or self._flow.paused:
             self._settle()
 
     def go_on(self, until: float) -> bool:
@@ -251,7 +247,7 @@ class ServerConnection(asyncio.Protocol):
         if self._behind:
             self._life.heard = True
             try:
-                self._behind = self._reader.feed(b"", self, lambda: self._share.clock() >= until)
+                self._behind = self._reader.feed(b"", self._frames, lambda: self._share.clock() >= until)
             except ConnectionFailedError as error:
                 self._fail(error)
             self._settle()
@@ -291,9 +287,9 @@ class ServerConnection(asyncio.Protocol):
     def _settle(self) -> None:
         """Lets the client send more on all streams, and gives up one that sends on and reads nothing."""
         assert self._transport is not None
-        if self._consumed > _GRANTED:
-            self.send(frames.window_update(0, self._consumed))
-            self._consumed = 0
+        if self._frames.consumed > _GRANTED:
+            self.send(frames.window_update(0, self._frames.consumed))
+            self._frames.consumed = 0
         if self._flow.paused and self._transport.get_write_buffer_size() > _MOST_UNREAD:
             logger.info("%s reads no answers: its connection is given up", self.peer)
             self._transport.abort()
@@ -310,138 +306,23 @@ class ServerConnection(asyncio.Protocol):
             self._streams.popitem()[1].take_gone()
         return bool(self._streams)
 
-    def take_data(self, stream: int, payload: bytes, wire_bytes: int, ends: bool) -> None:
-        self._consumed += wire_bytes
-        found = self._streams.get(stream)
-        if found is not None:
-            worth = found.take_data(payload, wire_bytes)
-            if ends:
-                found.take_end()
-            elif not worth:
-                self._rates.take(frame_rates.CRUMB, self._ids.last)
-        elif self._ids.is_idle(stream):
-            raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, f"data on stream {stream}, which is not open")
-        else:
-            self._fail_stream(stream, ErrorCodes.STREAM_CLOSED, "data on a stream that is over")
-            if len(payload) < CRUMB:
-                self._rates.take(frame_rates.CRUMB, self._ids.last)
-
-    def take_block(self, stream: int, block: bytes, ends: bool) -> None:
-        if not stream % 2:
-            raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, f"a client opened stream {stream}")
-        found = self._streams.get(stream)
-        try:
-            if found is not None:
-                self._take_trailers(found, block, ends)
-                return
-            head = self._headers.read(block)
-        except HPACKError as error:
-            raise ConnectionFailedError(ErrorCodes.COMPRESSION_ERROR, f"headers: {error}") from error
-        if stream <= self._ids.last:
-            self._take_late_block(stream)
-            return
-        self._ids.open(stream)
+    @property
+    def takes_more(self) -> bool:
         open_now = len(self._streams)
-        if self._closing or open_now >= self._most_streams or not self._total.allows(open_now):
-            self._refuse(stream, ErrorCodes.REFUSED_STREAM, ends)
-        elif head is None:
-            self._refuse(stream, ErrorCodes.ENHANCE_YOUR_CALM, ends)
-        elif head.problem is not None or (ends and head.content_length):
-            logger.debug("%s: a malformed request: %s", self.peer, head.problem or "content-length without content")
-            self._refuse(stream, ErrorCodes.PROTOCOL_ERROR, ends)
-        else:
-            self._total.open += 1
-            found = self._streams[stream] = ServerStream(self, self._flow, stream, self._most_bytes)
-            if head.content_length is not None:
-                found.expect(head.content_length)
-            self.owner.open_call(self, found, head)
-            if ends and not found.closed:
-                found.take_end()
+        return not self._closing and open_now < self._most_streams and self._total.allows(open_now)
 
-    def _take_trailers(self, stream: ServerStream, block: bytes, ends: bool) -> None:
-        """gRPC's clients send none: they are checked, and say no more than that the stream ends."""
-        headers = self._headers.read_trailers(block)
-        if not stream.remote_open:
-            stream.break_off(ErrorCodes.STREAM_CLOSED)
-        elif headers is None:
-            stream.break_off(ErrorCodes.ENHANCE_YOUR_CALM)
-        elif not ends or find_trailer_problem(headers) is not None:
-            stream.break_off(ErrorCodes.PROTOCOL_ERROR)
-        else:
+    def open_stream(self, number: int, head: RequestHead, ends: bool) -> None:
+        self._total.open += 1
+        stream = self._streams[number] = ServerStream(self, self._flow, number, self._most_bytes)
+        if head.content_length is not None:
+            stream.expect(head.content_length)
+        self.owner.open_call(self, stream, head)
+        if ends and not stream.closed:
             stream.take_end()
 
-    def _take_late_block(self, stream: int) -> None:
-        """Header fields of a stream that is over: trailers that were on their way when it ended here, or a mistake."""
-        if self._ids.is_skipped(stream):
-            raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, f"stream {stream} opened after a later one")
-        if not self._ids.may_be_late(stream):
-            raise ConnectionFailedError(ErrorCodes.STREAM_CLOSED, f"headers on stream {stream}, which is over")
-
-    def _refuse(self, stream: int, code: ErrorCodes, ended: bool) -> None:
-        """Ends a stream that has not begun."""
-        self.send(frames.reset(stream, code))
-        if not ended:
-            self._ids.cut_off(stream)
-        self.count_fault()
-
-    def _fail_stream(self, stream: int, code: ErrorCodes, message: str) -> None:
-        """A frame breaks the protocol of one stream: that ends, or the connection if there has never been one."""
-        found = self._streams.get(stream)
-        if found is not None:
-            found.break_off(code)
-        elif self._ids.is_idle(stream):
-            raise ConnectionFailedError(code, message)
-        elif not self._ids.may_be_late(stream):
-            self._refuse(stream, code, ended=False)
-
-    def take_control(self, kind: int, stream: int, flags: int, payload: bytes) -> None:
-        if kind == frames.WINDOW_UPDATE:
-            frames.check_size(payload, 4, not stream or not self._ids.is_idle(stream))
-            self._rates.take(frame_rates.WINDOW_UPDATE, self._ids.last + self._flow.sent // _BYTES_A_FRAME)
-            self._flow.take_window(stream, payload)
-        elif kind == frames.PING and not flags & frames.ACK:
-            frames.check_size(payload, 8, stream == 0)
-            self._rates.take(frame_rates.PING, self._ids.last + self._flow.sent // _BYTES_A_FRAME)
-            self.send(frames.frame(frames.PING, frames.ACK, 0, payload))
-        elif kind == frames.RST_STREAM and stream in self._streams:
-            frames.check_size(payload, 4, True)
-            self._streams[stream].take_gone()
-            self._rates.take(frame_rates.RESET, self._answers)
-        elif kind == frames.SETTINGS and not flags & frames.ACK:
-            self._rates.take(frame_rates.SETTINGS)
-            if self._flow.take_settings(stream, flags, payload):
-                self.send(frames.frame(frames.SETTINGS, frames.ACK, 0))
-                self._flow.unblock()
-        else:
-            self._rates.take(frame_rates.OTHER, self._ids.last)
-            self._take_useless(kind, stream, flags, payload)
-
-    def _take_useless(self, kind: int, stream: int, flags: int, payload: bytes) -> None:
-        """A frame that is at most checked."""
-        if kind == frames.PING:
-            frames.check_size(payload, 8, stream == 0)
-            if payload == _LAST_PING and self._life.retired:
-                self.close_gently()
-        elif kind == frames.RST_STREAM:
-            frames.check_size(payload, 4, not self._ids.is_idle(stream))
-        elif kind == frames.SETTINGS:
-            self._flow.take_settings(stream, flags, payload)
-        elif kind == frames.PRIORITY:
-            self._take_priority(stream, payload)
-        elif kind == frames.GOAWAY:  # it asks for nothing: the client opens no more streams
-            frames.check_size(payload[:8], 8, stream == 0)
-        elif kind == frames.PUSH_PROMISE:
-            raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "a client promised a push")
-        # Others are to be ignored.
-
-    def _take_priority(self, stream: int, payload: bytes) -> None:
-        """Priorities are obsolete: one that is well formed changes nothing."""
-        if not stream:
-            raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "a priority of the connection")
-        if len(payload) != frames.PRIORITY_SIZE:
-            self._fail_stream(stream, ErrorCodes.FRAME_SIZE_ERROR, "a priority of another size")
-        elif frames.depends_on(payload) == stream:
-            self._fail_stream(stream, ErrorCodes.PROTOCOL_ERROR, "a stream that depends on itself")
+    def take_pong(self, payload: bytes) -> None:
+        if payload == _LAST_PING and self._life.retired:
+            self.close_gently()
 
     def know(self) -> None:
         """The client has shown a valid key: it may have as many calls at a time as any."""

@@ -19,11 +19,11 @@ from sapwood_common.errors import SapwoodError
 from sapwood_common.http2.server.call import ServerCall
 from sapwood_common.http2.server.connection import MOST_STREAMS, ServerConnection
 from sapwood_common.http2.server.gate import Gate
-from sapwood_common.http2.server.lifetime import Timeouts
+from sapwood_common.http2.server.limits.lifetime import Timeouts
+from sapwood_common.http2.server.limits.stream_total import StreamTotal
 from sapwood_common.http2.server.running_call import RunningCall
 from sapwood_common.http2.server.server import Http2Server
 from sapwood_common.http2.server.stream import ServerStream
-from sapwood_common.http2.server.stream_total import StreamTotal
 from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 from sapwood_common.http2.wire.header_reader import Headers

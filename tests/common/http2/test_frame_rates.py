@@ -6,8 +6,8 @@ import pytest
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
-from sapwood_common.http2.server import frame_rates
-from sapwood_common.http2.server.frame_rates import RULES, FrameRates
+from sapwood_common.http2.server.limits import frame_rates
+from sapwood_common.http2.server.limits.frame_rates import RULES, FrameRates
 from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 

@@ -10,7 +10,7 @@ from h2.settings import SettingCodes
 
 from sapwood_common.errors import ResourceExhaustedError, UnauthenticatedError
 from sapwood_common.http2.server.connection import MOST_STREAMS, MOST_UNKNOWN_STREAMS
-from sapwood_common.http2.server.frame_rates import REFUSED, RULES
+from sapwood_common.http2.server.limits.frame_rates import REFUSED, RULES
 from sapwood_common.http2.wire import frames
 from sapwood_common.tenants.tenant import Tenant, TenantSettings
 

@@ -12,7 +12,7 @@ import grpc
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
-from sapwood_common.http2.server.lifetime import Due, Lifetime, Timeouts
+from sapwood_common.http2.server.limits.lifetime import Due, Lifetime, Timeouts
 from sapwood_common.http2.wire import frames
 
 TIMES = Timeouts(greeting=10, silence=20, idle=100, flush=5)

@@ -8,8 +8,8 @@ import gzip
 from h2.errors import ErrorCodes
 
 from sapwood_common.errors import ResourceExhaustedError
-from sapwood_common.http2.server import stream_total
-from sapwood_common.http2.server.stream_total import StreamTotal
+from sapwood_common.http2.server.limits import stream_total
+from sapwood_common.http2.server.limits.stream_total import StreamTotal
 from sapwood_common.http2.wire import frames
 from sapwood_common.pacing.body_memory import BodyMemory
 

@@ -14,7 +14,7 @@ import grpc
 
 from sapwood_common.errors import ConfigError, InvalidArgumentError, SapwoodError
 from sapwood_common.http2.server.gate import Gate
-from sapwood_common.http2.server.lifetime import Timeouts
+from sapwood_common.http2.server.limits.lifetime import Timeouts
 from sapwood_common.network.port import Port
 from sapwood_common.network.tls import ServerTls
 from sapwood_common.serving.grpcio_call import GrpcioCall

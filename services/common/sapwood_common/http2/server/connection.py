@@ -19,17 +19,17 @@ from typing import cast
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
-from sapwood_common.http2.server import frame_rates
 from sapwood_common.http2.server.closed_transport import ClosedTransport
 from sapwood_common.http2.server.connection_owner import ConnectionOwner
 from sapwood_common.http2.server.flow_control import FlowControl
-from sapwood_common.http2.server.frame_rates import FrameRates
 from sapwood_common.http2.server.greeting import CONNECTION_WINDOW, Greeting, WrongProtocolError, server_greeting
-from sapwood_common.http2.server.held_messages import HeldMessages
 from sapwood_common.http2.server.incoming import IncomingFrames
-from sapwood_common.http2.server.lifetime import Due, Lifetime, Timeouts
+from sapwood_common.http2.server.limits import frame_rates
+from sapwood_common.http2.server.limits.frame_rates import FrameRates
+from sapwood_common.http2.server.limits.held_messages import HeldMessages
+from sapwood_common.http2.server.limits.lifetime import Due, Lifetime, Timeouts
+from sapwood_common.http2.server.limits.stream_total import StreamTotal
 from sapwood_common.http2.server.stream import WINDOW, ServerStream
-from sapwood_common.http2.server.stream_total import StreamTotal
 from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.frame_reader import FrameReader
 from sapwood_common.http2.wire.frames import ConnectionFailedError

@@ -9,9 +9,9 @@ from typing import Protocol
 from h2.errors import ErrorCodes
 from hpack import HPACKError
 
-from sapwood_common.http2.server import frame_rates
 from sapwood_common.http2.server.flow_control import FlowControl
-from sapwood_common.http2.server.frame_rates import FrameRates
+from sapwood_common.http2.server.limits import frame_rates
+from sapwood_common.http2.server.limits.frame_rates import FrameRates
 from sapwood_common.http2.server.stream import CRUMB, ServerStream
 from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.frames import ConnectionFailedError

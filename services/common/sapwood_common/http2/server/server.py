@@ -14,11 +14,11 @@ from sapwood_common.errors import ResourceExhaustedError, SapwoodError
 from sapwood_common.http2.server.call import ServerCall
 from sapwood_common.http2.server.connection import MOST_STREAMS, MOST_UNKNOWN_STREAMS, ServerConnection
 from sapwood_common.http2.server.gate import Gate, Tenant
-from sapwood_common.http2.server.lifetime import Timeouts
+from sapwood_common.http2.server.limits.lifetime import Timeouts
+from sapwood_common.http2.server.limits.stream_total import StreamTotal
 from sapwood_common.http2.server.refusal import StatusOf, find_problem, refusal
 from sapwood_common.http2.server.running_call import Handler, RunningCall
 from sapwood_common.http2.server.stream import ServerStream
-from sapwood_common.http2.server.stream_total import StreamTotal
 from sapwood_common.http2.server.turnstile import Place, Turnstile
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 from sapwood_common.http2.wire.request_head import RequestHead

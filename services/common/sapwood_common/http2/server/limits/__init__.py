@@ -1,0 +1,1 @@
+"""What clients of an HTTP/2 server may do, hold and wait for."""

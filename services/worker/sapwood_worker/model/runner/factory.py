@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from sapwood_common.errors import ConfigError
@@ -10,10 +12,13 @@ from sapwood_common.settings.config import refuse_idle
 from sapwood_common.settings.needs import Needs
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.families.bert import is_bert
+from sapwood_worker.model.gpu import check_gpu, read_gpu
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.encoder_runner import EncoderRunner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
+
+logger = logging.getLogger(__name__)
 
 _GRAPHS = ("cuda_graphs", "cuda_graph_max_batch")
 ON_CPU = (Needs(("memory_fraction", "overlap", *_GRAPHS), lambda config: False, "on a CPU"),)
@@ -41,7 +46,8 @@ def make_runner(config: WorkerConfig) -> ModelRunner | EncoderRunner:
     """Loads the model.
 
     Raises:
-        ConfigError: The model cannot be loaded, there is no such device, or a setting would have no effect.
+        ConfigError: The model cannot be loaded, there is no such device or it cannot run a worker, or a setting would have no
+            effect.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device: no CUDA device is available here")
@@ -54,6 +60,17 @@ def make_runner(config: WorkerConfig) -> ModelRunner | EncoderRunner:
         refuse_idle(config, OF_ENCODERS)
     if device == "cpu":
         refuse_idle(config, ON_CPU)
+    else:
+        given = config.num_pages is not None or config.kv_cache_gb is not None
+        warnings = check_gpu(
+            read_gpu(torch.device(device)),
+            dtype=config.dtype,
+            kv_cache_dtype=config.kv_cache_dtype,
+            quantization=config.quantization,
+            memory_fraction=None if given else config.memory_fraction,
+        )
+        for warning in warnings:
+            logger.warning(warning)
     options = RunnerOptions(
         model_path=path,
         load_format=config.load_format,

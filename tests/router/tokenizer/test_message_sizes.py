@@ -1,6 +1,7 @@
 """What many requests bring together does not make a message that a service refuses: it would end the session of all."""
 
 import asyncio
+import time
 from typing import cast
 
 import pytest
@@ -32,7 +33,10 @@ class WrittenCall:
 
 async def test_many_large_grammars_for_one_worker_go_in_several_messages() -> None:
     call = WrittenCall()
-    session = WorkerSession("w", cast(DuplexCall, call), lambda _: None, lambda _: None, 1.0, lambda: 0.0)
+    session = WorkerSession(
+        "w", Dialer(), 200, lambda *_: None, lambda _: 1.0, lambda _: None, lambda: 1.0, time.monotonic
+    )
+    session._call = cast(DuplexCall, call)
     for _ in range(REQUESTS):
         request = worker_pb2.WorkerGenerateRequest(token_ids=[1])
         request.grammar.compiled = bytes(MEGABYTE)

@@ -11,12 +11,10 @@ request. Then its session ends, and with the next one the router waits until the
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 
 from sapwood.v1 import worker_pb2
-from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
 from sapwood_common.network.channel import Dialer
 from sapwood_router.fleet.convert import load_of, served_model_of
 from sapwood_router.fleet.registry import Registry
@@ -24,14 +22,11 @@ from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.session import WorkerSession
 from sapwood_router.fleet.silence_limit import SilenceLimit
 from sapwood_router.fleet.worker import Worker
-from sapwood_router.transport.duplex_dial import open_call
+from sapwood_router.transport.shared_call import RETRY_INTERVAL
 
 logger = logging.getLogger(__name__)
 
-_METHOD = "/sapwood.v1.Worker/Session"
-_RETRY_INTERVAL = 0.1
 _MOST_RETRY_INTERVAL = 0.5
-_OPEN_TIMEOUT = 2.0
 _DRAINING = "it is draining"
 _FROZEN = "its scheduler process gives no sign of life"
 
@@ -47,7 +42,7 @@ class WorkerConnection:
         on_loss: Called when a session was lost that the worker had not announced to end.
         on_drain: Called when the worker says that it takes nothing new.
         clock: Seconds, monotonic.
-        dialer: Opens channels.
+        dialer: Connects to it.
     """
 
     def __init__(
@@ -61,10 +56,8 @@ class WorkerConnection:
         clock: Callable[[], float],
         dialer: Dialer,
     ) -> None:
-        self._dialer = dialer
         self._worker = worker
         self._registry = registry
-        self._heartbeat_ms = heartbeat_ms
         self._limit = limit
         self._served: ServedModel | None = None
         self._was_up = False
@@ -72,63 +65,50 @@ class WorkerConnection:
         self._on_loss = on_loss
         self._on_drain = on_drain
         self._clock = clock
+        self._wait = RETRY_INTERVAL
+        self._tried = clock()
+        """When the latest try began."""
+        self._session = WorkerSession(
+            *(
+                worker.address,
+                dialer,
+                heartbeat_ms,
+                self._heard,
+                self._lost,
+                worker.generated.add,
+                self._limit_now,
+                clock,
+            )
+        )
 
     async def run(self) -> None:
         """Connects, again after each loss, for ever; cancel it to stop."""
-        wait = _RETRY_INTERVAL
-        while True:
-            begun = self._clock()
-            try:
-                problem = await self._carry_one_session()
-            except Exception as error:
-                # A fault of ours costs a session, not the worker for as long as the router lives.
-                logger.exception("the session with worker %s failed", self._worker.address)
-                problem = f"{type(error).__name__}: {error}"
-            if self._worker.available:
-                logger.warning("worker %s is down: %s", self._worker.address, problem)
-            self._registry.mark_down(self._worker, problem)
-            if self._clock() - begun > _MOST_RETRY_INTERVAL:
-                wait = _RETRY_INTERVAL
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, _MOST_RETRY_INTERVAL)
-
-    async def _carry_one_session(self) -> str:
-        worker = self._worker
         try:
-            call, first = await self._open()
-        except CallEndedError as error:
-            return str(error)
-        except TimeoutError:
-            return "it does not answer"
-        session = worker.session = WorkerSession(
-            *(worker.address, call, self._heard, worker.generated.add, self._limit_now, self._clock)
-        )
-        self._served, self._was_up = served_model_of(first.info), False
-        self._heard(first)
-        try:
-            problem = await session.carry()
+            await self._session.run()
         finally:
+            self._worker.session = None
+
+    def _lost(self, problem: str) -> float:
+        worker, now = self._worker, self._clock()
+        if worker.available:
+            logger.warning("worker %s is down: %s", worker.address, problem)
+        if worker.session is not None:
             worker.session = None
-        if worker.problem != _DRAINING:
-            worker.breaker.fault()
-            self._on_loss(worker)
-        return problem
+            if worker.problem != _DRAINING:
+                worker.breaker.fault()
+                self._on_loss(worker)
+        self._registry.mark_down(worker, problem)
+        if now - self._tried > _MOST_RETRY_INTERVAL:
+            self._wait = RETRY_INTERVAL
+        pause, self._wait = self._wait, min(2 * self._wait, _MOST_RETRY_INTERVAL)
+        self._tried = now + pause
+        return pause
 
-    async def _open(self) -> tuple[DuplexCall, worker_pb2.SessionResponse]:
-        timeout = max(_OPEN_TIMEOUT, self._limit_now())
-        call = await open_call(self._worker.address, _METHOD, self._dialer, timeout)
-        try:
-            opening = worker_pb2.SessionRequest(heartbeat_ms=self._heartbeat_ms, packed_tokens=True)
-            call.write(opening.SerializeToString())
-            async with asyncio.timeout(timeout):
-                return call, worker_pb2.SessionResponse.FromString(await call.read())
-        except BaseException:
-            call.close()
-            raise
-
-    def _heard(self, response: worker_pb2.SessionResponse) -> None:
-        worker, session = self._worker, self._worker.session
-        assert session is not None
+    def _heard(self, response: worker_pb2.SessionResponse, first: bool) -> None:
+        worker, session = self._worker, self._session
+        if first:
+            worker.session = session
+            self._served, self._was_up = served_model_of(response.info), False
         if response.HasField("load"):
             worker.report(load_of(response.load))
         worker.loop_lag = response.loop_lag_ms / 1000
@@ -138,7 +118,7 @@ class WorkerConnection:
         if frozen and frozen >= (limit := self._limit_now()):
             problem = _FROZEN
             if self._was_up and frozen >= limit + self._limit.base:
-                session.give_up(f"{_FROZEN} for {frozen:.1f} s")
+                session.abandon(f"{_FROZEN} for {frozen:.1f} s")
         session.planned = problem == _DRAINING
         if problem is None:
             if not worker.available:

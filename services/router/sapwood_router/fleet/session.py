@@ -1,4 +1,4 @@
-"""The router's end of one ``Session`` call to a worker: requests go out together, a step's outputs come in together.
+"""The router's end of the ``Session`` call to a worker: requests go out together, a step's outputs come in together.
 
 A response's outputs are handed to their requests without a task switch each.
 """
@@ -12,14 +12,16 @@ from typing import Protocol, TypeAlias
 
 from sapwood.v1 import worker_pb2
 from sapwood_common.errors import SapwoodError
-from sapwood_common.http2.client.duplex_call import DuplexCall
+from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
+from sapwood_common.network.channel import Dialer
 from sapwood_common.pacing.silence import Silence
 from sapwood_router.fleet.convert import worker_output_of
 from sapwood_router.fleet.outcome import WorkerLeftError, WorkerLostError
 from sapwood_router.fleet.output import WorkerOutput
-from sapwood_router.transport.shared_call import SharedCall
+from sapwood_router.transport.shared_call import OPEN_TIMEOUT, SharedCall
 from sapwood_router.transport.stream_error import stream_error
 
+_METHOD = "/sapwood.v1.Worker/Session"
 TOKENS_A_MESSAGE = 256 * 1024
 """Beyond these a message takes no further request: far from what a worker takes, also where each brings a grammar."""
 MOST_TOKENS = 8 * 1024 * 1024
@@ -75,36 +77,42 @@ class WorkerStream:
 
 
 class WorkerSession(SharedCall):
-    """Life cycle: construct with an open call whose first response was read, :meth:`carry` until it is lost.
+    """Opens streams, and carries them over one call while :meth:`run` runs. A lost call takes its streams with it: they fail.
 
     Args:
-        address: The worker's, for messages.
-        call: The call.
-        on_response: Gets each message before its outputs are handed on.
+        address: The worker's.
+        dialer: Connects to it.
+        heartbeat_ms: Asked for as the most time between messages.
+        on_response: Gets each message before its outputs are handed on, and whether it is the call's first.
+        on_lost: Gets the reason when the call is lost or cannot be opened; returns the seconds until the next try.
         on_tokens: Gets the number of tokens that were handed on of each message.
         limit: How many seconds it may be without a message before it is lost, as of now.
         clock: Seconds, monotonic.
 
     Attributes:
-        planned: Whether its end is: the worker announced it, or the router is to end it.
+        planned: Whether the call's end is: the worker announced it, or the router is to end it.
     """
 
     def __init__(
         self,
         address: str,
-        call: DuplexCall,
-        on_response: Callable[[worker_pb2.SessionResponse], None],
+        dialer: Dialer,
+        heartbeat_ms: int,
+        on_response: Callable[[worker_pb2.SessionResponse, bool], None],
+        on_lost: Callable[[str], float],
         on_tokens: Callable[[int], None],
         limit: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(call)
+        super().__init__(address, _METHOD, dialer)
         self.planned = False
-        self._address = address
+        self._heartbeat_ms = heartbeat_ms
         self._on_response = on_response
+        self._on_lost = on_lost
         self._on_tokens = on_tokens
-        self._silence = Silence(_CHECK_INTERVAL, clock)
         self._limit = limit
+        self._clock = clock
+        self._silence = Silence(_CHECK_INTERVAL, clock)
         self._ids = itertools.count(1)
         self._sinks: dict[int, StreamSink] = {}
         self._submits: dict[int, tuple[WorkerRequest, int]] = {}
@@ -112,6 +120,12 @@ class WorkerSession(SharedCall):
         self._aborts: list[int] = []
         self._pauses: dict[int, bool] = {}
         self._problem: str | None = None
+        """Why the call was given up here."""
+
+    @property
+    def load(self) -> int:
+        """Streams open."""
+        return len(self._sinks)
 
     def open(self, request: WorkerRequest, timeout: float, sink: StreamSink) -> WorkerStream:
         """Sends a request.
@@ -123,12 +137,8 @@ class WorkerSession(SharedCall):
         """
         stream_id = next(self._ids)
         self._sinks[stream_id] = sink
-        if self._problem is not None:
-            asyncio.get_running_loop().call_soon(self._fail, stream_id, self._lost())
-        else:
-            milliseconds = max(1, min(int(timeout * 1000), 2**32 - 1))
-            self._submits[stream_id] = request, milliseconds
-            self._schedule()
+        self._submits[stream_id] = request, max(1, min(int(timeout * 1000), 2**32 - 1))
+        self._schedule()
         return WorkerStream(self, stream_id)
 
     def abort(self, stream_id: int) -> None:
@@ -148,30 +158,44 @@ class WorkerSession(SharedCall):
         """Has the worker send a stream's output again."""
         self._set_paused(stream_id, False)
 
-    def give_up(self, problem: str) -> None:
+    def abandon(self, problem: str) -> None:
         """The worker is of no use: the call ends, and every stream fails."""
         self._problem = self._problem or problem
-        self.abandon(problem)
+        super().abandon(problem)
 
-    async def carry(self) -> str:
-        """Runs the call until it is lost; returns how. Every stream then open fails."""
-        watcher = asyncio.ensure_future(self._watch())
-        assert self._call is not None, "it is carried once"
-        try:
-            ended = await self._carry(self._call)
-            self._problem = self._problem or str(ended)
-        finally:
-            if self._problem is None:
-                self._problem, self.planned = "the router closed it", True
-            watcher.cancel()
-            for stream_id in tuple(self._sinks):
-                self._fail(stream_id, self._lost())
-        return self._problem
+    def _opened(self, call: DuplexCall) -> None:
+        self._problem, self.planned = None, False
+        self._silence = Silence(_CHECK_INTERVAL, self._clock)
+        self._watch(call)
+        call.write(worker_pb2.SessionRequest(heartbeat_ms=self._heartbeat_ms, packed_tokens=True).SerializeToString())
+
+    def _lost(self, end: CallEndedError) -> float:
+        problem = self._problem or str(end)
+        pause = self._on_lost(problem)
+        self._fail_all(problem)
+        return pause
+
+    def _stopped(self) -> None:
+        self.planned = True
+        self._fail_all("the router closed it")
+
+    def _patience(self) -> float:
+        return max(OPEN_TIMEOUT, self._limit())
+
+    def _watch(self, call: DuplexCall) -> None:
+        if call.ended:
+            return
+        silent = self._silence.check()
+        if silent < (self._limit() if self._stands else self._patience()):
+            asyncio.get_running_loop().call_later(_CHECK_INTERVAL, self._watch, call)
+        else:
+            self.abandon(f"nothing heard for {silent:.1f} s" if self._stands else "it does not answer")
 
     def _take(self, message: bytes) -> None:
         response = worker_pb2.SessionResponse.FromString(message)
         self._silence.heard()
-        self._on_response(response)
+        first, self._stands = not self._stands, True
+        self._on_response(response, first)
         handed_on = 0
         if response.token_streams:
             sinks = self._sinks
@@ -190,14 +214,6 @@ class WorkerSession(SharedCall):
             self._deliver(output, sink)
         if handed_on:
             self._on_tokens(handed_on)
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(_CHECK_INTERVAL)
-            silent = self._silence.check()
-            if silent >= self._limit():
-                break
-        self.give_up(f"nothing heard for {silent:.1f} s")
 
     def _deliver(self, output: worker_pb2.SessionOutput, sink: StreamSink) -> None:
         if output.HasField("error"):
@@ -218,16 +234,22 @@ class WorkerSession(SharedCall):
         if sink is not None:
             sink.failed(error)
 
-    def _drop(self, stream_id: int) -> StreamSink | None:
-        return self._sinks.pop(stream_id, None)
+    def _fail_all(self, problem: str) -> None:
+        """What is under way is lost with the call, and so is what was to be said on it."""
+        self._submits.clear()
+        self._aborts.clear()
+        self._pauses.clear()
+        kind, how = (WorkerLeftError, "is gone") if self.planned else (WorkerLostError, "was lost")
+        for stream_id in tuple(self._sinks):
+            self._fail(stream_id, kind(f"worker {self._address} {how}: {problem}", retry_after=1.0))
 
-    def _lost(self) -> WorkerLostError:
-        if self.planned:
-            return WorkerLeftError(f"worker {self._address} is gone: {self._problem}", retry_after=1.0)
-        return WorkerLostError(f"worker {self._address} was lost: {self._problem}", retry_after=1.0)
+    def _drop(self, stream_id: int) -> StreamSink | None:
+        sink = self._sinks.pop(stream_id, None)
+        self._end_if_finished()
+        return sink
 
     def _set_paused(self, stream_id: int, paused: bool) -> None:
-        if stream_id in self._sinks and self._problem is None:
+        if stream_id in self._sinks:
             self._pauses[stream_id] = paused
             self._schedule()
 

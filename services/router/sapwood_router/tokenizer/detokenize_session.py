@@ -21,7 +21,7 @@ from sapwood_router.request.output import OutputOptions
 from sapwood_router.tokenizer.convert import output_of, to_options
 from sapwood_router.tokenizer.detokenize_stream import DetokenizeStream
 from sapwood_router.tokenizer.replica import TokenizerReplica
-from sapwood_router.transport.shared_call import RETRY_INTERVAL, LastingCall
+from sapwood_router.transport.shared_call import RETRY_INTERVAL, SharedCall
 from sapwood_router.transport.stream_error import stream_error
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _GATHERING = 0.002
 _MANY = 8
 
 
-class DetokenizeSession(LastingCall):
+class DetokenizeSession(SharedCall):
     """Opens streams, and carries them over one call while :meth:`run` runs.
 
     Args:
@@ -101,20 +101,18 @@ class DetokenizeSession(LastingCall):
             logger.info("the detokenizer call was lost with %d streams open: %s", len(self._streams), end)
         self._on_lost(self, first)
         if now - self._lost_since >= self._grace:
-            for stream in tuple(self._streams.values()):
-                stream.fail(UnavailableError("the tokenizer is not available", retry_after=1.0))
+            self._fail_all("the tokenizer is not available")
         self._cancelled.clear()
         for stream in self._streams.values():
             stream.rewind()
         self._dirty = dict(self._streams)
         return RETRY_INTERVAL
 
-    async def _carry(self, call: DuplexCall) -> CallEndedError:
-        settled = asyncio.get_running_loop().call_later(_SETTLED_AFTER, self._settle, call)
-        try:
-            return await super()._carry(call)
-        finally:
-            settled.cancel()
+    def _opened(self, call: DuplexCall) -> None:
+        asyncio.get_running_loop().call_later(_SETTLED_AFTER, self._settle, call)
+
+    def _stopped(self) -> None:
+        self._fail_all("this router stops")
 
     def _take(self, message: bytes) -> None:
         self._lost_since = None
@@ -197,6 +195,6 @@ class DetokenizeSession(LastingCall):
             self._gather()
         self._end_if_finished()
 
-    def _end_if_finished(self) -> None:
-        if self._finishing and not self._streams:
-            self.abandon("its replica left")
+    def _fail_all(self, problem: str) -> None:
+        for stream in tuple(self._streams.values()):
+            stream.fail(UnavailableError(problem, retry_after=1.0))

@@ -15,9 +15,9 @@ import grpc
 
 from sapwood.v1 import tokenizer_pb2
 from sapwood_common.errors import DeadlineExceededError, UnavailableError
-from sapwood_common.http2.client.duplex_call import CallEndedError
+from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
 from sapwood_common.network.channel import Dialer
-from sapwood_router.transport.shared_call import RETRY_INTERVAL, LastingCall
+from sapwood_router.transport.shared_call import RETRY_INTERVAL, SharedCall
 from sapwood_router.transport.stream_error import stream_error
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _LONGEST_MS = 2**32 - 1
 Result = tokenizer_pb2.EncodeResult
 
 
-class EncodeSession(LastingCall):
+class EncodeSession(SharedCall):
     """Asks over one call while :meth:`run` runs.
 
     Args:
@@ -86,12 +86,11 @@ class EncodeSession(LastingCall):
             raise stream_error(result.error)
         return result
 
-    async def run(self) -> None:
-        """See LastingCall; what waits when it is stopped fails."""
-        try:
-            await super().run()
-        finally:
-            self._fail_all("this router stops")
+    def _opened(self, call: DuplexCall) -> None:
+        """Nothing goes before the items."""
+
+    def _stopped(self) -> None:
+        self._fail_all("this router stops")
 
     def _take(self, message: bytes) -> None:
         self._stands = True  # the first has no results and comes at once

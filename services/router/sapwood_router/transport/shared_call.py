@@ -7,22 +7,48 @@ there is while the connection is busy goes out in the next.
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
+
+import grpc
 
 from sapwood_common.http2.client.duplex_call import CallEndedError, DuplexCall
 from sapwood_common.network.channel import Dialer
 from sapwood_router.transport.duplex_dial import open_call
 
+logger = logging.getLogger(__name__)
+
 RETRY_INTERVAL = 0.1
-_OPEN_TIMEOUT = 2.0
+OPEN_TIMEOUT = 2.0
 
 
 class SharedCall(ABC):
-    """Sends what gathers, over ``call`` if that is open already."""
+    """Carries requests over a call that is opened again whenever it is lost, while :meth:`run` runs.
 
-    def __init__(self, call: DuplexCall | None = None) -> None:
-        self._call = call
+    Args:
+        address: Where it goes.
+        method: The method's path.
+        dialer: Connects.
+    """
+
+    def __init__(self, address: str, method: str, dialer: Dialer) -> None:
+        self._address = address
+        self._method = method
+        self._dialer = dialer
+        self._call: DuplexCall | None = None
+        self._stands = False
+        """Whether the peer was heard on it."""
         self._flushing = False
+        self._finishing = False
+
+    @property
+    @abstractmethod
+    def load(self) -> int:
+        """Requests under way. Whoever makes it less calls :meth:`_end_if_finished`."""
+
+    @abstractmethod
+    def _opened(self, call: DuplexCall) -> None:
+        """There is a call: what goes before all else is to be written to it."""
 
     @abstractmethod
     def _next_message(self) -> bytes | None:
@@ -30,23 +56,68 @@ class SharedCall(ABC):
 
     @abstractmethod
     def _take(self, message: bytes) -> None:
-        """A message has come. Must not raise."""
+        """A message has come. An exception ends the call."""
+
+    @abstractmethod
+    def _lost(self, end: CallEndedError) -> float:
+        """The call was lost, or could not be opened; returns the seconds until the next try."""
+
+    @abstractmethod
+    def _stopped(self) -> None:
+        """:meth:`run` has ended: what is under way has nowhere to go."""
+
+    def finish(self) -> None:
+        """No request will come any more: :meth:`run` returns once none is under way."""
+        self._finishing = True
+        self._end_if_finished()
 
     def abandon(self, problem: str) -> None:
         """Gives the call up, if there is one."""
         if self._call is not None:
             self._call.close(problem)
 
-    async def _carry(self, call: DuplexCall) -> CallEndedError:
-        """Sends and takes messages until the call ends; returns how."""
-        self._call = call
+    async def run(self) -> None:
+        """Keeps the call open until :meth:`finish`; cancel it to stop."""
         try:
-            call.follow(self._take, self._flush)
-            self._flush()
-            return await call.wait_ended()
+            while not (self._finishing and not self.load):
+                end = await self._carry()
+                self._stands = False
+                await asyncio.sleep(self._lost(end))
         finally:
-            call.close()
+            self._stands = False
+            self._stopped()
+
+    async def _carry(self) -> CallEndedError:
+        """Opens a call, and sends and takes messages until it ends; returns how."""
+        try:
+            call = self._call = await open_call(self._address, self._method, self._dialer, self._patience())
+            self._opened(call)
+            call.follow(self._received, self._flush)
+            self._flush()
+            self._end_if_finished()
+            return await call.wait_ended()
+        except CallEndedError as error:
+            return error
+        except Exception as error:
+            return CallEndedError(grpc.StatusCode.INTERNAL, self._told(error))
+        finally:
+            self.abandon("closed here")
             self._call = None
+
+    def _received(self, message: bytes) -> None:
+        try:
+            self._take(message)
+        except Exception as error:
+            self.abandon(self._told(error))
+
+    def _told(self, error: Exception) -> str:
+        """A fault of ours costs a call, not its peer for as long as this process lives."""
+        logger.error("the call %s at %s failed", self._method, self._address, exc_info=error)
+        return f"{type(error).__name__}: {error}"
+
+    def _patience(self) -> float:
+        """Seconds that opening a call may take."""
+        return OPEN_TIMEOUT
 
     def _schedule(self, delay: float = 0.0) -> None:
         """Sends what there is once everything that is ready now was handled, or after ``delay`` seconds."""
@@ -64,52 +135,6 @@ class SharedCall(ABC):
         while call is not None and call.ready and (message := self._next_message()) is not None:
             call.write(message)
 
-
-class LastingCall(SharedCall):
-    """One that is opened again whenever it is lost, while :meth:`run` runs.
-
-    Args:
-        address: Where it goes.
-        method: The method's path.
-        dialer: Connects.
-    """
-
-    def __init__(self, address: str, method: str, dialer: Dialer) -> None:
-        super().__init__()
-        self._address = address
-        self._method = method
-        self._dialer = dialer
-        self._stands = False
-        """Whether the peer was heard on it."""
-        self._finishing = False
-
-    @property
-    @abstractmethod
-    def load(self) -> int:
-        """Requests under way."""
-
-    @abstractmethod
-    def _lost(self, end: CallEndedError) -> float:
-        """The call was lost, or could not be opened; returns the seconds until the next try."""
-
-    def finish(self) -> None:
-        """No request will come any more: :meth:`run` returns once none is under way."""
-        self._finishing = True
-        self._end_if_finished()
-
-    async def run(self) -> None:
-        """Keeps the call open until :meth:`finish`; cancel it to stop."""
-        while not (self._finishing and not self.load):
-            try:
-                call = self._call = await open_call(self._address, self._method, self._dialer, _OPEN_TIMEOUT)
-                self._end_if_finished()
-                end = await self._carry(call)
-            except CallEndedError as error:
-                end = error
-            finally:
-                self._stands = False
-            await asyncio.sleep(self._lost(end))
-
     def _end_if_finished(self) -> None:
         if self._finishing and not self.load:
-            self.abandon("its replica left")
+            self.abandon("its peer left")

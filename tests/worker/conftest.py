@@ -209,24 +209,25 @@ def _is_gemma(model: Any) -> bool:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
-    """Builds a tiny random model by its name in ``TINY`` or ``_OTHERS``, saved the way transformers saves it."""
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tiny]:
+    """Builds a tiny random model by its name, saved the way transformers saves it; settings may differ from those in ``TINY``."""
     import transformers
 
     made: dict[str, Tiny] = {}
 
-    def make(name: str) -> Tiny:
-        if name not in made:
+    def make(name: str, **others: Any) -> Tiny:
+        key = f"{name}-{others}" if others else name
+        if key not in made:
             config_class, changes = TINY.get(name) or _OTHERS[name]
-            config = getattr(transformers, config_class)(**{**_COMMON, **changes})
+            config = getattr(transformers, config_class)(**{**_COMMON, **changes, **others})
             config._attn_implementation = "eager"
             model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
             _randomise(model)
             model.tie_weights()
             path = tmp_path_factory.mktemp(name)
             model.save_pretrained(path)
-            made[name] = Tiny(path, model)
-        return made[name]
+            made[key] = Tiny(path, model)
+        return made[key]
 
     return make
 

@@ -17,6 +17,7 @@ from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_eo
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
 from sapwood_worker.model.checkpoint.weights import WeightSource, fill_dummy_weights, load_weights
 from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.quantization.linear_method import Stored
@@ -52,6 +53,7 @@ def load_model(
     threads: int,
     seed: int,
     quantization: str = "none",
+    parallel: Parallel | None = None,
 ) -> LoadedModel:
     """Loads a ``.gguf`` file or a Hugging Face directory.
 
@@ -65,6 +67,7 @@ def load_model(
         seed: Seed of made-up weights.
         quantization: The format in which linear layers are quantised once they are loaded; what the checkpoint stores in a
             format that we compute in is kept.
+        parallel: The ranks that the model is split over; only this rank's part is read. None: it is not split.
 
     Raises:
         ConfigError: It cannot be read or is not supported; names the file and what.
@@ -89,7 +92,7 @@ def load_model(
             stored = Stored(source.tensors())
     config = _limited(config, context_length)
     linear = LinearMethods(quantization, dtype, ops, stored)
-    model = DecoderModel(config, family.layer, LayerContext(dtype, ops, linear))
+    model = DecoderModel(config, family.layer, LayerContext(dtype, ops, linear, parallel or Parallel()))
     if source is None:
         fill_dummy_weights(model.weights(), seed)
     else:

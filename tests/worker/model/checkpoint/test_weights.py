@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 
 import gguf
 import numpy as np
@@ -15,9 +16,11 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufFile
 from sapwood_kernels import reference
 from sapwood_kernels.ops.factory import device_ops
+from sapwood_testing.worker.thread_ranks import ThreadGroup
 from sapwood_worker.model.checkpoint.gguf_source import dequantize_into, read_tensor
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_eos
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
+from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.llama import LLAMA
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.weight_slot import Span, StoredTensor, WeightSlot
@@ -336,6 +339,17 @@ def test_a_family_of_a_package_is_read_from_gguf_files_by_its_own_names(
     driver.add(0, tokens)
     ours, theirs = driver.runner.logits(driver.output({0: len(tokens)})), tiny.logits(tokens)
     assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_a_rank_reads_its_part_of_a_gguf_file(tiny_model, tmp_path, architecture):
+    tiny = tiny_model(architecture, num_attention_heads=8, intermediate_size=96)
+    path = write_gguf(tmp_path / "model.gguf", tiny, architecture)
+    whole = weights_of(load(path))
+    for rank in range(4):
+        parallel = Parallel(tp=ThreadGroup(rank, [torch.empty(0)] * 4, threading.Barrier(4)))
+        for name, slot in load(path, parallel=parallel).model.weights().items():
+            assert torch.equal(slot.target, whole[name][slot.index]), name
 
 
 def test_gguf_rope_divisors_are_llama3_scaling(tiny_model, make_runner, make_driver, tmp_path):

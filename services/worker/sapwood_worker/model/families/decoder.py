@@ -11,7 +11,7 @@ from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.layers.attention import Attention, QKNorm
 from sapwood_worker.model.layers.context import LayerContext
-from sapwood_worker.model.layers.embedding import Embedding, LMHead
+from sapwood_worker.model.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.mlp import GatedMLP
 from sapwood_worker.model.layers.norm import RMSNorm
@@ -88,13 +88,13 @@ class DecoderModel(Layer):
         self.config = config
         vocab, width = config.vocab_size, config.hidden_size
         inside = context.inside("model")
-        self.embedding = Embedding(vocab, width, config.embedding_scale, inside.inside("embed_tokens"))
+        self.embedding = VocabParallelEmbedding(vocab, width, config.embedding_scale, inside.inside("embed_tokens"))
         self.layers = nn.ModuleList(
             layer_class(config, i, inside.inside(f"layers.{i}")) for i in range(config.num_layers)
         )
         self.norm = RMSNorm(width, config.rms_norm_eps, inside.inside("norm"))
-        tied = self.embedding.weight if config.tie_word_embeddings else None
-        self.head = LMHead(vocab, width, tied=tied, softcap=config.final_softcap, context=context.inside("lm_head"))
+        tied, softcap = self.embedding.table if config.tie_word_embeddings else None, config.final_softcap
+        self.head = VocabParallelHead(vocab, width, tied=tied, softcap=softcap, context=context.inside("lm_head"))
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         self.rotary = nn.ModuleList(
             RotaryEmbedding(inverse_frequencies(config.head_dim, rope), config.max_position, context) for rope in ropes

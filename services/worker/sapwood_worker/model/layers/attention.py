@@ -42,7 +42,7 @@ class QKNorm(Layer):
 
 
 class Attention(Layer):
-    """Grouped-query attention over the paged cache.
+    """Grouped-query attention over the paged cache, heads split over the ranks.
 
     Args:
         hidden_size: Width in and out.
@@ -71,11 +71,12 @@ class Attention(Layer):
     ) -> None:
         super().__init__()
         self._context = context
-        self._heads = num_heads, num_kv_heads
         self._constants = constants
-        parts = {"q_proj": num_heads * head_dim, "k_proj": num_kv_heads * head_dim, "v_proj": num_kv_heads * head_dim}
-        self.qkv = ColumnLinear(hidden_size, parts, qkv_bias, context)
-        self.output = RowLinear(num_heads * head_dim, "o_proj", hidden_size, output_bias, context)
+        queries = context.parallel.shard("num_attention_heads", num_heads, head_dim)
+        keys = context.parallel.shard("num_key_value_heads", num_kv_heads, head_dim, copies=True)
+        self._heads = queries.size // head_dim, keys.size // head_dim
+        self.qkv = ColumnLinear(hidden_size, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, qkv_bias, context)
+        self.output = RowLinear(queries, "o_proj", hidden_size, output_bias, context)
         self.qk_norm = qk_norm
         self._store: StoreHeads
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.distributed.group import Group
+from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.quantization.registry import LinearMethods
 
 
@@ -18,17 +20,24 @@ class LayerContext:
         dtype: The dtype of activations.
         ops: The operations of the device where the weights lie.
         linear: Gives linear layers their methods.
+        parallel: The groups of ranks that the layer is split over.
         prefix: The layer's name in a Hugging Face checkpoint.
     """
 
     dtype: torch.dtype
     ops: DeviceOps
     linear: LinearMethods
+    parallel: Parallel
     prefix: str = ""
 
     def inside(self, name: str) -> LayerContext:
         """The same for a layer called ``name`` inside this one."""
         return replace(self, prefix=f"{self.prefix}.{name}" if self.prefix else name)
+
+    @property
+    def split_over(self) -> Group | None:
+        """The group that the layer is split over; None: there is but one rank, and nothing to exchange."""
+        return self.parallel.tp if self.parallel.tp.size > 1 else None
 
     @property
     def device(self) -> torch.device:

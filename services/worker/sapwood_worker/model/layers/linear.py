@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.quantization.linear_method import LinearShape, Norm, Part
-from sapwood_worker.model.weight_slot import WeightSlots, whole
+from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
 
 
 class Linear(Layer):
@@ -42,13 +43,13 @@ class ColumnLinear(Linear):
 
     Args:
         in_features: Width of the input.
-        parts: Checkpoint name of each projection (``q_proj``) -> its output width, in output order.
+        parts: Checkpoint name of each projection (``q_proj``) -> its outputs on this rank, in output order.
         bias: Whether each projection has a bias.
         context: Where and how it is built.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool, context: LayerContext) -> None:
-        named = tuple(Part(context.inside(name).prefix, whole(width)) for name, width in parts.items())
+    def __init__(self, in_features: int, parts: Mapping[str, Span], bias: bool, context: LayerContext) -> None:
+        named = tuple(Part(context.inside(name).prefix, rows) for name, rows in parts.items())
         super().__init__(LinearShape(named, whole(in_features), bias), context)
 
     def forward(self, x: Tensor, norm: Norm, gate: Gate | None = None) -> Tensor:
@@ -63,29 +64,45 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """A linear layer whose inputs are split over the ranks; their sum is the output.
+    """A linear layer whose inputs are split over the ranks; the sum of the ranks' outputs is the output.
 
     Args:
-        in_features: Width of the input.
+        columns: The inputs on this rank.
         name: The checkpoint's name of the projection: ``o_proj``.
         out_features: Width of the output.
         bias: Whether it has a bias.
         context: Where and how it is built.
     """
 
-    def __init__(self, in_features: int, name: str, out_features: int, bias: bool, context: LayerContext) -> None:
+    def __init__(self, columns: Span, name: str, out_features: int, bias: bool, context: LayerContext) -> None:
         part = Part(context.inside(name).prefix, whole(out_features))
-        super().__init__(LinearShape((part,), whole(in_features), bias), context)
+        super().__init__(LinearShape((part,), columns, bias and context.split_over is None), context)
+        self._group = context.split_over
+        # What is added once is added after the sum.
+        self._bias: WeightSlots = {}
+        if bias and self._group is not None:
+            empty = torch.empty(out_features, dtype=context.dtype, device=context.device)
+            self._bias[f"{part.name}.bias"] = WeightSlot(empty)
+
+    def slots(self) -> WeightSlots:
+        return super().slots() | self._bias
 
     def forward(self, x: Tensor, gate: Gate | None = None, residual: Tensor | None = None) -> Tensor:
-        """[T, in_features], or twice as wide before a gated activation ``gate`` -> [T, out_features].
+        """[T, inputs of this rank], or twice as wide before a gated activation ``gate`` -> [T, out_features].
 
         The output is added to ``residual`` in place, if there is one, and the sum returned.
         """
         fused = self._method.fuses(x.shape[0])
         if gate is not None and not fused.gate_before:
             x, gate = self._ops.gated(gate)(x), None
-        if residual is None or fused.residual:
+        if self._group is None and (residual is None or fused.residual):
             return self._method.apply(x, gate_before=gate, residual=residual)
-        residual += self._method.apply(x, gate_before=gate)
+        result = self._method.apply(x, gate_before=gate)
+        if self._group is not None:
+            result = self._group.all_reduce(result)
+            for bias in self._bias.values():
+                result += bias.target
+        if residual is None:
+            return result
+        residual += result
         return residual

@@ -26,9 +26,9 @@ class GatedMLP(Layer):
         self, hidden_size: int, intermediate_size: int, *, activation: Gate, bias: bool, context: LayerContext
     ) -> None:
         super().__init__()
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up = ColumnLinear(hidden_size, parts, bias, context)
-        self.down = RowLinear(intermediate_size, "down_proj", hidden_size, bias, context)
+        inner = context.parallel.shard("intermediate_size", intermediate_size)
+        self.gate_up = ColumnLinear(hidden_size, {"gate_proj": inner, "up_proj": inner}, bias, context)
+        self.down = RowLinear(inner, "down_proj", hidden_size, bias, context)
         self._activation = activation
 
     def forward(self, hidden: Tensor, norm: RMSNorm, residual: Tensor | None = None) -> Tensor:

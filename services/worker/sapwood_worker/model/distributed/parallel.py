@@ -1,0 +1,53 @@
+"""A rank's groups, and its part of what is split over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sapwood_common.errors import ConfigError
+from sapwood_worker.model.distributed.group import Group, Solo
+from sapwood_worker.model.weight_slot import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """The groups that a rank belongs to.
+
+    Attributes:
+        tp: Tensor parallel: heads, MLP and vocabulary of each layer are split.
+        pp: Pipeline parallel: layers are split.
+        dp: Data parallel: requests are split.
+        ep: Expert parallel: experts are split.
+    """
+
+    tp: Group = field(default_factory=Solo)
+    pp: Group = field(default_factory=Solo)
+    dp: Group = field(default_factory=Solo)
+    ep: Group = field(default_factory=Solo)
+
+    def shard(self, what: str, count: int, width: int = 1, *, copies: bool = False) -> Span:
+        """This rank's part, by tensor parallelism, of a dimension that holds ``count`` things of ``width`` numbers each.
+
+        Args:
+            what: Their name in error messages.
+            count: How many there are.
+            width: Numbers of each.
+            copies: Whether ranks share one where there are fewer things than ranks.
+
+        Raises:
+            ConfigError: They cannot be split over so many ranks.
+        """
+        ranks = self.tp.size
+        if count % ranks == 0:
+            each = count // ranks
+        elif copies and ranks % count == 0:
+            each = 1
+        else:
+            raise ConfigError(f"{what}: {count} cannot be split over {ranks} ranks")
+        return Span(self.tp.rank * count // ranks * width, each * width, count * width)
+
+    def shard_rows(self, count: int) -> Span:
+        """This rank's part of ``count`` rows: the same number for each rank but for the last ones, which may have fewer."""
+        each = -(-count // self.tp.size)
+        start = min(self.tp.rank * each, count)
+        return Span(start, min(each, count - start), count)

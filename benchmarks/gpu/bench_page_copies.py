@@ -20,10 +20,11 @@ import torch
 from commit import measured_commit
 
 from sapwood_kernels.memcpy_batch import MemcpyBatch
-from sapwood_worker.model.pools.device_pool import DevicePool, page_bytes
+from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.page_movers import KernelMover, PageLoader, PageStorer, StagedStorer, record_addresses
-from sapwood_worker.model.pools.torch_transfer import host_tensor, pin
+from sapwood_worker.model.pools.torch_transfer import pin
+from sapwood_worker.records.kv_layout import KVComponent, KVLayout
 from sapwood_worker.records.page_copies import PageCopy
 
 LAYERS, PAGE, HEADS, DIM = 32, 16, 8, 128
@@ -45,7 +46,7 @@ def attempt(what: str, function: Callable[[], None]) -> None:
 
 
 class BatchLoader:
-    """Loads by the copy engines: each layer one batch of a page's keys and a page's values.
+    """Loads by the copy engines: each layer one batch of pages.
 
     Args:
         device: The device pool.
@@ -58,33 +59,25 @@ class BatchLoader:
         self._host = host
         self._batch = batch
 
-    def load(self, copy: PageCopy) -> Iterator[None]:
+    def load(self, copy: PageCopy) -> Iterator[int]:
         """See PageLoader."""
         pool = self._device
-        piece = self._host.page_bytes // (2 * len(pool.key_slots))
+        piece = self._host.page_bytes // LAYERS
         stream = torch.cuda.current_stream(pool.device).cuda_stream
         within = copy.device.astype(np.uint64) * np.uint64(piece)
         sources = record_addresses(self._host, copy.host)
-        for layer, (keys, values) in enumerate(zip(pool.key_slots, pool.value_slots, strict=True)):
-            first = sources + np.uint64(2 * layer * piece)
-            self._batch.copy(
-                np.concatenate([within + np.uint64(keys.data_ptr()), within + np.uint64(values.data_ptr())]),
-                np.concatenate([first, first + np.uint64(piece)]),
-                piece,
-                stream,
-            )
-            yield
+        for layer, pages in pool.pages.items():
+            self._batch.copy(within + np.uint64(pages.data_ptr()), sources + np.uint64(layer * piece), piece, stream)
+            yield layer
 
 
 class Bench:
     def __init__(self) -> None:
-        self.device = DevicePool(
-            num_layers=LAYERS, num_pages=DEVICE_PAGES, page_size=PAGE, num_kv_heads=HEADS, head_dim=DIM,
-            dtype=torch.bfloat16, device=torch.device("cuda"),
-        )  # fmt: skip
-        for pool in (*self.device.key_slots, *self.device.value_slots):
-            pool.normal_()
-        size = page_bytes(num_layers=LAYERS, page_size=PAGE, num_kv_heads=HEADS, head_dim=DIM, dtype=torch.bfloat16)
+        layout = KVLayout((KVComponent(tuple(range(LAYERS)), 2, HEADS, DIM, "bfloat16"),), PAGE)
+        self.device = DevicePool(layout, DEVICE_PAGES, torch.device("cuda"))
+        for pages in self.device.pages.values():
+            pages.normal_()
+        size = layout.page_bytes
         self.host = HostPool(HOST_PAGES, size)
         self.host.records[:] = 1
         began = time.perf_counter()
@@ -149,20 +142,17 @@ class Bench:
         else:
             pages = torch.from_numpy(copy.device).long().cuda()
             for layer in range(LAYERS):
-                self.device.key_pages(layer)[pages] = 0
-                self.device.value_pages(layer)[pages] = 0
+                self.device.pages[layer][pages] = 0
 
     def same(self) -> bool:
         torch.cuda.synchronize()
-        content = host_tensor(self.device, self.host)
+        content = torch.from_numpy(self.host.content).view(torch.int16).view(HOST_PAGES, LAYERS, -1)
         places, pages = torch.from_numpy(self.copy.host).long(), torch.from_numpy(self.copy.device).long().cuda()
         for layer in range(0, LAYERS, 5):
-            for which, pool in enumerate((self.device.key_pages(layer), self.device.value_pages(layer))):
-                if not torch.equal(
-                    content[places, layer, which].view(torch.int16), pool[pages].cpu().view(torch.int16)
-                ):
-                    return False
-        return bool(pool[pages].any())
+            there = self.device.pages[layer][pages]
+            if not torch.equal(content[places, layer], there.cpu().view(torch.int16).flatten(1)):
+                return False
+        return bool(there.any())
 
     def storer(self, name: str, storer: PageStorer, plain: float) -> None:
         self.clear(self.copy, store=True)
@@ -183,15 +173,14 @@ class Bench:
     def index_copies(self, plain: dict[str, float]) -> None:
         """What torch's own indexing does: a gather on the device, then a copy through a pinned buffer."""
         pages = torch.from_numpy(self.copy.device).long().cuda()
-        buffer = torch.empty((PAGES, PAGE, HEADS, DIM), dtype=torch.bfloat16, pin_memory=True)
-        host = host_tensor(self.device, self.host)
+        buffer = torch.empty((PAGES, 2, HEADS, PAGE, DIM), dtype=torch.bfloat16, pin_memory=True)
+        host = torch.from_numpy(self.host.content).view(torch.int16).view(HOST_PAGES, LAYERS, -1)
         places = torch.from_numpy(self.copy.host).long()
 
         def store() -> None:
             for layer in range(4):
-                for which, pool in enumerate((self.device.key_pages(layer), self.device.value_pages(layer))):
-                    buffer.copy_(pool[pages])
-                    host[places, layer, which] = buffer
+                buffer.copy_(self.device.pages[layer][pages])
+                host[places, layer] = buffer.view(torch.int16).flatten(1)
 
         taken, _ = self.seconds(store)
         show("store, torch indexing", self.size * 4 / LAYERS / taken / 1e9, "GB/s")
@@ -200,7 +189,6 @@ class Bench:
 def main() -> None:
     bench = Bench()
     plain = bench.plain()
-    host = host_tensor(bench.device, bench.host)
     device, pool = bench.device, bench.host
     # Stores first: what the loads read is then what the device had.
     attempt(
@@ -209,11 +197,11 @@ def main() -> None:
     )
     for programs in (16, 32, 64, 132, 1 << 20):
         name = f"kernel of {programs} programs"
-        attempt(name, lambda n=programs, name=name: bench.storer(name, KernelMover(device, host, n), plain["store"]))
+        attempt(name, lambda n=programs, name=name: bench.storer(name, KernelMover(device, pool, n), plain["store"]))
     attempt("load, batch", lambda: bench.loader("batch", BatchLoader(device, pool, MemcpyBatch()), plain["load"]))
     for programs in (16, 32, 64, 132, 1 << 20):
         name = f"kernel of {programs} programs"
-        attempt(name, lambda n=programs, name=name: bench.loader(name, KernelMover(device, host, n), plain["load"]))
+        attempt(name, lambda n=programs, name=name: bench.loader(name, KernelMover(device, pool, n), plain["load"]))
     attempt("index", lambda: bench.index_copies(plain))
 
 

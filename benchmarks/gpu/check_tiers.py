@@ -79,8 +79,8 @@ class Bench:
         return [found[first + index] for index in range(len(prompts))]
 
     def wipe(self) -> None:
-        for pool in (*self.runner._pool.key_slots, *self.runner._pool.value_slots):
-            pool.fill_(float("nan"))
+        for pages in self.runner._pool.pages.values():
+            pages.fill_(float("nan"))
         torch.cuda.synchronize()
 
 

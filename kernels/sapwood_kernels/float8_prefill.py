@@ -32,9 +32,9 @@ class WideningBuffer:
 
     def __init__(self, shape: AttentionShape, tokens: int, like: Tensor) -> None:
         self.num_pages = -(-max(tokens, _LEAST_TOKENS) // shape.page_size)
-        size = (self.num_pages, *like.shape[1:])
+        size, strides = (self.num_pages, *like.shape[1:]), (like[0].numel(), *like.stride()[1:])
         self.keys, self.values = (
-            torch.empty_strided(size, like.stride(), dtype=shape.dtype, device=like.device) for _ in range(2)
+            torch.empty_strided(size, strides, dtype=shape.dtype, device=like.device) for _ in range(2)
         )
         self.pages = torch.arange(self.num_pages, dtype=torch.int32, device=like.device)
 

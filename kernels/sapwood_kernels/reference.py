@@ -127,13 +127,9 @@ def store_kv(
         scales: What keys and values are divided by on the way into pages of float8_e4m3fn.
     """
     if key_pages.dtype == torch.float8_e4m3fn:
-        # torch has no index_copy for float8, so the bytes are copied.
+        # torch cannot index float8, so the bytes are copied.
         key, value = (quantise(each, scale).view(torch.uint8) for each, scale in ((key, scales[0]), (value, scales[1])))
         key_pages, value_pages = key_pages.view(torch.uint8), value_pages.view(torch.uint8)
-    if key_pages.is_contiguous():  # several times faster than by two indices
-        key_pages.flatten(0, 1).index_copy_(0, slots, key)
-        value_pages.flatten(0, 1).index_copy_(0, slots, value)
-        return
     at = slots // key_pages.shape[1], slots % key_pages.shape[1]
     key_pages[at], value_pages[at] = key, value
 
@@ -211,32 +207,24 @@ def paged_attention(
     return torch.cat(outputs)
 
 
-def store_pages(
-    keys: Tensor, values: Tensor, host: Tensor, layer: int, device_pages: Tensor, host_pages: Tensor
-) -> None:
+def store_pages(pages: Tensor, host: Tensor, device_pages: Tensor, host_pages: Tensor) -> None:
     """Copies one layer's pages from the device pool to the host pool. Mutates ``host`` at ``host_pages``.
 
     Args:
-        keys: [P, S, K, D]: a layer's key pages, S tokens each.
-        values: The same for values.
-        host: [Q, layers, 2, S, K, D]: host pages, each with all layers' keys and values; in the host's memory.
-        layer: Which of the host pages' layers it is.
+        pages: uint8 [P, N]: a layer's pages.
+        host: uint8 [Q, N] of any stride: where host pages have that layer; in the host's memory.
         device_pages: int64 [N].
         host_pages: int64 [N], each once.
     """
-    host.select(1, layer).select(1, 0)[host_pages.cpu()] = keys[device_pages].to(host.device)
-    host.select(1, layer).select(1, 1)[host_pages.cpu()] = values[device_pages].to(host.device)
+    host[host_pages.cpu()] = pages[device_pages].to(host.device)
 
 
-def load_pages(
-    keys: Tensor, values: Tensor, host: Tensor, layer: int, device_pages: Tensor, host_pages: Tensor
-) -> None:
-    """Copies host pages into one layer of the device pool. Mutates ``keys`` and ``values``.
+def load_pages(pages: Tensor, host: Tensor, device_pages: Tensor, host_pages: Tensor) -> None:
+    """Copies host pages into one layer of the device pool. Mutates ``pages``.
 
     The arguments are those of :func:`store_pages`; ``device_pages`` holds each page once.
     """
-    keys[device_pages] = host.select(1, layer).select(1, 0)[host_pages.cpu()].to(keys.device)
-    values[device_pages] = host.select(1, layer).select(1, 1)[host_pages.cpu()].to(values.device)
+    pages[device_pages] = host[host_pages.cpu()].to(pages.device)
 
 
 def apply_penalties(

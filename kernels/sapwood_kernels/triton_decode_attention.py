@@ -206,7 +206,7 @@ def takes_words(pages: Tensor) -> bool:
     """Whether float8 keys or values [P, S, K, D] can be read four at a time: the GPU can, and words' indices fit in 31 bits."""
     if not pages.is_cuda or torch.version.cuda is None or pages.shape[-1] % 4:
         return False
-    return torch.cuda.get_device_capability(pages.device) >= (8, 9) and pages.numel() // 4 < 2**31
+    return torch.cuda.get_device_capability(pages.device) >= (8, 9) and len(pages) * pages.stride(0) // 4 < 2**31
 
 
 def decode_attention(

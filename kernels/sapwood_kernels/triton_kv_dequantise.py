@@ -14,12 +14,12 @@ _BLOCK = 4096
 
 @triton.jit
 def _widen_kernel(
-    keys, values, pages, key_out, value_out, key_scale, value_scale, WORDS: tl.constexpr, BLOCK: tl.constexpr
+    keys, values, pages, key_out, value_out, key_scale, value_scale, stride, WORDS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     item = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WORDS
-    source = tl.load(pages + item).to(tl.int64) * WORDS + at
+    source = tl.load(pages + item).to(tl.int64) * stride + at
     target = item * WORDS + at
     key = tl.load(keys + source, mask=inside, other=0.0).to(tl.float32) * key_scale
     tl.store(key_out + target, key.to(key_out.dtype.element_ty), mask=inside)
@@ -46,9 +46,10 @@ def dequantise_pages(
         scales: The factors of keys and of values.
     """
     words = key_pages[0].numel()
-    assert key_pages.stride() == key_out.stride() and key_pages.stride(0) == words, "the buffer lies differently"
+    assert key_pages.stride()[1:] == key_out.stride()[1:] and key_out.stride(0) == words, "the buffer lies differently"
+    assert key_pages.stride() == value_pages.stride(), "keys and values lie differently"
     block = min(_BLOCK, triton.next_power_of_2(words))
     grid = (len(pages), triton.cdiv(words, block))
     _widen_kernel[grid](
-        key_pages, value_pages, pages, key_out, value_out, *scales, WORDS=words, BLOCK=block, num_warps=4
+        key_pages, value_pages, pages, key_out, value_out, *scales, key_pages.stride(0), WORDS=words, BLOCK=block, num_warps=4
     )  # fmt: skip

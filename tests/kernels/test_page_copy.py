@@ -13,41 +13,34 @@ import torch
 
 from sapwood_kernels import reference
 
-P, Q, LAYERS, S, K, D = 7, 5, 3, 4, 2, 6
+P, Q, N = 7, 5, 96
 
 
-def pools() -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+def pools() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    keys, values = ([torch.randn(P, S, K, D, generator=generator) for _ in range(LAYERS)] for _ in range(2))
+    pages = torch.randint(256, (P, N), generator=generator).to(torch.uint8)
     # Rows further apart than they are long, as in the host pool.
-    host = torch.randn(Q, LAYERS * 2 * S * K * D + 8, generator=generator)[:, 8:].view(Q, LAYERS, 2, S, K, D)
-    return keys, values, host
+    host = torch.randint(256, (Q, 3 * N), generator=generator).to(torch.uint8)[:, N : 2 * N]
+    return pages, host
 
 
 def test_a_store_copies_each_page_to_its_place() -> None:
-    keys, values, host = pools()
+    pages, host = pools()
     before = host.clone()
-    device_pages, host_pages = torch.tensor([6, 0, 3]), torch.tensor([1, 4, 0])
-    for layer in range(LAYERS):
-        reference.store_pages(keys[layer], values[layer], host, layer, device_pages, host_pages)
-    for layer in range(LAYERS):
-        for device, to in zip([6, 0, 3], [1, 4, 0], strict=True):
-            assert torch.equal(host[to, layer, 0], keys[layer][device])
-            assert torch.equal(host[to, layer, 1], values[layer][device])
+    reference.store_pages(pages, host, torch.tensor([6, 0, 3]), torch.tensor([1, 4, 0]))
+    for device, to in zip([6, 0, 3], [1, 4, 0], strict=True):
+        assert torch.equal(host[to], pages[device])
     assert torch.equal(host[[2, 3]], before[[2, 3]])
 
 
 def test_a_load_brings_back_what_was_stored() -> None:
-    keys, values, host = pools()
-    wanted = [(keys[layer].clone(), values[layer].clone()) for layer in range(LAYERS)]
-    pages, places = torch.tensor([2, 5]), torch.tensor([3, 1])
-    for layer in range(LAYERS):
-        reference.store_pages(keys[layer], values[layer], host, layer, pages, places)
-        keys[layer][pages] = 0
-        values[layer][pages] = 0
-        reference.load_pages(keys[layer], values[layer], host, layer, pages, places)
-        assert torch.equal(keys[layer], wanted[layer][0])
-        assert torch.equal(values[layer], wanted[layer][1])
+    pages, host = pools()
+    wanted = pages.clone()
+    there, here = torch.tensor([2, 5]), torch.tensor([3, 1])
+    reference.store_pages(pages, host, there, here)
+    pages[there] = 0
+    reference.load_pages(pages, host, there, here)
+    assert torch.equal(pages, wanted)
 
 
 TRITON = """
@@ -55,29 +48,32 @@ import torch
 from sapwood_kernels import reference, triton_page_copy
 
 generator = torch.Generator().manual_seed(1)
-for dtype, s, k, d in ((torch.float32, 4, 2, 6), (torch.bfloat16, 16, 8, 128), (torch.float16, 1, 1, 2)):
+for dtype, shape in ((torch.float32, (2, 2, 4, 6)), (torch.bfloat16, (2, 8, 16, 128)), (torch.float16, (1, 1, 1, 2))):
     p, q, layers = 7, 5, 3
-    keys, values = ([torch.randn(p, s, k, d, generator=generator).to(dtype) for _ in range(layers)] for _ in range(2))
-    host = torch.randn(q, layers * 2 * s * k * d + 64, generator=generator).to(dtype)[:, 64:].view(q, layers, 2, s, k, d)
-    wide = torch.zeros(q, layers * 2 * s * k * d + 64, dtype=dtype)[:, 64:].view(q, layers, 2, s, k, d)
-    wide.copy_(host)
+    pools = [torch.randn(p, *shape, generator=generator).to(dtype) for _ in range(layers)]
+    flat = [pool.view(torch.uint8).flatten(1) for pool in pools]
+    size = flat[0].shape[1]
+    host = torch.randint(256, (q, layers * size + 64), generator=generator).to(torch.uint8)[:, 64:]
+    wide = torch.zeros(q, layers * size + 64, dtype=torch.uint8)[:, 64:].copy_(host)
+    words = wide.view(torch.int32)
     pages, places = torch.tensor([6, 0, 3]), torch.tensor([1, 4, 0])
     for layer in range(layers):
-        reference.store_pages(keys[layer], values[layer], host, layer, pages, places)
-        triton_page_copy.store_pages(keys[layer], values[layer], wide, layer, pages, places)
+        there = host[:, layer * size : (layer + 1) * size]
+        reference.store_pages(flat[layer], there, pages, places)
+        triton_page_copy.store_pages(pools[layer], words, layer * size // 4, pages, places)
     assert torch.equal(host, wide)
     others = torch.tensor([1, 2])
     for layer in range(layers):
-        mine, theirs = (keys[layer].clone(), values[layer].clone()), (keys[layer], values[layer])
-        triton_page_copy.load_pages(*mine, wide, layer, others, places[:2])
-        reference.load_pages(*theirs, host, layer, others, places[:2])
-        assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
-    pools = [each for pair in zip(keys, values) for each in pair]
-    addresses = torch.tensor([pool.data_ptr() for pool in pools])
-    staged = torch.zeros(3, 2 * layers, s * k * d * dtype.itemsize // 4, dtype=torch.int32)
-    triton_page_copy.gather_pages(addresses, staged, pages)
-    assert torch.equal(staged.view(dtype).view(3, layers, 2, s, k, d), torch.stack(
-        [torch.stack([pool[pages] for pool in (keys[i], values[i])], 1) for i in range(layers)], 1))
+        mine = pools[layer].clone()
+        triton_page_copy.load_pages(mine, words, layer * size // 4, others, places[:2])
+        reference.load_pages(flat[layer], host[:, layer * size : (layer + 1) * size], others, places[:2])
+        assert torch.equal(mine, pools[layer])
+    # Two components: the first has one layer, the second the others.
+    staged = torch.zeros(3, layers * size // 4, dtype=torch.int32)
+    for first, last in ((0, 1), (1, layers)):
+        addresses = torch.tensor([pool.data_ptr() for pool in pools[first:last]])
+        triton_page_copy.gather_pages(addresses, staged, first * size // 4, size // 4, pages)
+    assert torch.equal(staged.view(torch.uint8), torch.cat([each[pages] for each in flat], 1))
 print("equal")
 """
 

@@ -9,12 +9,15 @@ import torch
 from sapwood_kernels import reference
 from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLayer
 from sapwood_worker.model.attention.torch_native import TorchAttention
-from sapwood_worker.model.pools.device_pool import DevicePool, KVScales, page_bytes
+from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
+from sapwood_worker.records.kv_layout import KVComponent, KVLayout
 
 DIM = 8
 
 
-def run(query_lens, prefix_lens, *, heads, kv_heads, page_size, window=None, softcap=None, seed=0, float8=False):
+def run(
+    query_lens, prefix_lens, *, heads, kv_heads, page_size, window=None, softcap=None, seed=0, float8=False, order="HND"
+):
     """Attends with the backend and with the reference; both [T, heads * DIM]."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -22,19 +25,11 @@ def run(query_lens, prefix_lens, *, heads, kv_heads, page_size, window=None, sof
     seq_lens = query_lens + prefix_lens
     pages_each = -(-seq_lens // page_size)
     count = int(pages_each.sum()) + 3
-    pool = DevicePool(
-        num_layers=2,
-        num_pages=count,
-        page_size=page_size,
-        num_kv_heads=kv_heads,
-        head_dim=DIM,
-        dtype=torch.float8_e4m3fn if float8 else torch.float32,
-        device=torch.device("cpu"),
-        scales=KVScales((1.0, 0.5), (1.0, 4.0)) if float8 else None,
-    )
+    kept = KVComponent((0, 1), 2, kv_heads, DIM, "float8_e4m3fn" if float8 else "float32")
+    scales = KVScales((1.0, 0.5), (1.0, 4.0)) if float8 else None
+    pool = DevicePool(KVLayout((kept,), page_size, order), count, torch.device("cpu"), scales)
     # What was never written must never be read.
-    pool.key_slots[1].fill_(float("nan"))
-    pool.value_slots[1].fill_(float("nan"))
+    pool.pages[1].fill_(float("nan"))
     order = rng.permutation(count)
     table = np.full((len(query_lens), int(pages_each.max()) + 1), 10**8, np.int32)
     used = 0
@@ -64,7 +59,7 @@ def run(query_lens, prefix_lens, *, heads, kv_heads, page_size, window=None, sof
     ours = attention.attend(layer, query).view(total, -1)
     theirs = reference.paged_attention(
         query,
-        *pool.read(1, torch.arange(count * page_size), torch.float32),
+        *everything(pool, 1),
         torch.from_numpy(table.clip(max=count - 1)),
         torch.from_numpy(query_lens),
         torch.from_numpy(seq_lens),
@@ -74,6 +69,11 @@ def run(query_lens, prefix_lens, *, heads, kv_heads, page_size, window=None, sof
         softcap=softcap,
     )
     return ours, theirs.flatten(1)
+
+
+def everything(pool: DevicePool, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's keys and values by slot, [S, K, D] each."""
+    return pool.read(layer, torch.arange(pool.num_pages * pool.page_size), torch.float32)
 
 
 BATCHES = {
@@ -93,6 +93,14 @@ BATCHES = {
 def test_ragged_batches(name, window):
     ours, theirs = run(*BATCHES[name], heads=4, kv_heads=2, page_size=4, window=window)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+@pytest.mark.parametrize("float8", [False, True])
+def test_the_order_within_a_page_does_not_change_a_number(order, float8):
+    ours, _ = run(*BATCHES["mixed"], heads=6, kv_heads=2, page_size=16, window=37, float8=float8, order=order)
+    other, _ = run(*BATCHES["mixed"], heads=6, kv_heads=2, page_size=16, window=37, float8=float8)
+    assert torch.equal(ours, other)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 2), (4, 1)])
@@ -122,20 +130,24 @@ def test_random_batches(seed):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_pool_pages_are_views_of_its_slots():
-    pool = DevicePool(
-        num_layers=1,
-        num_pages=3,
-        page_size=4,
-        num_kv_heads=2,
-        head_dim=DIM,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    pool.key_slots[0][6] = 5.0
-    pool.value_slots[0][11] = 6.0
-    assert pool.key_pages(0).shape == (3, 4, 2, DIM)
-    assert bool((pool.key_pages(0)[1, 2] == 5.0).all())
-    assert bool((pool.value_pages(0)[2, 3] == 6.0).all())
-    size = page_bytes(num_layers=1, page_size=4, num_kv_heads=2, head_dim=DIM, dtype=torch.float32)
-    assert size * 3 == pool.key_slots[0].nbytes + pool.value_slots[0].nbytes
+def test_a_range_of_heads_is_one_piece_of_a_page():
+    layout = KVLayout((KVComponent((0,), 2, 4, DIM, "float32"),), 16)
+    pool = DevicePool(layout, 3, torch.device("cpu"))
+    assert layout.page_bytes * 3 == pool.pages[0].nbytes
+    pool.destination(0, torch.tensor([35])).store(torch.ones(1, 4, DIM), torch.full((1, 4, DIM), 2.0))
+    assert bool((pool.key_pages(0)[2, 3] == 1.0).all() and (pool.value_pages(0)[2, 3] == 2.0).all())
+    shard = layout.shard(2)
+    ranks = [DevicePool(shard, 3, torch.device("cpu")) for _ in range(2)]
+    for rank, theirs in enumerate(ranks):
+        heads = pool.pages[0][2, :, 2 * rank : 2 * rank + 2]
+        assert all(part.is_contiguous() for part in heads)
+        theirs.pages[0][1] = heads
+    assert torch.equal(torch.cat([each.pages[0][1] for each in ranks], 1), pool.pages[0][2])
+
+
+def test_a_latent_is_read_as_key_and_as_value():
+    pool = DevicePool(KVLayout((KVComponent((0,), 1, 1, DIM, "float32"),), 4), 2, torch.device("cpu"))
+    latent = torch.randn(5, 1, DIM)
+    pool.destination(0, torch.arange(5)).store(latent, latent)
+    keys, values = everything(pool, 0)
+    assert torch.equal(keys[:5], latent) and torch.equal(values[:5], latent)

@@ -76,7 +76,7 @@ def test_bfloat16_is_taken_too(float8: bool):
 
 
 def test_pages_of_a_float8_cache_are_widened_with_their_scales():
-    keys, values = torch.randn(2, 7, 4, 2, 24).to(torch.float8_e4m3fn).to(DEVICE)
+    keys, values = torch.randn(7, 2, 4, 2, 24).to(torch.float8_e4m3fn).to(DEVICE).unbind(1)
     chosen = torch.tensor([5, 0, 3], dtype=torch.int32, device=DEVICE)
     wide = torch.full((2, 4, 4, 2, 24), 9.0, device=DEVICE)
     pages.dequantise_pages(keys, values, chosen, *wide, (2.0, 0.25))

@@ -19,6 +19,7 @@ from sapwood_worker.model.checkpoint.weights import WeightSource, fill_dummy_wei
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.decoder import DecoderModel
+from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.quantization.linear_method import Stored
 from sapwood_worker.model.quantization.registry import LinearMethods
@@ -35,12 +36,14 @@ class LoadedModel:
         config: The model's configuration.
         eos_token_ids: Its own end tokens.
         quantization: The formats of its linear layers other than the model's dtype, joined by ``+``; ``none``: there are none.
+        family: Its family.
     """
 
     model: DecoderModel
     config: ModelConfig
     eos_token_ids: tuple[int, ...]
     quantization: str
+    family: ModelFamily
 
 
 def load_model(
@@ -99,7 +102,7 @@ def load_model(
         load_weights(model.weights(), source, config.norm_offset, threads)
     with torch.inference_mode():
         model.prepare()
-    return LoadedModel(model, config, eos, "+".join(sorted(linear.used - {"none"})) or "none")
+    return LoadedModel(model, config, eos, "+".join(sorted(linear.used - {"none"})) or "none", family)
 
 
 def _limited(config: ModelConfig, context_length: int | None) -> ModelConfig:

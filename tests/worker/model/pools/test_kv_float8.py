@@ -11,6 +11,7 @@ from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.torch_transfer import make_transfer
 from sapwood_worker.model.runner.kv_calibration import scale_for
+from sapwood_worker.records.kv_layout import KVComponent, KVLayout
 from sapwood_worker.records.page_copies import Copies, PageCopy
 from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
 
@@ -60,23 +61,21 @@ def test_only_a_layer_of_very_large_or_small_numbers_is_scaled(largest: float, s
     assert scale_for(largest) == scale
 
 
-def test_pages_come_back_from_the_host_as_they_went():
-    pool = DevicePool(
-        num_layers=2, num_pages=6, page_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float8_e4m3fn,
-        device=torch.device("cpu"), scales=KVScales((1.0, 2.0), (0.5, 1.0)),
-    )  # fmt: skip
-    slots = torch.arange(24)
-    for layer in range(2):
-        pool.destination(layer, slots).store(*torch.randn(2, 24, 2, 8))
-    before = [pool.read(layer, slots, torch.float32) for layer in range(2)]
-    transfer = make_transfer(pool, HostPool(4, 2 * 2 * 4 * 2 * 8))
+def test_pages_of_two_shapes_come_back_from_the_host_as_they_went():
+    float8, wide = KVComponent((0, 2), 2, 2, 8, "float8_e4m3fn"), KVComponent((1,), 1, 1, 24, "float32")
+    layout = KVLayout((float8, wide), page_size=4)
+    pool = DevicePool(layout, 6, torch.device("cpu"), KVScales((1.0, 1.0, 2.0), (0.5, 1.0, 1.0)))
+    for pages in pool.pages.values():
+        pages.view(torch.uint8).random_(256)
+    before = {layer: pages.view(torch.uint8).clone() for layer, pages in pool.pages.items()}
+    assert layout.page_bytes == 2 * (2 * 2 * 4 * 8) + 4 * 24 * 4
+    transfer = make_transfer(pool, HostPool(4, layout.page_bytes))
     pages, host = np.array([5, 1], np.int32), np.array([2, 0], np.int32)
     transfer.start(Copies(store=PageCopy(0, pages, host)))
-    for layer in range(2):
-        pool.destination(layer, slots).store(*torch.zeros(2, 24, 2, 8))
+    for content in pool.pages.values():
+        content.view(torch.uint8).zero_()
     transfer.start(Copies(load=PageCopy(1, pages, host)))
-    at = slots.view(6, 4)[[5, 1]].flatten()
-    for layer in range(2):
-        for old, new in zip(before[layer], pool.read(layer, slots, torch.float32), strict=True):
-            torch.testing.assert_close(new[at], old[at])
-            assert not new[:4].any()
+    for layer, content in pool.pages.items():
+        now = content.view(torch.uint8)
+        assert torch.equal(now[[5, 1]], before[layer][[5, 1]])
+        assert not now[[0, 2, 3, 4]].any()

@@ -27,6 +27,7 @@ from sapwood_worker.model.attention.backend import (
     StepAttention,
 )
 from sapwood_worker.model.pools.device_pool import DevicePool
+from sapwood_worker.records.kv_layout import KVComponent
 
 _TILE = 256
 # Tiles of at least this many queries are computed alone: batching them gains nothing and costs padding.
@@ -41,7 +42,7 @@ class _Group:
 
     Attributes:
         rows: int64 [B * N]: the queries' rows in the step; None when they are all rows in order.
-        slots: int64 [B * M]: the cache slots of their keys.
+        keys: int64 [B * K * M]: the pool's rows with their keys and values.
         mask: [B, 1, 1, N, M], 0 where a query sees a key and -inf where not; None when every query sees every key.
         kept: Positions in B * N that are not padding; None when all are kept.
         kept_rows: ``rows[kept]``.
@@ -49,7 +50,7 @@ class _Group:
     """
 
     rows: Tensor | None
-    slots: Tensor
+    keys: Tensor
     mask: Tensor | None
     kept: Tensor | None
     kept_rows: Tensor | None
@@ -80,16 +81,17 @@ class TorchAttention:
         self._pool = pool
         self._dtype = dtype
         self._batch: AttentionBatch
-        self._groups: dict[int | None, list[_Group]] = {}
+        self._groups: dict[tuple[int | None, KVComponent], list[_Group]] = {}
 
     def plan(self, batch: AttentionBatch) -> None:
         self._batch = batch
         self._groups = {}
 
     def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
-        groups = self._groups.get(layer.window)
+        kind = layer.window, self._pool.kept[layer.index]
+        groups = self._groups.get(kind)
         if groups is None:
-            groups = self._groups[layer.window] = self._plan(layer.window)
+            groups = self._groups[kind] = self._plan(layer)
         if len(groups) == 1 and groups[0].rows is None:
             result = self._attend(layer, query, groups[0])
             return result if out is None else out.copy_(result.view_as(out))
@@ -106,19 +108,19 @@ class TorchAttention:
         return result
 
     def _attend(self, layer: AttentionLayer, query: Tensor, group: _Group) -> Tensor:
-        keys, values = self._pool.read(layer.index, group.slots, query.dtype)
-        return _attend(layer, query, keys, values, group)
+        keys, values = self._pool.gather(layer.index, group.keys, query.dtype)
+        return _attend(layer, query, keys, values, group, self._pool.kept[layer.index].heads)
 
-    def _plan(self, window: int | None) -> list[_Group]:
-        tiles = _cut(self._batch, window)
+    def _plan(self, layer: AttentionLayer) -> list[_Group]:
+        tiles = _cut(self._batch, layer.window)
         total = int(self._batch.query_starts[-1])
         # Tiles of equal key are padded together. Each large tile gets a key of its own.
         number = np.arange(len(tiles.row))
         kind = np.where(tiles.queries >= _ALONE, -1 - number, _log2(tiles.queries) * 64 + _log2(tiles.keys))
         kinds, inverse = np.unique(kind, return_inverse=True)
-        return [self._group(tiles, np.flatnonzero(inverse == i), total, window) for i in range(len(kinds))]
+        return [self._group(tiles, np.flatnonzero(inverse == i), total, layer) for i in range(len(kinds))]
 
-    def _group(self, tiles: _Tiles, chosen: IntArray, total: int, window: int | None) -> _Group:
+    def _group(self, tiles: _Tiles, chosen: IntArray, total: int, layer: AttentionLayer) -> _Group:
         queries, keys = tiles.queries[chosen], tiles.keys[chosen]
         most_queries, most_keys = int(queries.max()), int(keys.max())
         nth_query, nth_key = np.arange(most_queries), np.arange(most_keys)
@@ -133,13 +135,13 @@ class TorchAttention:
         pages = self._batch.page_table[tiles.request[chosen, None], read_at // size]
         slots = pages.astype(np.int64) * size + read_at % size
         hidden = key_at[:, None] > query_at[..., None]
-        if window is not None:
-            hidden |= key_at[:, None] <= query_at[..., None] - window
+        if layer.window is not None:
+            hidden |= key_at[:, None] <= query_at[..., None] - layer.window
         in_order = rows.size == total and bool((rows.ravel() == np.arange(total)).all())
         kept = None if int(queries.min()) == most_queries else np.flatnonzero((nth_query < queries[:, None]).ravel())
         return _Group(
             rows=None if in_order else self._tensor(rows.ravel()),
-            slots=self._tensor(slots.ravel()),
+            keys=self._tensor(self._pool.rows(layer.index, slots).ravel()),
             mask=self._mask(hidden) if hidden.any() else None,
             kept=None if kept is None else self._tensor(kept),
             kept_rows=None if kept is None else self._tensor(rows.ravel()[kept]),
@@ -171,17 +173,16 @@ def _log2(values: IntArray) -> IntArray:
     return np.ceil(np.log2(values)).astype(np.int64)
 
 
-def _attend(layer: AttentionLayer, query: Tensor, keys: Tensor, values: Tensor, group: _Group) -> Tensor:
-    """[B * N, H, D], and keys and values [B * M, K, D] -> [B * N, H * D]."""
+def _attend(layer: AttentionLayer, query: Tensor, keys: Tensor, values: Tensor, group: _Group, kv_heads: int) -> Tensor:
+    """[B * N, H, D], and keys and values [B * K * M, D] -> [B * N, H * D]."""
     size, heads, dim = group.size, query.shape[1], query.shape[2]
-    shared = heads // keys.shape[1]
-    # [B, K, shared, N, D]; key and value [B, K, 1, M, D].
-    query = query.view(size, -1, keys.shape[1], shared, dim).permute(0, 2, 3, 1, 4)
-    key = keys.view(size, -1, keys.shape[1], dim).transpose(1, 2)
-    value = values.view(size, -1, keys.shape[1], dim).transpose(1, 2)
+    shared = heads // kv_heads
+    # [B, K, shared, N, D]; key and value [B, K, M, D].
+    query = query.view(size, -1, kv_heads, shared, dim).permute(0, 2, 3, 1, 4)
+    key, value = keys.view(size, kv_heads, -1, dim), values.view(size, kv_heads, -1, dim)
     count = query.shape[3]
     # The heads that share a key head become further queries of it, so keys are not repeated.
-    stacked = query.reshape(size, keys.shape[1], shared * count, dim)
+    stacked = query.reshape(size, kv_heads, shared * count, dim)
     mask = group.mask
     if mask is not None:
         mask = mask.expand(-1, -1, shared, -1, -1).reshape(size, 1, shared * count, -1)
@@ -193,7 +194,7 @@ def _attend(layer: AttentionLayer, query: Tensor, keys: Tensor, values: Tensor, 
         if mask is not None:
             scores += mask
         result = torch.matmul(scores.softmax(-1), value)
-    result = result.view(size, keys.shape[1], shared, count, dim)
+    result = result.view(size, kv_heads, shared, count, dim)
     return result.permute(0, 3, 1, 2, 4).reshape(size * count, heads * dim)
 
 

@@ -11,6 +11,8 @@ from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import DecoderLayer
 from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.families.kv_layout import attention_layout
+from sapwood_worker.records.kv_layout import KVLayout
 
 _LLAMA_NORMS = MappingProxyType({"ffn_norm": "post_attention_layernorm"})
 
@@ -30,6 +32,7 @@ class ModelFamily:
         gguf_interleaves: Whether GGUF files hold the rows of queries and keys in interleaved rotary order.
         prefixes: How names in Hugging Face checkpoints may begin, and how ours do instead.
         skipped: How names of tensors begin that are no part of the language model.
+        kv_layout: What a token leaves in the KV cache, by the configuration, the cache's dtype and the page size.
     """
 
     name: str
@@ -42,3 +45,4 @@ class ModelFamily:
     gguf_interleaves: bool = False
     prefixes: Mapping[str, str] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    kv_layout: Callable[[ModelConfig, str, int], KVLayout] = attention_layout

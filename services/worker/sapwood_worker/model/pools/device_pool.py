@@ -1,14 +1,25 @@
-"""The memory behind the pages: one key and one value tensor for each layer, written in place."""
+"""The memory behind the pages: one tensor of pages for each layer, written in place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from sapwood_kernels import reference
+from sapwood_worker.records.kv_layout import KVLayout
+
+IntArray = npt.NDArray[np.int64]
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +44,9 @@ class KVDestination:
     """Where a layer's keys and values of a step go.
 
     Attributes:
-        keys: [P, page size, K, D], perhaps not contiguous: the layer's key pages.
+        keys: [P, page size, K, D], in whatever order they are stored: the layer's key pages.
         values: The same for values.
-        slots: int64 [T]: each token's slot.
+        slots: int64 [T]: each token's slot: the page size times its page, plus its place there.
         scales: What keys and values are divided by as they are stored.
     """
 
@@ -50,57 +61,52 @@ class KVDestination:
 
 
 class DevicePool:
-    """Keys and values of every cached token.
+    """What every cached token left.
 
     Memory is claimed as it is touched (the tensors are not cleared), so a large pool costs nothing until it is used. What lies
     in a slot that was never written is undefined and must not be read.
 
     Args:
-        num_layers: Layers that cache.
-        num_pages: Pages in each.
-        page_size: Tokens in a page.
-        num_kv_heads: Key/value heads of a token.
-        head_dim: Elements of a head.
-        dtype: The dtype in which keys and values are stored.
+        layout: What a page holds.
+        num_pages: Pages of each layer.
         device: Where the pool lies.
         scales: The factors of a float8 pool; None: numbers are stored as they are.
 
     Attributes:
-        num_pages: Pages in each layer.
+        layout, num_pages, device: The arguments.
         page_size: Tokens in a page.
-        device: Where the pool lies.
         dtype: The dtype in which keys and values are stored.
         scales: The factors of each layer; 1 where none were given.
-        key_slots: For each layer [num_pages * page_size, num_kv_heads, head_dim]: page p holds slots
-            p * page_size .. (p + 1) * page_size - 1.
-        value_slots: The same for values.
+        pages: By layer: [num_pages, *layout.page_shape].
+        kept: By layer what it keeps.
     """
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        scales: KVScales | None = None,
-    ) -> None:
+    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device, scales: KVScales | None = None) -> None:
+        self.layout = layout
         self.num_pages = num_pages
-        self.page_size = page_size
+        self.page_size = layout.page_size
         self.device = device
-        self.dtype = dtype
-        ones = (1.0,) * num_layers
+        ones = (1.0,) * (layout.layers[-1] + 1)
         self.scales = KVScales(ones, ones) if scales is None else scales
-        shape = (num_pages * page_size, num_kv_heads, head_dim)
-        self.key_slots = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.value_slots = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self._arrivals: Sequence[torch.cuda.Event] = ()
+        self.pages: dict[int, Tensor] = {}
+        self.kept = {layer: layout.of(layer) for layer in layout.layers}
+        # Each layer's keys and values, by slot and by vector.
+        self._slots: dict[int, tuple[Tensor, Tensor]] = {}
+        self._vectors: dict[int, tuple[Tensor, Tensor]] = {}
+        for layer, kept in self.kept.items():
+            pages = torch.empty((num_pages, *layout.page_shape(kept)), dtype=_DTYPES[kept.dtype], device=device)
+            keys, values = pages[:, 0], pages[:, -1]
+            swapped = layout.order == "HND"
+            self._slots[layer] = (keys.transpose(1, 2), values.transpose(1, 2)) if swapped else (keys, values)
+            vectors = pages.view(-1, kept.dim)
+            self._vectors[layer] = vectors, vectors[pages[0, :-1].numel() // kept.dim :]
+            self.pages[layer] = pages
+        self.dtype = self.pages[layout.layers[0]].dtype
+        self._arrivals: dict[int, torch.cuda.Event] = {}
 
-    def arriving(self, events: Sequence[torch.cuda.Event]) -> None:
-        """Says that pages are being filled on another stream; each layer is in place after its event. Replaces earlier events."""
+    def arriving(self, events: dict[int, torch.cuda.Event]) -> None:
+        """Says that pages are being filled on another stream; each layer is in place after its event, the last of them all after
+        the last. Replaces earlier events."""
         self._arrivals = events
 
     def await_layer(self, layer: int) -> None:
@@ -111,34 +117,41 @@ class DevicePool:
     def await_all(self) -> None:
         """Makes the current stream wait until all arriving pages are in place."""
         if self._arrivals:
-            self.await_layer(-1)
-            self._arrivals = ()
+            self.await_layer(next(reversed(self._arrivals)))
+            self._arrivals = {}
 
     def destination(self, layer: int, slots: Tensor) -> KVDestination:
         """Where keys and values for ``slots``, int64 [T], go in a layer."""
-        return KVDestination(self.key_pages(layer), self.value_pages(layer), slots, self.scales.of(layer))
+        return KVDestination(*self._slots[layer], slots, self.scales.of(layer))
+
+    def rows(self, layer: int, slots: IntArray) -> IntArray:
+        """The rows for :meth:`gather` of slots in a layer: int64 [B, M] -> [B, K, M]."""
+        keys = self._slots[layer][0]
+        page, slot, head = (stride // keys.shape[-1] for stride in keys.stride()[:3])
+        first = slots // self.page_size * page + slots % self.page_size * slot
+        return first[:, None] + np.arange(keys.shape[2])[:, None] * head
 
     def read(self, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values in some slots, int64 [N]: new tensors [N, K, D] of ``dtype``."""
-        keys, values = self.key_slots[layer], self.value_slots[layer]
-        if self.dtype != torch.float8_e4m3fn:
-            return keys.index_select(0, slots), values.index_select(0, slots)
-        bytes_read = (each.view(torch.uint8).index_select(0, slots).view(self.dtype) for each in (keys, values))
+        """A layer's keys and values in some slots, int64 [N]: new tensors [N, K, D] of ``dtype``. Plain, not fast."""
+        rows = torch.from_numpy(self.rows(layer, slots.cpu().numpy()[None])[0].T.copy())
+        keys, values = self.gather(layer, rows.flatten().to(self.device), dtype)
+        return keys.view(*rows.shape, -1), values.view(*rows.shape, -1)
+
+    def gather(self, layer: int, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values in some rows, int64 [N] on the device: new tensors [N, D] of ``dtype``."""
+        keys, values = self._vectors[layer]
+        if keys.dtype != torch.float8_e4m3fn:
+            return keys.index_select(0, rows), values.index_select(0, rows)
+        found = (each.view(torch.uint8).index_select(0, rows).view(keys.dtype) for each in (keys, values))
         key, value = (
-            reference.dequantise(each, scale, dtype)
-            for each, scale in zip(bytes_read, self.scales.of(layer), strict=True)
+            reference.dequantise(each, scale, dtype) for each, scale in zip(found, self.scales.of(layer), strict=True)
         )
         return key, value
 
     def key_pages(self, layer: int) -> Tensor:
-        """A layer's keys as [num_pages, page_size, num_kv_heads, head_dim]; a view."""
-        return self.key_slots[layer].view(self.num_pages, self.page_size, *self.key_slots[layer].shape[1:])
+        """A layer's keys as [num_pages, page_size, K, D], in whatever order they are stored; a view."""
+        return self._slots[layer][0]
 
     def value_pages(self, layer: int) -> Tensor:
-        """A layer's values as [num_pages, page_size, num_kv_heads, head_dim]; a view."""
-        return self.value_slots[layer].view(self.num_pages, self.page_size, *self.value_slots[layer].shape[1:])
-
-
-def page_bytes(*, num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes one page takes over all layers, keys and values together."""
-    return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+        """A layer's values likewise."""
+        return self._slots[layer][1]

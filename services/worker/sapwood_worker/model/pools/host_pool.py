@@ -1,8 +1,8 @@
 """The memory of the second tier: host pages, each one contiguous record that also is the object a store keeps.
 
-Layout, page first: a record is ``HEADER_BYTES`` of header (filled in by the third tier alone), then the page's keys and values,
-[layers, 2, page_size, kv_heads, head_dim]. So a store reads and writes a page in one piece and without a copy, while a copy to
-or from the device moves pieces of page_size * kv_heads * head_dim elements.
+A record is ``HEADER_BYTES`` of header (filled in by the third tier alone), then the page of each layer (``KVLayout.offsets``), as
+it lies on the device. So a store reads and writes a page in one piece and without a copy, while a copy to or from the device
+moves one piece a layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class HostPool:
 
     Attributes:
         num_pages: Pages.
-        page_bytes: Bytes of a page's keys and values.
+        page_bytes: Bytes of a page's content.
         records: uint8 [num_pages + SCRATCH_PAGES, record_bytes]: header, content, padding. The last ones are not pages of the
             cache: whoever opens a store tests and measures it with them.
     """
@@ -54,7 +54,7 @@ def host_pool_pages(*, page_bytes: int, num_device_pages: int, gigabytes: float,
     """How many pages the second tier gets; 0: there is none.
 
     Args:
-        page_bytes: Bytes of a page's keys and values.
+        page_bytes: Bytes of a page's content.
         num_device_pages: Pages of the first tier.
         gigabytes: Memory in GiB; 0: the ratio decides.
         ratio: Host pages for each device page; 0: the memory decides.

@@ -1,9 +1,9 @@
 """Ways of moving pages between a CUDA device and pinned host memory.
 
-Measured on an H200 (``benchmarks/gpu/bench_page_copies.py``: 1000 scattered pages of 2 MiB; plain pinned copies run at 55 GB/s
-each way). Loads: a kernel of few programs reaches 50 GB/s; the copy engines, one piece for each layer's keys and values, 47 GB/s,
-and 27 ms of host time to launch. Stores: a kernel reaches 51 GB/s but slows concurrent matrix products by 1.4; a kernel that
-gathers pages for the copy engines reaches 52 GB/s and slows them by 1.05.
+Measured on an H200 (``benchmarks/gpu/bench_page_copies.py``: 1000 scattered pages of 2 MiB, a layer's keys and values in two
+pieces; plain pinned copies run at 55 GB/s each way). Loads: a kernel of few programs reaches 50 GB/s; the copy engines 47, with
+27 ms of host time to launch. Stores: a kernel reaches 51 GB/s but slows concurrent matrix products by 1.4; a kernel that gathers
+pages for the copy engines reaches 52 GB/s and slows them by 1.05.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PageStorer(Protocol):
 class PageLoader(Protocol):
     """Copies pages to the device, layer by layer."""
 
-    def load(self, copy: PageCopy) -> Iterator[None]:
-        """For each layer queues its copies on the current stream, then yields."""
+    def load(self, copy: PageCopy) -> Iterator[int]:
+        """For each layer queues its copies on the current stream, then yields its number."""
         ...
 
 
@@ -45,32 +45,29 @@ class KernelMover:
 
     Args:
         device: The device pool.
-        host: The host pages as ``torch_transfer.host_tensor`` shows them, pinned.
+        host: The host pool, pinned.
         programs: Programs of the kernel that copy.
     """
 
-    def __init__(self, device: DevicePool, host: Tensor, programs: int = _PROGRAMS) -> None:
+    def __init__(self, device: DevicePool, host: HostPool, programs: int = _PROGRAMS) -> None:
         from sapwood_kernels import triton_page_copy  # only CUDA builds of torch have triton
 
         self._device = device
-        self._host = host
+        self._host = torch.from_numpy(host.content).view(torch.int32)
+        self._starts = {layer: start // 4 for layer, start in device.layout.offsets().items()}
         self._programs = programs
         self._kernels = triton_page_copy
 
     def store(self, copy: PageCopy) -> None:
-        pool = self._device
-        pages = page_ids(copy.device, pool.device), page_ids(copy.host, pool.device)
-        for layer in range(len(pool.key_slots)):
-            keys, values = pool.key_pages(layer), pool.value_pages(layer)
-            self._kernels.store_pages(keys, values, self._host, layer, *pages, programs=self._programs)
+        pages = page_ids(copy.device, self._device.device), page_ids(copy.host, self._device.device)
+        for layer, pool in self._device.pages.items():
+            self._kernels.store_pages(pool, self._host, self._starts[layer], *pages, programs=self._programs)
 
-    def load(self, copy: PageCopy) -> Iterator[None]:
-        pool = self._device
-        pages = page_ids(copy.device, pool.device), page_ids(copy.host, pool.device)
-        for layer in range(len(pool.key_slots)):
-            keys, values = pool.key_pages(layer), pool.value_pages(layer)
-            self._kernels.load_pages(keys, values, self._host, layer, *pages, programs=self._programs)
-            yield
+    def load(self, copy: PageCopy) -> Iterator[int]:
+        pages = page_ids(copy.device, self._device.device), page_ids(copy.host, self._device.device)
+        for layer, pool in self._device.pages.items():
+            self._kernels.load_pages(pool, self._host, self._starts[layer], *pages, programs=self._programs)
+            yield layer
 
 
 class StagedStorer:
@@ -91,11 +88,15 @@ class StagedStorer:
         self._host = host
         self._batch = batch
         self._gather = triton_page_copy.gather_pages
-        pools = [each for pair in zip(device.key_slots, device.value_slots, strict=True) for each in pair]
-        self._pools = torch.tensor([pool.data_ptr() for pool in pools], device=device.device)
+        layout, offsets = device.layout, device.layout.offsets()
+        # Of each component: its layers' addresses, where its first layer begins in a record, and the words of a layer.
+        self._parts: list[tuple[Tensor, int, int]] = []
+        for each in layout.components:
+            addresses = [device.pages[layer].data_ptr() for layer in each.layers]
+            words = layout.layer_bytes(each) // 4
+            self._parts.append((torch.tensor(addresses, device=device.device), offsets[each.layers[0]] // 4, words))
         count = max(1, _STAGING_BYTES // host.page_bytes)
-        words = host.page_bytes // len(pools) // 4
-        self._staged = torch.empty((count, len(pools), words), dtype=torch.int32, device=device.device)
+        self._staged = torch.empty((count, host.page_bytes // 4), dtype=torch.int32, device=device.device)
 
     def store(self, copy: PageCopy) -> None:
         """Mutates the staging memory: to be called on one stream only."""
@@ -108,7 +109,8 @@ class StagedStorer:
         )
         for start in range(0, len(targets), most):
             part = targets[start : start + most]
-            self._gather(self._pools, self._staged[: len(part)], pages[start : start + most])
+            for pools, first, words in self._parts:
+                self._gather(pools, self._staged[: len(part)], first, words, pages[start : start + most])
             self._batch.copy(part, places[: len(part)], self._host.page_bytes, stream)
 
 

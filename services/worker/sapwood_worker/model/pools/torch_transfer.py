@@ -17,8 +17,8 @@ from sapwood_worker.model.pools.page_movers import KernelMover, PageLoader, Page
 from sapwood_worker.model.pools.transfer import Transfer
 from sapwood_worker.records.page_copies import Copies, CopyReport, PageCopy
 
-Kernel = Callable[[Tensor, Tensor, Tensor, int, Tensor, Tensor], None]
-"""``sapwood_kernels.reference.store_pages``, ``load_pages`` or a kernel with the same arguments."""
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""``sapwood_kernels.reference.store_pages`` or ``load_pages``."""
 
 
 def make_transfer(device: DevicePool, host: HostPool) -> Transfer:
@@ -26,19 +26,12 @@ def make_transfer(device: DevicePool, host: HostPool) -> Transfer:
     if device.device.type != "cuda":
         return CpuTransfer(device, host)
     pin(host)
-    kernel = KernelMover(device, host_tensor(device, host))
+    kernel = KernelMover(device, host)
     try:
         batch = MemcpyBatch()
     except AttributeError:  # an older driver
         return CudaTransfer(device, kernel, kernel)
     return CudaTransfer(device, StagedStorer(device, host, batch), kernel)
-
-
-def host_tensor(device: DevicePool, host: HostPool) -> Tensor:
-    """The host pages as [host pages, layers, 2, page_size, kv_heads, head_dim] of the device pool's dtype; a view."""
-    page = device.key_pages(0).shape[1:]
-    content = torch.from_numpy(host.content).view(device.key_slots[0].dtype)
-    return content.view(host.num_pages, len(device.key_slots), 2, *page)
 
 
 class CpuTransfer:
@@ -50,8 +43,13 @@ class CpuTransfer:
     """
 
     def __init__(self, device: DevicePool, host: HostPool) -> None:
-        self._device = device
-        self._host = host_tensor(device, host)
+        content = torch.from_numpy(host.content)
+        offsets = device.layout.offsets()
+        # Of each layer the bytes of its pages on the device and on the host.
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        for layer, pool in device.pages.items():
+            pages = pool.view(torch.uint8).flatten(1)
+            self._layers.append((pages, content[:, offsets[layer] : offsets[layer] + pages.shape[1]]))
         self._done: tuple[int, ...] = ()
         self._store_seconds = self._load_seconds = 0.0
 
@@ -74,10 +72,8 @@ class CpuTransfer:
     def _copy(self, copy: PageCopy, kernel: Kernel) -> float:
         began = time.perf_counter()
         device, host = (torch.from_numpy(pages).long() for pages in (copy.device, copy.host))
-        byte = torch.uint8  # torch cannot index float8
-        for layer in range(len(self._device.key_slots)):
-            keys, values = self._device.key_pages(layer).view(byte), self._device.value_pages(layer).view(byte)
-            kernel(keys, values, self._host.view(byte), layer, device, host)
+        for pages, there in self._layers:
+            kernel(pages, there, device, host)
         return time.perf_counter() - began
 
 
@@ -121,10 +117,10 @@ class CudaTransfer:
         if copies.load is not None:
             self._loads.wait_stream(computing)  # earlier steps may still read the old content of these pages
             with torch.cuda.stream(self._loads):
-                events = [self._mark(self._loads)]
-                events += [self._mark(self._loads) for _ in self._loader.load(copies.load)]
-            self._device.arriving(events[1:])
-            self._loading.append((events[0], events[-1]))
+                begin = self._mark(self._loads)
+                events = {layer: self._mark(self._loads) for layer in self._loader.load(copies.load)}
+            self._device.arriving(events)
+            self._loading.append((begin, events[next(reversed(events))]))
 
     def poll(self) -> CopyReport:
         ended = [item for item in self._running if item[2].query()]  # type: ignore[no-untyped-call]

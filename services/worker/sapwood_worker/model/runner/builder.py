@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +23,7 @@ from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.grammar.logit_masks import GrammarMasks
 from sapwood_worker.model.loader import load_model
-from sapwood_worker.model.pools.device_pool import DevicePool, KVScales, page_bytes
+from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages
 from sapwood_worker.model.pools.torch_transfer import make_transfer
 from sapwood_worker.model.runner.input_builder import build_forward_batch
@@ -83,9 +82,12 @@ class _Builder:
         self._quantization = loaded.quantization
         # The latest token of the request in each row of the page table.
         self._last_tokens = torch.zeros(options.max_running, dtype=torch.int64, device=self._device)
+        float8 = options.kv_cache_dtype == "fp8_e4m3"
+        kept = "float8_e4m3fn" if float8 else self._dtype_name
+        self._layout = loaded.family.kv_layout(self._config, kept, options.page_size)
         self._scales: KVScales | None = None
-        if options.kv_cache_dtype == "fp8_e4m3":
-            self._scales = calibrate(self._model, self._config, self._dtype, self._device)
+        if float8:
+            self._scales = calibrate(self._model, self._config, self._layout, self._dtype, self._device)
         self._captures = self._ops.captures and self._dtype != torch.float32 and options.cuda_graphs
         self._needs = self._attention_needs(self._config)
         setting = options.attention_backend
@@ -97,7 +99,7 @@ class _Builder:
     def build(self) -> ModelRunner:
         """Makes the parts for good; called once."""
         options, config = self._options, self._config
-        pool = self._build_pool(config, self._num_pages(config))
+        pool = self._build_pool(self._num_pages())
         host_pool = _build_host_pool(options, pool)
         backend, graphs = self._build_backend(config, pool, None)
         length = min(config.max_position, (pool.num_pages - _SCRATCH_PAGES) * pool.page_size)
@@ -115,13 +117,12 @@ class _Builder:
             vocabulary=load_vocabulary(options.model_path) if options.structured_output else None,
             host_pool=host_pool,
             transfer=None if host_pool is None else make_transfer(pool, host_pool),
-            identity=partial(self._identity, pool),
+            identity=self._identity,
         )
 
     def _attention_needs(self, config: ModelConfig) -> AttentionNeeds:
-        shape = AttentionShape(
-            config.num_heads, config.num_kv_heads, config.head_dim, self._options.page_size, self._dtype
-        )
+        [kept] = {(each.heads, each.dim) for each in self._layout.components}  # kernels are planned for one shape
+        shape = AttentionShape(config.num_heads, *kept, self._options.page_size, self._dtype)
         layers = (
             AttentionLayer(0, config.attention_scale, window, config.attention_softcap) for window in config.windows
         )
@@ -150,13 +151,19 @@ class _Builder:
             special_ids=sentences.special_ids,
         )
 
-    def _identity(self, pool: DevicePool) -> str:
+    def _identity(self) -> str:
         options = self._options
         made_up = f"dummy-{options.seed}" if options.load_format == "dummy" else ""
-        shape = "x".join(map(str, (len(pool.key_slots), *pool.key_slots[0].shape[1:])))
-        stored = f"{pool.dtype}{pool.scales}" if self._scales is not None else ""
+        stored = "" if self._scales is None else str(self._scales)
         computed = self._dtype_name if self._quantization == "none" else f"{self._dtype_name}-{self._quantization}"
-        parts = (model_fingerprint(options.model_path), made_up, computed, stored, shape, self._device.type)
+        parts = (
+            model_fingerprint(options.model_path),
+            made_up,
+            computed,
+            stored,
+            self._layout.identity,
+            self._device.type,
+        )
         return "|".join(parts)
 
     @torch.inference_mode()
@@ -187,55 +194,38 @@ class _Builder:
         sizes = token_ladder(largest) if whole_ladder else [largest]
         return PiecewiseGraphs(self._model, backend, pool, sizes, pool.num_pages - _SCRATCH_PAGES)
 
-    def _build_pool(self, config: ModelConfig, pages: int) -> DevicePool:
+    def _build_pool(self, pages: int) -> DevicePool:
         options = self._options
         if pages < options.max_running:
             raise ConfigError(
                 f"the KV cache holds {pages} pages of {options.page_size} tokens, fewer than the {options.max_running} "
                 "requests that may run: give it more memory or lower --max-running"
             )
-        return DevicePool(
-            num_layers=config.num_layers,
-            num_pages=pages + _SCRATCH_PAGES,
-            page_size=options.page_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=self._dtype if self._scales is None else torch.float8_e4m3fn,
-            device=self._device,
-            scales=self._scales,
-        )
+        return DevicePool(self._layout, pages + _SCRATCH_PAGES, self._device, self._scales)
 
-    def _num_pages(self, config: ModelConfig) -> int:
-        options = self._options
+    def _num_pages(self) -> int:
+        options, size = self._options, self._layout.page_bytes
         if options.num_pages is not None:
             return options.num_pages
-        size = page_bytes(
-            num_layers=config.num_layers,
-            page_size=options.page_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=self._dtype if self._scales is None else torch.float8_e4m3fn,
-        )
         if options.kv_cache_bytes is not None:
             return options.kv_cache_bytes // size
         if not self._ops.asynchronous:
             return _DEFAULT_BYTES // size
-        trial = partial(self._try_largest_step, config, size)
-        return measure_pool_bytes(self._device, options.memory_fraction, trial) // size
+        return measure_pool_bytes(self._device, options.memory_fraction, self._try_largest_step) // size
 
     @torch.inference_mode()
-    def _try_largest_step(self, config: ModelConfig, size: int) -> int:
+    def _try_largest_step(self) -> int:
         """Computes a step with the most tokens and samples beside the largest decode graph, in a trial pool.
 
-        Returns the bytes of that pool, whose pages have ``size`` bytes. Libraries also load here what a first request needs.
+        Returns the bytes of that pool. Libraries also load here what a first request needs.
         """
-        options = self._options
+        options, config = self._options, self._config
         longest = config.max_position
         prompts = [min(longest, options.max_step_tokens)]
         while sum(prompts) < options.max_step_tokens and len(prompts) < options.max_running:
             prompts.append(min(longest, options.max_step_tokens - sum(prompts)))
         needed = [-(-length // options.page_size) for length in prompts]
-        pool = self._build_pool(config, max(sum(needed), options.max_running))
+        pool = self._build_pool(max(sum(needed), options.max_running))
         backend, graphs = self._build_backend(config, pool, [self._largest_graph])
         pieces = self._build_pieces(backend, pool, whole_ladder=False)
         table = np.zeros((len(prompts), max(needed)), np.int32)
@@ -250,12 +240,11 @@ class _Builder:
         self._model.logits(rows).float().softmax(-1)
         torch.cuda.synchronize(self._device)
         del graphs, pieces
-        return pool.num_pages * size
+        return pool.num_pages * self._layout.page_bytes
 
 
 def _build_host_pool(options: RunnerOptions, pool: DevicePool) -> HostPool | None:
-    keys = pool.key_pages(0)[0]
-    size = 2 * len(pool.key_slots) * keys.numel() * keys.element_size()
+    size = pool.layout.page_bytes
     pages = host_pool_pages(
         page_bytes=size,
         num_device_pages=pool.num_pages - _SCRATCH_PAGES,

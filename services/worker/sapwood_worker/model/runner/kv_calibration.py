@@ -18,6 +18,7 @@ from sapwood_worker.model.attention.backend import AttentionLayer
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.pools.device_pool import KVDestination, KVScales
+from sapwood_worker.records.kv_layout import KVLayout
 
 _TOKENS = 256
 _LOW, _HIGH, _WANTED = 2.0, 224.0, 32.0
@@ -33,22 +34,26 @@ def scale_for(largest: float) -> float:
 class TrialPlan:
     """Implements :class:`sapwood_worker.model.attention.backend.AttentionPlan` for one prompt, without a cache.
 
+    Args:
+        layout: What the layers keep.
+        count: Tokens of the prompt.
+        dtype: The dtype of keys and values here.
+        device: Where they go.
+
     Attributes:
         largest: For each layer that has attended, float32 [2]: its largest key and value.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layout: KVLayout, count: int, dtype: torch.dtype, device: torch.device) -> None:
         self.largest: dict[int, Tensor] = {}
-        self._stored: KVDestination | None = None
-
-    def prepare(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        """Sets the shape [T, K, D], dtype and device of keys and values."""
-        keys, values = torch.zeros((2, 1, *shape), dtype=dtype, device=device)
-        self._stored = KVDestination(keys, values, torch.arange(shape[0], device=device))
+        self._stored: dict[int, KVDestination] = {}
+        slots = torch.arange(count, device=device)
+        for each in layout.components:
+            keys, values = torch.zeros((2, 1, count, each.heads, each.dim), dtype=dtype, device=device)
+            self._stored.update(dict.fromkeys(each.layers, KVDestination(keys, values, slots)))
 
     def destination(self, layer: AttentionLayer) -> KVDestination:
-        assert self._stored is not None
-        return self._stored
+        return self._stored[layer.index]
 
     def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:
         stored = self.destination(layer)
@@ -60,20 +65,22 @@ class TrialPlan:
 
 
 @torch.inference_mode()
-def calibrate(model: DecoderModel, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVScales:
+def calibrate(
+    model: DecoderModel, config: ModelConfig, layout: KVLayout, dtype: torch.dtype, device: torch.device
+) -> KVScales:
     """The scales for a model's cache, by a prompt of pseudo-random tokens that is always the same.
 
     Args:
         model: The model, ready to run.
         config: Its configuration.
+        layout: What its layers keep.
         dtype: The dtype of its activations.
         device: The device it is on.
     """
     count = min(_TOKENS, config.max_position)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (count,), generator=generator).to(device)
-    plan = TrialPlan()
-    plan.prepare((count, config.num_kv_heads, config.head_dim), dtype, device)
+    plan = TrialPlan(layout, count, dtype, device)
     model(tokens, torch.arange(count, device=device), plan)
     largest = torch.stack([plan.largest[i] for i in range(config.num_layers)]).tolist()
     return KVScales(

@@ -1,0 +1,146 @@
+"""What a token leaves in the KV cache: which layers keep what, in which shape and for how long.
+
+Pools on device and host, copies, stores, page counts and memory plans know a model's cache by its layout alone. Of some models:
+
+| | parts | heads | dim | sharding | needed |
+|---|---|---|---|---|---|
+| grouped attention | 2: keys, values | key heads | head's size | heads | all |
+| its layers with a window | 2 | key heads | head's size | heads | the window |
+| latent attention (MLA) | 1: read as key and as value | 1 | rank + rotary part | replicated | all |
+| recurrent layers | 1 | heads | a head's state | heads | state |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Sharding = Literal["heads", "replicated"]
+Order = Literal["HND", "NHD"]
+Needed = int | Literal["all", "state"]
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class KVComponent:
+    """What some layers keep of each token.
+
+    Attributes:
+        layers: The layers, ascending.
+        parts: Vectors that each head keeps of a token: keys and values are 2, the last part is what attention sums up.
+        heads: Heads of a layer.
+        dim: Numbers in a vector.
+        dtype: Of the numbers, by torch's name.
+        sharding: Whether the ranks of a tensor-parallel group keep a range of the heads each, or all of them all.
+        needed: For how long: ``all`` while the request lasts; a number, by the query of that token and as many after it as
+            make the number full (a window); ``state``: a page keeps one vector a head, and only the last page is needed.
+    """
+
+    layers: tuple[int, ...]
+    parts: int
+    heads: int
+    dim: int
+    dtype: str
+    sharding: Sharding = "heads"
+    needed: Needed = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The layout of a model's pages.
+
+    Attributes:
+        components: What is kept; no layer is in two of them.
+        page_size: Tokens in a page.
+        order: Of a page's dimensions: HND has a head's tokens side by side, so that a range of heads is one piece; NHD a
+            token's heads.
+
+    Raises:
+        ValueError: The components contradict each other or themselves.
+    """
+
+    components: tuple[KVComponent, ...]
+    page_size: int
+    order: Order = "HND"
+
+    def __post_init__(self) -> None:
+        layers = [layer for each in self.components for layer in each.layers]
+        if not layers or len(set(layers)) != len(layers):
+            raise ValueError(f"a KV layout needs layers, none of them in two components: {layers}")
+        for each in self.components:
+            if each.dtype not in _ITEM_BYTES:
+                raise ValueError(f"KV layout: dtype {each.dtype!r} is none of {', '.join(_ITEM_BYTES)}")
+            numbers = (each.parts, each.heads, each.dim, each.needed if isinstance(each.needed, int) else 1)
+            if min(numbers) < 1:
+                raise ValueError(f"KV layout: parts, heads, dim and window must be at least 1: {each}")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that keep something, ascending."""
+        return tuple(sorted(layer for each in self.components for layer in each.layers))
+
+    def of(self, layer: int) -> KVComponent:
+        """What a layer keeps."""
+        return next(each for each in self.components if layer in each.layers)
+
+    def page_shape(self, component: KVComponent) -> tuple[int, int, int, int]:
+        """A page of one layer: [parts, heads, slots, dim], or [parts, slots, heads, dim] in the order NHD."""
+        slots = 1 if component.needed == "state" else self.page_size
+        inner = (component.heads, slots) if self.order == "HND" else (slots, component.heads)
+        return (component.parts, *inner, component.dim)
+
+    def layer_bytes(self, component: KVComponent) -> int:
+        """Bytes of a page of one layer."""
+        parts, first, second, dim = self.page_shape(component)
+        return parts * first * second * dim * _ITEM_BYTES[component.dtype]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of all layers."""
+        return sum(self.layer_bytes(each) * len(each.layers) for each in self.components)
+
+    def offsets(self) -> dict[int, int]:
+        """Where each layer's bytes begin in the record of a page, which holds component after component."""
+        found: dict[int, int] = {}
+        at = 0
+        for each in self.components:
+            for layer in each.layers:
+                found[layer] = at
+                at += self.layer_bytes(each)
+        return found
+
+    def shard(self, ranks: int) -> KVLayout:
+        """The layout of one of so many equal ranks; with fewer heads than ranks, neighbours keep the same head.
+
+        Raises:
+            ValueError: Neither number divides the other.
+        """
+        return replace(self, components=tuple(_shard(each, ranks) for each in self.components))
+
+    @property
+    def identity(self) -> str:
+        """A text that is equal for layouts whose pages can be exchanged as they are, page sizes apart."""
+        parts = [
+            f"{len(each.layers)}x{each.parts}x{each.heads}x{each.dim}-{each.dtype}-{each.needed}-{_runs(each.layers)}"
+            for each in self.components
+        ]
+        return f"{self.order}:{','.join(parts)}"
+
+
+def _shard(component: KVComponent, ranks: int) -> KVComponent:
+    if component.sharding == "replicated" or ranks % component.heads == 0:
+        return component if component.sharding == "replicated" else replace(component, heads=1)
+    if component.heads % ranks:
+        raise ValueError(f"{component.heads} heads cannot be spread evenly over {ranks} ranks")
+    return replace(component, heads=component.heads // ranks)
+
+
+def _runs(layers: tuple[int, ...]) -> str:
+    """Layers as text: 0, 1, 2, 7 are ``0-2.7``."""
+    starts = [i for i, layer in enumerate(layers) if not i or layers[i - 1] != layer - 1]
+    ends = [*(start - 1 for start in starts[1:]), len(layers) - 1]
+    return ".".join(
+        str(layers[start]) if start == end else f"{layers[start]}-{layers[end]}"
+        for start, end in zip(starts, ends, strict=True)
+    )

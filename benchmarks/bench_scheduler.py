@@ -25,14 +25,14 @@ from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.scheduler.waiting.policy import PolicyName
-from sapwood_worker.records.step import ModelOutput, SchedulerOutput
+from sapwood_worker.records.step import ModelOutput, Step
 
 PAGE = 16
 
 
-def answer(planned: SchedulerOutput) -> ModelOutput:
+def answer(planned: Step) -> ModelOutput:
     """What a runner would say, at no cost."""
-    return ModelOutput(planned.step, [7 if request.samples else -1 for request in planned.requests])
+    return ModelOutput(planned.number, [[7] * samples for samples in planned.samples.tolist()])
 
 
 def run(scheduler: Scheduler) -> None:

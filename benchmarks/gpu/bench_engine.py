@@ -31,7 +31,7 @@ from sapwood_worker.model.runner.launched_step import LaunchedStep
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.output import RequestOutput
-from sapwood_worker.records.step import ModelOutput, SchedulerOutput
+from sapwood_worker.records.step import ModelOutput, Step
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = {
@@ -51,8 +51,8 @@ class TimedRunner:
         self.info = runner.info
         self.waited = 0.0
 
-    def launch(self, output: SchedulerOutput) -> LaunchedStep:
-        step = self._runner.launch(output)
+    def launch(self, planned: Step) -> LaunchedStep:
+        step = self._runner.launch(planned)
         take = step.result
 
         def result() -> ModelOutput:

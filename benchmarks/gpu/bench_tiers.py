@@ -30,6 +30,7 @@ import torch
 from commit import measured_commit
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_testing.worker.steps import make_step
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host_pages import HostPages
 from sapwood_worker.core.scheduler.config import SchedulerConfig
@@ -39,7 +40,6 @@ from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.launched_step import LaunchedStep
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.page_copies import Copies, PageCopy
-from sapwood_worker.records.step import SchedulerOutput
 
 PREFIX = 16_000
 
@@ -115,7 +115,7 @@ class Engine:
         """What a step of copies alone takes."""
         torch.cuda.synchronize()
         began = time.perf_counter()
-        self.runner.execute(SchedulerOutput(0, np.zeros((1, 1), np.int32), [], copies))
+        self.runner.execute(make_step(0, np.zeros((1, 1), np.int32), [], copies))
         torch.cuda.synchronize()
         return time.perf_counter() - began
 

@@ -20,13 +20,14 @@ import torch
 import transformers
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_testing.worker.steps import Part, make_step
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler, SchedulerConfig
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.launched_step import LaunchedStep
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
-from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
+from sapwood_worker.records.step import Step
 
 SHAPE = {
     "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -44,9 +45,9 @@ def models() -> dict[str, transformers.PreTrainedModel]:
     return {"llama": llama, "qwen3": qwen, "gemma3": gemma}
 
 
-def request(tokens: list[int], start: int, samples: bool = True) -> SchedulerOutput:
-    part = ScheduledRequest("r", 0, tokens, start, samples, SamplingParams(temperature=0.0))
-    return SchedulerOutput(0, np.arange(64, dtype=np.int32).reshape(1, 64), [part])
+def request(tokens: list[int], start: int, samples: bool = True) -> Step:
+    part = Part(0, tokens, start, samples, SamplingParams(temperature=0.0))
+    return make_step(0, np.arange(64, dtype=np.int32).reshape(1, 64), [part])
 
 
 def mixed_error(runner: ModelRunner, model: transformers.PreTrainedModel, tokens: list[int]) -> float:
@@ -54,12 +55,12 @@ def mixed_error(runner: ModelRunner, model: transformers.PreTrainedModel, tokens
     other = tokens[::-1]
     table = np.arange(64, dtype=np.int32).reshape(2, 32)
     greedy = SamplingParams(temperature=0.0)
-    runner.execute(SchedulerOutput(0, table, [ScheduledRequest("a", 0, tokens[:-1], 0, False, greedy)]))
+    runner.execute(make_step(0, table, [Part(0, tokens[:-1], 0, False, greedy)]))
     parts = [
-        ScheduledRequest("a", 0, tokens[-1:], len(tokens) - 1, True, greedy),
-        ScheduledRequest("b", 1, other, 0, True, greedy),
+        Part(0, tokens[-1:], len(tokens) - 1, True, greedy),
+        Part(1, other, 0, True, greedy),
     ]
-    logits = runner.logits(SchedulerOutput(1, table, parts))
+    logits = runner.logits(make_step(1, table, parts))
     with torch.inference_mode():
         both = model(torch.tensor([tokens, other], device="cuda")).logits
     expected = torch.cat((both[0, -1:], both[1]))
@@ -132,10 +133,10 @@ def check_float8(name: str, model: transformers.PreTrainedModel) -> bool:
             greedy = SamplingParams(temperature=0.0)
             agreed = 0
             for count in (1, 4):  # a row alone has a kernel of its own
-                parts = [ScheduledRequest(str(i), i, prompt[:-1], 0, False, greedy) for i in range(count)]
-                runner.execute(SchedulerOutput(0, table, parts))
-                parts = [ScheduledRequest(str(i), i, prompt[-1:], 99, True, greedy) for i in range(count)]
-                for token in runner.execute(SchedulerOutput(1, table, parts)).token_ids:
+                parts = [Part(i, prompt[:-1], 0, False, greedy) for i in range(count)]
+                runner.execute(make_step(0, table, parts))
+                parts = [Part(i, prompt[-1:], 99, True, greedy) for i in range(count)]
+                for (token,) in runner.execute(make_step(1, table, parts)).token_ids:
                     gap = float(wanted[-1].max() - wanted[-1, token])
                     agreed += gap < 2 * limit * float(wanted[-1].std())
             ok = error < limit and agreed == 5 and check_overlap(runner)
@@ -158,7 +159,7 @@ def check_demo(path: Path) -> bool:
             tokens = list(prompt)
             for i in range(40):
                 part = request(tokens if i == 0 else tokens[-1:], 0 if i == 0 else len(tokens) - 1)
-                tokens += runner.execute(part).token_ids
+                tokens += runner.execute(part).token_ids[0]
             texts[-1].append(tokens)
     tokens = torch.randint(3, 4000, (500,)).tolist()
     logits = [runner.logits(request(tokens, 0)).cpu() for runner in runners]
@@ -217,7 +218,7 @@ def main() -> int:
             tokens, agreed = list(prompt), 0
             runner.execute(request(prompt[:-1], 0, samples=False))
             for _ in range(40):
-                (token,) = runner.execute(request(tokens[-1:], len(tokens) - 1)).token_ids
+                ((token,),) = runner.execute(request(tokens[-1:], len(tokens) - 1)).token_ids
                 with torch.inference_mode():
                     logits = reference(torch.tensor([tokens], device="cuda")).logits[0, -1]
                 best = int(logits.argmax())

@@ -263,10 +263,11 @@ def count_tokens(counts: Tensor, seen: Tensor, tokens: Tensor, rows: Tensor, slo
     Args:
         counts: int32 [P, V]; mutated.
         seen: bool [P, V]; mutated.
-        tokens: int64 [R].
+        tokens: int64 [R]; -1 is not counted.
         rows: int64 [S].
         slots: int64 [S], each once.
     """
-    at = slots, tokens.index_select(0, rows)
-    counts.index_put_(at, torch.ones_like(at[1], dtype=torch.int32), accumulate=True)
-    seen.index_put_(at, torch.ones_like(at[1], dtype=torch.bool))
+    new = tokens.index_select(0, rows)
+    at = slots, new.clamp(min=0)
+    counts.index_put_(at, (new >= 0).int(), accumulate=True)
+    seen.index_put_(at, seen[at] | (new >= 0))

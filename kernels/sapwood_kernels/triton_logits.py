@@ -107,7 +107,9 @@ def _count_kernel(counts, seen, tokens, rows, slots, count, V: tl.constexpr, BLO
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     row = tl.load(rows + at, mask=inside, other=0)
-    place = tl.load(slots + at, mask=inside, other=0) * V + tl.load(tokens + row, mask=inside, other=0)
+    token = tl.load(tokens + row, mask=inside, other=-1)
+    inside = token >= 0
+    place = tl.load(slots + at, mask=inside, other=0) * V + token
     tl.store(counts + place, tl.load(counts + place, mask=inside, other=0) + 1, mask=inside)
     tl.store(seen + place, tl.full((BLOCK,), 1, tl.uint8), mask=inside)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+import numpy as np
 from pydantic import Field
 
 from sapwood_common.grammar.vocabulary import TokenVocabulary
@@ -12,7 +13,7 @@ from sapwood_testing.worker.fake_runner import FakeRunner
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.step import LaunchedStep, ModelOutput, SchedulerOutput
+from sapwood_worker.records.step import LaunchedStep, ModelOutput, Step
 
 logger = logging.getLogger(__name__)
 
@@ -87,16 +88,17 @@ class StallingRunner:
         self.host_pool = runner.host_pool
         self.asynchronous = runner.asynchronous
 
-    def execute(self, output: SchedulerOutput) -> ModelOutput:
-        return self.launch(output).result()
+    def execute(self, step: Step) -> ModelOutput:
+        return self.launch(step).result()
 
-    def launch(self, output: SchedulerOutput) -> LaunchedStep:
-        if any(request.start == 0 and request.token_ids[0] == self._token for request in output.requests):
+    def launch(self, step: Step) -> LaunchedStep:
+        firsts = step.token_ids[np.cumsum(step.counts) - step.counts]
+        if ((step.starts == 0) & (firsts == self._token)).any():
             if self._computes:
                 _compute(self._seconds)
             else:
                 time.sleep(self._seconds)
-        return self._runner.launch(output)
+        return self._runner.launch(step)
 
 
 def _compute(seconds: float) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 import random
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.grammar.vocabulary import TokenVocabulary
@@ -21,7 +23,7 @@ from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling, TokenLogprobs
 from sapwood_worker.records.page_copies import NOTHING
-from sapwood_worker.records.step import ModelOutput, ScheduledRequest, SchedulerOutput
+from sapwood_worker.records.step import Entry, ModelOutput, Step
 
 _MASK = (1 << 62) - 1
 _STATES = 997
@@ -70,17 +72,33 @@ def _logprobs(token: int, alternatives: int, vocab_size: int) -> TokenLogprobs:
     return TokenLogprobs(-math.log(token + 2), list(top), [-math.log(each + 2) for each in top])
 
 
+@dataclass(slots=True)
+class _Part:
+    """What a step computes of one request, with its pages, and the mask of what it may sample."""
+
+    entry: Entry
+    token_ids: list[int]
+    start: int
+    samples: bool
+    pages: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.int32] | None
+
+    @property
+    def prompt(self) -> array[int]:
+        return array("I", self.entry.tokens)[: self.entry.prompt_length]
+
+
 class FakeStep:
     """A step of :class:`FakeRunner`.
 
     Args:
-        output: A copy of the step.
+        step: The step.
         run: Computes it.
         at: When its result may be taken, on ``time.monotonic``'s clock.
     """
 
-    def __init__(self, output: SchedulerOutput, run: Callable[[FakeStep], None], at: float) -> None:
-        self.output = output
+    def __init__(self, step: Step, run: Callable[[FakeStep], None], at: float) -> None:
+        self.step = step
         self.answer: ModelOutput | None = None
         self.error: RuntimeError | None = None
         self._run = run
@@ -137,7 +155,8 @@ class FakeRunner:
         self._busy_until = 0.0
         self._chance = chance
         self._launched: deque[FakeStep] = deque()
-        # By row of the page table: what the latest step sampled.
+        # By row of the page table: its request, and what the latest step sampled.
+        self._entries: dict[int, Entry] = {}
         self._last_tokens: dict[int, int] = {}
         self._poison = poison
         self._pool = np.full((info.num_pages, info.page_size), -1, dtype=np.int64)
@@ -146,96 +165,106 @@ class FakeRunner:
     def cache_identity(self) -> str:
         return "fake"
 
-    def execute(self, output: SchedulerOutput) -> ModelOutput:
+    def execute(self, step: Step) -> ModelOutput:
         """Computes a step as a real runner would.
 
         Raises:
             RuntimeError: A prompt begins with the poison token.
         """
-        return self.launch(output).result()
+        return self.launch(step).result()
 
-    def launch(self, output: SchedulerOutput) -> FakeStep:
+    def launch(self, step: Step) -> FakeStep:
         self._busy_until = max(self._busy_until, time.monotonic()) + self._step_seconds
-        step = FakeStep(replace(output, page_table=output.page_table.copy()), self._run, self._busy_until)
-        self._launched.append(step)
+        launched = FakeStep(step, self._run, self._busy_until)
+        self._launched.append(launched)
         if self._chance is None or self._chance.random() < 0.5:
-            self._run(step)
-        return step
+            self._run(launched)
+        return launched
 
     def _run(self, last: FakeStep) -> None:
         """Computes what has been launched, in order, up to a step."""
         while not last.done:
             step = self._launched.popleft()
             try:
-                step.answer = self._compute(step.output)
+                step.answer = self._compute(step.step)
             except RuntimeError as error:
                 step.error = error
 
-    def _compute(self, output: SchedulerOutput) -> ModelOutput:
-        if output.copies is not None:
+    def _compute(self, step: Step) -> ModelOutput:
+        if step.copies is not None:
             assert self._transfer is not None
-            self._transfer.start(output.copies)
+            self._transfer.start(step.copies)
+        for entry in step.entries:
+            self._entries[entry.row] = entry
+        parts = self._parts(step)
         # All KV is written before any is read for sampling: two requests that write the same page show it.
-        for request in output.requests:
-            assert request.token_ids, f"nothing to compute for {request.request_id}"
-            if request.token_ids == [-1]:
-                request.token_ids = [self._last_tokens[request.slot]]
-            self._write(request, output.page_table[request.slot])
-        tokens = [
-            self._sampled(request, output.page_table[request.slot]) if request.samples else -1
-            for request in output.requests
-        ]
-        for request, token in zip(output.requests, tokens, strict=True):
-            self._last_tokens[request.slot] = token
+        for part in parts:
+            if part.token_ids == [-1]:
+                part.token_ids = [self._last_tokens[part.entry.row]]
+            self._write(part)
+        tokens = [[self._sampled(part)] if part.samples else [] for part in parts]
+        for part, sampled in zip(parts, tokens, strict=True):
+            self._last_tokens[part.entry.row] = sampled[-1] if sampled else -1
         logprobs = {
-            i: _logprobs(token, request.sampling.logprobs, self.info.vocab_size)
-            for i, (request, token) in enumerate(zip(output.requests, tokens, strict=True))
-            if token >= 0 and request.sampling.logprobs is not None
+            i: [_logprobs(token, part.entry.sampling.logprobs, self.info.vocab_size) for token in sampled]
+            for i, (part, sampled) in enumerate(zip(parts, tokens, strict=True))
+            if sampled and part.entry.sampling.logprobs is not None
         }
         prompt_logprobs = {
             i: [
-                _logprobs(token, request.prompt_logprobs, self.info.vocab_size)
-                for token in request.history[request.start + 1 : request.prompt_length][: len(request.token_ids)]
+                _logprobs(token, part.entry.prompt_logprobs, self.info.vocab_size)
+                for token in part.prompt[part.start + 1 :][: len(part.token_ids)]
             ]
-            for i, request in enumerate(output.requests)
-            if request.prompt_logprobs is not None
+            for i, part in enumerate(parts)
+            if part.entry.prompt_logprobs is not None and part.start + 1 < len(part.prompt)
         }
-        if any(request.start == 0 and request.token_ids[0] == self._poison for request in output.requests):
-            for request in output.requests:
-                self._spoil(request, output.page_table[request.slot])
+        if any(part.start == 0 and part.token_ids[0] == self._poison for part in parts):
+            for part in parts:
+                self._spoil(part)
             raise RuntimeError(f"a prompt begins with token {self._poison}")
         copied = NOTHING if self._transfer is None else self._transfer.poll()
-        pooled = {
-            i: np.array([self._pooled(request, output.page_table[request.slot])], np.float32)
-            for i, request in enumerate(output.requests)
-            if request.pooling
-        }
-        return ModelOutput(output.step, tokens, copied, logprobs, prompt_logprobs, pooled)
+        pooled = {i: np.array([self._pooled(part)], np.float32) for i, part in enumerate(parts) if part.entry.pooling}
+        return ModelOutput(step.number, tokens, copied, logprobs, prompt_logprobs, pooled)
 
-    def _pooled(self, request: ScheduledRequest, row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> float:
-        positions = np.arange(request.start, request.start + len(request.token_ids))
-        links = self._pool[row[positions // self.info.page_size], positions % self.info.page_size]
-        return _pool((links % _STATES).tolist(), request.pooling)
+    def _parts(self, step: Step) -> list[_Part]:
+        ends = np.cumsum(step.counts)
+        masks = {} if step.masks is None else dict(zip(step.masked.tolist(), step.masks.result(), strict=True))
+        parts: list[_Part] = []
+        sampled = 0
+        for row, start, count, end, samples, pages in zip(
+            *(each.tolist() for each in (step.rows, step.starts, step.counts, ends, step.samples)),
+            step.pages,
+            strict=True,
+        ):
+            assert count, f"nothing to compute for row {row}"
+            assert samples <= 1, "drafts are not for this runner"
+            tokens = step.token_ids[end - count : end].tolist()
+            mask = masks.get(sampled) if samples else None
+            parts.append(_Part(self._entries[row], tokens, start, bool(samples), pages, mask))
+            sampled += samples
+        return parts
 
-    def _write(self, request: ScheduledRequest, row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
-        size = self.info.page_size
-        start = request.start
-        chain = int(self._pool[row[(start - 1) // size], (start - 1) % size]) if start else 0
-        for position, token in enumerate(request.token_ids, start=start):
+    def _pooled(self, part: _Part) -> float:
+        positions = np.arange(part.start, part.start + len(part.token_ids))
+        links = self._pool[part.pages[positions // self.info.page_size], positions % self.info.page_size]
+        return _pool((links % _STATES).tolist(), part.entry.pooling)
+
+    def _write(self, part: _Part) -> None:
+        size, pages, start = self.info.page_size, part.pages, part.start
+        chain = int(self._pool[pages[(start - 1) // size], (start - 1) % size]) if start else 0
+        for position, token in enumerate(part.token_ids, start=start):
             chain = _mix(chain, token, position)
-            self._pool[row[position // size], position % size] = chain
+            self._pool[pages[position // size], position % size] = chain
 
-    def _spoil(self, request: ScheduledRequest, row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
-        positions = np.arange(request.start, request.start + len(request.token_ids))
-        self._pool[row[positions // self.info.page_size], positions % self.info.page_size] = -1
+    def _spoil(self, part: _Part) -> None:
+        positions = np.arange(part.start, part.start + len(part.token_ids))
+        self._pool[part.pages[positions // self.info.page_size], positions % self.info.page_size] = -1
 
-    def _sampled(self, request: ScheduledRequest, row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> int:
-        end = request.start + len(request.token_ids)
-        links = self._pool[row[: -(-end // self.info.page_size)]].reshape(-1)[:end]
-        total = int(links.sum())
-        if request.grammar is None:
-            return _sample(total, end, request.sampling, self.info.vocab_size)
-        mask = np.zeros(-(-self.info.vocab_size // 32), np.int32)
-        request.grammar.fill(mask)
-        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        return int(allowed[_sample(total, end, request.sampling, len(allowed))])
+    def _sampled(self, part: _Part) -> int:
+        end = part.start + len(part.token_ids)
+        links = self._pool[part.pages[: -(-end // self.info.page_size)]].reshape(-1)[:end]
+        total, sampling = int(links.sum()), part.entry.sampling
+        if part.mask is None:
+            return _sample(total, end, sampling, self.info.vocab_size)
+        allowed = np.flatnonzero(np.unpackbits(part.mask.view(np.uint8), bitorder="little"))
+        return int(allowed[_sample(total, end, sampling, len(allowed))])

@@ -15,6 +15,7 @@ from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.grammar.store import GrammarStore
+from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
@@ -51,7 +52,8 @@ def generate(
             context_length=1024,
             eos_token_ids=frozenset(info.eos_token_ids),
             max_running=max_running,
-        )
+        ),
+        masks=TokenMasks(info.vocab_size),
     )
     tokens: dict[int, list[int]] = {request.serial: [] for request in requests}
     reasons: dict[int, str] = {}

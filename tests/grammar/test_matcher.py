@@ -176,9 +176,9 @@ def test_a_grammar_whose_work_explodes_ends_in_an_error_and_not_in_a_hang(store,
 def test_masks_of_a_batch_equal_those_of_each_alone(store, compile_grammar, words, count):
     patterns = ["a+", "[0-9]{2}", "the|then", '"[^"]*"', "x?y"]
     matchers = [store.build(compile_grammar("regex", pattern)) for pattern in patterns[:count]]
-    masks = TokenMasks(threads=2)
+    masks = TokenMasks(32 * words, threads=2)
     for _ in range(2):
-        rows = masks.start(matchers, words).result()
+        rows = masks.start(matchers).result()
         assert rows.shape == (count, words)
         for matcher, row in zip(matchers, rows, strict=True):
             alone = np.zeros(words, np.int32)

@@ -11,6 +11,7 @@ import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_testing.worker.fake_runner import FakeRunner
 from sapwood_worker.core.event_loop import EventLoop
 from sapwood_worker.core.scheduler.config import SchedulerConfig
@@ -18,6 +19,7 @@ from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.ipc.messages import Abort, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
 from sapwood_worker.model.grammar.store import GrammarStore
+from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import RequestOutput
 
@@ -38,11 +40,12 @@ def make_runner(vocabulary, end_token, num_pages: int) -> FakeRunner:
     return FakeRunner(info, vocabulary=vocabulary)
 
 
-def make_scheduler(end_token: int, num_pages: int, **settings: Any) -> Scheduler:
+def make_scheduler(vocabulary: TokenVocabulary, end_token: int, num_pages: int, **settings: Any) -> Scheduler:
     return Scheduler(
         SchedulerConfig(
             page_size=4, num_pages=num_pages, context_length=400, eos_token_ids=frozenset({end_token}), **settings
-        )
+        ),
+        masks=TokenMasks(len(vocabulary.tokens), threads=1),
     )
 
 
@@ -57,7 +60,7 @@ def run(vocabulary, end_token) -> Callable[..., tuple[dict[int, list[int]], dict
 
     def run_(requests: list[Request], num_pages: int = 400, **settings: Any):
         scheduler, runner = (
-            make_scheduler(end_token, num_pages, **settings),
+            make_scheduler(vocabulary, end_token, num_pages, **settings),
             make_runner(vocabulary, end_token, num_pages),
         )
         tokens: dict[int, list[int]] = {request.serial: [] for request in requests}
@@ -207,8 +210,8 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(run):
     assert state.closed == 1
 
 
-def test_an_aborted_request_closes_its_grammar(end_token):
-    scheduler, state = make_scheduler(end_token, 40), Contrary()
+def test_an_aborted_request_closes_its_grammar(vocabulary, end_token):
+    scheduler, state = make_scheduler(vocabulary, end_token, 40), Contrary()
     scheduler.add(Request(0, "r0", PROMPT, SamplingParams(), grammar=state))
     assert scheduler.abort(0)
     assert state.closed == 1
@@ -235,7 +238,9 @@ class Script:
 def loop(vocabulary, end_token, grammar_store) -> Callable[..., Script]:
     def run_(*batches: list[ToScheduler]) -> Script:
         mailbox = Script(*batches)
-        EventLoop(make_scheduler(end_token, 100), make_runner(vocabulary, end_token, 100), mailbox, grammar_store).run()
+        EventLoop(
+            make_scheduler(vocabulary, end_token, 100), make_runner(vocabulary, end_token, 100), mailbox, grammar_store
+        ).run()
         return mailbox
 
     return run_

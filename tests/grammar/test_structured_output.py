@@ -49,8 +49,8 @@ def noise(demo_vocabulary) -> Noise:
 
 def generate(store, vocabulary, noise: Noise, compiled: list[bytes], seed: int) -> list[tuple[bytes, bool]]:
     """Text of each grammar's output and whether it came to its end, all in one batch at temperature 1."""
-    masks = TokenMasks(threads=2)
     size = len(vocabulary.tokens)
+    masks = TokenMasks(size, threads=2)
     matchers = [store.build(each) for each in compiled]
     texts: list[bytearray] = [bytearray() for _ in compiled]
     params = SamplingParams(temperature=1.0, seed=seed)
@@ -58,7 +58,7 @@ def generate(store, vocabulary, noise: Noise, compiled: list[bytes], seed: int) 
         running = [row for row, matcher in enumerate(matchers) if not matcher.finished]
         if not running:
             break
-        pending = masks.start([matchers[row] for row in running], size // 32)
+        pending = masks.start([matchers[row] for row in running])
         logits = noise.rows([(row * 613 + step * 71 + seed * 17) % 4096 for row in running])
         apply_token_bitmask(logits, torch.from_numpy(pending.result()))
         positions = np.array([step * 1000 + row for row in running], np.int64)

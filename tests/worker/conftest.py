@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import subprocess
 import sys
@@ -23,14 +22,14 @@ from sapwood_common.models.gguf_file import GgufFile
 from sapwood_common.models.model_files import demo_path
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.mooncake_cluster import MooncakeCluster, mooncake_is_installed
+from sapwood_testing.worker.steps import Part, make_step
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
-from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
+from sapwood_worker.records.step import Step
 
 VOCAB = 97
-_ADMISSIONS = itertools.count()
 POISON = 999
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -125,7 +124,7 @@ class Driver:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     prompts: dict[int, int] = field(default_factory=dict)
-    admissions: dict[int, int] = field(default_factory=dict)
+    entering: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         info = self.runner.info
@@ -137,11 +136,11 @@ class Driver:
         self.tokens[slot] = list(tokens)
         self.cached[slot] = 0
         self.prompts[slot] = len(tokens) - output_tokens
-        self.admissions[slot] = next(_ADMISSIONS)
+        self.entering.add(slot)
 
     def output(
         self, chunks: dict[int, int], sampling: dict[int, SamplingParams] | SamplingParams | None = None
-    ) -> SchedulerOutput:
+    ) -> Step:
         """A step that computes the next ``chunks[slot]`` tokens of each slot and samples where none are left after."""
         requests = []
         for slot, size in chunks.items():
@@ -149,14 +148,13 @@ class Driver:
             assert start + size <= len(tokens)
             chosen = sampling.get(slot) if isinstance(sampling, dict) else sampling
             requests.append(
-                ScheduledRequest(
-                    request_id=f"r{slot}",
-                    slot=slot,
+                Part(
+                    row=slot,
                     token_ids=tokens[start : start + size],
                     start=start,
                     samples=start + size == len(tokens),
                     sampling=chosen or SamplingParams(temperature=0.0),
-                    admission=self.admissions[slot],
+                    enters=slot in self.entering,
                     history=array("I", tokens),
                     output_start=self.prompts[slot],
                     prompt_length=self.prompts[slot],
@@ -164,15 +162,16 @@ class Driver:
                 )
             )
             self.cached[slot] += size
+        self.entering -= chunks.keys()
         self.step += 1
-        return SchedulerOutput(self.step, self.table, requests)
+        return make_step(self.step, self.table, requests)
 
     def execute(
         self, chunks: dict[int, int], sampling: dict[int, SamplingParams] | SamplingParams | None = None
     ) -> dict[int, int]:
         """Runs a step; appends and returns the sampled tokens by slot."""
         result = self.runner.execute(self.output(chunks, sampling))
-        sampled = {slot: token for slot, token in zip(chunks, result.token_ids, strict=True) if token >= 0}
+        sampled = {slot: tokens[0] for slot, tokens in zip(chunks, result.token_ids, strict=True) if tokens}
         for slot, token in sampled.items():
             self.tokens[slot].append(token)
         return sampled

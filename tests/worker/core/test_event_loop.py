@@ -36,7 +36,7 @@ from sapwood_worker.ipc.progress import ProgressView, StepProgress
 from sapwood_worker.records.kv_events import KvEvent
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import RequestOutput, TokenLogprobs
-from sapwood_worker.records.step import SchedulerOutput
+from sapwood_worker.records.step import Step as PlannedStep
 
 VOCAB = 50
 POISON = 49
@@ -178,7 +178,7 @@ def test_a_failed_step_ends_its_requests_and_the_next_ones_are_served() -> None:
 
 def test_what_never_works_again_ends_the_process() -> None:
     class Broken(FakeRunner):
-        def launch(self, output: SchedulerOutput) -> FakeStep:
+        def launch(self, step: PlannedStep) -> FakeStep:
             raise RuntimeError("device lost")
 
     deliveries: list[list[ToScheduler]] = [[submit(serial, [serial])] for serial in range(MOST_FAILURES)]
@@ -249,12 +249,12 @@ def test_with_overlap_a_step_is_launched_before_the_result_of_the_one_before_is_
     events: list[str] = []
 
     class Watched(FakeRunner):
-        def launch(self, output: SchedulerOutput) -> FakeStep:
-            events.append(f"launch {output.step}")
-            step = super().launch(output)
-            run = step._run
-            step._run = lambda last: (events.append(f"take {output.step}"), run(last))[1]  # type: ignore[func-returns-value]
-            return step
+        def launch(self, step: PlannedStep) -> FakeStep:
+            events.append(f"launch {step.number}")
+            launched = super().launch(step)
+            run = launched._run
+            launched._run = lambda last: (events.append(f"take {step.number}"), run(last))[1]  # type: ignore[func-returns-value]
+            return launched
 
     run([submit(0, [1], max_tokens=3)], runner=Watched(INFO), overlap=True)
     assert events == ["launch 0", "launch 1", "take 0", "launch 2", "take 1", "take 2"]
@@ -282,9 +282,9 @@ def test_the_watchdog_sees_whatever_gets_stuck_but_not_the_wait_for_messages(tmp
             return super().take_kv_events()
 
     class LaunchNoted(FakeRunner):
-        def launch(self, output: SchedulerOutput) -> FakeStep:
+        def launch(self, step: PlannedStep) -> FakeStep:
             probe.note("model")
-            return super().launch(output)
+            return super().launch(step)
 
     scheduler = PlanNoted(SchedulerConfig(page_size=4, num_pages=32, context_length=64))
     mailbox = Watched(view, [StartProfile(0, "")], [submit(1, [1])])

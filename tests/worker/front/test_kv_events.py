@@ -136,7 +136,7 @@ class Traffic:
         if self.flushed:
             self.scheduler.flush_cache()
         planned = self.scheduler.schedule()
-        if planned.requests:
+        if planned:
             self.scheduler.update(self.runner.execute(planned))
 
     def cached(self) -> dict[bytes, tuple[int, ...]]:

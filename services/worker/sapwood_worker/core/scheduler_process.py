@@ -33,6 +33,8 @@ from sapwood_worker.ipc.mailbox import OrphanedError, ZmqMailbox
 from sapwood_worker.ipc.messages import Failed, Ready
 from sapwood_worker.ipc.progress import PROGRESS_FILE, Pulse, StepProgress
 from sapwood_worker.model.grammar.store import GrammarStore
+from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.records.grammar_state import MaskFiller
 from sapwood_worker.records.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -55,7 +57,9 @@ class LoadedRunner(TieredRunner, Protocol):
 RunnerFactory = Callable[[WorkerConfig], LoadedRunner]
 
 
-def build_scheduler(config: WorkerConfig, info: ModelInfo, tiers: HierarchicalCache | None = None) -> Scheduler:
+def build_scheduler(
+    config: WorkerConfig, info: ModelInfo, tiers: HierarchicalCache | None = None, masks: MaskFiller | None = None
+) -> Scheduler:
     """The scheduler for a loaded model."""
     return Scheduler(
         SchedulerConfig(
@@ -76,6 +80,7 @@ def build_scheduler(config: WorkerConfig, info: ModelInfo, tiers: HierarchicalCa
             jump_forward=config.jump_forward,
         ),
         tiers,
+        masks=masks,
     )
 
 
@@ -117,8 +122,9 @@ def main() -> int:
         factory: RunnerFactory = _load(arguments.runner)
         runner = factory(config)
         tiering = build_tiering(config, runner)
-        scheduler = build_scheduler(config, runner.info, None if tiering is None else tiering.cache)
         grammars = build_grammars(runner)
+        masks = None if grammars is None else TokenMasks(runner.info.vocab_size)
+        scheduler = build_scheduler(config, runner.info, None if tiering is None else tiering.cache, masks)
     except Exception as error:
         if not isinstance(error, ConfigError):
             logger.exception("the model could not be loaded")

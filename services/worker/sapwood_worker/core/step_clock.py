@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from sapwood_worker.records.page_copies import CacheLoad
-from sapwood_worker.records.step import SchedulerOutput
+from sapwood_worker.records.step import Step
 from sapwood_worker.records.step_time import LoadTime, StepTime
 
 
@@ -32,20 +32,13 @@ class StepClock:
         """Notes that a request will not run any more."""
         self._waiting.discard(serial)
 
-    def planned(self, output: SchedulerOutput) -> None:
-        """Notes that a step begins. O(requests in it)."""
-        started: list[int] = []
-        prefill = decode = 0
-        for item in output.requests:
-            if item.start and len(item.token_ids) == 1:
-                decode += 1
-            else:
-                prefill += len(item.token_ids)
-            if item.serial in self._waiting:
-                self._waiting.discard(item.serial)
-                started.append(item.serial)
-        loads = () if output.copies is None else output.copies.loads
-        self._current.append((self._clock(), prefill, decode, started, loads))
+    def planned(self, step: Step) -> None:
+        """Notes that a step begins. O(requests that enter with it), and a look at the others' numbers."""
+        started = [entry.serial for entry in step.entries if entry.serial in self._waiting]
+        self._waiting.difference_update(started)
+        decode = int(((step.starts > 0) & (step.counts == 1)).sum())
+        loads = () if step.copies is None else step.copies.loads
+        self._current.append((self._clock(), len(step.token_ids) - decode, decode, started, loads))
 
     def done(self, load_seconds: float = 0.0) -> None:
         """Notes that the oldest unfinished step has ended; its loads took so many seconds."""

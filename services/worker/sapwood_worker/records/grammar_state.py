@@ -1,7 +1,9 @@
-"""What scheduler and runner know of a request's grammar."""
+"""What the scheduler knows of a request's grammar."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 import numpy as np
@@ -39,4 +41,16 @@ class GrammarState(Protocol):
 
     def close(self) -> None:
         """Frees the state, which is not used afterwards."""
+        ...
+
+
+class MaskFiller(Protocol):
+    """Fills the masks of a step."""
+
+    def start(self, states: Sequence[GrammarState]) -> Future[npt.NDArray[np.int32]]:
+        """Begins to fill one row for each state; the states must not be touched until the result is there.
+
+        Returns:
+            int32 [states, words], valid until the next ``start``.
+        """
         ...

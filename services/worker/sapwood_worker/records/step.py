@@ -1,82 +1,112 @@
-"""What one scheduler step hands to the runner and what comes back."""
+"""What one scheduler step hands to the runner and what comes back: flat arrays and small records, no live objects.
+
+What a runner must know of a request it is told once, when the request gets a row of the page table (:class:`Entry`); from then on
+a step names the row, and what to compute of it. ``step_wire.py`` writes a step into one buffer and reads it in place.
+"""
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_worker.records.grammar_state import GrammarState
 from sapwood_worker.records.output import Pooling, TokenLogprobs
 from sapwood_worker.records.page_copies import NOTHING, Copies, CopyReport
 
+IntArray = npt.NDArray[np.int64]
+Masks = npt.NDArray[np.int32]
 
-@dataclass(slots=True)
-class ScheduledRequest:
-    """The part of one request that a step computes. The scheduler's own: valid until the step's ``update()``.
+_NONE: IntArray = np.zeros(0, np.int64)
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A request that gets a row of the page table. It is good until the row's next entry.
 
     Attributes:
-        request_id: For error messages and traces.
-        slot: The request's row in the page table; stable while the request runs.
-        token_ids: The tokens to compute, at positions ``start`` .. ``start + len(token_ids) - 1``. One token for a decode; -1
-            if it is the one that the step before samples and the host does not know it yet.
-        start: How many tokens before them have their KV in the cache already.
-        samples: Whether to sample the token that follows the last of ``token_ids``: false for all but the last chunk of a
-            prompt.
-        sampling: How to sample it. The sampled token's position, for seeding, is ``start + len(token_ids)``.
-        grammar: What that token must match, if the request has a grammar. The runner only fills masks from it; the scheduler
-            accepts the token.
-        admission: Unique for each time a request is given a row: what the runner notes about the row is good for as long as
-            this stays the same. -1: good for this step only.
-        history: uint32: prompt and output so far. The scheduler's own array, valid until the next ``update()``.
-        output_start: Where in ``history`` the output begins.
-        prompt_length: Where in ``history`` the prompt ends that ``prompt_logprobs`` is about.
-        prompt_logprobs: Whether log probabilities of the prompt's tokens are wanted, and how many alternatives.
+        row: The row.
         serial: The request's.
+        sampling: How to sample its tokens.
+        output_start: How many of its tokens, of which output of an earlier try may be the last, come before its output.
+        tokens: Native uint32: prompt and output so far; empty where neither sampling nor ``prompt_logprobs`` looks at them.
+        prompt_length: Tokens of the prompt that ``prompt_logprobs`` is about.
+        prompt_logprobs: Whether log probabilities of the prompt's tokens are wanted, and how many alternatives.
         pooling: How its hidden states are to be pooled; empty: it generates.
     """
 
-    request_id: str
-    slot: int
-    token_ids: list[int]
-    start: int
-    samples: bool
+    row: int
+    serial: int
     sampling: SamplingParams
-    grammar: GrammarState | None = None
-    admission: int = -1
-    history: array[int] = field(default_factory=lambda: array("I"))
     output_start: int = 0
+    tokens: bytes = b""
     prompt_length: int = 0
     prompt_logprobs: int | None = None
-    serial: int = -1
     pooling: Pooling = ""
 
 
+class LateMasks(Protocol):
+    """Grammar masks that may still be being filled. A ``concurrent.futures.Future`` is one."""
+
+    def result(self) -> Masks:
+        """Waits for the masks, int32 [G, W]: bit ``i % 32`` of word ``i // 32`` says whether token i may come."""
+        ...
+
+
 @dataclass(slots=True)
-class SchedulerOutput:
-    """One step's batch.
+class Step:
+    """One step's batch: P parts, each the next tokens of one request, prefill and decodes mixed in any order.
+
+    A part whose last tokens are a draft samples after several of them, to see which of the draft the model would have chosen.
 
     Attributes:
-        step: Counts up from 0.
-        page_table: int32 [max_running, max_pages]: row ``slot`` holds the page ids of that request in order; entry i holds
-            positions ``i * page_size`` .. ``(i + 1) * page_size - 1``. It is the scheduler's own array: valid until the
-            next ``schedule()``, never written by the runner. Entries beyond a request's last page are undefined.
-        requests: The batch, prefill chunks and decodes mixed in any order; empty when there is nothing to do.
-        copies: Pages to copy before it is computed; None: none, and no report is expected. A step may have copies only.
+        number: Counts up from 0.
+        rows: int64 [P]: each part's row of the page table, at most once in a step.
+        starts: int64 [P]: how many tokens of the request have their KV in the cache already.
+        counts: int64 [P]: how many tokens to compute, at positions ``starts`` and up; at least one.
+        samples: int64 [P]: after how many of these tokens, the last ones, to sample the token that follows: 0 for all but the
+            last chunk of a prompt. The token at position p is a function of the logits before it, the seed and p.
+        token_ids: int64 [T]: the tokens, part after part; -1 for one that an unfinished step samples, which the host does not
+            know yet. With the sampled positions of all parts, in order, that makes R.
+        pages: int32 [P, W]: page ids of each part's request in order; entry i holds positions ``i * page_size`` ..
+            ``(i + 1) * page_size - 1``. Entries beyond the last page that the part needs are undefined.
+        entries: The requests that have got a row since the last step.
+        masked: int64 [G]: which of the R sampled positions have a grammar.
+        masks: What these may be; None if ``masked`` is empty.
+        copies: Pages to copy before the step is computed; None: none, and no report is expected. A step may have copies only.
     """
 
-    step: int
-    page_table: npt.NDArray[np.int32]
-    requests: list[ScheduledRequest] = field(default_factory=list)
+    number: int
+    rows: IntArray = field(default_factory=lambda: _NONE)
+    starts: IntArray = field(default_factory=lambda: _NONE)
+    counts: IntArray = field(default_factory=lambda: _NONE)
+    samples: IntArray = field(default_factory=lambda: _NONE)
+    token_ids: IntArray = field(default_factory=lambda: _NONE)
+    pages: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    entries: tuple[Entry, ...] = ()
+    masked: IntArray = field(default_factory=lambda: _NONE)
+    masks: LateMasks | None = None
     copies: Copies | None = None
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.requests) or self.copies is not None
+        return bool(len(self.rows)) or self.copies is not None
+
+    def sampled(self) -> IntArray:
+        """int64 [R]: after which of the T tokens to sample. O(parts)."""
+        ends = np.cumsum(self.counts)
+        return _last_of_each(ends, self.samples)
+
+    def sampled_positions(self) -> IntArray:
+        """int64 [R]: the positions of the sampled tokens. O(parts)."""
+        return _last_of_each(self.starts + self.counts + 1, self.samples)
+
+
+def _last_of_each(ends: IntArray, counts: IntArray) -> IntArray:
+    """The ``counts[i]`` numbers before ``ends[i]``, for one i after another."""
+    return np.arange(int(counts.sum())) + np.repeat(ends - np.cumsum(counts), counts)
 
 
 @dataclass(slots=True)
@@ -85,19 +115,19 @@ class ModelOutput:
 
     Attributes:
         step: The step it answers.
-        token_ids: One entry for each of ``SchedulerOutput.requests``, in order; -1 where nothing was sampled: because it was
-            not asked for, or because the model's logits were not finite numbers.
+        token_ids: For each part the tokens that it sampled, up to the first that is not the one computed after it: what one
+            step after another would have sampled. The last is -1 if the model's logits were not finite numbers there.
         copied: Stores that have ended since the last report, whatever step they went with.
-        logprobs: Of the sampled tokens, by index into ``SchedulerOutput.requests``, where asked for.
+        logprobs: Of ``token_ids`` but for -1, by the part's index, where asked for.
         prompt_logprobs: For each prompt token that the step computed, those of the token after it; by the same index.
         pooled: For each chunk that is to be pooled, float32 [hidden_size]: the sum of its tokens' hidden states, the last, or
             the first.
     """
 
     step: int
-    token_ids: list[int]
+    token_ids: list[list[int]]
     copied: CopyReport = NOTHING
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
 
@@ -133,15 +163,15 @@ class Runner(Protocol):
 
     asynchronous: bool
 
-    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+    def launch(self, step: Step) -> LaunchedStep:
         """Begins a step, which is computed after those launched before. At most one other may be unfinished.
 
         A request that an unfinished step samples for may be in this one too: its token, which the host does not know yet, is
-        then -1. Copies what it needs of ``output`` before it returns. Mutates as :meth:`execute` does.
+        then -1. Reads no array of ``step`` after it has returned. Mutates as :meth:`execute` does.
         """
         ...
 
-    def execute(self, output: SchedulerOutput) -> ModelOutput:
+    def execute(self, step: Step) -> ModelOutput:
         """Starts the step's copies, computes the KV of every scheduled token, writes it into the page pool in place, and samples.
 
         Mutates only the pages of the scheduled positions and those that the copies write. The result is valid when it returns;

@@ -53,7 +53,7 @@ class Driver:
         """The names in the batch."""
         self.take(self.scheduler.expire())
         planned = self.scheduler.schedule()
-        batch = [request.request_id for request in planned.requests]
+        batch = self.scheduler.in_flight()
         for name in batch:
             self.started.setdefault(name, self.steps)
         if batch:

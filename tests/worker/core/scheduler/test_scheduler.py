@@ -64,10 +64,9 @@ class Driver:
 
     def step(self) -> list[RequestOutput]:
         planned = self.scheduler.schedule()
-        assert planned.requests, "there is work, but the step is empty"
-        self.batches.append([request.request_id for request in planned.requests])
-        count = sum(len(request.token_ids) for request in planned.requests)
-        assert count <= max(self.config.max_step_tokens, len(planned.requests) + 1)
+        assert len(planned.rows), "there is work, but the step is empty"
+        self.batches.append(self.scheduler.in_flight())
+        assert len(planned.token_ids) <= max(self.config.max_step_tokens, len(planned.rows) + 1)
         outputs = self.scheduler.update(self.runner.execute(planned))
         for output in outputs:
             name = self.names[output.serial]

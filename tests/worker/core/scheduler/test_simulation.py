@@ -243,7 +243,7 @@ class Simulation:
         self.scheduler.check()
         if self.clients and self.chance.random() < 0.5:
             self.abort()
-        assert not self.scheduler.schedule().requests
+        assert not len(self.scheduler.schedule().rows)
         self.scheduler.resume()
         self.counts["paused"] += 1
 
@@ -255,17 +255,16 @@ class Simulation:
             self.counts["expired"] += 1
         ahead = bool(self.launched)
         planned = self.scheduler.schedule()
-        assert bool(planned.requests) == self.scheduler.has_work or ahead, "there is work, but the step is empty"
-        if planned.requests:
-            decodes = sum(len(request.token_ids) == 1 for request in planned.requests)
-            tokens = sum(len(request.token_ids) for request in planned.requests)
-            assert tokens <= max(self.config.max_step_tokens, decodes + 1)
-            assert len(planned.requests) <= self.config.max_running
+        assert (len(planned.rows) > 0) == self.scheduler.has_work or ahead, "there is work, but the step is empty"
+        if len(planned.rows):
+            decodes = int((planned.counts == 1).sum())
+            assert len(planned.token_ids) <= max(self.config.max_step_tokens, decodes + 1)
+            assert len(planned.rows) <= self.config.max_running
             self.launched.append(self.runner.launch(planned))
             self.counts["overlapped"] += ahead
             if chance.random() < self.abort_rate and self.clients:
                 self.abort()
-        self.take_results(1 if planned.requests and self.overlap and chance.random() < 0.9 else 0)
+        self.take_results(1 if len(planned.rows) and self.overlap and chance.random() < 0.9 else 0)
         self.scheduler.check()
         self.step_number += 1
         self.now += 1.0

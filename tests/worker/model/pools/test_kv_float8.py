@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_testing.worker.steps import Part, make_step
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.torch_transfer import make_transfer
 from sapwood_worker.model.runner.kv_calibration import scale_for
 from sapwood_worker.records.kv_layout import KVComponent, KVLayout
 from sapwood_worker.records.page_copies import Copies, PageCopy
-from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
+from sapwood_worker.records.step import Step
 
 PROMPT = [3 + i * 7 % 90 for i in range(60)]
 
@@ -24,9 +25,9 @@ def runners(request, tiny_model, make_runner):
     return make_runner(path), make_runner(path, kv_cache_dtype="fp8_e4m3")
 
 
-def step(tokens: list[int], start: int) -> SchedulerOutput:
-    request = ScheduledRequest("r", 0, tokens, start, True, SamplingParams(temperature=0.0))
-    return SchedulerOutput(0, np.arange(8, dtype=np.int32).reshape(1, 8), [request])
+def step(tokens: list[int], start: int) -> Step:
+    request = Part(0, tokens, start, True, SamplingParams(temperature=0.0))
+    return make_step(0, np.arange(8, dtype=np.int32).reshape(1, 8), [request])
 
 
 def test_logits_stay_close_to_those_of_a_whole_cache(runners):

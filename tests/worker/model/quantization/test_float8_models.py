@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
+from sapwood_testing.worker.steps import Part, make_step
 
 PROMPT = [3 + i * 7 % 90 for i in range(40)]
 
 
 def logits(runner) -> torch.Tensor:
-    request = ScheduledRequest("r", 0, PROMPT, 0, True, SamplingParams())
-    return runner.logits(SchedulerOutput(0, np.arange(8, dtype=np.int32).reshape(1, 8), [request]))
+    request = Part(0, PROMPT, 0, True, SamplingParams())
+    return runner.logits(make_step(0, np.arange(8, dtype=np.int32).reshape(1, 8), [request]))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2"])

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.ops.factory import device_ops
+from sapwood_testing.worker.steps import Part, make_step
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.decode_rows import MOST_KEYS, decode_rows
 from sapwood_worker.model.runner.input_builder import build_forward_batch
 from sapwood_worker.model.runner.options import RunnerOptions
-from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0)
 PAGE = 16
 
 
-def part(slot: int, tokens: list[int], start: int, samples: bool = True) -> ScheduledRequest:
-    return ScheduledRequest(str(slot), slot, tokens, start, samples, GREEDY)
+def part(slot: int, tokens: list[int], start: int, samples: bool = True) -> Part:
+    return Part(slot, tokens, start, samples, GREEDY)
 
 
 @settings(max_examples=50, deadline=None)
@@ -31,14 +31,14 @@ def part(slot: int, tokens: list[int], start: int, samples: bool = True) -> Sche
 def test_the_rows_are_the_tokens_that_a_prefill_would_compute(shapes: list[tuple[int, int, bool]]):
     requests = [part(i, [10 * i + j for j in range(n)], start, samples) for i, (n, start, samples) in enumerate(shapes)]
     table = np.random.default_rng(0).permutation(6 * 7).astype(np.int32).reshape(6, 7)
-    batch = build_forward_batch(SchedulerOutput(0, table, requests), PAGE, device_ops("cpu"))
-    rows = decode_rows(requests, PAGE, most_rows=64, most_pages=1000)
+    batch = build_forward_batch(make_step(0, table, requests), PAGE, device_ops("cpu"))
+    rows = decode_rows(make_step(0, table, requests), PAGE, most_rows=64, most_pages=1000)
     assert rows is not None
     assert rows.token_ids.tolist() == batch.token_ids.tolist()
     assert rows.positions.tolist() == batch.positions.tolist()
-    pages = table[rows.slots, rows.positions // PAGE]
+    assert (rows.pages == table[rows.slots]).all()
+    pages = rows.pages[range(len(rows.slots)), rows.positions // PAGE]
     assert (pages * PAGE + rows.positions % PAGE).tolist() == batch.attention.cache_slots.tolist()
-    assert list(rows.sampled) == [i for i, request in enumerate(requests) if request.samples]
     everything = range(len(rows.token_ids))
     wanted = everything if batch.logit_rows is None else batch.logit_rows.tolist()
     assert list(everything if rows.last is None else rows.last) == list(wanted)
@@ -47,18 +47,14 @@ def test_the_rows_are_the_tokens_that_a_prefill_would_compute(shapes: list[tuple
 def test_what_does_not_fit_or_would_read_too_many_keys_is_left_to_prefill():
     decodes = [part(0, [-1], 5000), part(1, [-1], 5000)]
     chunk = part(2, list(range(12)), 400)
+    table = np.zeros((3, MOST_KEYS), np.int32)
     sizes = {"most_rows": 16, "most_pages": 2000}
-    assert decode_rows([*decodes, chunk], PAGE, **sizes) is not None
-    assert decode_rows([*decodes, chunk], PAGE, **sizes, prompts=False) is None
-    assert decode_rows(decodes, PAGE, **sizes, prompts=False) is not None
-    assert decode_rows([*decodes, chunk], PAGE, most_rows=13, most_pages=2000) is None
-    assert decode_rows([*decodes, chunk], PAGE, most_rows=16, most_pages=900) is None
-    assert decode_rows([part(2, list(range(12)), MOST_KEYS // 12)], PAGE, **sizes) is None
-    pooled, explained = part(3, [1, 2], 0), part(3, [1, 2], 0)
-    pooled.pooling = "last"
-    explained.prompt_logprobs, explained.prompt_length = 1, 2
-    assert decode_rows([pooled], PAGE, **sizes) is None
-    assert decode_rows([explained], PAGE, **sizes) is None
+    assert decode_rows(make_step(0, table, [*decodes, chunk]), PAGE, **sizes) is not None
+    assert decode_rows(make_step(0, table, [*decodes, chunk]), PAGE, **sizes, prompts=False) is None
+    assert decode_rows(make_step(0, table, decodes), PAGE, **sizes, prompts=False) is not None
+    assert decode_rows(make_step(0, table, [*decodes, chunk]), PAGE, most_rows=13, most_pages=2000) is None
+    assert decode_rows(make_step(0, table, [*decodes, chunk]), PAGE, most_rows=16, most_pages=900) is None
+    assert decode_rows(make_step(0, table, [part(2, list(range(12)), MOST_KEYS // 12)]), PAGE, **sizes) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -78,19 +74,19 @@ def test_on_a_gpu_parts_of_prompts_in_a_decode_graph_give_the_logits_of_prefill(
     )
     table = np.arange(96, dtype=np.int32).reshape(3, 32)
     before = [part(0, list(range(2, 40)), 0, False), part(1, list(range(3, 103)), 0, False)]
-    runner.execute(SchedulerOutput(0, table, before))
+    runner.execute(make_step(0, table, before))
     requests = [part(0, [7], 38), part(1, list(range(30, 42)), 100), part(2, list(range(5, 25)), 0, False)]
-    step = SchedulerOutput(1, table, requests)
+    step = make_step(1, table, requests)
     wanted = runner.logits(step)[[0, 12]]
     graphs = runner._graphs
     assert graphs is not None
-    rows = decode_rows(requests, PAGE, graphs.largest, graphs.most_pages)
+    rows = decode_rows(step, PAGE, graphs.largest, graphs.most_pages)
     assert rows is not None
     with torch.inference_mode():
-        result = graphs.run(rows.token_ids, rows.positions, table[rows.slots], rows.slots)
+        result = graphs.run(rows.token_ids, rows.positions, rows.pages, rows.slots)
         got = result.logits[torch.tensor(rows.last).cuda()].float()
     assert float((got - wanted).norm() / wanted.norm()) < 0.03
     tokens = runner.execute(step).token_ids
-    assert tokens[2] == -1
-    for row, token in enumerate(tokens[:2]):
+    assert tokens[2] == []
+    for row, (token,) in enumerate(tokens[:2]):
         assert float(wanted[row].max() - wanted[row, token]) < 0.1 * float(wanted[row].std())

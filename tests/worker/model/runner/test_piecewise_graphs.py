@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_testing.worker.steps import Part, make_step
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.model.runner.piecewise_graphs import token_ladder, worth_capturing
-from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0)
 TINY = {
@@ -29,13 +29,13 @@ def test_a_replayed_step_equals_one_launched_kernel_by_kernel(tmp_path):
         RunnerOptions(model_path=tmp_path, load_format="dummy", device="cuda", num_pages=64, max_running=4)
     )
     table = np.arange(64, dtype=np.int32).reshape(2, 32)
-    runner.execute(SchedulerOutput(0, table, [ScheduledRequest("a", 0, list(range(2, 40)), 0, False, GREEDY)]))
-    step = SchedulerOutput(
+    runner.execute(make_step(0, table, [Part(0, list(range(2, 40)), 0, False, GREEDY)]))
+    step = make_step(
         1,
         table,
         [
-            ScheduledRequest("a", 0, [7], 38, True, GREEDY),
-            ScheduledRequest("b", 1, list(range(3, 90)), 0, True, GREEDY),
+            Part(0, [7], 38, True, GREEDY),
+            Part(1, list(range(3, 90)), 0, True, GREEDY),
         ],
     )
     replayed = runner.logits(step)
@@ -54,10 +54,10 @@ def test_graphs_are_captured_up_to_the_batch_that_was_asked_for_and_change_no_to
         runner = build_runner(RunnerOptions(**made, **options))
         assert (runner._graphs and runner._graphs.largest, runner._pieces is None) == (largest, largest is None)
         table = np.arange(64, dtype=np.int32).reshape(4, 16)
-        prompts = [ScheduledRequest(str(i), i, list(range(2 + i, 40)), 0, True, GREEDY) for i in range(4)]
-        first = runner.execute(SchedulerOutput(0, table, prompts)).token_ids
-        parts = [ScheduledRequest(str(i), i, [7], 38 - i, True, GREEDY) for i in range(4)]
-        tokens.append((first, runner.execute(SchedulerOutput(1, table, parts)).token_ids))
+        prompts = [Part(i, list(range(2 + i, 40)), 0, True, GREEDY) for i in range(4)]
+        first = runner.execute(make_step(0, table, prompts)).token_ids
+        parts = [Part(i, [7], 38 - i, True, GREEDY) for i in range(4)]
+        tokens.append((first, runner.execute(make_step(1, table, parts)).token_ids))
     assert tokens[1:] == tokens[:1] * 2
 
 

@@ -9,10 +9,10 @@ import torch
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.ops.factory import device_ops
+from sapwood_testing.worker.steps import Part, make_step
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.input_builder import build_forward_batch
 from sapwood_worker.model.runner.options import RunnerOptions
-from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -29,15 +29,16 @@ def test_only_requests_that_sample_get_a_token(runner, make_driver):
     driver.add(2, [12] * 20)
     result = runner.execute(driver.output({0: 4, 1: 3, 2: 19}))
     assert result.step == 1
-    assert result.token_ids[0] == result.token_ids[2] == -1
-    assert 0 <= result.token_ids[1] < 97
+    assert result.token_ids[0] == result.token_ids[2] == []
+    (token,) = result.token_ids[1]
+    assert 0 <= token < 97
 
 
 def test_a_step_that_samples_nothing_and_an_empty_step(runner, make_driver):
     driver = make_driver(runner)
     driver.add(0, [3] * 10)
-    assert runner.execute(driver.output({0: 5})).token_ids == [-1]
-    assert runner.execute(SchedulerOutput(8, driver.table, [])).token_ids == []
+    assert runner.execute(driver.output({0: 5})).token_ids == [[]]
+    assert runner.execute(make_step(8, driver.table, [])).token_ids == []
 
 
 def test_greedy_and_sampled_requests_share_a_batch(runner, make_driver):
@@ -102,7 +103,7 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(tiny_model, make_run
         driver.add(slot, prompt)
     result = broken.execute(driver.output({0: 2, 1: 2, 2: 2}, setting))
     good = make_driver(broken).generate({0: [3, 4], 2: [7, 8]}, 1, setting)
-    assert result.token_ids == [good[0][0], -1, good[2][0]]
+    assert result.token_ids == [good[0][:1], [-1], good[2][:1]]
     assert 1 not in result.logprobs
 
 
@@ -132,10 +133,10 @@ def test_pool_too_small_for_the_running_requests_is_refused(tiny_model):
 def test_forward_batch_is_flat_and_finds_slots_through_the_page_table():
     table = np.array([[5, 2, 9], [7, 1, 0]], np.int32)
     requests = [
-        ScheduledRequest("a", 1, [10, 11, 12], 3, False, GREEDY),
-        ScheduledRequest("b", 0, [20], 8, True, GREEDY),
+        Part(1, [10, 11, 12], 3, False, GREEDY),
+        Part(0, [20], 8, True, GREEDY),
     ]
-    batch = build_forward_batch(SchedulerOutput(0, table, requests), 4, device_ops("cpu"))
+    batch = build_forward_batch(make_step(0, table, requests), 4, device_ops("cpu"))
     assert batch.token_ids.tolist() == [10, 11, 12, 20]
     assert batch.positions.tolist() == [3, 4, 5, 8]
     assert batch.attention.cache_slots.tolist() == [7 * 4 + 3, 1 * 4, 1 * 4 + 1, 9 * 4]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
 
 import msgspec
@@ -12,19 +11,19 @@ import torch
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_worker.core.scheduler.completion import take_token
+from sapwood_testing.worker.steps import Part, make_step
+from sapwood_worker.core.scheduler.completion import take_tokens
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.model.grammar.logit_masks import GrammarMasks
 from sapwood_worker.model.runner.launched_step import LaunchedStep
-from sapwood_worker.model.sampling.token_sampler import TokenSampler
+from sapwood_worker.model.sampling.positions import Positions
+from sapwood_worker.model.sampling.token_sampler import SampledTokens, TokenSampler
 from sapwood_worker.records.page_copies import NOTHING
-from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
+from sapwood_worker.records.step import ModelOutput, Step
 
 VOCAB = 50
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OPS = device_ops(DEVICE)
 ENDS = (2,)
-admissions = itertools.count()
 
 
 class Row:
@@ -35,17 +34,17 @@ class Row:
         self.params = params
         self.tokens = array("I", tokens)
         self.output_start = len(tokens) - output_tokens
-        self.admission = next(admissions)
+        self.entering = True
 
-    def scheduled(self) -> ScheduledRequest:
-        return ScheduledRequest(
-            request_id=f"r{self.slot}",
-            slot=self.slot,
+    def part(self) -> Part:
+        entering, self.entering = self.entering, False
+        return Part(
+            row=self.slot,
             token_ids=[self.tokens[-1]],
             start=len(self.tokens) - 1,
-            samples=True,
+            samples=1,
             sampling=self.params,
-            admission=self.admission,
+            enters=entering,
             history=self.tokens,
             output_start=self.output_start,
         )
@@ -59,22 +58,23 @@ def logits_for(row: Row) -> torch.Tensor:
 def step(sampler: TokenSampler, rows: list[Row], logits: torch.Tensor | None = None):
     if logits is None:
         logits = torch.stack([logits_for(row) for row in rows])
-    sampled = sampler.sample(
-        logits.to(DEVICE, copy=True), [row.scheduled() for row in rows], GrammarMasks(VOCAB, OPS).start([])
-    )
+    planned = make_step(0, np.zeros((max(row.slot for row in rows) + 1, 1), np.int32), [row.part() for row in rows])
+    sampled = sample(sampler, planned, logits)
     tokens = sampled.tokens.tolist()
     for row, token in zip(rows, tokens, strict=True):
-        row.tokens.append(token)
-    return tokens, logprobs_by_row(sampled, tokens)
+        row.tokens.append(max(token, 0))
+    return tokens, answer_of(planned, sampled).logprobs
 
 
-def logprobs_by_row(sampled, tokens):
-    """As the runner's answer has them."""
-    requests = [Row(slot, [1], SamplingParams()).scheduled() for slot in range(len(tokens))]
-    output = SchedulerOutput(0, np.zeros((1, 1), np.int32), requests)
-    answer = LaunchedStep(output, range(len(tokens)), sampled, {}, lambda: NOTHING, OPS).result()
-    assert answer.token_ids == tokens
-    return answer.logprobs
+def sample(sampler: TokenSampler, planned: Step, logits: torch.Tensor) -> SampledTokens:
+    for entry in planned.entries:
+        sampler.enter(entry)
+    return sampler.sample(logits.to(DEVICE, copy=True), planned, Positions.of(planned))
+
+
+def answer_of(planned: Step, sampled: SampledTokens) -> ModelOutput:
+    """As the runner gives it."""
+    return LaunchedStep(planned, Positions.of(planned), sampled, {}, lambda: NOTHING, OPS).result()
 
 
 def new_sampler(rows: int = 8) -> TokenSampler:
@@ -195,11 +195,9 @@ def test_a_row_whose_tokens_are_all_forbidden_gets_none_and_says_why():
     params = SamplingParams(temperature=0.0, allowed_token_ids=(7,), bad_words_ids=((7,),))
     rows = [Row(0, [5], params), Row(1, [5], SamplingParams(temperature=0.0))]
     logits = torch.stack([logits_for(row) for row in rows])
-    sampled = new_sampler().sample(
-        logits.to(DEVICE), [row.scheduled() for row in rows], GrammarMasks(VOCAB, OPS).start([])
-    )
-    assert sampled.tokens.tolist() == [-1, int(logits_for(rows[1]).argmax())]
-    output = take_token(Request(0, "r", [5], params), -1)
+    tokens, _ = step(new_sampler(), rows, logits)
+    assert tokens == [-1, int(logits[1].argmax())]
+    output = take_tokens(Request(0, "r", [5], params), [-1])
     assert (output.finish_reason, "allowed_token_ids" in output.error) == ("error", True)
 
 
@@ -242,10 +240,10 @@ def test_log_probabilities_are_the_models_own_and_alternatives_the_likeliest():
         tokens, found = step(sampler, rows, logits)
         assert sorted(found) == [0, 2, 3]
         for index, count in ((0, 3), (2, 0), (3, VOCAB)):
-            assert found[index].logprob == pytest.approx(float(expected[index, tokens[index]]), abs=1e-5)
+            assert found[index][0].logprob == pytest.approx(float(expected[index, tokens[index]]), abs=1e-5)
             best = expected[index].topk(count)
-            assert found[index].top_ids == best.indices.tolist()
-            assert found[index].top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
+            assert found[index][0].top_ids == best.indices.tolist()
+            assert found[index][0].top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -258,10 +256,6 @@ def test_a_row_that_is_not_finite_or_all_forbidden_gets_no_token_and_harms_no_ot
         rows = [Row(slot, [5, 6], params) for slot in range(4)]
         logits[1, 17] = bad
         logits[3] = -torch.inf
-        sampler = new_sampler()
-        sampled = sampler.sample(
-            logits.to(DEVICE), [row.scheduled() for row in rows], GrammarMasks(VOCAB, OPS).start([])
-        )
-        tokens = sampled.tokens.tolist()
+        tokens, found = step(new_sampler(), rows, logits)
         assert tokens == [good[0], -1, good[2], -1]
-        assert set(logprobs_by_row(sampled, tokens)) <= {0, 2}
+        assert set(found) <= {0, 2}

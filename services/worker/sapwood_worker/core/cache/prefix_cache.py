@@ -183,10 +183,9 @@ class PrefixCache:
             row.loading = self._allocator.handle(loading)
         return len(loading) * self._page_size
 
-    def written_by(self, slots: list[int], ends: list[int]) -> PageHandle:
-        """A handle of the page of each row that holds the token before its position in ``ends``, the last a step computes."""
-        places = (np.array(ends, np.intp) - 1) // self._page_size
-        return self._allocator.handle(self._table.rows[np.array(slots, np.intp), places])
+    def handle(self, pages: PageIds) -> PageHandle:
+        """A handle of pages, to be confirmed later."""
+        return self._allocator.handle(pages)
 
     def confirm(self, handle: PageHandle) -> None:
         """Checks that its pages are still those that they were; raises LedgerError if not."""

@@ -1,4 +1,4 @@
-"""Appends a sampled token to its request, with those that a grammar then forces; ends the request if it must; reports.
+"""Appends sampled tokens to their request, with those that a grammar then forces; ends the request if it must; reports.
 
 O(1) a token. Forced tokens are computed in the next step together, as a chunk of a prompt is.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.records.grammar_state import GrammarState
 from sapwood_worker.records.output import FinishReason, RequestOutput, TokenLogprobs
 
 _NO_LOGPROBS: list[TokenLogprobs] = []
@@ -29,54 +30,70 @@ def may_jump(request: Request) -> bool:
     return request.grammar is not None and sampling.logprobs is None and unbiased and free
 
 
-def take_token(request: Request, token: int, logprobs: TokenLogprobs | None = None) -> RequestOutput:
-    """Appends the token that a step sampled, and those that the grammar forces then.
+def take_tokens(
+    request: Request, sampled: list[int], logprobs: list[TokenLogprobs] = _NO_LOGPROBS
+) -> RequestOutput:
+    """Appends the tokens that a step sampled, up to one that ends the request, and those that the grammar forces then.
 
     The caller ends the request if the answer has a ``finish_reason``.
 
     Args:
-        request: The token's request. Mutated.
-        token: -1: the model's logits were not finite numbers; the request has failed and nothing more of it is shared.
-        logprobs: The token's log probabilities, if asked for.
+        request: The tokens' request. Mutated.
+        sampled: At least one; becomes part of the answer. -1: the model's logits were not finite numbers; the request has failed and nothing more of it is
+            shared.
+        logprobs: The tokens' log probabilities, if asked for.
     """
-    if token < 0:
-        request.shared = False
-        return end_output(request, "error", _no_token(request))
     grammar = request.grammar
-    if grammar is not None and not grammar.accept(token):
-        return end_output(request, "error", f"grammar: {grammar.error}", "grammar")
     known = request.token_ids
-    known.append(token)
-    tokens = [token]
+    before = len(known)
     reason: FinishReason | None = None
-    while True:
+    error = field = ""
+    for token in sampled:
+        if token < 0:
+            request.shared = False
+            reason, error = "error", _no_token(request)
+            break
+        if grammar is not None and not grammar.accept(token):
+            reason, error, field = "error", f"grammar: {grammar.error}", "grammar"
+            break
+        known.append(token)
         if token in request.stops or (grammar is not None and grammar.finished):
             reason = "stop"
-        elif len(known) >= request.max_length:
+            break
+        if len(known) >= request.max_length:
             reason = "length"
-        elif request.jumps and grammar is not None and (forced := grammar.forced()) is not None:
-            accepted = grammar.accept(forced)
-            assert accepted, f"the grammar forces token {forced}, but does not accept it"
-            token = forced
-            known.append(token)
-            tokens.append(token)
-            continue
-        break
+            break
+    if reason is None and request.jumps and grammar is not None:
+        reason = _jump(request, grammar)
+    taken = len(known) - before
     output = RequestOutput(
         request.serial,
-        tokens,
+        sampled if taken == len(sampled) else known[before:].tolist(),
         reason,
         request.prompt_length,
         len(known) - request.prompt_length,
         request.cached or 0,
-        "",
-        "",
-        _NO_LOGPROBS if logprobs is None else [logprobs],
+        error,
+        field,
+        logprobs[:taken] if logprobs else logprobs,
         request.prompt_logprobs,
     )
     if request.prompt_logprobs:
         request.prompt_logprobs = []
     return output
+
+
+def _jump(request: Request, grammar: GrammarState) -> FinishReason | None:
+    """Appends the tokens that the grammar forces; returns why the request ends, if it does."""
+    while (token := grammar.forced()) is not None:
+        accepted = grammar.accept(token)
+        assert accepted, f"the grammar forces token {token}, but does not accept it"
+        request.token_ids.append(token)
+        if token in request.stops or grammar.finished:
+            return "stop"
+        if len(request.token_ids) >= request.max_length:
+            return "length"
+    return None
 
 
 def _no_token(request: Request) -> str:

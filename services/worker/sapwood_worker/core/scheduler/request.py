@@ -12,9 +12,6 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.state import RequestState, check_transition
 from sapwood_worker.records.grammar_state import GrammarState
 from sapwood_worker.records.output import Pooling, TokenLogprobs
-from sapwood_worker.records.step import ScheduledRequest
-
-_NO_PART = ScheduledRequest("", -1, [], 0, False, SamplingParams())
 
 
 class Request:
@@ -49,8 +46,6 @@ class Request:
         capacity: Tokens that its pages hold; 0 without a row.
         stops: The tokens that end it; set when it is let in.
         jumps: Whether tokens that its grammar forces are appended without asking the model; set when it is let in.
-        part: What the runner was told of it last; set with the row.
-        spare: What the runner was told in the step before, to be overwritten for the next.
         over: Whether it has ended for its client while steps in flight still compute it: it keeps its row until they are done.
         planned: ``computed`` and the tokens that steps in flight compute.
         in_flight: Steps in flight that compute it.
@@ -58,7 +53,7 @@ class Request:
         shared: Whether its pages may stay in the prefix cache when it ends.
         held: Whether it waits for pages that are being fetched; it is not admitted meanwhile.
         output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of an earlier try.
-        admission: Unique for each time it is given a row.
+        enters: Whether it has a row of which the runner does not know yet.
         prompt_logprobs: Log probabilities of the prompt that no output has carried yet.
 
     Args:
@@ -70,12 +65,12 @@ class Request:
     __slots__ = (
         "_scored",
         "_state",
-        "admission",
         "arrival",
         "cached",
         "capacity",
         "computed",
         "deadline",
+        "enters",
         "grammar",
         "held",
         "in_flight",
@@ -84,7 +79,6 @@ class Request:
         "namespace",
         "output_start",
         "over",
-        "part",
         "planned",
         "pooled",
         "pooling",
@@ -99,7 +93,6 @@ class Request:
         "serial",
         "shared",
         "slot",
-        "spare",
         "stops",
         "tenant",
         "token_ids",
@@ -152,11 +145,10 @@ class Request:
         self.shared = True
         self.held = False
         self.output_start = len(prompt) - output_tokens
-        self.admission = -1
+        self.enters = False
         self.capacity = 0
         self.jumps = False
         self.stops: frozenset[int] = frozenset()
-        self.part = self.spare = _NO_PART
         self.prompt_logprobs: list[TokenLogprobs] = []
         self._scored = 0
         self._state = RequestState.WAITING

@@ -24,7 +24,7 @@ from sapwood_worker.core.cache.page_allocator import PageAllocator
 from sapwood_worker.core.cache.page_table import PageTable
 from sapwood_worker.core.cache.prefix_cache import PrefixCache
 from sapwood_worker.core.scheduler.admission import Admission
-from sapwood_worker.core.scheduler.completion import end_output, take_token
+from sapwood_worker.core.scheduler.completion import end_output, take_tokens
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.consistency import check_requests
 from sapwood_worker.core.scheduler.lifecycle import Lifecycle
@@ -40,10 +40,11 @@ from sapwood_worker.core.scheduler.waiting.admission_order import AdmissionOrder
 from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
 from sapwood_worker.core.scheduler.waiting.policy import make_policy
 from sapwood_worker.core.scheduler.waiting.waiting_queue import WaitingQueue
+from sapwood_worker.records.grammar_state import MaskFiller
 from sapwood_worker.records.kv_events import KvEvent
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.output import RequestOutput
-from sapwood_worker.records.step import ModelOutput, SchedulerOutput
+from sapwood_worker.records.step import ModelOutput, Step
 
 
 class Scheduler:
@@ -55,6 +56,7 @@ class Scheduler:
         config: Its limits and choices.
         clock: Seconds, the clock of the requests' deadlines.
         tiers: The KV cache's tiers below the device's pages; None: there are none.
+        masks: Fills the masks of requests with a grammar while the model computes; None: no such requests come.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class Scheduler:
         config: SchedulerConfig,
         tiers: HierarchicalCache | None = None,
         clock: Callable[[], float] = time.monotonic,
+        masks: MaskFiller | None = None,
     ) -> None:
         self._config = config
+        self._masks = masks
         self._clock = clock
         self._tiers = tiers
         self._limit = min(config.context_length, config.num_pages * config.page_size)
@@ -178,7 +182,7 @@ class Scheduler:
         """Whether the next step may be planned while one is in flight: a grammar must see each token before the next."""
         return len(self._in_flight) < 2 and not any(step.awaits_grammar for step in self._in_flight)
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self) -> Step:
         """Plans the next step; the result is false if there is nothing to do, or nothing until :meth:`update`.
 
         With a step in flight (``plans_ahead`` must be true then) the next one goes on where that one will end, as if it sampled
@@ -189,8 +193,8 @@ class Scheduler:
             self._requests[serial].held = False
         if self._paused:
             self._halt()
-            return SchedulerOutput(self._steps, self._running.rows, [])
-        nothing = SchedulerOutput(self._steps, self._running.rows, [])
+            return Step(self._steps)
+        nothing = Step(self._steps)
         in_flight = bool(self._in_flight)
         if self._admission.preempt(self._steps, in_flight=in_flight):
             return nothing
@@ -206,25 +210,26 @@ class Scheduler:
             self._ratio.step()
             self._admission.admit(adder, self._steps)
         copies = self._tiers.take() if self._tiers is not None else None
-        step = StepInFlight(plan.decodes, [*((request, 1) for request in plan.last_tokens), *adder.chunks], self._cache)
-        output = SchedulerOutput(self._steps, self._running.rows, step.parts, copies)
-        if output:
+        chunks = [*((request, 1) for request in plan.last_tokens), *adder.chunks]
+        step = StepInFlight(self._steps, plan.decodes, chunks, self._running, copies, self._masks)
+        if step.plan:
             self._in_flight.append(step)
             self._steps += 1
-        return output
+        return step.plan
 
     def update(self, output: ModelOutput) -> list[RequestOutput]:
         """Takes the tokens of the step longest in flight; returns what each request gets."""
         assert output.step == self._steps - len(self._in_flight)
         step = self._in_flight.popleft()
         assert len(step) == len(output.token_ids)
+        step.release_grammars()
         self._cache.confirm(step.written)
         if self._tiers is not None:
             self._tiers.ended(output.copied)
         outputs: list[RequestOutput] = []
         self._fairness.charge_each(step.decodes)
         logprobs = output.logprobs
-        for index, (request, token) in enumerate(zip(step.decodes, output.token_ids, strict=False)):
+        for index, (request, tokens) in enumerate(zip(step.decodes, output.token_ids, strict=False)):
             request.computed += 1
             request.in_flight -= 1
             request.unknown -= 1
@@ -232,8 +237,9 @@ class Scheduler:
                 if not request.in_flight:
                     self._lifecycle.finish(request)
                 continue
-            taken = take_token(request, token, logprobs.get(index) if logprobs else None)
-            self._forced_tokens += max(0, len(taken.token_ids) - 1)
+            taken = take_tokens(request, tokens, logprobs.get(index, [])) if logprobs else take_tokens(request, tokens)
+            if request.jumps:
+                self._forced_tokens += max(0, len(taken.token_ids) - len(tokens))
             outputs.append(taken)
             if taken.finish_reason is not None:
                 self._lifecycle.end(request)
@@ -253,6 +259,8 @@ class Scheduler:
     def fail_step(self, error: str) -> list[RequestOutput]:
         """Ends the requests of the steps in flight, which have failed; nothing more of them is put into the cache."""
         outputs: list[RequestOutput] = []
+        for step in self._in_flight:
+            step.release_grammars()
         failed = {request.serial: request for step in self._in_flight for request in step.requests}
         self._in_flight.clear()
         for request in failed.values():
@@ -365,8 +373,9 @@ class Scheduler:
                 taken = end_output(request, "stop", embedding=request.embedding)
         elif samples:
             self._fairness.charge(request.tenant, 1)
-            taken = take_token(request, output.token_ids[index], output.logprobs.get(index))
-            self._forced_tokens += max(0, len(taken.token_ids) - 1)
+            tokens = output.token_ids[index]
+            taken = take_tokens(request, tokens, output.logprobs.get(index, []))
+            self._forced_tokens += max(0, len(taken.token_ids) - len(tokens))
         if taken is not None and taken.finish_reason is not None:
             self._lifecycle.end(request)
         if request.state is RequestState.RUNNING:

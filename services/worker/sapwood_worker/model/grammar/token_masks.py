@@ -18,29 +18,22 @@ from sapwood_worker.records.grammar_state import GrammarState
 
 
 class TokenMasks:
-    """Fills masks; one step at a time.
+    """Implements :class:`~sapwood_worker.records.grammar_state.MaskFiller`; one step at a time.
 
     Args:
+        vocab_size: Columns of the model's logits.
         threads: Cores that fill rows; None lets the library choose.
     """
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, vocab_size: int, threads: int | None = None) -> None:
+        self._words = -(-vocab_size // 32)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="token-masks")
         self._executor = llguidance.LLExecutor(threads)
         self._buffer: npt.NDArray[np.int32] = np.zeros((0, 0), np.int32)
 
-    def start(self, states: Sequence[GrammarState], words: int) -> Future[npt.NDArray[np.int32]]:
-        """Begins to fill one row for each state; they must not be touched until the result is there.
-
-        Args:
-            states: The grammars of the rows, G of them.
-            words: int32 words a row.
-
-        Returns:
-            int32 [G, words], valid until the next ``start``.
-        """
-        if self._buffer.shape[0] < len(states) or self._buffer.shape[1] != words:
-            self._buffer = np.zeros((max(len(states), 2 * self._buffer.shape[0]), words), np.int32)
+    def start(self, states: Sequence[GrammarState]) -> Future[npt.NDArray[np.int32]]:
+        if len(self._buffer) < len(states):
+            self._buffer = np.zeros((max(len(states), 2 * len(self._buffer)), self._words), np.int32)
         return self._threads.submit(self._fill, list(states), self._buffer[: len(states)])
 
     def _fill(self, states: list[GrammarState], rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

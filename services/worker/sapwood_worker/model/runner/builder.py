@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import load_vocabulary
 from sapwood_kernels.ops.factory import device_ops
@@ -21,7 +20,6 @@ from sapwood_worker.model.attention.registry import choose_backend
 from sapwood_worker.model.checkpoint.fingerprint import model_fingerprint
 from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.grammar.logit_masks import GrammarMasks
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages
@@ -33,7 +31,7 @@ from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
 from sapwood_worker.model.sampling.token_sampler import TokenSampler
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.step import ScheduledRequest, SchedulerOutput
+from sapwood_worker.records.step import Step
 
 if TYPE_CHECKING:
     from sapwood_worker.model.runner.cuda_graph import DecodeGraphs
@@ -111,7 +109,6 @@ class _Builder:
             backend=backend,
             graphs=graphs,
             pieces=self._build_pieces(backend, pool, whole_ladder=True),
-            masks=GrammarMasks(config.vocab_size, self._ops),
             sampler=TokenSampler(options.max_running, config.vocab_size, self._eos_token_ids, self._ops),
             last_tokens=self._last_tokens,
             vocabulary=load_vocabulary(options.model_path) if options.structured_output else None,
@@ -230,11 +227,11 @@ class _Builder:
         pieces = self._build_pieces(backend, pool, whole_ladder=False)
         table = np.zeros((len(prompts), max(needed)), np.int32)
         table[np.arange(max(needed)) < np.array(needed)[:, None]] = np.arange(sum(needed))
-        requests = [
-            ScheduledRequest(str(slot), slot, [0] * length, 0, True, SamplingParams())
-            for slot, length in enumerate(prompts)
-        ]
-        batch = build_forward_batch(SchedulerOutput(0, table, requests), options.page_size, self._ops)
+        counts = np.array(prompts, np.int64)
+        slots, zeros = np.arange(len(prompts)), np.zeros_like(counts)
+        tokens = np.zeros(sum(prompts), np.int64)
+        step = Step(0, slots, starts=zeros, counts=counts, samples=zeros + 1, token_ids=tokens, pages=table)
+        batch = build_forward_batch(step, options.page_size, self._ops)
         hidden: Tensor = self._model(batch.token_ids, batch.positions, backend.plan(batch.attention))
         rows = hidden.index_select(0, torch.zeros(options.max_running, dtype=torch.int64, device=self._device))
         self._model.logits(rows).float().softmax(-1)

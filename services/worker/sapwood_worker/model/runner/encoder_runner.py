@@ -11,7 +11,8 @@ from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
 from sapwood_worker.model.runner.pooling import pool_chunk
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.step import CompletedStep, ModelOutput, SchedulerOutput
+from sapwood_worker.records.output import Pooling
+from sapwood_worker.records.step import CompletedStep, ModelOutput, Step
 
 
 class EncoderRunner:
@@ -38,6 +39,7 @@ class EncoderRunner:
         length = min(config.max_position_embeddings, options.context_length or config.max_position_embeddings)
         sentences = read_sentence_config(options.model_path, "mean", length)
         self.asynchronous = False
+        self._poolings: dict[int, Pooling] = {}
         self.vocabulary = None
         self.host_pool: HostPool | None = None
         self.info = ModelInfo(
@@ -61,25 +63,23 @@ class EncoderRunner:
         """Returns an empty text: nothing is cached."""
         return ""
 
-    def launch(self, output: SchedulerOutput) -> CompletedStep:
-        return CompletedStep(self.execute(output))
+    def launch(self, step: Step) -> CompletedStep:
+        return CompletedStep(self.execute(step))
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> ModelOutput:
+    def execute(self, step: Step) -> ModelOutput:
         """Takes O(longest prompt x requests): prompts are padded to the longest."""
-        requests = output.requests
-        if not requests:
-            return ModelOutput(output.step, [])
-        longest = max(len(request.token_ids) for request in requests)
-        tokens = torch.zeros(len(requests), longest, dtype=torch.int64)
-        mask = torch.zeros(len(requests), longest, dtype=torch.bool)
-        for row, request in enumerate(requests):
-            count = len(request.token_ids)
-            tokens[row, :count] = torch.tensor(request.token_ids)
-            mask[row, :count] = True
+        for entry in step.entries:
+            self._poolings[entry.row] = entry.pooling
+        counts = step.counts.tolist()
+        if not counts:
+            return ModelOutput(step.number, [])
+        tokens = torch.zeros(len(counts), max(counts), dtype=torch.int64)
+        mask = torch.arange(max(counts)) < torch.from_numpy(step.counts)[:, None]
+        tokens[mask] = torch.from_numpy(step.token_ids)
         hidden = self._model(tokens.to(self._device), mask.to(self._device))
         pooled = {
-            row: pool_chunk(hidden[row, : len(request.token_ids)], request.pooling).cpu().numpy()
-            for row, request in enumerate(requests)
+            part: pool_chunk(hidden[part, :count], self._poolings[row]).cpu().numpy()
+            for part, (row, count) in enumerate(zip(step.rows.tolist(), counts, strict=True))
         }
-        return ModelOutput(output.step, [-1] * len(requests), pooled=pooled)
+        return ModelOutput(step.number, [[] for _ in counts], pooled=pooled)

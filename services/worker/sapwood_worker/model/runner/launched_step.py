@@ -2,44 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.sampling.logprobs import Logprobs
+from sapwood_worker.model.sampling.positions import Positions
 from sapwood_worker.model.sampling.token_sampler import SampledTokens
 from sapwood_worker.records.output import TokenLogprobs
 from sapwood_worker.records.page_copies import CopyReport
-from sapwood_worker.records.step import ModelOutput, SchedulerOutput
+from sapwood_worker.records.step import ModelOutput, Step
 
 
 class LaunchedStep:
     """Implements :class:`sapwood_worker.records.step.LaunchedStep`; copies results to the host from construction on.
 
     Args:
-        output: The step.
-        sampled: Indices of the requests that sample.
-        tokens: The sampled tokens; None if no request samples.
-        prompts: Log probabilities of prompt tokens, by the request's index.
-        pooled: float32 [hidden_size] of each chunk that is to be pooled, by the request's index.
+        step: The step.
+        at: The positions that it samples.
+        tokens: Their tokens; None if there are none.
+        prompts: Log probabilities of prompt tokens, by the part's index.
+        pooled: float32 [hidden_size] of each chunk that is to be pooled, by the part's index.
         copied: Asked, when the result is taken, which copies between tiers have ended.
         ops: The operations of the results' device.
     """
 
     def __init__(
         self,
-        output: SchedulerOutput,
-        sampled: Sequence[int],
+        step: Step,
+        at: Positions | None,
         tokens: SampledTokens | None,
         prompts: Mapping[int, Logprobs],
         copied: Callable[[], CopyReport],
         ops: DeviceOps,
         pooled: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self._step = output.step
-        self._count = len(output.requests)
-        self._sampled = sampled
+        self._step = step.number
+        self._count = len(step.rows)
+        self._at = at
         self._tokens = tokens
         self._prompts = prompts
         self._copied = copied
@@ -55,17 +56,35 @@ class LaunchedStep:
     def result(self) -> ModelOutput:
         """May be called once."""
         tensors = iter(self._copies.wait())
-        token_ids = [-1] * self._count
-        logprobs: dict[int, TokenLogprobs] = {}
-        if self._tokens is not None:
+        token_ids: list[list[int]] = [[] for _ in range(self._count)]
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        if self._tokens is not None and self._at is not None:
             values: list[int] = next(tensors).tolist()
-            for index, token in zip(self._sampled, values, strict=True):
-                token_ids[index] = token
+            counting = _counting(values, self._at)
+            for row, part in counting.items():
+                token_ids[part].append(values[row])
             if self._tokens.logprobs is not None:
                 found = Logprobs(next(tensors), next(tensors), next(tensors)).to_list(self._tokens.alternatives)
                 for row, each in zip(self._tokens.rows, found, strict=True):
-                    if values[row] >= 0:
-                        logprobs[self._sampled[row]] = each
+                    if row in counting and values[row] >= 0:
+                        logprobs.setdefault(counting[row], []).append(each)
         prompts = {index: Logprobs(next(tensors), next(tensors), next(tensors)).to_list() for index in self._prompts}
         pooled = {index: next(tensors).numpy() for index in self._pooled}
         return ModelOutput(self._step, token_ids, self._copied(), logprobs, prompts, pooled)
+
+
+def _counting(values: list[int], at: Positions) -> dict[int, int]:
+    """The positions that count, as indices, each with its request's part: up to the first whose token is not the draft's."""
+    drafts = at.drafts
+    if drafts is None:
+        return dict(enumerate(at.parts))
+    counting: dict[int, int] = {}
+    counts = True
+    for row, (owner, offset, drafted) in enumerate(
+        zip(drafts.owner, drafts.offsets, drafts.tokens.tolist(), strict=True)
+    ):
+        counts = counts or offset == 0
+        if counts:
+            counting[row] = at.parts[owner]
+            counts = values[row] == drafted
+    return counting

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +13,6 @@ from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.families.decoder import DecoderModel
-from sapwood_worker.model.grammar.logit_masks import GrammarMasks, StepMasks
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.transfer import Transfer
@@ -23,10 +22,11 @@ from sapwood_worker.model.runner.input_builder import build_forward_batch
 from sapwood_worker.model.runner.launched_step import LaunchedStep
 from sapwood_worker.model.runner.pooling import pool_chunk
 from sapwood_worker.model.sampling.logprobs import Distribution, Logprobs, join
+from sapwood_worker.model.sampling.positions import Positions
 from sapwood_worker.model.sampling.token_sampler import SampledTokens, TokenSampler
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.page_copies import NOTHING, CopyReport
-from sapwood_worker.records.step import ModelOutput, ScheduledRequest, SchedulerOutput
+from sapwood_worker.records.step import Entry, ModelOutput, Step
 
 if TYPE_CHECKING:
     from sapwood_worker.model.runner.cuda_graph import DecodeGraphs
@@ -47,7 +47,6 @@ class ModelRunner:
         backend: The model's attention.
         graphs: Graphs of decode steps; None: there are none.
         pieces: Graphs of steps that compute prompts; None: there are none.
-        masks: Fills grammar masks.
         sampler: Chooses tokens.
         last_tokens: int64 [rows of the page table]: each row's latest token, which ``graphs`` reads too.
         vocabulary: The model's tokens, where its files hold them and structured output is wanted.
@@ -66,7 +65,6 @@ class ModelRunner:
         backend: PagedAttention,
         graphs: DecodeGraphs | None,
         pieces: PiecewiseGraphs | None,
-        masks: GrammarMasks,
         sampler: TokenSampler,
         last_tokens: Tensor,
         vocabulary: TokenVocabulary | None,
@@ -84,55 +82,52 @@ class ModelRunner:
         self._backend = backend
         self._graphs = graphs
         self._pieces = pieces
-        self._masks = masks
         self._sampler = sampler
         self._last_tokens = last_tokens
         self._transfer = transfer
         self._identity = identity
+        self._entries: dict[int, Entry] = {}
+        # By row of the page table: from which position on nothing but sampled tokens is wanted of its request's hidden states.
+        self._plain_from = np.zeros(len(last_tokens), np.int64)
 
-    def execute(self, output: SchedulerOutput) -> ModelOutput:
-        return self.launch(output).result()
+    def execute(self, step: Step) -> ModelOutput:
+        return self.launch(step).result()
 
     @torch.inference_mode()
-    def launch(self, output: SchedulerOutput) -> LaunchedStep:
-        requests = output.requests
-        if output.copies is not None:
+    def launch(self, step: Step) -> LaunchedStep:
+        if step.copies is not None:
             assert self._transfer is not None, "there is no second tier to copy to"
-            self._transfer.start(output.copies)
-        if not requests:
-            return LaunchedStep(output, (), None, {}, self._copied, self._ops)
-        graphs = self._graphs
-        if graphs is not None:
+            self._transfer.start(step.copies)
+        for entry in step.entries:
+            self._enter(entry)
+        if not len(step.rows):
+            return LaunchedStep(step, None, None, {}, self._copied, self._ops)
+        explained = np.flatnonzero(step.starts < self._plain_from[step.rows])
+        at = Positions.of(step)
+        if self._graphs is not None and not len(explained):
             # A graph waits for all layers' loaded pages, other steps layer by layer.
-            loads = output.copies is not None and output.copies.load is not None
-            rows = decode_rows(requests, self._pool.page_size, graphs.largest, graphs.most_pages, prompts=not loads)
+            loads = step.copies is not None and step.copies.load is not None
+            graphs, size = self._graphs, self._pool.page_size
+            rows = decode_rows(step, size, graphs.largest, graphs.most_pages, prompts=not loads)
             if rows is not None:
-                sampling = [requests[i] for i in rows.sampled]
-                with self._masks.start(sampling) as masks:
-                    replayed = self._replay(graphs, output, rows, sampling, masks)
-                return LaunchedStep(output, rows.sampled, replayed, {}, self._copied, self._ops)
-        batch = build_forward_batch(output, self._pool.page_size, self._ops, self._last_tokens)
-        sampled = [i for i, request in enumerate(requests) if request.samples]
-        sampling = [requests[i] for i in sampled]
-        with self._masks.start(sampling) as masks:
-            hidden = self._forward(batch)
-            tokens: SampledTokens | None = None
-            if sampled:
-                last = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
-                tokens = self._sampler.sample(self._model.logits(last), sampling, masks)
-                self._keep(tokens, self._ops.to_device(np.array([request.slot for request in sampling])))
+                return LaunchedStep(step, at, self._replay(graphs, step, rows, at), {}, self._copied, self._ops)
+        batch = build_forward_batch(step, self._pool.page_size, self._ops, self._last_tokens)
+        hidden = self._forward(batch)
+        tokens: SampledTokens | None = None
+        if len(at.rows):
+            last = hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
+            tokens = self._sampler.sample(self._model.logits(last), step, at)
+            self._keep(tokens, self._ops.to_device(at.rows))
         prompts: dict[int, Logprobs] = {}
-        for i, request in enumerate(requests):
-            if request.prompt_logprobs is not None and request.start + 1 < request.prompt_length:
-                first = int(batch.attention.query_starts[i])
-                prompts[i] = self._prompt_logprobs(hidden[first : first + len(request.token_ids)], request)
         pooled: dict[int, Tensor] = {}
-        for i, request in enumerate(requests):
-            if request.pooling:
-                first = int(batch.attention.query_starts[i])
-                normed = self._model.norm(hidden[first : first + len(request.token_ids)])
-                pooled[i] = pool_chunk(normed, request.pooling)
-        return LaunchedStep(output, sampled, tokens, prompts, self._copied, self._ops, pooled)
+        for i in explained.tolist():
+            entry = self._entries[int(step.rows[i])]
+            first, end = batch.attention.query_starts[i : i + 2].tolist()
+            if entry.pooling:
+                pooled[i] = pool_chunk(self._model.norm(hidden[first:end]), entry.pooling)
+            else:
+                prompts[i] = self._prompt_logprobs(hidden[first:end], int(step.starts[i]), entry)
+        return LaunchedStep(step, at, tokens, prompts, self._copied, self._ops, pooled)
 
     def cache_identity(self) -> str:
         """What a page's content depends on besides its tokens and the page size: equal only if pages can be exchanged.
@@ -142,10 +137,16 @@ class ModelRunner:
         return self._identity()
 
     @torch.inference_mode()
-    def logits(self, output: SchedulerOutput) -> Tensor:
+    def logits(self, step: Step) -> Tensor:
         """Runs a step like :meth:`execute` but returns the logits after every token, float32 [T, vocab_size]."""
-        hidden = self._forward(build_forward_batch(output, self._pool.page_size, self._ops))
+        hidden = self._forward(build_forward_batch(step, self._pool.page_size, self._ops))
         return self._model.logits(hidden).float()
+
+    def _enter(self, entry: Entry) -> None:
+        self._sampler.enter(entry)
+        self._entries[entry.row] = entry
+        scored = entry.prompt_length - 1 if entry.prompt_logprobs is not None else 0
+        self._plain_from[entry.row] = np.iinfo(np.int64).max if entry.pooling else scored
 
     def _copied(self) -> CopyReport:
         return NOTHING if self._transfer is None else self._transfer.poll()
@@ -156,38 +157,39 @@ class ModelRunner:
         hidden: Tensor = self._model(batch.token_ids, batch.positions, self._backend.plan(batch.attention))
         return hidden
 
-    def _replay(
-        self,
-        graphs: DecodeGraphs,
-        output: SchedulerOutput,
-        rows: DecodeRows,
-        sampling: Sequence[ScheduledRequest],
-        masks: StepMasks,
-    ) -> SampledTokens | None:
-        width = int(rows.positions.max()) // self._pool.page_size + 1
+    def _replay(self, graphs: DecodeGraphs, step: Step, rows: DecodeRows, at: Positions) -> SampledTokens | None:
         self._pool.await_all()
-        result = graphs.run(rows.token_ids, rows.positions, output.page_table[rows.slots, :width], rows.slots)
-        if not sampling:
+        result = graphs.run(rows.token_ids, rows.positions, rows.pages, rows.slots)
+        if not len(at.rows):
             return None
         if rows.last is not None:
             result = result.select(self._ops.to_device(rows.last))
-        tokens = self._sampler.sample(result.logits, sampling, masks, (result.largest, result.greedy))
+        tokens = self._sampler.sample(result.logits, step, at, (result.largest, result.greedy))
         self._keep(tokens, result.slots)
         return tokens
 
     def _keep(self, tokens: SampledTokens, slots: Tensor) -> None:
-        """Keeps a step's tokens on the device for the next step; 0 where none was sampled, as that request ends."""
-        self._last_tokens.index_copy_(0, slots, tokens.tokens.clamp(min=0))
+        """Keeps each request's latest token on the device for the next step; 0 where none was sampled, as that request ends.
 
-    def _prompt_logprobs(self, hidden: Tensor, request: ScheduledRequest) -> Logprobs:
-        """Log probabilities of the prompt tokens, at least one, that follow a chunk's tokens; ``hidden`` are the chunk's."""
-        assert request.prompt_logprobs is not None
-        first = request.start + 1
-        following = request.history[first : min(first + len(hidden), request.prompt_length)]
-        tokens = self._ops.to_device(np.array(following, np.int64))
+        Args:
+            tokens: The step's.
+            slots: int64 [R]: the row of the page table of each.
+        """
+        latest = tokens.tokens
+        if tokens.ends is not None:
+            latest, slots = latest.index_select(0, tokens.ends), slots.index_select(0, tokens.ends)
+        self._last_tokens.index_copy_(0, slots, latest.clamp(min=0))
+
+    def _prompt_logprobs(self, hidden: Tensor, start: int, entry: Entry) -> Logprobs:
+        """Log probabilities of the prompt tokens, at least one, that follow those from ``start`` on, of which ``hidden`` are."""
+        assert entry.prompt_logprobs is not None
+        following = np.frombuffer(entry.tokens, np.uint32)[
+            start + 1 : min(start + 1 + len(hidden), entry.prompt_length)
+        ]
+        tokens = self._ops.to_device(following.astype(np.int64))
         parts = []
         for start in range(0, len(tokens), _LOGPROB_ROWS):
             chosen = tokens[start : start + _LOGPROB_ROWS]
             logits = self._model.logits(hidden[start : start + len(chosen)]).float()
-            parts.append(Distribution(logits, request.prompt_logprobs).of(chosen))
+            parts.append(Distribution(logits, entry.prompt_logprobs).of(chosen))
         return join(parts)

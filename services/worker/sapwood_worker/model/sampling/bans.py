@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,9 +17,26 @@ from torch import Tensor
 
 from sapwood_common.contract.sampling import LONGEST_BAD_WORD
 from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.sampling.positions import Drafts
+from sapwood_worker.records.step import IntArray
 
 _ANY, _NONE = -2, -1
 """In place of a token id: one that equals every token, and one that equals none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """S of the R rows of a step.
+
+    Attributes:
+        at: int64 [S], on the host: the rows of the logits.
+        logits: int64 [S]: the same on the device.
+        rows: int64 [S]: the rows of the page table that they belong to.
+    """
+
+    at: IntArray
+    logits: Tensor
+    rows: Tensor
 
 
 class AllowedTokens:
@@ -44,16 +62,10 @@ class AllowedTokens:
         bits[list(allowed)] = 1
         self._masks[row] = self._ops.to_device(np.packbits(bits, bitorder="little").view(np.int32))
 
-    def apply(self, logits: Tensor, at: Tensor, rows: Tensor) -> None:
-        """Forbids all other tokens, in place.
-
-        Args:
-            logits: float32 [R, V].
-            at: int64 [S]: rows of the logits.
-            rows: int64 [S]: the rows of the page table that they belong to.
-        """
+    def apply(self, logits: Tensor, places: Places) -> None:
+        """Forbids all other tokens in some rows of the logits, float32 [R, V], in place."""
         assert self._masks is not None
-        self._ops.forbid_tokens(logits, self._masks.index_select(0, rows), at)
+        self._ops.forbid_tokens(logits, self._masks.index_select(0, places.rows), places.logits)
 
 
 class BannedSequences:
@@ -97,19 +109,36 @@ class BannedSequences:
         self._last[row] = self._ops.to_device(last)
         self._tails[row] = self._ops.to_device(tail)
 
-    def apply(self, logits: Tensor, at: Tensor, rows: Tensor) -> None:
-        """Forbids, in place, what would complete a sequence; arguments as for :meth:`AllowedTokens.apply`."""
-        before, last = self._before.index_select(0, rows), self._last.index_select(0, rows)
-        tails = self._tails.index_select(0, rows)[:, None, LONGEST_BAD_WORD - 1 - before.shape[2] :]
+    def apply(self, logits: Tensor, places: Places, drafts: Drafts | None = None) -> None:
+        """Forbids, in place, what would complete a sequence in some rows of the logits, [R, V]; a draft counts as sampled."""
+        before, last = self._before.index_select(0, places.rows), self._last.index_select(0, places.rows)
+        tails = self._tails.index_select(0, places.rows)
+        if drafts is not None:
+            offsets = drafts.offsets[places.at]
+            drafted = drafts.tokens[drafts.grid[drafts.owner[places.at]]].astype(np.int32)
+            tails = _shifted(tails, self._ops.to_device(drafted), self._ops.to_device(offsets))
+        tails = tails[:, None, LONGEST_BAD_WORD - 1 - before.shape[2] :]
         complete = ((before == tails) | (before == _ANY)).all(-1) & (last >= 0)
-        places = at[:, None] * logits.shape[1] + last.clamp(min=0)
+        at = places.logits[:, None] * logits.shape[1] + last.clamp(min=0)
         values = torch.where(complete, -torch.inf, 0.0)
-        logits.view(-1).scatter_add_(0, places.flatten(), values.flatten())
+        logits.view(-1).scatter_add_(0, at.flatten(), values.flatten())
 
-    def add(self, tokens: Tensor, at: Tensor, rows: Tensor) -> None:
-        """Records a step's tokens, int64 [R], in rows that have sequences."""
-        new = tokens.index_select(0, at)[:, None].int()
-        self._tails.index_copy_(0, rows, torch.cat((self._tails.index_select(0, rows)[:, 1:], new), 1))
+    def add(self, tokens: Tensor, places: Places, drafts: Drafts | None = None) -> None:
+        """Records a step's tokens, int64 [R], in rows that have sequences; with a draft, those of them that are not -1."""
+        rows = places.rows
+        if drafts is None:
+            new = tokens.index_select(0, places.logits)[:, None].int()
+            tails = torch.cat((self._tails.index_select(0, rows)[:, 1:], new), 1)
+        else:
+            first = np.flatnonzero(drafts.offsets[places.at] == 0)
+            grid = self._ops.to_device(drafts.grid[drafts.owner[places.at[first]]])
+            rows = rows.index_select(0, self._ops.to_device(first))
+            new = tokens[grid]
+            # A request's last position stands in the grid once for each that another has more; it counts once.
+            again = torch.zeros_like(grid, dtype=torch.bool)
+            again[:, 1:] = grid[:, 1:] == grid[:, :-1]
+            tails = _shifted(self._tails.index_select(0, rows), new.int(), ((new >= 0) & ~again).sum(1))
+        self._tails.index_copy_(0, rows, tails)
 
     def _widen(self, count: int, length: int) -> None:
         """Makes room for so many sequences of so many tokens before their last."""
@@ -122,3 +151,9 @@ class BannedSequences:
             pad = torch.nn.functional.pad
             self._before = pad(self._before, (length - width, 0, 0, count - had), value=_ANY)
             self._last = pad(self._last, (0, count - had), value=-1)
+
+
+def _shifted(tails: Tensor, new: Tensor, by: Tensor) -> Tensor:
+    """Each row's last tokens, int32 [S, N], once the first ``by`` of its new ones, int32 [S, M], have come."""
+    at = torch.arange(tails.shape[1], device=tails.device)[None] + by[:, None]
+    return torch.cat((tails, new), 1).gather(1, at)

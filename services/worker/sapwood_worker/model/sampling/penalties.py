@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.sampling.positions import Drafts
+from sapwood_worker.records.step import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +27,26 @@ class Penalties:
     """Penalties of S of the R rows of a step.
 
     Attributes:
-        rows: int64 [S]: the rows of the logits.
+        at: int64 [S], on the host: the rows of the logits.
+        rows: int64 [S]: the same on the device.
         slots: int64 [S]: the rows of the page table, under which tokens are counted.
         frequency: float32 [S, 1].
         presence: float32 [S, 1].
         repetition: float32 [S, 1], over 0.
     """
 
+    at: IntArray
     rows: Tensor
     slots: Tensor
     frequency: Tensor
     presence: Tensor
     repetition: Tensor
+
+    def select(self, some: IntArray, ops: DeviceOps, slots: Tensor | None = None) -> Penalties:
+        """Some of them, int64 [N] in 0 .. S - 1, under other rows of counts if these are given for all S."""
+        which = ops.to_device(some)
+        parts = (self.rows, self.slots if slots is None else slots, self.frequency, self.presence, self.repetition)
+        return Penalties(self.at[some], *(each.index_select(0, which) for each in parts))
 
 
 class TokenCounts:
@@ -71,15 +81,43 @@ class TokenCounts:
         seen.zero_()
         seen.index_fill_(0, ids, True)
 
-    def apply(self, logits: Tensor, penalties: Penalties) -> None:
-        """Changes the logits [R, V] of the rows that have penalties, in place."""
+    def apply(self, logits: Tensor, penalties: Penalties, drafts: Drafts | None = None) -> None:
+        """Changes the logits [R, V] of the rows that have penalties, in place; those of a draft as if it were sampled so far."""
+        if drafts is not None:
+            self._apply_drafted(logits, penalties, drafts)
+            return
         assert self._tables is not None
         self._ops.apply_penalties(
             logits, *self._tables, penalties.rows, penalties.slots, penalties.frequency, penalties.presence,
             penalties.repetition,
         )  # fmt: skip
 
-    def add(self, tokens: Tensor, penalties: Penalties) -> None:
-        """Counts a step's tokens, int64 [R], for the rows that have penalties."""
+    def add(self, tokens: Tensor, penalties: Penalties, drafts: Drafts | None = None) -> None:
+        """Counts a step's tokens, int64 [R], for the rows that have penalties; with a draft, those of them that are not -1."""
         assert self._tables is not None
-        self._ops.count_tokens(*self._tables, tokens, penalties.rows, penalties.slots)
+        turns = (
+            [penalties] if drafts is None else [penalties.select(turn, self._ops) for turn in _turns(penalties, drafts)]
+        )
+        for each in turns:
+            self._ops.count_tokens(*self._tables, tokens, each.rows, each.slots)
+
+    def _apply_drafted(self, logits: Tensor, penalties: Penalties, drafts: Drafts) -> None:
+        """Position by position, on a copy of the requests' counts that grows by the draft."""
+        assert self._tables is not None
+        turns = _turns(penalties, drafts)
+        _, own = np.unique(drafts.owner[penalties.at], return_inverse=True)
+        slots, tokens = self._ops.to_device(own), self._ops.to_device(drafts.tokens)
+        grown = TokenCounts(len(turns[0]), self._shape[1], self._ops)
+        first = penalties.slots.index_select(0, self._ops.to_device(turns[0]))
+        grown._tables = self._tables[0].index_select(0, first), self._tables[1].index_select(0, first)
+        for turn in turns:
+            grown.apply(logits, penalties.select(turn, self._ops, slots))
+            followed = turn[drafts.tokens[penalties.at[turn]] >= 0]
+            if len(followed):
+                grown.add(tokens, penalties.select(followed, self._ops, slots))
+
+
+def _turns(penalties: Penalties, drafts: Drafts) -> list[IntArray]:
+    """The penalised rows, as indices into ``penalties``: each request's first position, then its second, and so on."""
+    offsets = drafts.offsets[penalties.at]
+    return [np.flatnonzero(offsets == turn) for turn in range(int(offsets.max()) + 1)]

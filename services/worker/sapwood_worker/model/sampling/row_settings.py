@@ -16,18 +16,14 @@ from torch import Tensor
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.cpu_sampling import SamplingBatch
 from sapwood_kernels.ops.device import DeviceOps
+from sapwood_worker.model.sampling.bans import Places
 from sapwood_worker.model.sampling.penalties import Penalties
 from sapwood_worker.model.sampling.random_numbers import uniform
+from sapwood_worker.records.step import IntArray
 
 _SEED_MASK = (1 << 64) - 1
 # The kinds of settings that a row has, as bits.
 _SAMPLED, _PENALISED, _BIASED, _MINIMUM, _LOGPROBS, _ALLOWED, _BANNED = 1, 2, 4, 8, 16, 32, 64
-
-IntArray = npt.NDArray[np.int64]
-
-
-Places = tuple[Tensor, Tensor]
-"""int64 [S] each: rows of the logits, and their rows of the page table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +132,7 @@ class RowSettings:
         if at is None:
             return None
         frequency, presence, repetition = self._move(self._penalties[rows]).chunk(3, dim=1)
-        return Penalties(self._move(at), self._move(rows), frequency, presence, repetition)
+        return Penalties(at, self._move(at), self._move(rows), frequency, presence, repetition)
 
     def additions(self, rows: IntArray, positions: IntArray) -> list[Additions]:
         """What is added to the logits of a step's rows: biases, and minus infinity to end tokens that may not come yet."""
@@ -166,7 +162,7 @@ class RowSettings:
 
     def _places(self, rows: IntArray, what: int) -> Places | None:
         at, rows = self._asking(rows, what)
-        return None if at is None else (self._move(at), self._move(rows))
+        return None if at is None else Places(at, self._move(at), self._move(rows))
 
     def _asking(self, rows: IntArray, what: int) -> tuple[IntArray | None, IntArray]:
         at = np.flatnonzero(self._asks[rows] & what)

@@ -6,21 +6,22 @@ penalties, biases and the ban on early ends change them in place; then temperatu
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_worker.model.grammar.logit_masks import StepMasks
+from sapwood_worker.model.grammar.logit_masks import apply_masks
 from sapwood_worker.model.sampling.bans import AllowedTokens, BannedSequences
 from sapwood_worker.model.sampling.logprobs import Distribution, Logprobs
 from sapwood_worker.model.sampling.penalties import TokenCounts
-from sapwood_worker.model.sampling.row_settings import IntArray, RowSettings
+from sapwood_worker.model.sampling.positions import Positions
+from sapwood_worker.model.sampling.row_settings import RowSettings
 from sapwood_worker.model.sampling.sampler import sample
-from sapwood_worker.records.step import ScheduledRequest
+from sapwood_worker.records.step import Entry, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,14 @@ class SampledTokens:
         logprobs: Log probabilities of the rows that asked for them.
         rows: The indices of those rows.
         alternatives: How many alternatives each of those rows wants.
+        ends: int64 [S]: each request's last row that counts; None: it has but one.
     """
 
     tokens: Tensor
     logprobs: Logprobs | None = None
     rows: tuple[int, ...] = ()
     alternatives: tuple[int, ...] = ()
+    ends: Tensor | None = None
 
 
 class TokenSampler:
@@ -55,74 +58,64 @@ class TokenSampler:
         self._counts = TokenCounts(rows, vocab_size, ops)
         self._allowed = AllowedTokens(rows, vocab_size, ops)
         self._banned = BannedSequences(rows, ops)
-        self._admissions = np.full(rows, -1, np.int64)
         self._ops = ops
 
+    def enter(self, entry: Entry) -> None:
+        """Gives a row of the page table to a request."""
+        row, params = entry.row, entry.sampling
+        self._settings.enter(row, params, entry.output_start)
+        tokens = array("I", entry.tokens)
+        if params.allowed_token_ids:
+            self._allowed.enter(row, params.allowed_token_ids)
+        if params.bad_words_ids:
+            self._banned.enter(row, params.bad_words_ids, tokens[entry.output_start :])
+        if self._settings.penalised(row):
+            self._counts.enter(row, tokens, entry.output_start)
+
     def sample(
-        self,
-        logits: Tensor,
-        requests: Sequence[ScheduledRequest],
-        masks: StepMasks,
-        greedy: tuple[Tensor, Tensor] | None = None,
+        self, logits: Tensor, step: Step, at: Positions, greedy: tuple[Tensor, Tensor] | None = None
     ) -> SampledTokens:
-        """One token for each request, without waiting for the device.
+        """One token for each position, without waiting for the device.
 
         Args:
             logits: [R, V], contiguous; float32 ones are changed in place.
-            requests: Each row's request.
-            masks: The rows' grammar masks.
+            step: The step; its grammar masks are waited for.
+            at: The positions that it samples, at least one.
             greedy: Each row's largest logit and its token, if they are known already.
         """
-        slots, positions = self._enter(requests)
-        settings = self._settings
-        if settings.plain(slots) and not masks:
+        settings, drafts = self._settings, at.drafts
+        if step.masks is None and settings.plain(at.rows):
             largest, tokens = greedy if greedy is not None else self._ops.row_max(logits)
-            return SampledTokens(_valid(tokens, largest))
+            tokens = _valid(tokens, largest)
+            return SampledTokens(tokens, ends=None if drafts is None else drafts.ends(tokens, self._ops))
         logits = logits.float()  # all that follows changes logits or needs their full precision
-        wanted = settings.logprobs(slots)
+        wanted = settings.logprobs(at.rows)
         distribution = None
         if wanted is not None:
-            at = self._ops.to_device(wanted[0])
-            distribution = Distribution(logits.index_select(0, at), int(wanted[1].max()))
-        masks.apply(logits)
-        if (places := settings.allowed(slots)) is not None:
-            self._allowed.apply(logits, *places)
-        if (banned := settings.banned(slots)) is not None:
-            self._banned.apply(logits, *banned)
-        penalties = settings.penalties(slots)
-        if penalties is not None:
-            self._counts.apply(logits, penalties)
-        for each in settings.additions(slots, positions):
+            chosen = self._ops.to_device(wanted[0])
+            distribution = Distribution(logits.index_select(0, chosen), int(wanted[1].max()))
+        apply_masks(logits, step, self._ops)
+        if (places := settings.allowed(at.rows)) is not None:
+            self._allowed.apply(logits, places)
+        if (banned := settings.banned(at.rows)) is not None:
+            self._banned.apply(logits, banned, drafts)
+        if (penalties := settings.penalties(at.rows)) is not None:
+            self._counts.apply(logits, penalties, drafts)
+        for each in settings.additions(at.rows, at.positions):
             logits.view(-1).scatter_add_(0, each.at, each.values)
-        tokens, largest = sample(logits, settings.sampling(slots, positions), self._ops)
+        drawn, largest = sample(logits, settings.sampling(at.rows, at.positions), self._ops)
+        tokens, ends, counted = _valid(drawn, largest), None, drawn
+        if drafts is not None:
+            ends = drafts.ends(tokens, self._ops)
+            counted = drafts.counting(tokens, ends, self._ops)
         if penalties is not None:
-            self._counts.add(tokens, penalties)
+            self._counts.add(counted, penalties, drafts)
         if banned is not None:
-            self._banned.add(tokens, *banned)
+            self._banned.add(counted, banned, drafts)
         if distribution is None or wanted is None:
-            return SampledTokens(_valid(tokens, largest))
-        logprobs = distribution.of(tokens.index_select(0, at))
-        return SampledTokens(_valid(tokens, largest), logprobs, tuple(wanted[0].tolist()), tuple(wanted[1].tolist()))
-
-    def _enter(self, requests: Sequence[ScheduledRequest]) -> tuple[IntArray, IntArray]:
-        """The rows of the page table, and the positions of the tokens to come; writes the state of rows with a new request."""
-        count = len(requests)
-        slots = np.fromiter((request.slot for request in requests), np.int64, count)
-        positions = np.fromiter((request.start + len(request.token_ids) for request in requests), np.int64, count)
-        admissions = np.fromiter((request.admission for request in requests), np.int64, count)
-        new = (self._admissions[slots] != admissions) | (admissions < 0)
-        for index in np.flatnonzero(new).tolist():
-            request = requests[index]
-            params = request.sampling
-            self._settings.enter(request.slot, params, request.output_start)
-            if params.allowed_token_ids:
-                self._allowed.enter(request.slot, params.allowed_token_ids)
-            if params.bad_words_ids:
-                self._banned.enter(request.slot, params.bad_words_ids, request.history[request.output_start :])
-            if self._settings.penalised(request.slot):
-                self._counts.enter(request.slot, request.history, request.output_start)
-        self._admissions[slots] = admissions
-        return slots, positions
+            return SampledTokens(tokens, ends=ends)
+        logprobs = distribution.of(drawn.index_select(0, chosen))
+        return SampledTokens(tokens, logprobs, tuple(wanted[0].tolist()), tuple(wanted[1].tolist()), ends)
 
 
 def _valid(tokens: Tensor, largest: Tensor) -> Tensor:

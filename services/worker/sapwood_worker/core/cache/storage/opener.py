@@ -24,7 +24,7 @@ from sapwood_worker.core.cache.storage.factory import parse_storage
 from sapwood_worker.core.cache.storage.record import namespace_of
 from sapwood_worker.core.cache.storage.tier import StorageTier
 from sapwood_worker.model.pools.host_pool import HEADER_BYTES, SCRATCH_PAGES, HostPool
-from sapwood_worker.records.step import Runner, ScheduledRequest, SchedulerOutput
+from sapwood_worker.records.step import Entry, Runner, Step
 
 logger = logging.getLogger(__name__)
 
@@ -199,13 +199,21 @@ def break_even(fixed: float, each: float, compute: float) -> int:
 def measure_prefill(runner: Runner, page_size: int, num_pages: int, most_tokens: int) -> float:
     """Seconds that computing a token of a prompt takes; runs the model twice, before any request is let in."""
     count = max(1, min(_PROBE_TOKENS, most_tokens, num_pages * page_size))
-    rows = np.arange(-(-count // page_size), dtype=np.int32)[None]
-    sampling = SamplingParams(temperature=0.0)
+    one = np.ones(1, np.int64)
+    step = Step(
+        number=0,
+        rows=0 * one,
+        starts=0 * one,
+        counts=count * one,
+        samples=one,
+        token_ids=np.ones(count, np.int64),
+        pages=np.arange(-(-count // page_size), dtype=np.int32)[None],
+        entries=(Entry(0, -1, SamplingParams(temperature=0.0)),),
+    )
     best = math.inf
     for _ in range(2):
-        request = ScheduledRequest("start-up", 0, [1] * count, 0, True, sampling)
         began = time.perf_counter()
-        runner.execute(SchedulerOutput(0, rows, [request]))
+        runner.execute(step)
         best = min(best, time.perf_counter() - began)
     return best / count
 

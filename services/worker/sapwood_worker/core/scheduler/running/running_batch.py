@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from bisect import insort
 
 import numpy as np
 import numpy.typing as npt
 
+from sapwood_worker.core.cache.page_allocator import PageHandle
 from sapwood_worker.core.cache.page_table import PageTable
 from sapwood_worker.core.cache.prefix_cache import PrefixCache
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.core.scheduler.running.step_in_flight import make_part
 from sapwood_worker.core.scheduler.state import RequestState
 
 
@@ -28,17 +27,22 @@ class RunningBatch:
         self._table = table
         self._cache = cache
         self._page_size = page_size
-        # It does not begin at 0, since one runner may serve several schedulers, one after the other.
-        self._admissions = time.monotonic_ns()
         self.requests: list[Request] = []
 
     def __len__(self) -> int:
         return len(self.requests)
 
-    @property
-    def rows(self) -> npt.NDArray[np.int32]:
-        """The page table itself, int32 [max_running, max_pages]."""
-        return self._table.rows
+    def pages_of(
+        self, rows: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int32], PageHandle]:
+        """The pages of some rows up to those that hold the tokens before ``ends``, and a handle of these last ones.
+
+        The pages are a copy, int32 [rows, most pages]; entries beyond a row's last page are undefined.
+        """
+        last = (ends - 1) // self._page_size
+        width = int(last.max()) + 1 if len(last) else 0
+        pages = self._table.rows[rows, :width]
+        return pages, self._cache.handle(pages[np.arange(len(rows)), last])
 
     @property
     def num_free_slots(self) -> int:
@@ -80,8 +84,7 @@ class RunningBatch:
         """
         request.become(RequestState.RUNNING)
         request.slot = self._table.open()
-        request.admission = self._admissions
-        self._admissions += 1
+        request.enters = True
         request.computed = self._cache.open(request.slot, request.request_id, request.reusable, request.namespace)
         missing = self.pages_for(len(request.token_ids)) - self._table.length(request.slot)
         allocated = self._cache.allocate(request.slot, missing)
@@ -89,7 +92,6 @@ class RunningBatch:
         request.computed += self._cache.load(request.slot)
         request.planned = request.computed
         request.capacity = self.capacity(request)
-        request.part, request.spare = make_part(request), make_part(request)
         insort(self.requests, request, key=lambda other: other.rank)
 
     def capacity(self, request: Request) -> int:

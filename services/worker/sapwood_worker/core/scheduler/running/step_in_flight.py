@@ -1,17 +1,17 @@
-"""One step from its plan to its tokens: what each request computes in it, and what the runner is told.
-
-Each request has two :class:`ScheduledRequest`, used in turn. A step changes only what differs from the step before: a decode
-costs a few assignments, not an object. At most two steps are in flight, so neither object is written while a runner may read
-it. O(requests).
-"""
+"""One step from its plan to its tokens: what each request computes in it, and what the runner is told. O(requests)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sapwood_worker.core.cache.prefix_cache import PrefixCache
+import numpy as np
+
+from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.request import Request
-from sapwood_worker.records.step import ScheduledRequest
+from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
+from sapwood_worker.records.grammar_state import GrammarState, MaskFiller
+from sapwood_worker.records.page_copies import Copies
+from sapwood_worker.records.step import Entry, Step
 
 Chunk = tuple[Request, int]
 """A request and how many of its next tokens are computed."""
@@ -21,85 +21,128 @@ class StepInFlight:
     """A step on its way; constructing it notes on each of its requests what the step computes.
 
     Args:
+        number: The step's.
         decodes: Requests whose last known token, one of output, the step computes, to sample the next.
         chunks: Everything else: parts of prompts, whether or not they reach the end.
-        cache: Holds their pages.
+        running: Holds their rows and pages.
+        copies: What is copied before the step.
+        filler: Fills grammar masks, beginning now; None: no request has a grammar.
 
     Attributes:
         decodes, chunks: The arguments.
         samples: For each chunk whether it samples.
-        parts: What the runner is told, decodes first. The scheduler's own: valid until the step's ``update()``.
+        plan: What the runner is told, decodes first.
         written: A handle of the last page that each part writes, made when the step is planned.
         awaits_grammar: Whether a sampled token must be seen by a grammar before the request's next one is planned.
     """
 
-    __slots__ = ("awaits_grammar", "chunks", "decodes", "parts", "samples", "written")
+    __slots__ = ("_filled", "awaits_grammar", "chunks", "decodes", "plan", "samples", "written")
 
-    def __init__(self, decodes: list[Request], chunks: list[Chunk], cache: PrefixCache) -> None:
+    def __init__(
+        self,
+        number: int,
+        decodes: list[Request],
+        chunks: list[Chunk],
+        running: RunningBatch,
+        copies: Copies | None,
+        filler: MaskFiller | None,
+    ) -> None:
         self.decodes = decodes
         self.chunks = chunks
-        self.awaits_grammar = False
-        parts: list[ScheduledRequest] = []
-        self.parts = parts
+        rows: list[int] = []
+        starts: list[int] = []
+        tokens: list[int] = []
+        grammars: list[GrammarState] = []
+        masked: list[int] = []
         for request in decodes:
             start = request.planned
             known = request.token_ids
-            part, request.spare = request.spare, request.part
-            request.part = part
-            part.token_ids = [known[start] if start < len(known) else -1]
-            part.start = start
-            part.samples = True
+            rows.append(request.slot)
+            starts.append(start)
+            tokens.append(known[start] if start < len(known) else -1)
             request.planned = start + 1
             request.in_flight += 1
             request.unknown += 1
             if request.grammar is not None:
-                self.awaits_grammar = True
-            parts.append(part)
-        self.samples = [self._add_chunk(request, count) for request, count in chunks]
-        self.written = cache.written_by(
-            [part.slot for part in parts], [part.start + len(part.token_ids) for part in parts]
-        )
+                masked.append(len(rows) - 1)
+                grammars.append(request.grammar)
+        self.plan = plan = Step(number, copies=copies)
+        self.samples: list[bool] = []
+        if chunks:
+            sampling = len(decodes)
+            counts = [1] * sampling
+            known_tokens = [np.array(tokens, np.int64)]
+            for request, count in chunks:
+                start = request.planned
+                rows.append(request.slot)
+                starts.append(start)
+                counts.append(count)
+                samples = start + count == len(request.token_ids) + request.unknown and not request.pooling
+                self.samples.append(samples)
+                known_tokens.append(_tokens(request, start, count))
+                request.planned = start + count
+                request.in_flight += 1
+                request.unknown += samples
+                if samples and request.grammar is not None:
+                    masked.append(sampling)
+                    grammars.append(request.grammar)
+                sampling += samples
+            plan.token_ids = np.concatenate(known_tokens)
+            plan.counts = np.array(counts, np.int64)
+            plan.samples = np.array([1] * len(decodes) + self.samples, np.int64)
+            plan.entries = tuple(_enter(request) for request, _ in chunks if request.enters)
+        else:
+            plan.token_ids = np.array(tokens, np.int64)
+            plan.counts = plan.samples = np.ones(len(decodes), np.int64)
+        plan.rows = np.array(rows, np.int64)
+        plan.starts = np.array(starts, np.int64)
+        plan.pages, self.written = running.pages_of(plan.rows, plan.starts + plan.counts)
+        self._filled = None
+        if grammars:
+            assert filler is not None, "a request has a grammar, but nothing fills masks"
+            self._filled = plan.masks = filler.start(grammars)
+            plan.masked = np.array(masked, np.int64)
+        self.awaits_grammar = bool(grammars)
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return len(self.plan.rows)
 
     @property
     def requests(self) -> Sequence[Request]:
         """Every request that is part of the step."""
         return [*self.decodes, *(request for request, _ in self.chunks)]
 
-    def _add_chunk(self, request: Request, count: int) -> bool:
-        start = request.planned
-        samples = start + count == len(request.token_ids) + request.unknown and not request.pooling
-        part, request.spare = request.spare, request.part
-        request.part = part
-        part.token_ids = request.token_ids[start : start + count].tolist()
-        part.token_ids += [-1] * (count - len(part.token_ids))
-        part.start = start
-        part.samples = samples
-        part.prompt_logprobs = request.wanted_prompt_logprobs
-        request.planned = start + count
-        request.in_flight += 1
-        request.unknown += samples
-        self.awaits_grammar |= samples and request.grammar is not None
-        self.parts.append(part)
-        return samples
+    def release_grammars(self) -> None:
+        """Returns once nothing fills the step's masks any more, so that its grammars may go on or be closed."""
+        if self._filled is not None:
+            self._filled.exception()
 
 
-def make_part(request: Request) -> ScheduledRequest:
-    """What the runner is told of a request that has got a row; each step then changes some fields."""
-    return ScheduledRequest(
-        request_id=request.request_id,
-        slot=request.slot,
-        token_ids=[],
-        start=0,
-        samples=False,
-        sampling=request.sampling,
-        grammar=request.grammar,
-        admission=request.admission,
-        history=request.token_ids,
-        output_start=request.output_start,
-        prompt_length=request.prompt_length,
-        serial=request.serial,
-        pooling=request.pooling,
+def _tokens(request: Request, start: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """A request's next tokens; -1 for the last of them if a step in flight samples it."""
+    tokens = np.full(count, -1, np.int64)
+    known = min(count, len(request.token_ids) - start)
+    tokens[:known] = np.frombuffer(request.token_ids, np.uint32, known, start * request.token_ids.itemsize)
+    return tokens
+
+
+def _enter(request: Request) -> Entry:
+    """What the runner must know of a request that has just got a row."""
+    request.enters = False
+    scored = request.wanted_prompt_logprobs
+    return Entry(
+        request.slot,
+        request.serial,
+        request.sampling,
+        request.output_start,
+        request.token_ids.tobytes() if scored is not None or looks_back(request.sampling) else b"",
+        request.prompt_length,
+        scored,
+        request.pooling,
     )
+
+
+def looks_back(sampling: SamplingParams) -> bool:
+    """Whether sampling a token takes more of those before it than their logits."""
+    penalties = sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty
+    return penalties != (0.0, 0.0, 1.0) or bool(sampling.bad_words_ids)

@@ -60,6 +60,32 @@ def test_a_sampled_request_resumed_from_its_prefix_goes_on_alike(runner, make_dr
         assert whole[:cut] + rest == whole
 
 
+def test_drafts_checked_in_one_step_give_the_tokens_of_one_by_one(runner, make_driver):
+    setting = SamplingParams(temperature=1.2, top_p=0.95, seed=77, frequency_penalty=0.4)
+    prompts = {0: [5, 6, 7], 1: [40, 41], 2: [9] * 20}
+    wanted = make_driver(runner).generate(prompts, 24, setting)
+    driver = make_driver(runner)
+    for slot, prompt in prompts.items():
+        driver.add(slot, prompt)
+    driver.execute({slot: len(prompt) for slot, prompt in prompts.items()}, setting)
+    taken = []
+    for turn in range(6):
+        parts = []
+        for slot, prompt in prompts.items():
+            known = driver.tokens[slot]
+            draft = wanted[slot][len(known) - len(prompt) :][: (slot + turn) % 4]
+            if turn % 2 and len(draft) > 1:
+                draft[1] = (draft[1] + 1) % 97
+            parts.append(Part(slot, [known[-1], *draft], len(known) - 1, 1 + len(draft), setting, enters=False))
+        for slot, tokens in enumerate(runner.execute(make_step(turn, driver.table, parts)).token_ids):
+            driver.tokens[slot] += tokens
+            taken.append(len(tokens))
+    for slot, prompt in prompts.items():
+        got = driver.tokens[slot][len(prompt) :]
+        assert got == wanted[slot][: len(got)]
+    assert {1, 2, 4} <= set(taken)
+
+
 def test_pages_of_other_requests_are_left_alone(runner, make_driver):
     driver = make_driver(runner)
     driver.add(0, [3, 4, 5, 6, 7])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
 import msgspec
@@ -36,13 +37,13 @@ class Row:
         self.output_start = len(tokens) - output_tokens
         self.entering = True
 
-    def part(self) -> Part:
+    def part(self, draft: list[int] | None = None) -> Part:
         entering, self.entering = self.entering, False
         return Part(
             row=self.slot,
-            token_ids=[self.tokens[-1]],
+            token_ids=[self.tokens[-1], *(draft or [])],
             start=len(self.tokens) - 1,
-            samples=1,
+            samples=1 + len(draft or []),
             sampling=self.params,
             enters=entering,
             history=self.tokens,
@@ -50,9 +51,9 @@ class Row:
         )
 
 
-def logits_for(row: Row) -> torch.Tensor:
+def logits_for(row: Row, ahead: int = 0) -> torch.Tensor:
     """A function of the position alone: what differs between two runs is the sampling."""
-    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(len(row.tokens))) * 2
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(len(row.tokens) + ahead)) * 2
 
 
 def step(sampler: TokenSampler, rows: list[Row], logits: torch.Tensor | None = None):
@@ -223,6 +224,51 @@ def test_a_row_gets_the_same_tokens_alone_in_any_batch_in_a_used_row_and_resumed
         for _ in range(20 - cut):
             step(sampler, resumed)
         assert [list(row.tokens[3:]) for row in resumed] == alone
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, [{}]], ids=["every setting", "greedy alone"])
+def test_a_draft_checked_in_one_step_gives_the_tokens_and_log_probabilities_of_one_by_one(settings):
+    params = [
+        SamplingParams(
+            **(setting | {"temperature": 1.0 * (index % 3 > 0), "seed": index, "logprobs": index % 2 or None})
+        )
+        for index, setting in enumerate(settings)
+    ]
+    wanted, rows = [[] for _ in params], [Row(slot, [5, 6, 7], each) for slot, each in enumerate(params)]
+    sampler = new_sampler(len(rows))
+    for _ in range(30):
+        tokens, found = step(sampler, rows)
+        for slot, token in enumerate(tokens):
+            wanted[slot].append((token, found.get(slot, [None])[0]))
+    chance = random.Random(1)
+    drafted = {"all": 0, "some": 0, "none": 0}
+    rows = [Row(slot, [5, 6, 7], each) for slot, each in enumerate(params)]
+    got, sampler = [[] for _ in rows], new_sampler(len(rows))
+    while running := [row for row in rows if len(got[row.slot]) < 20]:
+        drafts = []
+        for row in running:
+            done = len(got[row.slot])
+            draft = [token for token, _ in wanted[row.slot][done : done + chance.randrange(5)]]
+            if draft and chance.random() < 0.5:
+                draft[chance.randrange(len(draft))] = chance.randrange(VOCAB)
+            drafts.append(draft)
+        parts = [row.part(draft) for row, draft in zip(running, drafts, strict=True)]
+        planned = make_step(0, np.zeros((len(rows), 1), np.int32), parts)
+        logits = [
+            logits_for(row, at) for row, draft in zip(running, drafts, strict=True) for at in range(len(draft) + 1)
+        ]
+        answer = answer_of(planned, sample(sampler, planned, torch.stack(logits)))
+        for index, (row, draft) in enumerate(zip(running, drafts, strict=True)):
+            tokens = answer.token_ids[index]
+            drafted["all" if len(tokens) > len(draft) else "some" if len(tokens) > 1 else "none"] += bool(draft)
+            row.tokens.extend(tokens)
+            got[row.slot] += zip(tokens, answer.logprobs.get(index, [None] * len(tokens)), strict=True)
+    for slot, each in enumerate(got):
+        for (token, logprob), (expected, its) in zip(each, wanted[slot], strict=False):
+            assert token == expected, params[slot]
+            assert (logprob is None) == (its is None)
+            assert logprob is None or logprob.logprob == pytest.approx(its.logprob, abs=1e-5)
+    assert min(drafted.values()) > 0
 
 
 def test_log_probabilities_are_the_models_own_and_alternatives_the_likeliest():

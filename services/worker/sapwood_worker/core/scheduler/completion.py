@@ -30,17 +30,15 @@ def may_jump(request: Request) -> bool:
     return request.grammar is not None and sampling.logprobs is None and unbiased and free
 
 
-def take_tokens(
-    request: Request, sampled: list[int], logprobs: list[TokenLogprobs] = _NO_LOGPROBS
-) -> RequestOutput:
+def take_tokens(request: Request, sampled: list[int], logprobs: list[TokenLogprobs] = _NO_LOGPROBS) -> RequestOutput:
     """Appends the tokens that a step sampled, up to one that ends the request, and those that the grammar forces then.
 
     The caller ends the request if the answer has a ``finish_reason``.
 
     Args:
         request: The tokens' request. Mutated.
-        sampled: At least one; becomes part of the answer. -1: the model's logits were not finite numbers; the request has failed and nothing more of it is
-            shared.
+        sampled: At least one; becomes part of the answer. -1: the model's logits were not finite numbers; the request has
+            failed and nothing more of it is shared.
         logprobs: The tokens' log probabilities, if asked for.
     """
     grammar = request.grammar

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sapwood_common.contract.page_hash import hash_page, hash_pages
+from sapwood_common.contract.page_hash import hash_pages
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -22,7 +22,7 @@ def test_two_prompts_share_exactly_the_hashes_of_their_common_full_pages(
 def test_pages_hashed_one_by_one_are_the_chain(prompt: list[int], page_size: int) -> None:
     chain, parent = [], b""
     for start in range(0, len(prompt) // page_size * page_size, page_size):
-        parent = hash_page(parent, prompt[start : start + page_size])
+        (parent,) = hash_pages(prompt[start : start + page_size], page_size, salt=parent)
         chain.append(parent)
     assert hash_pages(prompt, page_size) == chain
 

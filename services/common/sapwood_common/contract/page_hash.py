@@ -17,11 +17,6 @@ HASH_BYTES = 16
 _U64 = (1 << 64) - 1
 
 
-def hash_page(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The 16-byte hash of a page of token ids below the page whose hash is ``parent`` (``b""`` or a salt at the root)."""
-    return xxhash.xxh3_128_digest(parent + array("I", tokens).tobytes())
-
-
 def hash_pages(tokens: Sequence[int], page_size: int, *, salt: bytes = b"") -> list[bytes]:
     """The hashes of all *full* pages of a token sequence, first page first.
 

@@ -101,6 +101,7 @@ def _flood(target: Target, others: Others, flood: Flood, connections: int, secon
     port = target.grpc_port if flood.front == "grpc" else target.http_port
     command = [sys.executable, "-m", "floods.attacker", flood.name, "--port", str(port)] + ["--tls"] * target.tls
     command += ["--connections", str(connections), "--seconds", str(seconds + 1)]
+    command += [f"--key={target.key}"] if flood.keyed and target.key else []
     with MemoryWatch(pid) as memory:
         attacker = subprocess.Popen(command, cwd=_HERE, stdout=subprocess.PIPE, text=True)
         time.sleep(1)  # it starts, and has its first burst behind it

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import cast
 
 import uvloop
-from floods.flood import Flood
+from floods.flood import KEY, Flood
 from floods.tables import FLOODS
 from floods.wire import client_tls, find_farewell
 
@@ -68,7 +68,9 @@ class _Connection(asyncio.Protocol):
         await self._may_write.wait()
 
 
-async def _attack(flood: Flood, port: int, tls: ssl.SSLContext | None, number: int, until: float, fate: Fate) -> None:
+async def _attack(
+    flood: Flood, port: int, tls: ssl.SSLContext | None, key: bytes, number: int, until: float, fate: Fate
+) -> None:
     loop = asyncio.get_running_loop()
     while time.monotonic() < until and fate.connected < _MOST_CONNECTIONS:
         began = time.monotonic()
@@ -86,7 +88,7 @@ async def _attack(flood: Flood, port: int, tls: ssl.SSLContext | None, number: i
                 for chunk in flood.chunks(number):
                     if connection.lost.is_set():
                         break
-                    await connection.send(chunk)
+                    await connection.send(chunk.replace(KEY, key) if key else chunk)
                     fate.sent += len(chunk)
                     await asyncio.sleep(flood.pause)
                 if flood.hang_up is None:
@@ -112,14 +114,18 @@ async def main() -> None:
     parser.add_argument("flood", choices=[flood.name for flood in FLOODS])
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--tls", action="store_true")
+    parser.add_argument("--key", default="", help="that is known; for floods that show one")
     parser.add_argument("--connections", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=4.0)
     args = parser.parse_args()
     flood = next(flood for flood in FLOODS if flood.name == args.flood)
-    tls = client_tls("h2" if flood.front == "grpc" else None) if args.tls else None
+    tls = client_tls("h2" if flood.front == "grpc" else None) if args.tls and not flood.raw else None
     fate = Fate(args.seconds)
     until = time.monotonic() + args.seconds
-    await asyncio.gather(*(_attack(flood, args.port, tls, number, until, fate) for number in range(args.connections)))
+    numbers = range(args.connections * flood.times)
+    await asyncio.gather(
+        *(_attack(flood, args.port, tls, args.key.encode(), number, until, fate) for number in numbers)
+    )
     print(json.dumps(asdict(fate)), flush=True)
 
 

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+KEY = b"K" * 54
+"""In what is sent: a key that is known, in place of which the attacker puts his own. As long as those of ``make_key``."""
+
 
 @dataclass(frozen=True)
 class Flood:
@@ -19,6 +22,9 @@ class Flood:
         reads: Whether the attacker reads what it is answered.
         pause: Seconds between two chunks.
         hang_up: Seconds after the last chunk until the attacker closes and comes again; None: it stays.
+        times: Connections that each of the attacker's stands for.
+        keyed: Whether it shows a key that is known.
+        raw: Whether it sends these very bytes where the port speaks TLS, too.
     """
 
     name: str
@@ -27,3 +33,6 @@ class Flood:
     reads: bool = True
     pause: float = 0.0
     hang_up: float | None = None
+    times: int = 1
+    keyed: bool = False
+    raw: bool = False

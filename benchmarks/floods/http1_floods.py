@@ -51,6 +51,12 @@ HTTP1_FLOODS = (
     Flood("GET /metrics", "http", _same(_get(b"/metrics"))),
     Flood("GET /metrics with answers unread", "http", _same(_get(b"/metrics")), reads=False),
     Flood("unknown paths", "http", _same(_get(b"/a"))),
+    Flood("HEAD /health", "http", _same(_HEALTH.replace(b"GET", b"HEAD"))),
+    Flood(
+        "requests to upgrade", "http", _same(_get(b"/health", b"connection: upgrade, http2-settings", b"upgrade: h2c"))
+    ),
+    Flood("bodies that wait for 100", "http", _same(_post(_length(9), b"expect: 100-continue") + b"{} {} {} ")),
+    Flood("models without a key", "http", _same(_get(b"/v1/models"))),
     Flood("questions of browsers", "http", _same(_ASKS)),
     Flood("heads of 60 KB", "http", _same(_get(b"/health", b"a: " + b"a" * 60_000))),
     Flood("heads of 120 fields", "http", _same(_get(b"/health", *(b"a%d: b" % number for number in range(120))))),

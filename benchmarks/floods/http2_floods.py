@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import hpack
 from floods.flood import Flood
-from floods.wire import GENERATE, GREETING, HEALTH, call, call_block, call_headers, message, streams
+from floods.wire import GENERATE, GREETING, HEALTH, REFLECTION, call, call_block, call_headers, message, streams
 from h2.settings import SettingCodes
 
 from sapwood_common.http2.wire import frames
@@ -143,6 +143,59 @@ def _huffman_bomb(_: int) -> Iterator[bytes]:
     return _references(None, b"\x0f\x2f\x81\x1f" * 1000)
 
 
+def _table_churn(_: int) -> Iterator[bytes]:
+    """Each block brings fields of 4 KB that enter the table, and drive out the last ones."""
+    yield GREETING
+    for stream in streams():
+        fields = (b"\x40\x01a\x7f\xa1\x1e" + b"%4d" % (stream % 10_000) + bytes(b"v" * 3996) for _ in range(4))
+        yield call_headers(stream, _HEALTH + b"".join(fields), end=True)
+
+
+def _table_sizes(_: int) -> Iterator[bytes]:
+    """Each block begins with sixteen thousand changes of the table's size."""
+    yield GREETING
+    for stream in streams():
+        yield call_headers(stream, b"\x20" * 16_000 + _HEALTH, end=True)
+
+
+def _many_fields(count: int) -> Callable[[int], Iterator[bytes]]:
+    block = _HEALTH + b"".join(frames.literal(b"key-%d" % index, b"value") for index in range(count))
+
+    def chunks(_: int) -> Iterator[bytes]:
+        yield GREETING
+        for stream in streams():
+            yield call(stream, block, b"")
+
+    return chunks
+
+
+def _deadlines(_: int) -> Iterator[bytes]:
+    """Calls that are late before they begin, and have no request."""
+    yield GREETING
+    yield from _calls(call_block(HEALTH, ("grpc-timeout", "1n")), lambda _: b"")
+
+
+def _no_requests(_: int) -> Iterator[bytes]:
+    yield GREETING
+    yield from _calls(_HEALTH)
+
+
+def _watches(_: int) -> Iterator[bytes]:
+    """Calls that do not end by themselves, and are reset."""
+    yield GREETING
+    block = call_block("/grpc.health.v1.Health/Watch")
+    for stream in streams():
+        yield call(stream, block, b"") + (frames.reset(stream - 100, 8) if stream > 100 else b"")
+
+
+def _reflection(_: int) -> Iterator[bytes]:
+    """One call with a request after the other, each a few bytes, for what there is none of."""
+    yield GREETING + frames.settings([(SettingCodes.INITIAL_WINDOW_SIZE, 2**31 - 1)])
+    yield frames.window_update(0, 2**30) + call_headers(1, call_block(REFLECTION))
+    request = message(b"\x22\x01a")  # the file that holds this symbol
+    yield from itertools.repeat(frames.frame(frames.DATA, 0, 1, request * 500))
+
+
 def _continuations(_: int) -> Iterator[bytes]:
     """A block in empty frames."""
     yield GREETING
@@ -196,6 +249,10 @@ HTTP2_FLOODS = (
     Flood("SETTINGS of table sizes", "grpc", lambda _: _again(GREETING, _same(_TABLE_SIZES))),
     Flood("PRIORITY", "grpc", lambda _: _again(GREETING, _same(frames.frame(frames.PRIORITY, 0, 1, bytes(5))))),
     Flood("unknown frames", "grpc", lambda _: _again(GREETING, _same(frames.frame(0xFA, 0, 0)))),
+    Flood("unknown frames of 16 KB", "grpc", lambda _: _again(GREETING, frames.frame(0xFA, 0, 0, bytes(16_384)) * 16)),
+    Flood("PRIORITY_UPDATE", "grpc", lambda _: _again(GREETING, _same(frames.frame(0x10, 0, 0, b"\0\0\0\1u=1")))),
+    Flood("GOAWAY", "grpc", lambda _: _again(GREETING, _same(frames.frame(frames.GOAWAY, 0, 0, bytes(8))))),
+    Flood("windows that overflow", "grpc", lambda _: _open_then(_same(frames.window_update(0, 2**31 - 1)))),
     Flood("WINDOW_UPDATE", "grpc", lambda _: _open_then(_same(frames.window_update(0, 1)))),
     Flood("WINDOW_UPDATE of a stream", "grpc", lambda _: _open_then(_same(frames.window_update(1, 1)))),
     Flood("empty DATA", "grpc", lambda _: _open_then(_same(frames.frame(frames.DATA, 0, 1)))),
@@ -204,10 +261,19 @@ HTTP2_FLOODS = (
     Flood("HPACK references", "grpc", _references_bomb),
     Flood("HPACK tiny Huffman fields", "grpc", _huffman_bomb),
     Flood("huge metadata", "grpc", _huge_metadata),
+    Flood("HPACK table churn", "grpc", _table_churn),
+    Flood("HPACK table sizes", "grpc", _table_sizes),
+    Flood("metadata of 200 fields", "grpc", _many_fields(200)),
+    Flood("metadata of 2000 fields", "grpc", _many_fields(2000)),
     Flood("CONTINUATION", "grpc", _continuations),
     Flood("unknown methods", "grpc", _unknown_methods),
     Flood("calls with a wrong key", "grpc", _no_key),
     Flood("health calls", "grpc", _health_calls),
+    Flood("health calls without a request", "grpc", _no_requests),
+    Flood("health calls that are late", "grpc", _deadlines),
+    Flood("watches that are reset", "grpc", _watches),
+    Flood("reflection", "grpc", _reflection),
+    Flood("reflection with answers unread", "grpc", _reflection, reads=False),
     Flood("health calls with answers unread", "grpc", _health_calls, reads=False),
     Flood("half messages", "grpc", _half_messages),
     Flood("gzip bombs", "grpc", _bombs),

@@ -11,6 +11,7 @@ from sapwood_common.http2.wire import frames
 
 HEALTH = "/grpc.health.v1.Health/Check"
 GENERATE = "/sapwood.v1.Router/Generate"
+REFLECTION = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
 GREETING = frames.PREFACE + frames.settings(())
 
 

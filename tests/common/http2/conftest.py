@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -294,6 +295,10 @@ class Service:
         self.metadata: Any = ()
         self.written = 0
         self.release = asyncio.Event()
+        self.turn = 0
+        """Of the event loop, where a test counts them."""
+        self.joined: Counter[int] = Counter()
+        """Requests that ``Join`` read in each turn."""
 
     def handlers(self) -> dict[str, Any]:
         return {
@@ -324,7 +329,11 @@ class Service:
             yield request[1:] + bytes((index,))
 
     async def join(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
-        return b"".join([request async for request in requests])
+        parts = []
+        async for request in requests:
+            parts.append(request)
+            self.joined[self.turn] += 1
+        return b"".join(parts)
 
     async def chat(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         async for request in requests:

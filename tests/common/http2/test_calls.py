@@ -12,6 +12,7 @@ import zlib
 import grpc
 import pytest
 
+from sapwood_common.http2.server.turnstile import MOST_A_TURN
 from sapwood_common.http2.wire import frames
 
 PATH = "/test.Test/"
@@ -188,3 +189,27 @@ async def test_requests_that_are_no_grpc_are_415_and_methods_but_post_405(runnin
         assert (await client.status(stream))[":status"] == status
     await client.ping()
     client.writer.close()
+
+
+async def test_requests_that_are_there_already_are_read_a_few_in_a_turn_of_all_calls(
+    running, request_block, grpc_message
+) -> None:
+    async def count_turns() -> None:
+        while True:
+            await asyncio.sleep(0)
+            running.service.turn += 1
+
+    client = await running.connect()
+    calls = range(1, 41, 2)
+    block, many = request_block("Join"), grpc_message(b"a") * 200
+    data = [frames.header_frames(stream, block, frames.USUAL_FRAME) for stream in calls]
+    data += [frames.frame(frames.DATA, frames.END_STREAM, stream, many) for stream in calls]
+    counter = asyncio.create_task(count_turns())
+    client.send(b"".join(data))
+    ended = 0
+    while ended < len(calls):
+        kind, flags, _, _ = await client.frame()
+        ended += kind == frames.HEADERS and flags & frames.END_STREAM != 0
+    counter.cancel()
+    assert sum(running.service.joined.values()) == 200 * len(calls)
+    assert max(running.service.joined.values()) <= 2 * 8 * MOST_A_TURN  # one more turn's for calls that begin

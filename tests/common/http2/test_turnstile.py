@@ -63,3 +63,20 @@ async def test_who_leaves_holds_up_nobody_and_is_forgotten_at_once() -> None:
     assert not turnstile.busy
     for place in places:
         place.leave()
+
+
+async def test_a_few_that_wait_go_on_in_each_turn_and_one_that_is_cancelled_takes_no_turn() -> None:
+    turnstile, gone_on = Turnstile(), []
+
+    async def wait(number: int) -> None:
+        await turnstile.wait()
+        gone_on.append(number)
+
+    tasks = [asyncio.create_task(wait(number)) for number in range(3 * MOST_A_TURN)]
+    await asyncio.sleep(0)
+    assert len(gone_on) == MOST_A_TURN
+    for task in tasks[MOST_A_TURN:-1]:
+        task.cancel()
+    await tasks[-1]
+    assert gone_on == [*range(MOST_A_TURN), 3 * MOST_A_TURN - 1]
+    assert turnstile.waiting == 0

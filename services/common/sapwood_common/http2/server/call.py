@@ -15,6 +15,7 @@ from sapwood_common.errors import InvalidArgumentError, ResourceExhaustedError, 
 from sapwood_common.http2.server.gate import Tenant
 from sapwood_common.http2.server.refusal import StatusOf
 from sapwood_common.http2.server.stream import ServerStream
+from sapwood_common.http2.server.turnstile import Turnstile
 from sapwood_common.http2.server.unfolding import Unfolding
 from sapwood_common.http2.wire import encoding
 from sapwood_common.http2.wire.metadata import (
@@ -29,6 +30,9 @@ from sapwood_common.http2.wire.request_head import RequestHead
 from sapwood_common.pacing.time_share import TimeShare
 
 logger = logging.getLogger(__name__)
+
+_READ_AT_ONCE = 8
+"""Requests of a stream that are read before it is others' turn."""
 
 Parse = Callable[[bytes], Any]
 Serialize = Callable[[Any], bytes]
@@ -46,6 +50,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         most_bytes: The largest request.
         status_of: Says what ends the call with an error.
         share: Shares the event loop's time with whatever else takes long.
+        breaths: Where those calls wait that read many requests which are there already.
         tenant: Whose key it came with.
         one_request: Whether there is one; others are dropped.
     """
@@ -60,6 +65,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         most_bytes: int,
         status_of: StatusOf,
         share: TimeShare,
+        breaths: Turnstile,
         tenant: Tenant | None = None,
         *,
         one_request: bool = False,
@@ -77,6 +83,9 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._most_bytes = most_bytes
         self._status_of = status_of
         self._share = share
+        self._breaths = breaths
+        self._read = 0
+        """Requests, since it had to wait."""
         self._one_request = one_request
         self._received = False
         self._encoding = fields.get(b"grpc-encoding", b"identity")
@@ -121,6 +130,11 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
                 return grpc.aio.EOF
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
+            self._read = 0
+        self._read += 1
+        if self._read > _READ_AT_ONCE:
+            self._read = 1
+            await self._breaths.wait()
         message, compressed = self._requests.popleft()
         self._stream.taken(len(message))
         if compressed:

@@ -90,6 +90,7 @@ class Http2Server:
         """Those of them that failed, and that stay so long that their clients may hear why."""
         self._running: set[RunningCall] = set()
         self._turnstile = Turnstile()
+        self._breaths = Turnstile()
         self._share = TimeShare()
         self._total = StreamTotal()
         self._memory = memory or BodyMemory(_MESSAGES_HELD * most_bytes)
@@ -231,6 +232,7 @@ class Http2Server:
             most_bytes,
             self._status_of,
             self._share,
+            self._breaths,
             tenant,
             one_request=not handler.request_streaming,
         )

@@ -80,6 +80,16 @@ class Turnstile:
         callers.setdefault(caller, OrderedDict())[place] = None
         return place
 
+    async def wait(self) -> None:
+        """Returns when it is the turn of whoever waits here, which may be at once."""
+        turn = asyncio.Event()
+        place = self.enter(turn.set)
+        try:
+            await turn.wait()
+        finally:
+            if place is not None:
+                place.leave()
+
     def drop(self, place: Place) -> None:
         """For :class:`Place`."""
         callers = self._waiting.get(place.priority)

@@ -1,0 +1,73 @@
+"""Floods by a client that has a key: what one request may cost."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+from collections.abc import Callable, Iterator
+
+from floods.flood import KEY, Flood
+from floods.wire import GENERATE, GREETING, call_block, call_headers, streams
+
+from sapwood.v1 import router_pb2
+from sapwood_common.http2.wire import frames
+
+_MOST = 16 * 1024 * 1024 - 1024
+
+
+def _bodies(body: bytes) -> Callable[[int], Iterator[bytes]]:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\ncontent-length: %d\r\n\r\n"
+    return lambda _: itertools.repeat(head % (KEY, len(body)) + body)
+
+
+def _of_prompt(value: bytes) -> bytes:
+    return b'{"model": "mock", "max_tokens": 1, "prompt": %b}' % value
+
+
+def _keys() -> bytes:
+    return b'{"model": "mock", "prompt": "a", %b}' % b", ".join(b'"k%d": 1' % number for number in range(1_000_000))
+
+
+def _calls(request: bytes) -> Callable[[int], Iterator[bytes]]:
+    """One message, compressed, of each call."""
+    block = call_block(GENERATE, ("authorization", f"Bearer {KEY.decode()}"), ("grpc-encoding", "gzip"))
+
+    def chunks(_: int) -> Iterator[bytes]:
+        packed = gzip.compress(request)
+        body = b"\1" + len(packed).to_bytes(4, "big") + packed
+        pieces = [body[at : at + frames.USUAL_FRAME] for at in range(0, len(body), frames.USUAL_FRAME)]
+        yield GREETING
+        for stream in streams():
+            data = [frames.frame(frames.DATA, 0, stream, piece) for piece in pieces]
+            yield b"".join((call_headers(stream, block), *data, frames.frame(frames.DATA, frames.END_STREAM, stream)))
+
+    return chunks
+
+
+def _with_stops() -> bytes:
+    stops = b"\x3a\0" * (_MOST // 2)  # `stop` is field 7, each of them empty
+    return router_pb2.RouterGenerateRequest(text="a").SerializeToString() + stops
+
+
+KEYED_FLOODS = (
+    Flood("nested JSON", "http", _bodies(_of_prompt(b"[" * 100_000 + b"]" * 100_000)), keyed=True),
+    Flood("JSON of a million keys", "http", _bodies(_keys()), keyed=True),
+    Flood(
+        "JSON of a million stops",
+        "http",
+        _bodies(_of_prompt(b'"a", "stop": [%b]' % b",".join([b'"a"'] * 1_000_000))),
+        keyed=True,
+    ),
+    Flood(
+        "JSON of five million objects",
+        "http",
+        _bodies(_of_prompt(b"[%b]" % b",".join([b"{}"] * 5_000_000))),
+        keyed=True,
+    ),
+    Flood(
+        "JSON numbers of a megabyte", "http", _bodies(_of_prompt(b'"a", "seed": %b' % (b"9" * 1_000_000))), keyed=True
+    ),
+    Flood("prompts of 15 MB", "http", _bodies(_of_prompt(b'"%b"' % (b"a " * 7_500_000))), keyed=True),
+    Flood("gzip bombs with a key", "grpc", _calls(bytes(_MOST)), keyed=True),
+    Flood("gzip bombs of a million stops", "grpc", _calls(_with_stops()), keyed=True),
+)

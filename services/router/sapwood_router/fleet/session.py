@@ -18,16 +18,12 @@ from sapwood_common.pacing.silence import Silence
 from sapwood_router.fleet.convert import worker_output_of
 from sapwood_router.fleet.outcome import WorkerLeftError, WorkerLostError
 from sapwood_router.fleet.output import WorkerOutput
-from sapwood_router.transport.shared_call import OPEN_TIMEOUT, SharedCall
+from sapwood_router.transport.shared_call import BYTES_A_TOKEN, OPEN_TIMEOUT, TOKENS_A_MESSAGE, SharedCall
 from sapwood_router.transport.stream_error import stream_error
 
 _METHOD = "/sapwood.v1.Worker/Session"
-TOKENS_A_MESSAGE = 256 * 1024
-"""Beyond these a message takes no further request: far from what a worker takes, also where each brings a grammar."""
 MOST_TOKENS = 8 * 1024 * 1024
 """Of one request: with 5 bytes each they fit into a message. One that is too large would end the session of all requests."""
-_BYTES_A_TOKEN = 4
-"""What a grammar is counted as, beside tokens."""
 _CHECK_INTERVAL = 0.1
 
 WorkerRequest: TypeAlias = worker_pb2.WorkerGenerateRequest | worker_pb2.WorkerEmbedRequest
@@ -273,5 +269,5 @@ class WorkerSession(SharedCall):
                 budget -= sum(len(item.ids) for item in request.inputs)
             else:
                 message.submits.add(stream_id=stream_id, request=request, timeout_ms=milliseconds)
-                budget -= len(request.token_ids) + len(request.grammar.compiled) // _BYTES_A_TOKEN
+                budget -= len(request.token_ids) + len(request.grammar.compiled) // BYTES_A_TOKEN
         return message.SerializeToString()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
+from sapwood_common.contract.limits import MOST_EMBEDDED
 from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError, SapwoodError
 from sapwood_common.status import row_of
 from sapwood_common.telemetry.tracing import child_span
@@ -21,7 +22,7 @@ from sapwood_router.flow.stages.reserve import CHARACTERS_A_TOKEN
 from sapwood_router.observe.observer import RequestObserver
 from sapwood_router.observe.spans import EMBEDDINGS, asked_to_embed, embedded, span_name
 from sapwood_router.request.embed_request import Embeddings, EmbedRequest
-from sapwood_router.request.validation import MAX_EMBEDDED, check_token_ids, check_truncation
+from sapwood_router.request.validation import check_token_ids, check_truncation
 from sapwood_router.tokenizer.tokenizers import Tokenizers
 
 
@@ -80,8 +81,8 @@ class Embedder:
         """
         if not request.inputs:
             raise InvalidArgumentError("there is nothing to embed", field="input")
-        if len(request.inputs) > MAX_EMBEDDED:
-            raise InvalidArgumentError(f"at most {MAX_EMBEDDED} inputs, got {len(request.inputs)}", field="input")
+        if len(request.inputs) > MOST_EMBEDDED:
+            raise InvalidArgumentError(f"at most {MOST_EMBEDDED} inputs, got {len(request.inputs)}", field="input")
         if request.max_tokens is not None:
             check_truncation(request.max_tokens)
         model = self._shared.registry.resolve(request.model)

@@ -10,7 +10,7 @@ from sapwood_common.status import row_of
 from sapwood_router.admission.control import Place
 from sapwood_router.fleet.convert import to_embed_request
 from sapwood_router.fleet.eligibility import Demand
-from sapwood_router.fleet.session import MOST_TOKENS, TOKENS_A_MESSAGE
+from sapwood_router.fleet.session import MOST_TOKENS
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.attempts import Attempts, Shared
 from sapwood_router.flow.stages.dispatch import dispatch
@@ -20,6 +20,7 @@ from sapwood_router.flow.stages.select import choose
 from sapwood_router.observe.metrics import RouterMetrics
 from sapwood_router.request.embed_request import Embeddings, EmbedRequest
 from sapwood_router.routing.policies.base import Choice, PromptPages
+from sapwood_router.transport.shared_call import TOKENS_A_MESSAGE
 
 _NOT_CACHED = "embeddings"
 """A cache salt that no worker caches under: to a policy that goes by what workers hold, nobody holds the prompt."""

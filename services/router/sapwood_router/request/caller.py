@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sapwood_common.contract.limits import LONGEST_TENANT
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.tenants.tenant import Tenant, mint_salt
 from sapwood_router.request.spending import Spending
@@ -13,7 +14,7 @@ TENANT_KEY = "x-tenant"
 PRIORITY_KEY = "x-priority"
 SESSION_KEY = "x-session-id"
 
-_LONGEST = 128
+_LONGEST_SESSION = 128
 MOST_PRIORITY = 100
 
 
@@ -55,9 +56,9 @@ def caller_of(get: Callable[[str], str | None], account: Tenant | None) -> Calle
     priority, session = get(PRIORITY_KEY), get(SESSION_KEY)
     if not tenant and not priority and not session:
         return NOBODY
-    for key, value in ((TENANT_KEY, tenant), (SESSION_KEY, session)):
-        if value is not None and len(value) > _LONGEST:
-            raise InvalidArgumentError(f"{key} is longer than {_LONGEST} characters", field=key)
+    for key, value, longest in ((TENANT_KEY, tenant, LONGEST_TENANT), (SESSION_KEY, session, _LONGEST_SESSION)):
+        if value is not None and len(value) > longest:
+            raise InvalidArgumentError(f"{key} is longer than {longest} characters", field=key)
     if account is not None:
         settings = account.settings
         return Caller(

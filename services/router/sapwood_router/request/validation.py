@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sapwood_common.contract.limits import MOST_CONTINUATIONS, MOST_STOPS
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.request.context import ChatPrompt, FieldNames, Prompt, TextPrompt
 
-MAX_STOP = 16
-MAX_BAD_WORDS = 128
-MAX_N = 128
-MAX_EMBEDDED = 2048
+MOST_BAD_WORDS = 128
 _UINT32 = 2**32
 
 
@@ -48,8 +46,8 @@ def check_stop(stop: tuple[str, ...], field: str = "stop") -> None:
     Raises:
         InvalidArgumentError: As said.
     """
-    if len(stop) > MAX_STOP:
-        raise InvalidArgumentError(f"at most {MAX_STOP} stop strings, got {len(stop)}", field=field)
+    if len(stop) > MOST_STOPS:
+        raise InvalidArgumentError(f"at most {MOST_STOPS} stop strings, got {len(stop)}", field=field)
     if not all(stop):
         raise InvalidArgumentError("a stop string is empty", field=field)
 
@@ -60,8 +58,8 @@ def check_bad_words(words: tuple[str, ...]) -> None:
     Raises:
         InvalidArgumentError: As said.
     """
-    if len(words) > MAX_BAD_WORDS:
-        raise InvalidArgumentError(f"at most {MAX_BAD_WORDS} bad words, got {len(words)}", field="bad_words")
+    if len(words) > MOST_BAD_WORDS:
+        raise InvalidArgumentError(f"at most {MOST_BAD_WORDS} bad words, got {len(words)}", field="bad_words")
     if not all(map(str.strip, words)):
         raise InvalidArgumentError("a bad word is empty", field="bad_words")
 
@@ -104,5 +102,5 @@ def check_n(n: int, fields: FieldNames) -> None:
     Raises:
         InvalidArgumentError: As said.
     """
-    if not 1 <= n <= MAX_N:
-        raise InvalidArgumentError(f"n must be in 1..{MAX_N}, got {n}", field=f"{fields.sampling}n")
+    if not 1 <= n <= MOST_CONTINUATIONS:
+        raise InvalidArgumentError(f"n must be in 1..{MOST_CONTINUATIONS}, got {n}", field=f"{fields.sampling}n")

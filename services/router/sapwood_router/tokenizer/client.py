@@ -7,15 +7,17 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import grpc
+
 from sapwood.v1 import tokenizer_pb2
 from sapwood_common.errors import DeadlineExceededError, UnavailableError
-from sapwood_common.network.channel import request_metadata
 from sapwood_router.request.context import ChatPrompt, TextPrompt
 from sapwood_router.request.structure import CompiledGrammar
 from sapwood_router.request.token_table import TokenTable
 from sapwood_router.tokenizer.convert import to_turns
 from sapwood_router.tokenizer.replica import TokenizerReplica
 
+RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 
 _PAUSE = 0.1
@@ -144,13 +146,7 @@ class TokenizerClient:
         if self._parsers is not None:
             return self._parsers
         request = tokenizer_pb2.GetInfoRequest()
-        answer = await self._patiently(
-            lambda replica: replica.call(
-                lambda stub, timeout: stub.GetInfo(request, timeout=timeout, metadata=request_metadata(request_id)),
-                deadline,
-            ),
-            deadline,
-        )
+        answer = await self._call(lambda replica: replica.stub.GetInfo, request, request_id, deadline)
         self._parsers = Parsers(answer.tool_parser, answer.reasoning_parser)
         return self._parsers
 
@@ -162,15 +158,7 @@ class TokenizerClient:
         Raises:
             SapwoodError: As :meth:`encode_text`.
         """
-        answer = await self._patiently(
-            lambda replica: replica.call(
-                lambda stub, timeout: stub.CompileGrammar(
-                    request, timeout=timeout, metadata=request_metadata(request_id)
-                ),
-                deadline,
-            ),
-            deadline,
-        )
+        answer = await self._call(lambda replica: replica.stub.CompileGrammar, request, request_id, deadline)
         return CompiledGrammar(answer.compiled, answer.tool_parser)
 
     async def token_bytes(self, token_ids: Iterable[int], request_id: str, deadline: float) -> TokenTable:
@@ -184,17 +172,7 @@ class TokenizerClient:
         for start in range(0, len(unknown), _TOKENS_A_REQUEST):
             part = unknown[start : start + _TOKENS_A_REQUEST]
             request = tokenizer_pb2.GetTokenBytesRequest(token_ids=part)
-            answer = await self._patiently(
-                lambda replica: replica.call(
-                    lambda stub, timeout: stub.GetTokenBytes(
-                        request,  # noqa: B023 - called before the loop goes on
-                        timeout=timeout,
-                        metadata=request_metadata(request_id),
-                    ),
-                    deadline,
-                ),
-                deadline,
-            )
+            answer = await self._call(lambda replica: replica.stub.GetTokenBytes, request, request_id, deadline)
             table.update(zip(part, answer.tokens, strict=True))
             table.special.update(answer.special)
         return table
@@ -203,6 +181,17 @@ class TokenizerClient:
         """The service may have been replaced: what it said of itself holds no longer."""
         self._parsers = None
         self._token_bytes = TokenTable()
+
+    async def _call(
+        self,
+        method: Callable[[TokenizerReplica], grpc.aio.UnaryUnaryMultiCallable[RequestT, AnswerT]],
+        request: RequestT,
+        request_id: str,
+        deadline: float,
+    ) -> AnswerT:
+        return await self._patiently(
+            lambda replica: replica.call(method(replica), request, request_id, deadline), deadline
+        )
 
     async def _patiently(self, ask: Callable[[TokenizerReplica], Awaitable[AnswerT]], deadline: float) -> AnswerT:
         loop = asyncio.get_running_loop()

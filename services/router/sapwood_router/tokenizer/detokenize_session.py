@@ -21,16 +21,12 @@ from sapwood_router.request.output import OutputOptions
 from sapwood_router.tokenizer.convert import output_of, to_options
 from sapwood_router.tokenizer.detokenize_stream import DetokenizeStream
 from sapwood_router.tokenizer.replica import TokenizerReplica
-from sapwood_router.transport.shared_call import RETRY_INTERVAL, SharedCall
+from sapwood_router.transport.shared_call import BYTES_A_TOKEN, RETRY_INTERVAL, TOKENS_A_MESSAGE, SharedCall
 from sapwood_router.transport.stream_error import stream_error
 
 logger = logging.getLogger(__name__)
 
 _METHOD = "/sapwood.v1.Tokenizer/Detokenize"
-_TOKENS_A_MESSAGE = 256 * 1024
-"""Beyond these a message takes no further stream: far from what the service takes, also where each stream brings tools."""
-_BYTES_A_TOKEN = 4
-"""What options are counted as, beside tokens."""
 _SETTLED_AFTER = 0.5
 _GATHERING = 0.002
 """Seconds from a message with inputs of ``_MANY`` streams to the next: there are more, whose workers step at other times."""
@@ -138,7 +134,7 @@ class DetokenizeSession(SharedCall):
         for stream_id in self._cancelled:
             request.inputs.add(stream_id=stream_id, cancel=True)
         self._cancelled.clear()
-        budget = _TOKENS_A_MESSAGE
+        budget = TOKENS_A_MESSAGE
         while self._dirty and budget > 0:
             _, stream = self._dirty.popitem()
             budget -= self._add_input(request, stream, budget)
@@ -157,7 +153,7 @@ class DetokenizeSession(SharedCall):
             stream.opened = True
             options = to_options(stream.options)
             item.options.CopyFrom(options)
-            cost += options.ByteSize() // _BYTES_A_TOKEN
+            cost += options.ByteSize() // BYTES_A_TOKEN
         stream.end_written = stream.end_written or end
         stream.wrote(upto)
         if not complete:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -17,11 +17,6 @@ from sapwood_common.status import from_rpc_error
 from sapwood_common.telemetry.logs import traceparent_var
 from sapwood_router.tokenizer.encode_session import EncodeSession
 from sapwood_router.transport.health import NOT_SERVING, check
-
-if TYPE_CHECKING:  # the generated stubs know this name, the generated code does not
-    from sapwood.v1.tokenizer_pb2_grpc import TokenizerAsyncStub
-
-Stub: TypeAlias = "TokenizerAsyncStub"
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +76,7 @@ class TokenizerReplica:
             SapwoodError: As :meth:`call`; DeadlineExceededError.
         """
         if not self._by_session(request):
-            return await self.call(
-                lambda stub, timeout: stub.Tokenize(request, timeout=timeout, metadata=request_metadata(request_id)),
-                deadline,
-            )
+            return await self.call(self.stub.Tokenize, request, request_id, deadline)
         item = tokenizer_pb2.EncodeItem(
             tokenize=request, request_id=request_id, traceparent=traceparent_var.get() or ""
         )
@@ -99,12 +91,7 @@ class TokenizerReplica:
             SapwoodError: As :meth:`tokenize`.
         """
         if not self._by_session(request):
-            return await self.call(
-                lambda stub, timeout: stub.ApplyChatTemplate(
-                    request, timeout=timeout, metadata=request_metadata(request_id)
-                ),
-                deadline,
-            )
+            return await self.call(self.stub.ApplyChatTemplate, request, request_id, deadline)
         item = tokenizer_pb2.EncodeItem(
             apply_chat_template=request, request_id=request_id, traceparent=traceparent_var.get() or ""
         )
@@ -114,14 +101,19 @@ class TokenizerReplica:
         return self.encodings.up and request.ByteSize() <= EncodeSession.MOST_BYTES
 
     async def call(
-        self, start: Callable[[Stub, float], grpc.aio.UnaryUnaryCall[RequestT, AnswerT]], deadline: float
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[RequestT, AnswerT],
+        request: RequestT,
+        request_id: str,
+        deadline: float,
     ) -> AnswerT:
-        """Makes a call; ``start`` is given the seconds it may take.
+        """Calls a method of :attr:`stub`.
 
         Raises:
             SapwoodError: The replica's own error; UnavailableError if it is gone, or found not to answer while it has the call.
         """
-        running = start(self.stub, deadline - asyncio.get_running_loop().time())
+        left = deadline - asyncio.get_running_loop().time()
+        running = method(request, timeout=left, metadata=request_metadata(request_id))
         self._running.add(running)
         self._free.clear()
         try:

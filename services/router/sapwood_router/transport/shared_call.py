@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 RETRY_INTERVAL = 0.1
 OPEN_TIMEOUT = 2.0
+TOKENS_A_MESSAGE = 256 * 1024
+"""Beyond these a message takes no further request: far from what a service takes, also where each brings a grammar or tools."""
+BYTES_A_TOKEN = 4
+"""What a grammar or tools are counted as, beside tokens."""
 
 
 class SharedCall(ABC):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sapwood.v1 import common_pb2, tokenizer_pb2
+from sapwood_common.contract.limits import LONGEST_SALT, MOST_STOPS
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.status import code_number
 from sapwood_tokenizer.decode.output_stream import StreamOptions
@@ -18,9 +19,7 @@ from sapwood_tokenizer.output.incremental.events import Event, ReasoningDelta, T
 from sapwood_tokenizer.output.output_parser import ParserOptions
 from sapwood_tokenizer.output.tool_parser.tools import Tools
 
-MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 1024
-MOST_SALT = 256
 
 
 class CallArguments(dict[str, Any]):
@@ -123,8 +122,8 @@ def to_encode_options(request: tokenizer_pb2.TokenizeRequest) -> EncodeOptions:
 
 def checked_salt(salt: str) -> str:
     """Returns the salt. Raises InvalidArgumentError if it is too long."""
-    if len(salt) > MOST_SALT:
-        raise InvalidArgumentError(f"cache_salt has more than {MOST_SALT} characters", field="cache_salt")
+    if len(salt) > LONGEST_SALT:
+        raise InvalidArgumentError(f"cache_salt has more than {LONGEST_SALT} characters", field="cache_salt")
     return salt
 
 
@@ -164,8 +163,8 @@ def to_stream_options(options: tokenizer_pb2.DetokenizeOptions, id_seed: str) ->
         InvalidArgumentError: Too many or impossible stop strings, or tools in a wrong form. The field begins with
             "options.".
     """
-    if len(options.stop) > MOST_STOP_STRINGS:
-        raise InvalidArgumentError(f"more than {MOST_STOP_STRINGS} stop strings", field="options.stop")
+    if len(options.stop) > MOST_STOPS:
+        raise InvalidArgumentError(f"more than {MOST_STOPS} stop strings", field="options.stop")
     for stop in options.stop:
         if not 1 <= len(stop) <= LONGEST_STOP_STRING:
             raise InvalidArgumentError(

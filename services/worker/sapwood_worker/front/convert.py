@@ -7,6 +7,7 @@ from array import array
 from msgspec.structs import replace
 
 from sapwood.v1 import common_pb2, worker_pb2
+from sapwood_common.contract.limits import LONGEST_SALT, LONGEST_TENANT, MOST_CONTINUATIONS, MOST_EMBEDDED
 from sapwood_common.contract.page_hash import cache_namespace
 from sapwood_common.contract.sampling import SamplingParams, check_tokens
 from sapwood_common.contract.sampling_message import from_message
@@ -30,9 +31,6 @@ _POOLING: dict[worker_pb2.Pooling, Pooling] = {
     worker_pb2.POOLING_LAST: "last",
     worker_pb2.POOLING_CLS: "cls",
 }
-MOST_INPUTS = 2048
-MOST_TENANT, MOST_SALT = 128, 256
-MOST_CONTINUATIONS = 128
 
 _MEDIUM: dict[Medium, worker_pb2.KvMedium] = {
     "GPU": worker_pb2.KV_MEDIUM_GPU,
@@ -76,8 +74,8 @@ def to_inputs(request: worker_pb2.WorkerEmbedRequest, info: ModelInfo) -> list[l
     """
     if not info.embedding_size:
         raise InvalidArgumentError("this model makes no embeddings")
-    if not 1 <= len(request.inputs) <= MOST_INPUTS:
-        raise InvalidArgumentError(f"{len(request.inputs)} inputs; there must be 1 to {MOST_INPUTS}", field="inputs")
+    if not 1 <= len(request.inputs) <= MOST_EMBEDDED:
+        raise InvalidArgumentError(f"{len(request.inputs)} inputs; there must be 1 to {MOST_EMBEDDED}", field="inputs")
     limits = [limit for limit in (info.embedded_tokens, request.max_tokens) if limit]
     inputs = [_cut(list(each.ids), min(limits, default=0), info.special_ids) for each in request.inputs]
     for index, ids in enumerate(inputs):
@@ -147,15 +145,15 @@ def to_terms(request: worker_pb2.WorkerGenerateRequest | worker_pb2.WorkerEmbedR
         InvalidArgumentError: A name is too long.
         NotFoundError: There is no such LoRA.
     """
-    if len(request.tenant) > MOST_TENANT:
-        raise InvalidArgumentError(f"tenant has more than {MOST_TENANT} characters", field="tenant")
+    if len(request.tenant) > LONGEST_TENANT:
+        raise InvalidArgumentError(f"tenant has more than {LONGEST_TENANT} characters", field="tenant")
     return Terms(request.priority, request.tenant, to_namespace(request.cache_salt, request.lora_name), seconds)
 
 
 def to_namespace(cache_salt: str, lora_name: str) -> bytes:
     """The namespace within which requests share cached pages. Raises as :func:`to_terms`."""
-    if len(cache_salt) > MOST_SALT:
-        raise InvalidArgumentError(f"cache_salt has more than {MOST_SALT} characters", field="cache_salt")
+    if len(cache_salt) > LONGEST_SALT:
+        raise InvalidArgumentError(f"cache_salt has more than {LONGEST_SALT} characters", field="cache_salt")
     if lora_name:
         raise NotFoundError(f"no LoRA {lora_name!r} is loaded", field="lora_name")
     return cache_namespace(cache_salt)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from sapwood_common.contract.limits import MOST_CONTINUATIONS
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.openai.annotate import Annotator
@@ -35,7 +36,7 @@ from sapwood_router.flow.pipeline import Pipeline, close_all
 from sapwood_router.request.context import FieldNames, Prompt, RequestContext, TextPrompt, TokenPrompt
 from sapwood_router.request.continuations import continuations
 from sapwood_router.request.request_ids import unique_id
-from sapwood_router.request.validation import MAX_N, check_n
+from sapwood_router.request.validation import check_n
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024
@@ -128,9 +129,10 @@ def _contexts(
     count = 1 if request.n is None else request.n
     check_n(count, fields)
     if request.best_of is not None:
-        if not count <= request.best_of <= MAX_N:
+        if not count <= request.best_of <= MOST_CONTINUATIONS:
             raise InvalidArgumentError(
-                f"best_of must be in n..{MAX_N}, here {count}..{MAX_N}, got {request.best_of}", field="best_of"
+                f"best_of must be in n..{MOST_CONTINUATIONS}, here {count}..{MOST_CONTINUATIONS}, got {request.best_of}",
+                field="best_of",
             )
         if count < request.best_of and request.logprobs is None:
             own["logprobs"] = 0  # to tell which are the best

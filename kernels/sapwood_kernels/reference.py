@@ -26,12 +26,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
-def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Adds ``x`` to ``residual`` in place and returns the norm of the sum. Mutates ``residual``."""
-    residual.add_(x)
-    return rms_norm(residual, weight, eps)
-
-
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates each head by its token's angles, pairing element i with i + D/2.
 

@@ -11,6 +11,7 @@ from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import join_groups
+from sapwood_worker.model.families.kv_layout import attention_layout
 from sapwood_worker.model.loader import LoadedModel, load_model
 from sapwood_worker.model.runner.kv_calibration import TrialPlan
 
@@ -29,10 +30,8 @@ def load(path: Path, parallel: Parallel | None = None, quantization: str = "none
 
 def logits_of(loaded: LoadedModel, tokens: list[int], parallel: Parallel | None = None) -> Tensor:
     """Logits after every token, float32 [T, vocab]."""
-    config = loaded.config
-    keys = (parallel or Parallel()).shard("heads", config.num_kv_heads, copies=True).size
-    plan = TrialPlan()
-    plan.prepare((len(tokens), keys, config.head_dim), torch.float32, CPU)
+    layout = attention_layout(loaded.config, "float32", page_size=16).shard((parallel or Parallel()).tp.size)
+    plan = TrialPlan(layout, len(tokens), torch.float32, CPU)
     with torch.inference_mode():
         hidden = loaded.model(torch.tensor(tokens), torch.arange(len(tokens)), plan)
         return loaded.model.logits(hidden).float()

@@ -54,13 +54,14 @@ class ColumnLinear(Linear):
 
     def forward(self, x: Tensor, norm: Norm, gate: Gate | None = None) -> Tensor:
         """[T, in_features], which it norms first -> [T, sum of the parts], half of that with a gated activation ``gate``."""
-        fused = self._method.fuses(x.shape[0])
+        method = self._method
+        fused = method.fuses(x.shape[0])
         taken = norm if fused.norm else None
         if taken is None:
             x = norm(x)
         if gate is None or fused.gate_after:
-            return self._method.apply(x, norm=taken, gate_after=gate)
-        return self._ops.gated(gate)(self._method.apply(x, norm=taken))
+            return method.apply(x, norm=taken, gate_after=gate)
+        return self._ops.gated(gate)(method.apply(x, norm=taken))
 
 
 class RowLinear(Linear):
@@ -92,14 +93,15 @@ class RowLinear(Linear):
 
         The output is added to ``residual`` in place, if there is one, and the sum returned.
         """
-        fused = self._method.fuses(x.shape[0])
+        method, group = self._method, self._group
+        fused = method.fuses(x.shape[0])
         if gate is not None and not fused.gate_before:
             x, gate = self._ops.gated(gate)(x), None
-        if self._group is None and (residual is None or fused.residual):
-            return self._method.apply(x, gate_before=gate, residual=residual)
-        result = self._method.apply(x, gate_before=gate)
-        if self._group is not None:
-            result = self._group.all_reduce(result)
+        if group is None and (residual is None or fused.residual):
+            return method.apply(x, gate_before=gate, residual=residual)
+        result = method.apply(x, gate_before=gate)
+        if group is not None:
+            result = group.all_reduce(result)
             for bias in self._bias.values():
                 result += bias.target
         if residual is None:

@@ -34,8 +34,9 @@ class GatedMLP(Layer):
     def forward(self, hidden: Tensor, norm: RMSNorm, residual: Tensor | None = None) -> Tensor:
         """[T, hidden_size], which it norms first -> [T, hidden_size], added to ``residual`` in place if there is one."""
         result: Tensor
-        if self.gate_up.gates(hidden.shape[0]):
-            result = self.down(self.gate_up(hidden, norm, self._activation), None, residual)
+        gate_up, gate = self.gate_up, self._activation
+        if gate_up.gates(hidden.shape[0]):
+            result = self.down(gate_up(hidden, norm, gate), None, residual)
         else:
-            result = self.down(self.gate_up(hidden, norm), self._activation, residual)
+            result = self.down(gate_up(hidden, norm), gate, residual)
         return result

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps, Gate, OneRow
 from sapwood_worker.model.quantization.linear_method import Fuses, LinearMethod, LinearShape, Norm
-from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
+from sapwood_worker.model.weight_slot import WeightSlots
 
 ONE_ROW = Fuses(norm=True, gate_after=True, residual=True)
 """What the device's product of a single row fuses."""
@@ -48,12 +48,7 @@ class DenseMethod(LinearMethod):
         self._fuses = Fuses()
 
     def slots(self) -> WeightSlots:
-        slots: WeightSlots = {}
-        for part, rows in self._shape.split():
-            slots[f"{part.name}.weight"] = WeightSlot(self.weight[rows], spans=(part.rows, self._shape.columns))
-            if self.bias is not None:
-                slots[f"{part.name}.bias"] = WeightSlot(self.bias[rows], spans=(part.rows,))
-        return slots
+        return self._shape.slots(self.weight, self.bias)
 
     def finish(self) -> None:
         self._one_row = self._ops.one_row(self.weight, self.bias)

@@ -68,12 +68,7 @@ class Float8Method(LinearMethod):
         self._fuses = Fuses(norm=fused, gate_before=fused)
 
     def slots(self) -> WeightSlots:
-        slots: WeightSlots = {}
-        for part, rows in self._shape.split():
-            slots[f"{part.name}.weight"] = WeightSlot(self.weight[rows], spans=(part.rows, self._shape.columns))
-            if self.bias is not None:
-                slots[f"{part.name}.bias"] = WeightSlot(self.bias[rows], spans=(part.rows,))
-        return slots
+        return self._shape.slots(self.weight, self.bias)
 
     def fuses(self, rows: int) -> Fuses:
         return ONE_ROW if rows == 1 and self._one_row is not None else self._fuses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps, Gate
-from sapwood_worker.model.weight_slot import Span, StoredTensor, WeightSlots
+from sapwood_worker.model.weight_slot import Span, StoredTensor, WeightSlot, WeightSlots
 
 
 class Norm(Protocol):
@@ -57,12 +57,17 @@ class LinearShape:
         """Outputs computed here: N."""
         return sum(part.rows.size for part in self.parts)
 
-    def split(self) -> Iterator[tuple[Part, slice]]:
-        """Each part and its outputs among the layer's."""
+    def slots(self, weight: Tensor, bias: Tensor | None) -> WeightSlots:
+        """The slots of the parts' weights in a weight [N, K] and of their biases in a bias [N]."""
+        slots: WeightSlots = {}
         start = 0
         for part in self.parts:
-            yield part, slice(start, start + part.rows.size)
-            start += part.rows.size
+            rows = slice(start, start + part.rows.size)
+            slots[f"{part.name}.weight"] = WeightSlot(weight[rows], spans=(part.rows, self.columns))
+            if bias is not None:
+                slots[f"{part.name}.bias"] = WeightSlot(bias[rows], spans=(part.rows,))
+            start = rows.stop
+        return slots
 
 
 @dataclass(frozen=True, slots=True)

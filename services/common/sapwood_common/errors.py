@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SapwoodError(Exception):
-    """Anything a caller is told about.
+    """An error that a caller is told about.
 
     Args:
         message: One sentence for the person who reads it.
@@ -36,7 +36,7 @@ class UnauthenticatedError(SapwoodError):
 
 
 class ResourceExhaustedError(SapwoodError):
-    """A queue is full or a limit is reached; later it may work."""
+    """A queue is full or a limit is reached; the same request may succeed later."""
 
 
 class UnavailableError(SapwoodError):
@@ -56,7 +56,7 @@ class UnimplementedError(SapwoodError):
 
 
 class InternalError(SapwoodError):
-    """A fault of ours."""
+    """A fault of the service itself, not of the request."""
 
 
 class ConfigError(Exception):

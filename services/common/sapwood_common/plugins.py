@@ -1,4 +1,4 @@
-"""Parts that other packages bring: found by name among the entry points of a group, beside those that are here.
+"""Finds parts by name: Sapwood's own, and those that installed packages declare as entry points.
 
 A package says in its pyproject.toml, for example::
 

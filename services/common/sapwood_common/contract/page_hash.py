@@ -23,7 +23,7 @@ def hash_pages(tokens: Sequence[int], page_size: int, *, salt: bytes = b"") -> l
     Args:
         tokens: Token ids, each in 0..2**32-1.
         page_size: Tokens a page, at least 1.
-        salt: Separates namespaces: equal prompts under different salts share nothing. See :func:`cache_namespace`.
+        salt: Separates namespaces: equal prompts under different salts share nothing. :func:`cache_namespace` makes it.
     """
     ids = array("I", tokens)
     return hash_run(salt, ids.tobytes(), page_size * ids.itemsize)

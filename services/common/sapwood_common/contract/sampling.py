@@ -37,7 +37,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         max_tokens: The most tokens to generate; by default as many as the context holds.
         stop_token_ids: Generation ends at any of these; the ending token is part of the output.
         logit_bias: Token ids and what is added to their logits.
-        logprobs: Log probabilities of the output, and of so many of the likeliest alternatives; None: none.
+        logprobs: How many of the likeliest alternatives each output token gets, all with log probabilities; None: no log
+            probabilities.
         prompt_logprobs: The same for the prompt.
         allowed_token_ids: The only tokens that may be generated; empty: all.
         bad_words_ids: Sequences whose last token may not follow the others in the output.
@@ -78,12 +79,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 USUAL = SamplingParams()
-"""What a request gets that sets nothing."""
+"""The settings of a request that sets none."""
 
 FIELDS = frozenset(SamplingParams.__struct_fields__)
 
 _PLACE = re.compile(r"`\$\.(?P<name>\w+)(?P<inner>[^`]*)`$")
-"""Where msgspec found something wrong."""
+"""Finds in msgspec's message the field that is wrong."""
 
 
 def read_sampling(given: Mapping[str, Any], done: int = 0) -> SamplingParams:
@@ -113,7 +114,7 @@ def check_tokens(params: SamplingParams, vocab_size: int) -> None:
     """Refuses token ids that the model does not have.
 
     Raises:
-        InvalidArgumentError: As said; the field is named.
+        InvalidArgumentError: A field has such a token; the message names the field.
     """
     for name, token in params.tokens():
         if token >= vocab_size:

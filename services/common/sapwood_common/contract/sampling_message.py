@@ -16,14 +16,14 @@ _REPEATED: dict[str, Callable[[Any], Any]] = {
     "allowed_token_ids": tuple,
     "bad_words_ids": lambda sequences: tuple(tuple(sequence.ids) for sequence in sequences),
 }
-"""What the fields that hold several values become."""
+"""Converts the fields that hold several values."""
 
 
 def from_message(message: common_pb2.SamplingParams, done: int = 0) -> tuple[SamplingParams, int]:
     """Checked settings, and the number of continuations; ``done`` tokens were generated before.
 
     Raises:
-        InvalidArgumentError: As :func:`~sapwood_common.contract.sampling.read_sampling` does.
+        InvalidArgumentError: A value is of the wrong type or out of range; names the field as ``sampling.NAME``.
     """
     given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     for name in given.keys() & _REPEATED:
@@ -33,7 +33,7 @@ def from_message(message: common_pb2.SamplingParams, done: int = 0) -> tuple[Sam
 
 
 def to_message(params: SamplingParams) -> common_pb2.SamplingParams:
-    """The settings that are not the usual ones, and the seed."""
+    """The message of the settings that differ from the defaults, and of the seed."""
     given = msgspec.to_builtins(params)
     given["seed"] = params.seed
     if params.bad_words_ids:

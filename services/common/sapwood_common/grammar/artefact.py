@@ -23,9 +23,9 @@ class GrammarArtefact:
     """A compiled grammar.
 
     Attributes:
-        key: Names it, see :meth:`~sapwood_common.grammar.source.GrammarSource.key`.
-        fingerprint: Of the vocabulary it was compiled for.
-        lark: The grammar.
+        key: Its name: what ``GrammarSource.key`` makes of its source.
+        fingerprint: The fingerprint of the vocabulary it was compiled for.
+        lark: The grammar in Lark's syntax.
     """
 
     key: bytes
@@ -43,7 +43,7 @@ class GrammarArtefact:
         """The artefact in ``raw``.
 
         Raises:
-            ArtefactError: It is none, or was cut or changed on its way.
+            ArtefactError: The bytes are no compiled grammar, or were cut or changed on their way.
         """
         if len(raw) < _HEADER or not raw.startswith(_MAGIC):
             raise ArtefactError("these bytes are not a compiled grammar")

@@ -1,4 +1,4 @@
-"""Source to artefact text, with llguidance. Runs where it may be killed: see ``compile_pool``.
+"""Compiles a source to the text of an artefact, with llguidance. Runs in a process that ``compile_pool`` may kill.
 
 Compiling is: write the source in the engine's Lark syntax, build a parser over single bytes (which finds every error of the
 grammar, bounded by fuel), and walk it some steps, so that a grammar that matches nothing or whose lexer explodes early is
@@ -27,7 +27,7 @@ _LONGEST_MESSAGE = 400
 
 
 def parser_limits() -> llguidance.LLParserLimits:
-    """Bounds on one grammar's work, here and in workers: about 20 ms to build, 15 ms and 100 MB at worst for a mask."""
+    """Bounds on one grammar's work, here and in workers: about 20 ms to build it; at worst 15 ms and 100 MB for a mask."""
     return llguidance.LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,

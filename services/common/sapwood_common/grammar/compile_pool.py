@@ -1,8 +1,8 @@
-"""Processes that compile grammars and may be killed in the middle of it.
+"""Processes that compile grammars and may be killed while they do.
 
-A grammar is a program somebody else wrote: no bound of the compiler's own is trusted. Each compilation has a process to itself
-while it runs; at its deadline or when nobody waits any more the process is killed and the next job starts a new one (0.2 s).
-Memory is bounded by the operating system. A caller waits for its own job and for those before it in the queue, nothing else.
+A grammar is a program that a stranger wrote, so the compiler's own bounds are not relied on. Each compilation has a process to
+itself while it runs. At its deadline, or when no caller waits any more, the process is killed; the next job starts a new one
+(0.2 s). The operating system bounds its memory. A caller waits for its own job and for those before it in the queue.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ def _frame(content: object) -> bytes:
 
 
 def _reap(process: Process) -> None:
-    """Forgets a killed process: it is gone in a moment."""
+    """Closes the pipes of a killed process, and waits the moment until it is gone."""
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):  # of what was never flushed
+        with contextlib.suppress(BrokenPipeError):  # bytes that were never flushed
             pipe.close()
     process.wait()

@@ -1,7 +1,7 @@
 """The process that compiles: ``python -m sapwood_common.grammar.compile_process``. Started, fed and killed by ``compile_pool``.
 
 Frames on standard input and output: 4 bytes length, big-endian, then JSON. The first frame in holds the settings; each later
-one a source, answered by one frame with ``lark`` or ``error``. It ends with its input or its parent.
+one holds a source, and is answered by one frame with ``lark`` or ``error``. The process ends with its input or its parent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Compiles grammars for a service: bounded, each once, and kept.
+"""Compiles grammars for a service, each once, within bounds, and keeps the artefacts.
 
-Bounds: the source's size; a deadline for each caller; the processes of the pool; a byte budget for what is kept (least recently
-used goes first; an entry costs its bytes and 256 more). Callers with the same grammar share one compilation, which is
+Bounds: the source's size; a deadline for each caller; the processes of the pool; a budget of bytes for artefacts (the least
+recently used one goes first; each costs its bytes and 256 more). Callers with the same grammar share one compilation, which is
 killed when the last of them has gone. O(1) for a hit.
 """
 
@@ -46,12 +46,12 @@ class GrammarCompiler:
     """Compiles for one vocabulary. Lives on one event loop.
 
     Args:
-        fingerprint: Of the vocabulary.
-        special_names: Of its special tokens.
-        limits: See :class:`CompilerLimits`.
+        fingerprint: The vocabulary's.
+        special_names: Names of its special tokens.
+        limits: What compiling may use.
 
     Attributes:
-        cached_bytes: What the kept artefacts cost now.
+        cached_bytes: Bytes that the kept artefacts cost now.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class GrammarCompiler:
         Raises:
             InvalidArgumentError: The grammar is too large, malformed, or cannot be enforced; its field is named.
             DeadlineExceededError: It took too long; the compilation is killed unless others wait for it.
-            ResourceExhaustedError: Too many wait already.
+            ResourceExhaustedError: Too many grammars wait to be compiled.
         """
         field = f"grammar.{source.kind}"
         size = len(source.text.encode())

@@ -34,7 +34,7 @@ class GrammarSource:
         kind: What ``text`` is.
         text: The schema (JSON), the expression, the rules, or the structural tag (JSON).
         options: How to read it.
-        salt: Requests share its compiled form, and all that is made of it, only under the same one.
+        salt: Requests share its compiled form, and all that is made of it, only if their salts are equal.
     """
 
     kind: GrammarKind
@@ -46,7 +46,7 @@ class GrammarSource:
         """16 bytes that name the compiled form: a cryptographic hash, because sources come from strangers.
 
         Args:
-            fingerprint: Of the vocabulary, see :class:`~sapwood_common.grammar.vocabulary.TokenVocabulary`.
+            fingerprint: The vocabulary's.
         """
         digest = hashlib.blake2b(digest_size=16)
         options = [FORMAT_VERSION, self.kind, self.options.any_whitespace, self.options.lenient]

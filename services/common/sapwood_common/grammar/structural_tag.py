@@ -135,7 +135,7 @@ class _Writer:
         special_end = any(self._special is not None and self._special.search(item) for item in ends)
         if free and any(ends) and not special_end:
             closing = "|".join(_escape(item) for item in ends)
-            middle = self._rule(f"/{_ANY}({closing})/", lazy=True)  # the first end ends it
+            middle = self._rule(f"/{_ANY}({closing})/", lazy=True)  # lazy: it stops at the first end
         else:
             closing = " | ".join(self._literal(item) for item in ends)
             middle = f"{self.format(content, f'{path}.content', depth + 1)} ({closing})"

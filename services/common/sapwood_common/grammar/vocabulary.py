@@ -31,7 +31,7 @@ class TokenVocabulary:
     Attributes:
         tokens: The bytes of each id; empty for an id that no token has. A special token's bytes are its name.
         special_ids: Tokens that stand for no text.
-        fingerprint: 16 bytes: equal for equal vocabularies.
+        fingerprint: 16 bytes that are equal for equal vocabularies.
     """
 
     tokens: tuple[bytes, ...]
@@ -51,7 +51,7 @@ class TokenVocabulary:
 
     @property
     def special_names(self) -> tuple[str, ...]:
-        """The names of the special tokens that have one of printable text, by id."""
+        """The names of the special tokens whose name is printable, in the order of their ids."""
         names = (self.tokens[index].decode("utf-8", "replace") for index in sorted(self.special_ids))
         return tuple(dict.fromkeys(name for name in names if name and name.isprintable()))
 
@@ -111,7 +111,7 @@ def vocabulary_of_json(content: dict[str, Any]) -> TokenVocabulary:
 
 def _decode_all(tokens: list[str], added: dict[int, str], decode: Any) -> tuple[bytes, ...]:
     decoded = [decode(token) for token in tokens]
-    for index, text in added.items():  # written as they are
+    for index, text in added.items():  # added tokens are written as plain text
         decoded[index] = text.encode("utf-8", "replace")
     return tuple(decoded)
 

@@ -1,7 +1,7 @@
 """Accepts connections as fast as they come, and begins a few of them in each turn of the event loop.
 
-uvloop begins one a turn: where somebody opens thousands a second, the kernel's queue overflows, and who connects then waits for
-the second after which TCP tries again. asyncio begins all that wait in one turn.
+uvloop accepts one connection a turn: where a client opens thousands a second, the kernel's queue overflows, and others wait a
+second until TCP tries again. asyncio begins all waiting connections in one turn, which holds up the calls that run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Encryption:
 
 
 class Acceptor:
-    """Of one listening socket, which it closes in the end.
+    """Accepts the connections of one listening socket, and closes the socket in the end.
 
     Args:
         listener: The socket, for an event loop.
@@ -152,7 +152,7 @@ class Acceptor:
 
 
 def _is_alive(connection: socket.socket) -> bool:
-    """Whether the client has not left already: one that has been given up costs next to nothing so."""
+    """Whether the client is still there: a connection that its client has given up gets no protocol."""
     try:
         return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
     except (AttributeError, OSError):  # no Linux, or no TCP

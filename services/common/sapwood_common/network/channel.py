@@ -24,9 +24,9 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     # A service that restarts is found again within a second, not after grpc's default of up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # In spite of its name how long one attempt to connect may take: one that is busy, or just back, greets late.
+    # In spite of its name, this limits one attempt to connect: a peer that is busy, or has just started, greets late.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # One that comes back under its name at another address is as well: grpc's default asks DNS twice a minute at most.
+    # A service that comes back at another address is found as soon: by default grpc asks DNS at most twice a minute.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )
 
@@ -58,13 +58,13 @@ class Dialer:
     """Opens channels to peers with the TLS files of the configuration, read anew for each.
 
     Args:
-        ca: See :func:`sapwood_common.network.tls.channel_credentials`.
-        cert: See there.
-        key: See there.
+        ca: PEM file with the CAs that servers' certificates must come from; None is plain text.
+        cert: PEM file with the certificate to show.
+        key: PEM file with its key.
         name: What the peers' certificates must be for; None: the host each is reached at.
 
     Raises:
-        ConfigError: See there; each :meth:`open` raises it, too.
+        ConfigError: A file is missing or cannot be read; :meth:`open` and :meth:`context` raise it, too.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Dialer:
         channel_credentials(*self._files)
 
     def expecting(self, name: str | None) -> Dialer:
-        """One with the same files, for peers whose certificates are for ``name``, at whatever address they are."""
+        """A dialer with the same files, for peers whose certificates are for ``name``, whatever their addresses are."""
         return Dialer(*self._files, name)
 
     def version(self) -> Version | None:
@@ -84,12 +84,12 @@ class Dialer:
         return version_of(files) if files else None
 
     def open(self, address: str) -> grpc.aio.Channel:
-        """Does what :func:`open_channel` does, with the credentials and name of the configuration."""
+        """A channel as :func:`open_channel` makes it, with the credentials and name of the configuration."""
         credentials = channel_credentials(*self._files)
         return open_channel(address, credentials=credentials, name=self._name)
 
     def context(self) -> ssl.SSLContext | None:
-        """``tls.client_context`` of the files, for connections that are not grpcio's; None is plain text."""
+        """The TLS context for HTTP/2 connections that are not grpcio's; None is plain text."""
         return client_context(*self._files)
 
     @property

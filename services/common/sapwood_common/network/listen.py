@@ -7,10 +7,10 @@ import socket
 from sapwood_common.errors import ConfigError
 
 BACKLOG = 2048
-"""Connections that may wait to be accepted; event loops set it once more, and to less unless told."""
+"""Connections that may wait to be accepted."""
 _MOST_UNSENT = 128 * 1024
-"""Bytes that the kernel takes beyond what is on its way to a client. Left to itself it takes megabytes for one that does not
-read, and what stands in them has been generated, and is remembered, for nobody.
+"""Bytes that the kernel buffers beyond what is on its way to a client. By default it buffers megabytes for a client that does not
+read: tokens that were generated for nobody.
 """
 
 
@@ -18,7 +18,7 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """A listening socket, for an event loop.
 
     Args:
-        host: Address or name; of a name's addresses the first, of IPv4 where it has one.
+        host: Address or name. Of a name's addresses the first of IPv4 is taken, or the first if it has none.
         port: 0 takes a free one.
         reuse_port: Whether other processes listen on it, too.
 
@@ -35,9 +35,9 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if reuse_port:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            # What is accepted inherits it.
+            # Accepted connections inherit the options.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MOST_UNSENT)
-            # Clients that vanish without a call are found out by the kernel, in about two minutes.
+            # The kernel closes connections of clients that have vanished, after about two minutes.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)

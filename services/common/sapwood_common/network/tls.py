@@ -65,9 +65,9 @@ def server_tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> S
 
 
 class ServerContext:
-    """An SSL context that follows the files: a handshake after a change sees the new ones; broken ones are logged and ignored.
+    """An SSL context that follows the files: handshakes after a change use the new files; broken files are logged and ignored.
 
-    A context forgets no CA that it knows, and a listener keeps its context: so each handshake is moved to the newest one.
+    An SSL context cannot forget a CA, and a listener keeps the context it began with: so each handshake moves to the newest one.
 
     Args:
         tls: The files.
@@ -102,7 +102,7 @@ class ServerContext:
             found = self._tls.version()
             if found != self._version:
                 self._version = found
-                self._newest = self._make()  # or half-written files would be taken up
+                self._newest = self._make()  # raises where files are half-written
         except (OSError, ssl.SSLError) as error:
             logger.warning("new TLS files are not taken up: %s", error)
         if self._newest is not self.context:
@@ -135,10 +135,10 @@ def channel_credentials(ca: Path | None, cert: Path | None, key: Path | None) ->
 
 
 def client_context(ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """The same for connections that are not grpcio's, speaking HTTP/2; None, that is plain text, without a CA.
+    """A client's TLS context for HTTP/2 connections that are not grpcio's; None, that is plain text, without a CA.
 
     Raises:
-        ConfigError: As :func:`channel_credentials`.
+        ConfigError: A part is missing or cannot be read.
     """
     if channel_credentials(ca, cert, key) is None:
         return None

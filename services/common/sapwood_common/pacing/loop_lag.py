@@ -1,4 +1,4 @@
-"""How late an event loop runs what is due: what a process without enough CPU, or with too much to do at once, shows first."""
+"""Measures how late an event loop runs what is due: the first sign of too little CPU time, or of too much to do at once."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ INTERVAL = 0.1
 HALF_LIFE = 10.0
 """Seconds after which a measurement counts half."""
 MOST = 0.5
-"""Seconds that one measurement counts at most: a process that was stopped for a minute is not a slow one."""
+"""The most seconds that one measurement counts: a process that was stopped for a minute must not pass for a slow one."""
 
 
 class LoopLag:
-    """The largest lag of late.
+    """The largest lag of the last seconds.
 
     Args:
         clock: Seconds, monotonic.
 
     Attributes:
-        recent: Seconds; each measurement's lag, halved every :data:`HALF_LIFE` since, whichever is the largest.
+        recent: Seconds: the largest of all measured lags, each halved every :data:`HALF_LIFE` seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,7 +29,7 @@ class LoopLag:
         self._clock = clock
 
     def measured(self, late: float) -> None:
-        """What was due ran ``late`` seconds after its time. To be called every :data:`INTERVAL` seconds."""
+        """Takes a measurement: a callback ran ``late`` seconds after it was due. To be called every :data:`INTERVAL` seconds."""
         faded = self.recent * 0.5 ** (INTERVAL / HALF_LIFE)
         self.recent = max(faded, min(late, MOST))
 

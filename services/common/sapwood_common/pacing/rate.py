@@ -1,4 +1,4 @@
-"""A token bucket that may be overdrawn: for what costs so much as is known only afterwards."""
+"""A token bucket that may be overdrawn, for costs that are known only afterwards."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _BURST_SECONDS = 10.0
 
 
 class Rate:
-    """So much a minute, with ten seconds' worth of it at once. O(1).
+    """Limits an amount a minute; up to ten seconds' worth of it may be taken at once. O(1).
 
     Args:
-        per_minute: How much; 0 is without limit.
+        per_minute: The amount; 0 sets no limit.
         clock: Seconds, monotonic.
     """
 
@@ -24,7 +24,7 @@ class Rate:
         self._filled = clock()
 
     def wait(self, least: float = 1.0) -> float:
-        """Seconds until ``least`` is left (at most the burst is asked for); 0 if it is."""
+        """Seconds until ``least``, or the whole burst if that is less, may be taken; 0 if it may be taken now."""
         if not self._per_second:
             return 0.0
         now = self._clock()
@@ -33,6 +33,6 @@ class Rate:
         return max(0.0, (min(least, self._burst) - self._left) / self._per_second)
 
     def take(self, amount: float) -> None:
-        """Takes, whether it is there or not: what is owed has to come in again before :meth:`wait` is 0."""
+        """Takes an amount, even if less is left; :meth:`wait` is 0 again once the debt is paid."""
         if self._per_second:
             self._left -= amount

@@ -1,7 +1,7 @@
-"""Measures for how long a peer that speaks regularly has been silent, and does not mistake a stall of its own for that.
+"""Measures how long a peer that speaks regularly has been silent, without the time in which this process itself stood still.
 
-A stopped or overloaded process finds its timers due before it has read what lay in its sockets all the while. So silence only
-counts for as long as the process itself was awake: a check that comes late adds no more than it would have in time.
+A stopped or overloaded process finds its timers due before it has read what its sockets received meanwhile. So a check that
+comes late adds at most twice the interval between checks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Silence:
-    """Counts the seconds in which a peer was not heard though it could have been.
+    """Counts the seconds in which this process could have heard a peer and did not.
 
     Args:
         interval: Seconds between calls of :meth:`check`.

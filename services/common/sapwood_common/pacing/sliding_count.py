@@ -9,7 +9,7 @@ _PARTS = 10
 
 
 class SlidingCount:
-    """How much was added during the last ``seconds``, to a tenth of them; O(1) time and memory.
+    """How much was added during the last ``seconds``, precise to a tenth of them. O(1) time and memory.
 
     Args:
         seconds: Length of the window.
@@ -48,4 +48,4 @@ class SlidingCount:
         while self._parts and self._parts[0][0] <= number - _PARTS:
             self._total -= self._parts.popleft()[1]
         if not self._parts:
-            self._total = 0.0  # no rounding error outlives its cause
+            self._total = 0.0  # rounding errors must not add up

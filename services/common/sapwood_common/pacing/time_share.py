@@ -2,8 +2,8 @@
 
 uvloop reads up to 8 MB of one socket between two polls: a client that sends small frames as fast as it can would have the loop
 for seconds. So a connection works on what it has read for ``SLICE`` seconds at most; it keeps the rest, reads no more, and goes
-on in later turns, in which all such connections together have ``SLICE`` seconds, one after another. Who has little to say is
-never held up by more than that. Nothing is lost for who is alone: turns follow each other at once.
+on in later turns, in which all such connections together have ``SLICE`` seconds, one after another. A connection with little to
+do waits no longer than that. A connection that is alone loses nothing: turns follow each other at once.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections.abc import Callable
 from typing import Protocol
 
 SLICE = 0.001
-"""Seconds. Of a turn of the loop, for all who have too much to do; and of a turn for what one connection has just read."""
+"""Seconds that one connection may work on what it has just read, and seconds of each turn for all that have work left."""
 _MOST_FRESH = 2 * SLICE
-"""Seconds that connections may spend on what they have just read, beyond half of all time, before each has to wait its turn."""
+"""Seconds beyond half of all time that connections may work on what they have just read, before each waits for a later turn."""
 
 
 class Worker(Protocol):
-    """Has more to do."""
+    """Something with work left for later turns."""
 
     def go_on(self, until: float) -> bool:
-        """Works until about ``until``, by the clock of its :class:`TimeShare`, and says whether it has still more to do."""
+        """Works until about ``until``, by the clock of its :class:`TimeShare`; returns whether it has work left."""
         ...
 
 
 class TimeShare:
-    """Belongs to one event loop.
+    """Shares the time of one event loop.
 
     Args:
         clock: Seconds, monotonic.
@@ -44,7 +44,7 @@ class TimeShare:
         self._until = 0.0
         self._began = clock()
         self._fresh = 0.0
-        """Seconds that were spent on what was just read, less half of those that have passed."""
+        """Seconds spent on what was just read, minus half of the time that has passed."""
         self._waiting: OrderedDict[Worker, None] = OrderedDict()
         self._due = False
 
@@ -54,9 +54,9 @@ class TimeShare:
         return len(self._waiting)
 
     def is_over(self) -> bool:
-        """Asked now and then by who works on what it has just read: whether it has to stop, and :meth:`add` itself.
+        """Whether a connection that works on what it has just read has used up its time; it then stops, and calls :meth:`add`.
 
-        Its time is measured from the first question on, until :meth:`end`.
+        The time counts from the first call of this method until :meth:`end`.
         """
         now = self.clock()
         if not self.measuring:
@@ -67,19 +67,19 @@ class TimeShare:
         return now >= self._until
 
     def end(self) -> None:
-        """It has stopped."""
+        """Ends the measurement that :meth:`is_over` began: the connection has stopped."""
         self.measuring = False
         self._fresh += self.clock() - self._began
 
     def add(self, worker: Worker) -> None:
-        """Has it go on in later turns, until it has no more to do."""
+        """Lets a worker go on in later turns, until it has no work left."""
         self._waiting[worker] = None
         if not self._due:
             self._due = True
             asyncio.get_running_loop().call_soon(self._turn)
 
     def drop(self, worker: Worker) -> None:
-        """It has no more to do."""
+        """Gives a worker no more turns."""
         self._waiting.pop(worker, None)
 
     def _turn(self) -> None:
@@ -94,7 +94,7 @@ class TimeShare:
         if not self._due:
             return
         loop = asyncio.get_running_loop()
-        if now - began > 2 * SLICE:  # what cannot be interrupted has taken the others' time: it is theirs now
+        if now - began > 2 * SLICE:  # a worker that cannot be interrupted took others' time: they get as much
             loop.call_later(now - began, self._turn)
         else:
             loop.call_soon(self._turn)

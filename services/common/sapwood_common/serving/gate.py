@@ -17,10 +17,10 @@ from sapwood_common.tenants.tenant import Tenant
 logger = logging.getLogger(__name__)
 
 FOR_EVERYBODY = ("/grpc.health.v1.", "/grpc.reflection.")
-"""How the names of methods begin that nobody needs a key for, and that nothing counts."""
+"""Beginnings of the names of methods that need no key and are not measured."""
 
 _LINES_A_MINUTE = 120
-"""Of the log, about calls that are refused: whoever asks on and on shall not fill a disk."""
+"""Log lines about refused calls: a client that asks again and again must not fill the disk."""
 
 
 class ServiceGate:

@@ -15,14 +15,14 @@ _State = health_pb2.HealthCheckResponse
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """The states of services by name; ``""`` is the server as a whole.
 
-    grpcio-health-checking's own holds a lock while it writes to a watcher, so that one watcher that reads nothing would hold up
-    a server that wants to say it drains; it has no List either.
+    grpcio-health-checking's own servicer holds a lock while it writes to a watcher, so that a watcher that reads nothing holds up
+    a server that is to say it drains. It has no List either.
     """
 
     def __init__(self) -> None:
         self._states: dict[str, int] = {}
         self._changed = asyncio.Event()
-        """Set at the next change, after which there is another."""
+        """Set at the next change; a new event then takes its place."""
 
     def set(self, name: str, serving: bool) -> None:
         """Sets a service's state; those who watch it are told."""

@@ -1,6 +1,6 @@
 """``python -m sapwood_common.serving.probe ADDRESS``: asks a service's standard gRPC health; exit code 0 if it serves, 1 if not.
 
-For health checks of containers. ``--service liveness`` asks whether the process answers at all.
+Containers run it as their health check. ``--service liveness`` asks whether the process answers at all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is measured of every gRPC call that a service answers: count, duration, how many run, and a server span."""
+"""Measures every gRPC call that a service answers: count, duration, how many run, and a server span."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RpcTelemetry:
     """
 
     def __init__(self, metrics: MetricSet, tracing: Tracing, roots: frozenset[str] = frozenset()) -> None:
-        method = AtMost(_MOST_METHODS)  # of methods that exist: others never get here
+        method = AtMost(_MOST_METHODS)  # methods that do not exist never get here
         self._calls = metrics.counter("sapwood_rpc_calls_total", "gRPC calls answered.", method=method, code=CODES)
         self._seconds = metrics.histogram("sapwood_rpc_seconds", "Duration of gRPC calls.", method=method)
         self._running = metrics.gauge("sapwood_rpc_running", "gRPC calls being answered.", method=method)
@@ -78,7 +78,7 @@ class RunningCall:
         self._started = time.perf_counter()
 
     def end(self, error: BaseException | None) -> None:
-        """It ended: well, with an error, or (GeneratorExit, CancelledError) because its client left."""
+        """The call ended: well (None), with an error, or because its client left (GeneratorExit, CancelledError)."""
         if error is None:
             code, message = grpc.StatusCode.OK, None
         elif isinstance(error, SapwoodError):

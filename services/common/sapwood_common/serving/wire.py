@@ -1,7 +1,7 @@
 """Finds which field of a message that would not parse is at fault, so that the error can name it.
 
-protobuf's parser only says "Error parsing message". This walks the wire format (one pass, O(bytes)) beside the descriptor
-and reports the first string field that is not UTF-8. Only called after a parse has failed.
+protobuf's parser only says "Error parsing message". :func:`find_invalid_utf8` walks the wire format beside the descriptor, in one
+pass, O(bytes), and finds the first string field that is not UTF-8. It is called only after a parse has failed.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def load_config(cls: type[ConfigT], given: Mapping[str, Any], file: str | None =
     """The configuration that flags, environment, YAML file and defaults make together.
 
     Args:
-        cls: What is made.
+        cls: The class of the configuration.
         given: Values by field, from flags; text is parsed.
         file: The YAML file.
         prefix: Of the flags, for messages.
@@ -161,12 +161,12 @@ def refuse_idle(config: ServiceConfig, needs: Iterable[Needs], *, prefix: str = 
     """Refuses settings that would change nothing.
 
     Args:
-        config: Of these.
-        needs: What settings need.
+        config: The settings.
+        needs: What they need.
         prefix: Of the flags, for messages.
 
     Raises:
-        ConfigError: There are such; the message names flag and variable of each.
+        ConfigError: A setting has no effect; the message names flag and variable of each that has none.
     """
     cls, values = type(config), dict(config)
     flags = {name: flag_of(name, prefix) for name in values}
@@ -179,7 +179,7 @@ def refuse_idle(config: ServiceConfig, needs: Iterable[Needs], *, prefix: str = 
 
 
 def command_line(given: Mapping[str, Any]) -> list[str]:
-    """The flags that give a service these settings; the reverse of :func:`given_settings`."""
+    """The flags that give a service these settings: the reverse of :func:`given_settings`."""
     flags: list[str] = []
     for name, value in given.items():
         if isinstance(value, bool):

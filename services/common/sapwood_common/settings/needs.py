@@ -1,5 +1,5 @@
-"""Settings that would change nothing: a configuration says what its settings need to have an effect, and who gives one without
-is told so at the start, not by what does not happen."""
+"""Finds settings that would change nothing. A configuration says what its settings need to have an effect; a service does not
+start with a setting whose need is not met."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Needs:
     Attributes:
         settings: Their names.
         met: Whether a configuration has what they need.
-        what: What that is, with the names of settings in braces: "with {storage}".
+        what: The same in words, with the names of settings in braces: "without {storage}".
     """
 
     settings: tuple[str, ...]
@@ -28,7 +28,7 @@ class Needs:
 def idle_settings(config: BaseModel, needs: Iterable[Needs]) -> list[tuple[str, str]]:
     """The settings that are not left at their default and have no effect, each with what it needs, in the order of ``needs``.
 
-    A value that is the default is no sign that somebody expects something of it: files for many deployments spell defaults out.
+    A setting that equals its default is passed over, even if it was given: files for many deployments spell defaults out.
     """
     values, fields = dict(config), type(config).model_fields
     found: dict[str, str] = {}

@@ -68,7 +68,7 @@ class AtMost:
         return value
 
     def forget(self, value: str) -> None:
-        """The value is no more: there is room for another."""
+        """Forgets a value that exists no longer, which makes room for another."""
         self._seen.discard(value)
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""Traces: what a service needs of OpenTelemetry, and the nothing that stands in for it while tracing is off.
+"""Traces: the part of OpenTelemetry that services use, and a stand-in that does nothing while tracing is off.
 
 The context travels as the W3C ``traceparent`` header, in gRPC metadata and HTTP alike, and inside a process as
 :data:`sapwood_common.telemetry.logs.traceparent_var`. A service that does not trace hands the header on, so that a trace stays
@@ -20,7 +20,7 @@ Attribute = str | int | float | bool | list[str]
 
 
 class Span(Protocol):
-    """Something that takes time."""
+    """A span of a trace: a piece of work that takes time."""
 
     @property
     def traceparent(self) -> str | None:
@@ -32,7 +32,7 @@ class Span(Protocol):
         ...
 
     def rename(self, name: str) -> None:
-        """Gives it another name, once more is known."""
+        """Changes its name, for when more is known than at the start."""
         ...
 
     def end(self, *, error: str | None = None, at_ns: int | None = None) -> None:
@@ -45,7 +45,7 @@ class Tracing(Protocol):
 
     @property
     def on(self) -> bool:
-        """Whether spans go anywhere: what is only for them need not be computed otherwise."""
+        """Whether spans are sent anywhere; if not, their attributes need not be computed."""
         ...
 
     def start(
@@ -69,7 +69,7 @@ class Tracing(Protocol):
         ...
 
     def close(self) -> None:
-        """Sends what is still here; may take a moment."""
+        """Sends the spans that have not been sent, which may take seconds."""
         ...
 
 
@@ -78,13 +78,13 @@ class _NoSpan:
         self.traceparent = traceparent
 
     def set(self, name: str, value: Attribute) -> None:
-        """Nothing."""
+        pass
 
     def rename(self, name: str) -> None:
-        """Nothing."""
+        pass
 
     def end(self, *, error: str | None = None, at_ns: int | None = None) -> None:
-        """Nothing."""
+        pass
 
 
 _NO_PARENT = _NoSpan(None)
@@ -107,7 +107,7 @@ class NoTracing:
         return _NO_PARENT if parent is None else _NoSpan(parent)
 
     def close(self) -> None:
-        """Nothing."""
+        pass
 
 
 def error_type(error: BaseException) -> str:
@@ -119,7 +119,7 @@ def error_type(error: BaseException) -> str:
 def child_span(
     tracing: Tracing, name: str, kind: SpanKind = "internal", attributes: Mapping[str, Attribute] | None = None
 ) -> Iterator[Span]:
-    """A span of the current task around the body, which is the parent of whatever the body calls."""
+    """A span around the body of a ``with``, in the current task; spans that begin inside have it as their parent."""
     span = tracing.start(name, parent=traceparent_var.get(), kind=kind, attributes=attributes)
     token = traceparent_var.set(span.traceparent)
     try:

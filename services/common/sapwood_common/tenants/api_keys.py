@@ -1,4 +1,4 @@
-"""API keys: a file holds the SHA-256 of each, never the key; a key's name says which tenant a request is of.
+"""API keys: a file holds the SHA-256 of each, never the key; a key's name says which tenant a request belongs to.
 
 Keys are 256 random bits, so that a plain hash is enough: there is nothing to guess. A presented key is hashed and compared with
 every entry in constant time. The file is read again when it has changed, within a second.
@@ -83,10 +83,10 @@ class ApiKeys:
         return tenant
 
     def find(self, authorization: str) -> Tenant:
-        """The same, and takes nothing.
+        """The tenant of the key in an ``authorization`` header. Takes nothing from its rate.
 
         Raises:
-            UnauthenticatedError: As :meth:`check`.
+            UnauthenticatedError: There is no key, or it is not one of the file's.
         """
         self._refresh()
         scheme, _, key = authorization.partition(" ")
@@ -102,7 +102,7 @@ class ApiKeys:
         return self._tenants[found.settings.name]
 
     def _open_accounts(self) -> None:
-        """Who is there already and gets the same keeps his account: what was used up is not there anew."""
+        """Makes each tenant's account. A tenant whose settings are as before keeps its account, and what it has used up."""
         before, self._tenants = self._tenants, {}
         for entry in self._entries:
             name = entry.settings.name
@@ -143,7 +143,7 @@ def parse_keys(path: Path) -> list[KeyEntry]:
     """The entries of a file.
 
     Raises:
-        ConfigError: It cannot be read, or a line is wrong; the message has its number and nothing of its content.
+        ConfigError: The file cannot be read, or a line is wrong; the message has the line's number and nothing of its content.
     """
     try:
         lines = path.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""A tenant: whose requests share an allowance, a share of the workers and a part of the cache."""
+"""A tenant: its requests share an allowance, a share of the workers and a part of the cache."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class TenantSettings:
     """What a tenant gets.
 
     Attributes:
-        name: Of its keys.
-        requests_per_minute, tokens_per_minute: 0 is without limit.
+        name: The name that its keys have in the file.
+        requests_per_minute, tokens_per_minute: The allowance; 0 sets no limit.
         weight: Its share of busy workers, relative to others'.
-        priority: The most that its requests may say theirs is; of one that says nothing it is 0, or this if it is less.
-        cache_salt: Under which workers cache for it, and for nobody else.
+        priority: The highest that its requests may ask for. A request that asks for none has 0, or this if it is lower.
+        cache_salt: Workers share cached pages only among requests with the same salt.
     """
 
     name: str
@@ -53,24 +53,24 @@ class Tenant:
         """Takes one request from its allowance.
 
         Raises:
-            ResourceExhaustedError: None is left for now; nothing was taken.
+            ResourceExhaustedError: The allowance is used up for now; nothing was taken.
         """
         if wait := self._requests.wait():
             raise ResourceExhaustedError("the API key's request rate is used up", retry_after=wait)
         self._requests.take(1)
 
     def take_prompt(self, tokens: int) -> None:
-        """Takes a prompt's tokens, as many as they are, if any are left.
+        """Takes a prompt's tokens from its allowance, also more than are left, as long as any are.
 
         Raises:
-            ResourceExhaustedError: None is left for now; nothing was taken.
+            ResourceExhaustedError: The allowance is used up for now; nothing was taken.
         """
         if wait := self._tokens.wait():
             raise ResourceExhaustedError("the API key's token rate is used up", retry_after=wait)
         self._tokens.take(tokens)
 
     def take_output(self, tokens: int) -> None:
-        """Takes generated tokens; what is overdrawn, later requests wait for."""
+        """Takes generated tokens from its allowance; once it is overdrawn, later requests wait until it is not."""
         self._tokens.take(tokens)
 
 

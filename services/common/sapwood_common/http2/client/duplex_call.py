@@ -1,10 +1,10 @@
 """One bidirectional gRPC call on an HTTP/2 connection of its own, carried by the event loop that uses it.
 
 grpcio's asyncio API reads and writes on a thread of its own and wakes the event loop for each message, which costs about 160 us
-of CPU time a message. Here the loop does it itself, with the same frames as the server's end, for about 2 us a message beside
-the socket's own cost. That is for a call with a message a step for as long as its service lives. Others are grpcio's.
+of CPU time a message. Here the event loop reads and writes itself, for about 2 us a message beside the socket's own cost. That
+pays for calls that last as long as the service, with a message a step; all others are grpcio's.
 
-A graceful GOAWAY changes nothing: the call goes on to its end, and there will be no other on its connection.
+A graceful GOAWAY changes nothing: the call goes on to its end, and its connection gets no other call.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sapwood_common.http2.wire.message_reader import PREFIX, MessageReader, pref
 from sapwood_common.http2.wire.peer_settings import PeerSettings
 
 _STREAM = 1
-"""The only one of its connection."""
+"""The id of the connection's only stream."""
 _WINDOW = 16 * 1024 * 1024
-"""Bytes that may be under way to us."""
+"""Bytes that the peer may send before it is told that they were taken."""
 _DATA = b"%c\0%b" % (frames.DATA, _STREAM.to_bytes(4, "big"))
-"""Of a DATA frame, after its length: type, flags, stream."""
+"""A DATA frame's header after its length: type, flags, stream."""
 _CODES = {b"%d" % code.value[0]: code for code in grpc.StatusCode}
 _OF_RESET: dict[int, grpc.StatusCode] = {
     ErrorCodes.CANCEL: grpc.StatusCode.CANCELLED,
@@ -45,7 +45,7 @@ class CallEndedError(Exception):
     """The call is over.
 
     Attributes:
-        code: Its status; OK too is an end.
+        code: Its status; OK if the service ended it well.
     """
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
@@ -56,8 +56,7 @@ class CallEndedError(Exception):
 class DuplexCall(asyncio.Protocol):
     """One bidirectional gRPC call on a connection of its own. Implements ``FrameReceiver``.
 
-    Life cycle: :func:`~sapwood_router.transport.duplex_dial.open_call`; :meth:`read` for some messages; :meth:`follow`;
-        :meth:`close`.
+    Life cycle: the protocol of a new connection; :meth:`read` for the first messages; :meth:`follow`; :meth:`close`.
 
     Args:
         authority: ``host:port``, for the headers.
@@ -81,11 +80,11 @@ class DuplexCall(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._unsent = bytearray()
         self._answers = b""
-        """Frames that leave before any message: acknowledgements."""
+        """Acknowledgements, which leave before any message."""
         self._window = self._stream_window = frames.USUAL_WINDOW
         """Bytes that the peer takes on the connection, and on the stream."""
         self._consumed = 0
-        """Bytes that it sent and was not told yet to have been taken."""
+        """Bytes that the peer has sent and has not been told that they were taken."""
         self._paused = False
         self._frames = FrameReader()
         self._headers = HeaderReader(dict)
@@ -105,7 +104,7 @@ class DuplexCall(asyncio.Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether all that was written has gone to the socket; else what else there is had better go in one message later."""
+        """Whether all that was written has gone to the socket. If not, further content is better sent as one message later."""
         return not self._unsent and not self._paused and self._end is None
 
     def write(self, message: bytes) -> None:
@@ -118,7 +117,7 @@ class DuplexCall(asyncio.Protocol):
         """The next message.
 
         Raises:
-            CallEndedError: There is none.
+            CallEndedError: The call ended, and there is no further message.
         """
         while not self._messages:
             if self._end is not None:
@@ -127,7 +126,7 @@ class DuplexCall(asyncio.Protocol):
         return self._messages.popleft()
 
     def follow(self, on_message: Callable[[bytes], None], on_ready: Callable[[], None]) -> None:
-        """Hands over all messages not read yet, and from now on each as it comes.
+        """Hands over all messages that were not read, and from now on each as it comes.
 
         Args:
             on_message: Must not raise; one that does ends the call.
@@ -142,7 +141,7 @@ class DuplexCall(asyncio.Protocol):
         """Returns once the peer has greeted.
 
         Raises:
-            CallEndedError: It did not.
+            CallEndedError: The call ended before that.
         """
         while not self._answered:
             if self._end is not None:
@@ -192,7 +191,7 @@ class DuplexCall(asyncio.Protocol):
             self._flush()
 
     def eof_received(self) -> bool:
-        """Has the connection close."""
+        """Lets the connection close."""
         return False
 
     def pause_writing(self) -> None:
@@ -275,7 +274,7 @@ class DuplexCall(asyncio.Protocol):
         self._stream_window += self._settings.stream_window - before
 
     def _take_whole(self, data: bytes) -> bool:
-        """Takes what comes most often, one message in one frame and nothing else, in half the time; or says no."""
+        """Takes exactly one message in one frame, the usual case, in half the time; returns False for anything else."""
         size = len(data) - frames.HEADER
         if not self._answered or not PREFIX <= size <= self._most_whole or self._consumed + size > _WINDOW // 2:
             return False

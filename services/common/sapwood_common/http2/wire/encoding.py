@@ -1,18 +1,18 @@
-"""Compressed messages: read, never written."""
+"""Decompresses messages that clients sent; none are ever sent compressed."""
 
 from __future__ import annotations
 
 import zlib
 
 ENCODINGS = b"identity,deflate,gzip"
-"""What is understood, for ``grpc-accept-encoding``."""
+"""The encodings that are understood, as ``grpc-accept-encoding`` says them."""
 _TAKEN, _MADE = 16 * 1024, 64 * 1024
 """Bytes that go into a step, and at most come out of it."""
 _WINDOW_BITS = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
 
 
 class TooLargeError(Exception):
-    """A message unfolds to more than is taken."""
+    """A message decompresses to more bytes than are taken."""
 
 
 def is_known(encoding: bytes) -> bool:

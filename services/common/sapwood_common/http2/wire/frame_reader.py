@@ -1,4 +1,4 @@
-"""Cuts frames out of what a connection receives, in place; for the server's end as for the client's."""
+"""Cuts frames out of the bytes that a connection receives, in place; for either end."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from sapwood_common.http2.wire.frames import (
 )
 
 _MOST_BLOCK_BYTES = 96 * 1024
-"""Of a header block in frames: until there blocks are read, so that other calls go on."""
+"""The most bytes of a header block of several frames; a larger one ends the connection."""
 _MOST_BLOCK_FRAMES = 1024
-"""Of a header block, however small they are."""
+"""The most frames of a header block, however small they are."""
 _UNASKED, _AGAIN = 2048, 512
-"""Bytes of frames that are handed over before it is asked whether time is over, and before it is asked again."""
+"""Bytes of frames that are handed over before the first question whether time is over, and between two questions."""
 _BLOCK = 512
-"""Bytes that a header block counts for, beside three times its own: it takes so much longer than others of its size."""
+"""Bytes that a header block counts for beside three times its own: it takes that much longer than other frames."""
 
 
 class FrameReceiver(Protocol):
-    """Takes frames, whose padding and priorities are gone. Whatever it raises, :meth:`FrameReader.feed` raises."""
+    """Takes frames without their padding and priorities. What its methods raise, :meth:`FrameReader.feed` raises."""
 
     def take_data(self, stream: int, payload: bytes, wire_bytes: int, ends: bool) -> None:
-        """Data; ``wire_bytes`` of the windows are used up; ``ends`` if the stream ends with it."""
+        """Takes data, which uses up ``wire_bytes`` of the windows; ``ends`` if the stream ends with it."""
         ...
 
     def take_block(self, stream: int, block: bytes, ends: bool) -> None:
-        """A whole header block."""
+        """Takes a whole header block."""
         ...
 
     def take_control(self, kind: int, stream: int, flags: int, payload: bytes) -> None:
-        """Another frame: neither DATA, HEADERS nor CONTINUATION.
+        """Takes any other frame than DATA, HEADERS and CONTINUATION.
 
-        The priority that a HEADERS frame gives its stream is none and is left out, unless it makes the stream depend on itself:
-        then it comes as a PRIORITY frame after the block.
+        The priority in a HEADERS frame is left out, unless it makes the stream depend on itself: then it comes as a PRIORITY
+        frame after the block.
         """
         ...
 
 
 class FrameReader:
-    """Frames of one connection, of at most the usual size, which no peer is told that it may exceed.
+    """Reads the frames of one connection. None may be larger than the usual size: peers are never offered more.
 
-    Each costs time linear in its length. Held are the beginning of a frame and of a header block.
+    Each costs time linear in its length. Held are at most the beginning of a frame and of a header block.
 
     Attributes:
-        pending: What has come of a frame that lacks its end. Not to be changed.
+        pending: The beginning of a frame whose end has not come. Not to be changed.
     """
 
     __slots__ = ("_block", "pending")
@@ -70,13 +70,13 @@ class FrameReader:
         Args:
             data: What has come.
             receiver: Takes them.
-            is_over: Says whether there is time for no more of them; not asked if they are few. None: it may take any time.
+            is_over: Says whether time is over; not asked about the first few frames. None: there is no limit.
 
         Returns:
-            Whether whole frames may be left, for which time was over: this is to be called again, perhaps without data.
+            Whether whole frames may be left because time was over: call it again later, if need be without data.
 
         Raises:
-            ConnectionFailedError: They are none.
+            ConnectionFailedError: The bytes are no frames, or not in an order that RFC 9113 allows.
         """
         inbound = self.pending + data if self.pending else data
         at, length = 0, len(inbound)
@@ -149,7 +149,7 @@ class _SplitBlock:
         self._frames = 1
 
     def add(self, data: bytes) -> None:
-        """Takes the next frame's. Raises ConnectionFailedError if it has become too large, or too many frames."""
+        """Adds the next frame's bytes. Raises ConnectionFailedError if the block has too many bytes or frames."""
         self.data += data
         self._frames += 1
         if len(self.data) > _MOST_BLOCK_BYTES or self._frames > _MOST_BLOCK_FRAMES:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from h2.errors import ErrorCodes
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-"""With which a client begins."""
+"""The bytes with which a client begins a connection."""
 HEADER = 9
 """Bytes before each frame's payload."""
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
@@ -21,7 +21,7 @@ LAST_STREAM = 2**31 - 1
 
 
 class ConnectionFailedError(Exception):
-    """The peer breaks the protocol in a way that ends the connection."""
+    """The peer broke the protocol in a way that ends the connection."""
 
     def __init__(self, code: ErrorCodes, message: str) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def header_frames(stream: int, block: bytes, largest: int, *, end: bool = False) -> bytes:
-    """A header block in as many frames as it takes of at most ``largest`` bytes; ``end`` ends the stream with it."""
+    """A header block in frames of at most ``largest`` bytes of payload each; ``end`` ends the stream with it."""
     flags = END_STREAM if end else 0
     if len(block) <= largest:
         return frame(HEADERS, flags | END_HEADERS, stream, block)
@@ -80,18 +80,18 @@ def reset(stream: int, code: int) -> bytes:
 
 
 def literal(name: bytes, value: bytes) -> bytes:
-    """A header field that leaves no trace in the peer's table: such fields need no memory of what was sent before."""
+    """A header field that does not enter the peer's table: who sends only such fields need not remember what was sent before."""
     return b"%c%b%b%b%b" % (0, _length(name), name, _length(value), value)
 
 
 NO_TABLE = b"\x20"
-"""Before a connection's first header field: no field will ever enter the peer's table, however small the peer makes it."""
+"""Goes before a connection's first header field: sets the size of the table to 0, as no field will ever enter it."""
 STATUS_200 = b"\x88"
 """The header field ``:status: 200``."""
 
 
 def _length(text: bytes) -> bytes:
-    """RFC 7541, 5.1 and 5.2: an integer with a prefix of 7 bits, and no Huffman code."""
+    """The length of a string without Huffman code: an integer with a prefix of 7 bits (RFC 7541, 5.1 and 5.2)."""
     rest = len(text) - 127
     if rest < 0:
         return bytes((len(text),))

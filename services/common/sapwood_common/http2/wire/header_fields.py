@@ -1,10 +1,10 @@
-"""Counts the fields of a header block without reading them: ``hpack`` takes up to 20 us for one that takes a byte or four."""
+"""Counts the fields of a header block without decoding them: ``hpack`` takes up to 20 us for a field of one to four bytes."""
 
 from __future__ import annotations
 
 
 def has_more_than(block: bytes, most: int) -> bool:
-    """Whether a block has more fields and changes of the table's size than ``most`` (RFC 7541, 6); False if it makes no sense.
+    """Whether a block has more than ``most`` fields and changes of the table's size (RFC 7541, 6); False if it is malformed.
 
     O(``most``).
     """
@@ -17,9 +17,9 @@ def has_more_than(block: bytes, most: int) -> bool:
             if count > most:
                 return True
             first = block[at]
-            if first & 0x80:  # a field of the table
+            if first & 0x80:  # a field in the table
                 at = _after_integer(block, at, 0x7F)
-            elif first & 0xE0 == 0x20:  # a size of the table
+            elif first & 0xE0 == 0x20:  # a new size of the table
                 at = _after_integer(block, at, 0x1F)
             else:
                 mask = 0x3F if first & 0x40 else 0x0F

@@ -1,4 +1,4 @@
-"""Reads header blocks, and those that come again and again only once."""
+"""Decodes header blocks; one that comes again and again is decoded only once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hpack import Decoder
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 from sapwood_common.http2.wire.header_fields import has_more_than
 
-# At the level DEBUG it logs every header, API keys among them.
+# At the level DEBUG hpack logs every header, API keys among them.
 logging.getLogger("hpack").setLevel(logging.INFO)
 
 MOST_HEADER_BYTES = 64 * 1024
-"""Of a call's header fields, as RFC 9113 counts them; a call with more is refused."""
+"""The most bytes of a call's header fields, as RFC 9113 counts them; a call with more is refused."""
 _MOST_READ_BYTES = 96 * 1024
-"""Until where they are read, so that the connection's other calls go on."""
+"""The most bytes that are decoded at all; more end the connection. Between the two limits its other calls go on."""
 _MOST_FIELDS = 256
-"""Of a block; a client that sends more is none that only calls."""
+"""The most fields of a block. No client that only calls sends more."""
 _MOST_KNOWN = 64
 _LONGEST_KNOWN = 512
-"""Bytes: a block of a call that brings nothing new has about 20."""
+"""The most bytes of a block that is remembered; a call that brings no new fields has about 20."""
 
 Headers = list[tuple[bytes, bytes]]
 ReadT = TypeVar("ReadT")
@@ -32,11 +32,11 @@ ReadT = TypeVar("ReadT")
 class HeaderReader(Generic[ReadT]):
     """``hpack``'s decoder with a memory.
 
-    A client that calls the same method again sends the same bytes: references to fields that it sent before. What such a block
-    says depends on the table of these alone, and it does not change it; so it is remembered until a block does change it.
+    A client that calls the same method again sends the same bytes: references to fields in the table of those it sent before.
+    Such a block's meaning depends on the table alone; so it is remembered until another block changes the table.
 
     Args:
-        make: Makes of a block's fields what is remembered, and returned; the same fields, the same result.
+        make: Makes what is returned and remembered of a block's fields. Equal fields must give equal results.
     """
 
     def __init__(self, make: Callable[[Headers], ReadT]) -> None:
@@ -50,7 +50,7 @@ class HeaderReader(Generic[ReadT]):
         """What ``make`` makes of a block's fields, not to be changed; None if they are more than ``MOST_HEADER_BYTES``.
 
         Raises:
-            HPACKError: It makes no sense, or has far too many bytes.
+            HPACKError: The block is malformed, or has far too many bytes.
             ConnectionFailedError: It has far too many fields.
         """
         known = self._known.get(block)
@@ -65,7 +65,7 @@ class HeaderReader(Generic[ReadT]):
         return made
 
     def read_trailers(self, block: bytes) -> Headers | None:
-        """The fields of a block that comes once; None and HPACKError as :meth:`read`."""
+        """The fields of a block that is not remembered; None, and what is raised, as :meth:`read`."""
         return self._decode(block)[0]
 
     def _decode(self, block: bytes) -> tuple[Headers | None, bool]:
@@ -75,7 +75,7 @@ class HeaderReader(Generic[ReadT]):
         headers = cast(Headers, self._decoder.decode(block, raw=True))
         is_too_large = sum([len(name) + len(value) + 32 for name, value in headers]) > MOST_HEADER_BYTES
         table = self._decoder.header_table
-        # An entry enters at the front, as an object of its own; only then, or with another size of the table, do others leave.
+        # A new entry enters at the front, as a new object. Entries leave only when one enters, or when the size changes.
         front = table.dynamic_entries[0] if table.dynamic_entries else None
         shape = (len(table.dynamic_entries), table.maxsize)
         if front is not self._front or shape != self._shape or len(self._known) >= _MOST_KNOWN:

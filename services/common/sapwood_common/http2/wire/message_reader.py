@@ -1,4 +1,4 @@
-"""Cuts gRPC's messages out of a stream's data: a byte that says whether it is compressed, four for its length, the message."""
+"""Cuts gRPC's messages out of a stream's data. Each is a byte (1 if compressed), four bytes of length, and the message."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ PREFIX = 5
 
 
 class MessageReader:
-    """Messages of one stream, in time linear in their length. Held is the beginning of one.
+    """Reads the messages of one stream, in time linear in their length. Held is at most the beginning of one.
 
     Args:
         most_bytes: The largest message taken.
 
     Attributes:
         most_bytes: The largest message taken.
-        pending: What has come of a message that lacks its end. Not to be changed.
-        refused: The size of a message that was too large; nothing that follows is taken.
+        pending: The beginning of a message whose end has not come. Not to be changed.
+        refused: Bytes of a message that was too large; later data is dropped. None: there was none.
     """
 
     __slots__ = ("most_bytes", "pending", "refused")
@@ -36,7 +36,7 @@ class MessageReader:
             inbound += data
             length = len(inbound)
         elif PREFIX <= length <= self.most_bytes and int.from_bytes(data[1:PREFIX], "big") == length - PREFIX:
-            return [(data[PREFIX:], data[0] != 0)]  # what comes most often: one message, and that is all
+            return [(data[PREFIX:], data[0] != 0)]  # the usual case: exactly one message
         found: list[tuple[bytes, bool]] = []
         while length - at >= PREFIX:
             size = int.from_bytes(inbound[at + 1 : at + PREFIX], "big")
@@ -57,7 +57,7 @@ class MessageReader:
         return found
 
     def clear(self) -> None:
-        """Lets go of what is held."""
+        """Drops what is held."""
         self.pending = bytearray()
 
 

@@ -24,7 +24,7 @@ _OK = frames.literal(b"grpc-status", b"0")
 
 
 def read_metadata(headers: Headers) -> Metadata:
-    """The caller's metadata; values of ``-bin`` keys as bytes. What makes no sense is left out."""
+    """The caller's metadata; values of ``-bin`` keys as bytes. Values that are not base64 are left out."""
     found: list[tuple[str, str | bytes]] = []
     for name, value in headers:
         if name.startswith(b":") or name in _OF_HTTP2:
@@ -42,7 +42,7 @@ def read_metadata(headers: Headers) -> Metadata:
 
 
 def read_timeout(value: bytes) -> float | None:
-    """Seconds that ``grpc-timeout`` grants; None if it makes no sense."""
+    """Seconds that ``grpc-timeout`` grants; None if it is malformed."""
     text = value.decode("latin-1")
     unit = _SECONDS.get(text[-1:])
     if unit is None or not text[:-1].isdecimal() or len(text) > 9:
@@ -59,7 +59,7 @@ def closing_block(code: grpc.StatusCode, details: str, metadata: bytes) -> bytes
     """The header block with which a response ends; ``metadata`` is a :func:`metadata_block`. Does not raise."""
     if code is grpc.StatusCode.OK and not details:
         return _OK + metadata
-    # Percent-encoded UTF-8: HTTP has no other letters than ASCII's.
+    # Header fields hold ASCII only, so the message is percent-encoded UTF-8.
     message = quote(str(details), safe=_PLAIN, errors="replace").encode("ascii")
     return frames.literal(b"grpc-status", b"%d" % code.value[0]) + frames.literal(b"grpc-message", message) + metadata
 
@@ -68,7 +68,7 @@ def metadata_block(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
     """Metadata as header fields.
 
     Raises:
-        TypeError, ValueError, AttributeError: They are none.
+        TypeError, ValueError, AttributeError: It is no metadata.
     """
     return b"".join(
         frames.literal(

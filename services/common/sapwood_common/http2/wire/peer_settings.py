@@ -1,4 +1,4 @@
-"""What the other end of a connection has said in SETTINGS frames, as far as it matters to who sends messages."""
+"""The settings of the other end of a connection, as far as they matter for sending messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 
 _LARGEST_SENT = 4 * frames.USUAL_FRAME
-"""Payload of a frame, even if the peer takes larger ones: streams take turns by frames."""
+"""The most bytes of a frame's payload, even if the peer takes more: streams take turns by frames."""
 
 
 class PeerSettings:
@@ -32,7 +32,7 @@ class PeerSettings:
         Streams that are open have as much more room as ``stream_window`` has grown by.
 
         Raises:
-            ConnectionFailedError: It makes no sense.
+            ConnectionFailedError: It is malformed.
         """
         if stream:
             raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "settings of a stream")

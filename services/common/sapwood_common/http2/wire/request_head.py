@@ -1,4 +1,4 @@
-"""What begins a call, checked: a request that HTTP/2 calls malformed reaches no handler (RFC 9113, 8.1.1, 8.2 and 8.3)."""
+"""Checks the header fields that begin a call: a malformed request reaches no handler (RFC 9113, 8.1.1, 8.2 and 8.3)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _TOKENS = rb"(?:[!#$%&'*+\-.^_`|~0-9a-z]++,)*+"
 _REQUEST_NAMES = re.compile(rb"(?::[a-z]++,)*+" + _TOKENS)
 _TRAILER_NAMES = re.compile(_TOKENS)
 _CLASSES = bytes.maketrans(b"\0\t", b"\r ")
-"""Makes one byte of those that values may not have, and one of those that they may not begin or end with. Line feeds count."""
+"""Maps bytes that values may not hold to CR, and those that they may not begin or end with to space; LF separates values."""
 _MOST_DIGITS = 18
-"""Of a content-length; what is longer is no length of anything."""
+"""The most digits of a content-length."""
 
 
 class RequestHead:
@@ -47,7 +47,7 @@ def find_trailer_problem(headers: Headers) -> str | None:
     return _find_problem(headers, dict(headers), _joined_names(headers), _TRAILER_NAMES)
 
 
-# All names are checked at once, and all values: a check of each would take half the time that decoding them takes.
+# All names are checked at once, and so are all values: checking each by itself would take half as long as decoding them.
 
 
 def _joined_names(headers: Headers) -> bytes:

@@ -1,4 +1,4 @@
-"""Which streams a client has opened, and how those that are over ended: a late frame is told from a wrong one (RFC 9113, 5.1)."""
+"""Remembers which streams a client has opened and how they ended, to tell a late frame from a wrong one (RFC 9113, 5.1)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class StreamIds:
     def __init__(self) -> None:
         self.last = 0
         self._skipped = range(0)
-        """Ids that the client passed over the last time it passed over any."""
+        """Ids that the client passed over when it last passed over any."""
         self._cut_off: dict[int, None] = {}
-        """Streams that ended here while the client could still send: what it sends may have left before it knew. Oldest first."""
+        """Streams that ended here while the client could still send: its frames may have left before it knew. Oldest first."""
         self._forgotten = 0
-        """The highest id that had to leave them."""
+        """The highest id that was dropped from ``_cut_off`` for want of room."""
 
     def open(self, stream: int) -> None:
         """The client opens a stream, with an id above ``last``."""

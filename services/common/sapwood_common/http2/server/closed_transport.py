@@ -6,21 +6,21 @@ import asyncio
 
 
 class ClosedTransport(asyncio.Transport):
-    """In place of a socket that is closed: calls that are not told yet may go on writing."""
+    """Takes the place of a closed socket, so that calls that do not know yet may go on writing."""
 
     def write(self, data: object) -> None:
-        """Nothing."""
+        """Drops the data."""
 
     def is_closing(self) -> bool:
         """True."""
         return True
 
     def close(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def abort(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def get_write_buffer_size(self) -> int:
-        """None."""
+        """Zero bytes."""
         return 0

@@ -12,21 +12,21 @@ ConnectionT_contra = TypeVar("ConnectionT_contra", contravariant=True)
 
 
 class ConnectionOwner(Protocol[ConnectionT_contra]):
-    """The server. Raises nothing but where that is said."""
+    """The server, as its connections know it. Its methods raise only what they name."""
 
     def connection_made(self, connection: ConnectionT_contra) -> None:
-        """It has begun, which after a failed TLS handshake it never does."""
+        """The connection has begun. It never does if its TLS handshake fails."""
 
     def connection_lost(self, connection: ConnectionT_contra) -> None:
-        """It is over."""
+        """The connection is over."""
 
     def connection_failed(self, connection: ConnectionT_contra, error: ConnectionFailedError) -> bool:
         """The client broke the protocol, or a rule: the connection ends. Returns whether there is room to let it linger."""
         ...
 
     def open_call(self, connection: ConnectionT_contra, stream: ServerStream, head: RequestHead) -> None:
-        """A call that is well formed: names the stream's receiver, or ends the stream.
+        """Begins a call whose head is well formed: names the stream's receiver, or ends the stream.
 
         Raises:
-            ConnectionFailedError: There are too many of its kind.
+            ConnectionFailedError: The client sends too many calls of this kind.
         """

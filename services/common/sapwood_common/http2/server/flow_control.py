@@ -1,7 +1,7 @@
-"""How much a client takes (RFC 9113, 5.2), and whose turn it is when there is room again.
+"""Flow control (RFC 9113, 5.2): how much a client takes, and which stream writes next when there is room again.
 
-Streams that wait for the same room write in turn: who had a turn and still waits goes to the end of the queue. Settings that
-change the windows of all streams cost the same however many are open, and room lets a few streams write at a time.
+Streams that wait for the same window write in turn: a stream that had its turn and still waits goes to the end of the queue.
+Settings that change the windows of all streams cost O(1), however many are open. Only a few streams write in one turn of the loop.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _MOST_AT_ONCE = 32
 
 
 class Writer(Protocol):
-    """A stream, as far as windows go.
+    """A stream, as flow control knows it.
 
     Attributes:
-        balance: Bytes that the client takes of it beyond ``FlowControl.stream_window``: what it granted less what was sent.
+        balance: Bytes that the client takes of it beyond ``FlowControl.stream_window``: bytes granted minus bytes sent.
     """
 
     balance: int
@@ -44,7 +44,7 @@ class Writer(Protocol):
         ...
 
     def break_off(self, code: ErrorCodes) -> None:
-        """Ends it: the client broke the protocol."""
+        """Ends the stream: the client broke the protocol."""
         ...
 
 
@@ -52,13 +52,13 @@ class FlowControl:
     """The windows of one connection.
 
     Args:
-        streams: Those that are open, by number; the connection's own.
-        on_left: Called when streams are left that may write: :meth:`write_on` is to be called in a later turn.
+        streams: The connection's open streams, by number. Not copied.
+        on_left: Called when more streams may write: :meth:`write_on` is then to be called in a later turn.
 
     Attributes:
         window: Bytes of DATA that the client takes on the connection. Streams that write take from it.
-        stream_window: Bytes that the client takes of a new stream. One that is open has as many more as its ``balance``.
-        frame_size: The largest payload to send it.
+        stream_window: Bytes that the client takes of a new stream. An open one has its ``balance`` more.
+        frame_size: Bytes of the largest payload to send.
         paused: Whether the socket takes no more.
     """
 
@@ -86,17 +86,17 @@ class FlowControl:
         self._streams = streams
         self._on_left = on_left
         self._granted = frames.USUAL_WINDOW
-        """All that the connection's window ever was given."""
+        """Bytes by which the connection's window has ever grown, with those that it began with."""
         self._largest = 0
-        """No open stream's balance is larger."""
+        """Bytes that no open stream's balance exceeds."""
         self._blocked: OrderedDict[Writer, None] = OrderedDict()
-        """Those that wait for the connection's window."""
+        """Streams that wait for the connection's window."""
         self._unwritable: OrderedDict[Writer, None] = OrderedDict()
-        """Those that wait for the socket alone."""
+        """Streams that wait for the socket alone."""
         self._starved: OrderedDict[Writer, None] = OrderedDict()
-        """Those that wait for their own windows."""
+        """Streams that wait for their own windows."""
         self._retries = 0
-        """How many of these, from the first on, may have room now."""
+        """How many of the starved, from the first on, may have room now."""
 
     @property
     def sent(self) -> int:
@@ -104,15 +104,15 @@ class FlowControl:
         return self._granted - self.window
 
     def block(self, stream: Writer) -> None:
-        """Has :meth:`Writer.flush` called once there is room on the connection and its socket."""
+        """Calls the stream's :meth:`Writer.flush` once there is room on the connection and its socket."""
         (self._blocked if stream.has_unsent else self._unwritable)[stream] = None
 
     def starve(self, stream: Writer) -> None:
-        """Has it called once the client takes more of the stream."""
+        """Calls the stream's :meth:`Writer.flush` once the client takes more of it."""
         self._starved[stream] = None
 
     def forget(self, stream: Writer) -> None:
-        """The stream is over."""
+        """Drops a stream that is over."""
         for waiting in (self._blocked, self._unwritable, self._starved):
             if waiting:
                 waiting.pop(stream, None)
@@ -121,7 +121,7 @@ class FlowControl:
         """Takes a WINDOW_UPDATE frame, of the connection or of a stream that is open or over.
 
         Raises:
-            ConnectionFailedError: The connection's window makes no sense; a stream's ends the stream.
+            ConnectionFailedError: The connection's window grows by nothing or too large. A stream's ends only the stream.
         """
         increment = int.from_bytes(payload, "big") & 0x7FFFFFFF
         stream = self._streams.get(number)
@@ -149,7 +149,7 @@ class FlowControl:
         """Takes a SETTINGS frame. Returns whether it is to be acknowledged, after which :meth:`unblock` is to be called.
 
         Raises:
-            ConnectionFailedError: It makes no sense, or makes some stream's window too large.
+            ConnectionFailedError: It is malformed, or makes a stream's window too large.
         """
         if not self._settings.take(number, flags, payload):
             return False
@@ -164,12 +164,12 @@ class FlowControl:
         return True
 
     def unblock(self) -> None:
-        """Lets those write who waited, as far as there is room: some now, the others in later turns."""
+        """Lets waiting streams write as far as there is room: some now, the others in later turns."""
         if self.write_on():
             self._on_left()
 
     def write_on(self) -> bool:
-        """Lets some of those write who waited and have room. Returns whether others are left."""
+        """Lets some of the waiting streams that have room write. Returns whether others are left."""
         for _ in range(_MOST_AT_ONCE):
             if self.paused:
                 return False

@@ -12,7 +12,7 @@ Tenant = Any
 
 
 class Gate(Protocol):
-    """Of a server's port."""
+    """Decides for a server's port which calls may begin, and in which order."""
 
     @property
     def asks_for_keys(self) -> bool:
@@ -23,17 +23,17 @@ class Gate(Protocol):
         """Asked once a call.
 
         Args:
-            method: Its full name, of one that is served.
-            headers: Its header fields.
+            method: The full name of a method that is served.
+            headers: The call's header fields.
 
         Returns:
-            Whose key it came with; None if it needs none.
+            Whose key the call came with; None if it needs none.
 
         Raises:
-            SapwoodError: It is refused.
+            SapwoodError: The call is refused.
         """
         ...
 
     def rank(self, headers: Headers, tenant: Tenant | None) -> Rank:
-        """When a call begins that was let in and has to wait; a caller of None is told apart by its connection."""
+        """The priority and the caller of a call that was let in and has to wait; for a caller of None its connection counts."""
         ...

@@ -11,12 +11,12 @@ from sapwood_common.http2.wire.frames import ConnectionFailedError
 from sapwood_common.http2.wire.header_reader import MOST_HEADER_BYTES
 
 CONNECTION_WINDOW = 16 * 1024 * 1024
-"""Bytes that a client may send on all streams together before they were taken."""
+"""Bytes that a client may send on all streams together before it is told that they were taken."""
 _WRONG_PROTOCOL = b"this port speaks gRPC over HTTP/2\n"
 
 
 class WrongProtocolError(Exception):
-    """The client speaks something else. ``answer`` is what it would understand."""
+    """The client speaks something else. ``answer`` says so in its protocol; empty if that is unknown."""
 
     def __init__(self, answer: bytes) -> None:
         super().__init__("the client does not speak HTTP/2")
@@ -24,7 +24,7 @@ class WrongProtocolError(Exception):
 
 
 def server_greeting(most_streams: int) -> bytes:
-    """The server's settings, and its window; the client may have so many streams open."""
+    """The server's settings and its window; ``most_streams`` is how many streams the client may have open."""
     settings = (
         (SettingCodes.MAX_CONCURRENT_STREAMS, most_streams),
         (SettingCodes.INITIAL_WINDOW_SIZE, WINDOW),
@@ -34,7 +34,7 @@ def server_greeting(most_streams: int) -> bytes:
 
 
 class Greeting:
-    """Waits for the client's.
+    """Waits for the client's preface.
 
     Attributes:
         over: Whether it has come.
@@ -47,11 +47,11 @@ class Greeting:
         self._received = b""
 
     def take(self, data: bytes) -> bytes:
-        """Takes what has come; returns what there is of frames by then: nothing before the head of the first.
+        """Takes what has come. Returns the frames after the preface; nothing before the head of the first one is here.
 
         Raises:
-            WrongProtocolError: It is no HTTP/2.
-            ConnectionFailedError: The first frame is none that may be.
+            WrongProtocolError: The client does not speak HTTP/2.
+            ConnectionFailedError: The first frame is not SETTINGS.
         """
         received = self._received = self._received + data
         if not received.startswith(frames.PREFACE[: len(received)]):

@@ -1,4 +1,4 @@
-"""What calls are told that end before they have begun: one header block."""
+"""Answers to calls that end before they have begun: one header block each."""
 
 from __future__ import annotations
 

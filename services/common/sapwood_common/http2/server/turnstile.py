@@ -1,8 +1,8 @@
-"""Lets a few calls begin in each turn of the event loop: the more important first, and otherwise each caller's in turn.
+"""Lets a few calls begin in each turn of the event loop: those of high priority first, then each caller's in turn.
 
-Calls that come together would otherwise go in step: each turn takes the same stretch of every one, and the first is on its way
-only when the last is, for writes leave at the end of a turn. With 256 at once and 0.3 ms each that is 75 ms for the first, and as
-long for all that runs already. One callback a turn in which calls begin; O(1) for one that has to wait, or leaves.
+Calls that come together would otherwise go in step: a turn does the same piece of work for every call, and what they write leaves
+only at its end. With 256 calls at once and 0.3 ms each, the first waits 75 ms, and so do all calls that run already. The cost is
+one callback in each turn in which calls begin, and O(1) for each call that waits or leaves.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from collections.abc import Callable, Hashable
 MOST_A_TURN = 8
 
 Rank = tuple[int, Hashable]
-"""Of a call that has to wait: its priority, and its caller."""
+"""The priority and the caller of a call that has to wait."""
 
 
 class Place:
-    """Of a call that waits.
+    """The place of a call that waits.
 
     Args:
-        turnstile: Where.
+        turnstile: Where it waits.
         begin: Begins the call.
-        priority, caller: See :meth:`Turnstile.enter`.
+        priority: Larger goes first.
+        caller: Callers of the same priority take turns.
     """
 
     __slots__ = ("_turnstile", "begin", "caller", "priority")
@@ -35,22 +36,22 @@ class Place:
         self.caller = caller
 
     def leave(self) -> None:
-        """The call is over before it has begun. Does nothing for one that has begun."""
+        """Gives up the place of a call that ended before it began. Does nothing for one that has begun."""
         self._turnstile.drop(self)
 
 
 class Turnstile:
-    """Belongs to one event loop."""
+    """Lets calls begin on one event loop."""
 
     def __init__(self) -> None:
         self._begun = 0
-        """In this turn."""
+        """Calls that have begun in this turn."""
         self._waiting: dict[int, OrderedDict[Hashable, OrderedDict[Place, None]]] = {}
-        """By priority and caller, the caller first whose turn it is; none of them is empty."""
+        """Places by priority and caller, in the order of the callers' turns; no dictionary in it is empty."""
 
     @property
     def busy(self) -> bool:
-        """Whether who enters now has to wait."""
+        """Whether a call that enters now has to wait."""
         return self._begun >= MOST_A_TURN
 
     @property
@@ -64,7 +65,7 @@ class Turnstile:
         Args:
             begin: Begins the call.
             priority: Larger goes first among those that wait.
-            caller: Whose it is: of two callers with the same priority, each begins one after one of the other's.
+            caller: Callers of the same priority take turns, one call each.
 
         Returns:
             Its place if it has to wait.
@@ -81,7 +82,7 @@ class Turnstile:
         return place
 
     async def wait(self) -> None:
-        """Returns when it is the turn of whoever waits here, which may be at once."""
+        """Waits for a turn, which may come at once."""
         turn = asyncio.Event()
         place = self.enter(turn.set)
         try:
@@ -91,7 +92,7 @@ class Turnstile:
                 place.leave()
 
     def drop(self, place: Place) -> None:
-        """For :class:`Place`."""
+        """Gives up a place; :meth:`Place.leave` calls it."""
         callers = self._waiting.get(place.priority)
         places = None if callers is None else callers.get(place.caller)
         if places is not None and place in places:

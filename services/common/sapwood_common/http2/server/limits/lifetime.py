@@ -1,4 +1,4 @@
-"""How long a connection lives on which nothing happens: who does not greet, does not answer, or has no calls, has to go."""
+"""Ends connections whose client does not greet, does not answer, or has had no calls for long."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class Timeouts:
     """What a server grants its clients, in seconds.
 
     Attributes:
-        greeting: From then on until the client's preface and the head of its first frame are here.
-        silence: Without a byte of the client, after which it is pinged; and again until it has answered.
-        idle: Without a call, after which the client is told to go (GOAWAY). gRPC's clients connect again with their next call.
-        flush: Of a connection that is closed, for what is on its way to a client that still reads.
+        greeting: Until the client's preface and the head of its first frame are here.
+        silence: Without a byte from the client before it is pinged, and then until it must have answered.
+        idle: Without a call before the client is told to go (GOAWAY). gRPC's clients connect again with their next call.
+        flush: For sending what is on its way, once a connection is to close.
     """
 
     greeting: float = 10.0
@@ -24,7 +24,7 @@ class Timeouts:
 
     @property
     def shortest(self) -> float:
-        """The shortest that has to be looked for."""
+        """The shortest of them."""
         return min(self.greeting, self.silence, self.idle, self.flush)
 
 
@@ -39,10 +39,10 @@ class Due(Enum):
 
 
 class Lifetime:
-    """Of one connection, looked at now and then: what happened in between is taken to have happened at the look after it.
+    """The lifetime of one connection, which is checked now and then: what happened between two checks counts from the later one.
 
     Args:
-        timeouts: How long what may last.
+        timeouts: How long each state may last.
 
     Attributes:
         heard: To be set whenever the client has sent something.
@@ -75,10 +75,10 @@ class Lifetime:
         """What is due.
 
         Args:
-            now: Seconds, by a clock that goes on.
+            now: Seconds, by a monotonic clock.
             greeted: Whether the client has said that it speaks HTTP/2.
             busy: Whether it has calls now.
-            last_stream: The last that it has opened: calls may have begun and ended since the last look.
+            last_stream: The last stream that it has opened, as calls may have begun and ended since the last check.
             closing: Whether the connection closes once the client has read what was written.
         """
         times = self._timeouts
@@ -98,7 +98,7 @@ class Lifetime:
         if self._pinged_at is not None:
             return Due.GIVE_UP if now - self._pinged_at >= times.silence else Due.NOTHING
         idle = now - self._busy_at - times.idle
-        if self.retired and idle >= times.silence:  # it has said other things, and not that it has heard
+        if self.retired and idle >= times.silence:  # it sends other frames, but does not answer
             return Due.GIVE_UP
         if not self.retired and idle >= 0:
             self.retired = True

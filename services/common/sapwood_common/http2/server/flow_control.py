@@ -1,7 +1,7 @@
 """Flow control (RFC 9113, 5.2): how much a client takes, and which stream writes next when there is room again.
 
 Streams that wait for the same window write in turn: a stream that had its turn and still waits goes to the end of the queue.
-Settings that change the windows of all streams cost O(1), however many are open. Only a few streams write in one turn of the loop.
+Settings that change the windows of all streams cost O(1), however many are open. Only a few streams write in a turn of the loop.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def gemv(
     rows = weight.shape[0] // (1 if gate is None else 2)
     out = torch.empty((1, rows), dtype=dtype or x.dtype, device=x.device) if add_to is None else add_to
     block_n, block_k, warps = blocks or block_shape(rows, width)
-    scaled = 0 if scales is None else 1 if scales.shape[1] == 1 else 2
+    scaled = 0 if scales is None else 1 if scales.shape[0] == weight.shape[0] else 2
     norm_weight, eps = norm if norm is not None else (x, 0.0)
     _gemv_kernel[(triton.cdiv(rows, block_n),)](
         x, weight, x if scales is None else scales, norm_weight, x if bias is None else bias,

@@ -110,7 +110,7 @@ class Float8Method(LinearMethod):
             zeros = torch.zeros(1, weight.shape[1], dtype=self._dtype, device=weight.device)
             self._scaled_product(*self._quantise(zeros))
             self._scaled = True
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             if not self._ops.asynchronous:  # a GPU's memory holds it once
                 self._dense = self._widened()
 

@@ -78,6 +78,7 @@ class _Builder:
         self._eos_token_ids = loaded.eos_token_ids
         self._largest_graph = min(options.cuda_graph_max_batch or options.max_running, options.max_running)
         self._quantization = loaded.quantization
+        logger.info("linear layers: %s", self._dtype_name if loaded.quantization == "none" else loaded.quantization)
         # The latest token of the request in each row of the page table.
         self._last_tokens = torch.zeros(options.max_running, dtype=torch.int64, device=self._device)
         float8 = options.kv_cache_dtype == "fp8_e4m3"

@@ -13,7 +13,7 @@ import flashinfer
 import torch
 from torch import Tensor
 
-from sapwood_kernels.paged_attention import AttentionShape, PagedKeys, Variant
+from sapwood_kernels.paged_attention import AttentionShape, PagedKeys, StoredPages, Variant
 
 _WORKSPACE_BYTES = 256 << 20
 
@@ -62,17 +62,10 @@ class PrefillAttention:
             **_arguments(self._variant),
         )
 
-    def run(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        scales: tuple[float, float] = (1.0, 1.0),
-        out: Tensor | None = None,
-    ) -> Tensor:
-        assert scales == (1.0, 1.0), "a cache of the queries' dtype has no scales"
+    def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:
+        assert cache.scales == (1.0, 1.0), "a cache of the queries' dtype has no scales"
         out = torch.empty_like(query) if out is None else out  # FlashInfer's own would be cleared first
-        result: Tensor = self._wrapper.run(query, (key_pages, value_pages), out=out)
+        result: Tensor = self._wrapper.run(query, (cache.keys, cache.values), out=out)
         return result
 
 
@@ -124,14 +117,7 @@ class DecodeAttention:
             **_arguments(self._variant),
         )
 
-    def run(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        scales: tuple[float, float] = (1.0, 1.0),
-        out: Tensor | None = None,
-    ) -> Tensor:
-        assert scales == (1.0, 1.0), "a cache of the queries' dtype has no scales"
-        result: Tensor = self._wrapper.run(query, (key_pages, value_pages), out=out)
+    def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:
+        assert cache.scales == (1.0, 1.0), "a cache of the queries' dtype has no scales"
+        result: Tensor = self._wrapper.run(query, (cache.keys, cache.values), out=out)
         return result

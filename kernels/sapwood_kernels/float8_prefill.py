@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.flashinfer_attention import PrefillAttention
-from sapwood_kernels.paged_attention import AttentionShape, PagedKeys, Variant
+from sapwood_kernels.paged_attention import AttentionShape, PagedKeys, StoredPages, Variant
 from sapwood_kernels.triton_kv_dequantise import dequantise_pages
 
 _LEAST_TOKENS = 32768
@@ -90,17 +90,10 @@ class Float8PrefillAttention:
             self._groups.append(_Group(attention, slice(rows[first], rows[last]), pages))
             first = last
 
-    def run(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        scales: tuple[float, float] = (1.0, 1.0),
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:
         result = torch.empty_like(query) if out is None else out
         buffer = self._buffer
         for group in self._groups:
-            dequantise_pages(key_pages, value_pages, group.pages, buffer.keys, buffer.values, scales)
-            group.attention.run(query[group.rows], buffer.keys, buffer.values, (1.0, 1.0), result[group.rows])
+            dequantise_pages(cache.keys, cache.values, group.pages, buffer.keys, buffer.values, cache.scales)
+            group.attention.run(query[group.rows], StoredPages(buffer.keys, buffer.values), result[group.rows])
         return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -62,6 +62,20 @@ class PagedKeys:
         return first, PagedKeys(self.indptr[count:] - at, self.indices[at:], self.last_page_len[count:])
 
 
+class StoredPages(NamedTuple):
+    """A layer's keys and values.
+
+    Attributes:
+        keys: [P, page_size, K, D] in any order but for D.
+        values: The same, in the same order.
+        scales: Factors of the stored keys and values.
+    """
+
+    keys: Tensor
+    values: Tensor
+    scales: tuple[float, float] = (1.0, 1.0)
+
+
 class PlannedAttention(Protocol):
     """Attention of one kind of layer, planned for each step and then run for each such layer."""
 
@@ -74,21 +88,12 @@ class PlannedAttention(Protocol):
         """
         ...
 
-    def run(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        scales: tuple[float, float] = ...,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:
         """Computes a layer on the current stream.
 
         Args:
             query: [T, H, D], contiguous.
-            key_pages: [P, page_size, K, D] in any order but for D.
-            value_pages: The same, in the same order, for values.
-            scales: Factors of the stored keys and values.
+            cache: The layer's keys and values.
             out: [T, H, D], contiguous: the result is written here; None: to a new tensor.
 
         Returns:

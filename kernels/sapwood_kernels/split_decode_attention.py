@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.paged_attention import AttentionShape, PagedKeys, Variant
+from sapwood_kernels.paged_attention import AttentionShape, PagedKeys, StoredPages, Variant
 from sapwood_kernels.triton_decode_attention import decode_attention, num_splits
 
 MOST_SPLIT = 128
@@ -49,21 +49,14 @@ class SplitDecodeAttention:
         else:
             self._indptr, self._lengths = self._ops.to_device(indptr), self._ops.to_device(lengths)
 
-    def run(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        scales: tuple[float, float] = (1.0, 1.0),
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:
         variant = self._variant
-        float8 = key_pages.dtype == torch.float8_e4m3fn
+        float8 = cache.keys.dtype == torch.float8_e4m3fn
         splits, least = num_splits(len(self._lengths), self._shape.num_kv_heads, self._ops.processors, float8=float8)
         return decode_attention(
             query,
-            key_pages,
-            value_pages,
+            cache.keys,
+            cache.values,
             self._indptr,
             self._indices,
             self._lengths,
@@ -72,6 +65,6 @@ class SplitDecodeAttention:
             scale=variant.scale,
             window=variant.window,
             softcap=variant.softcap,
-            kv_scales=scales,
+            kv_scales=cache.scales,
             out=out,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.paged_attention import AttentionShape, PagedKeys, Variant
+from sapwood_kernels.paged_attention import AttentionShape, PagedKeys, StoredPages, Variant
 from sapwood_kernels.triton_prefill_attention import cut_tiles, prefill_attention, tile_tokens
 
 
@@ -29,23 +29,16 @@ class TiledPrefillAttention:
         starts, indptr, sizes = (self._ops.to_device(each.numpy()) for each in (query_indptr, keys.indptr, lengths))
         self._step = self._ops.to_device(tiles), starts, indptr, keys.indices, sizes
 
-    def run(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        scales: tuple[float, float] = (1.0, 1.0),
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:
         variant = self._variant
         return prefill_attention(
             query,
-            key_pages,
-            value_pages,
+            cache.keys,
+            cache.values,
             *self._step,
             scale=variant.scale,
             window=variant.window,
             softcap=variant.softcap,
-            kv_scales=scales,
+            kv_scales=cache.scales,
             out=out,
         )

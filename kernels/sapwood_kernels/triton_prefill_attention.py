@@ -122,7 +122,25 @@ def _prefill_kernel(
 
 def tile_tokens(group: int, dim: int, dtype: torch.dtype) -> int:
     """Tokens of a tile, whose rows are these tokens' heads of one group."""
-    return max(_rows(dim, dtype) // group, 1)
+    return tile_shape(group, dim, dtype)[0] // group
+
+
+def tile_shape(group: int, dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Rows of a tile and keys of a block, powers of 2.
+
+    Args:
+        group: Query heads that share a key/value head.
+        dim: Elements of a head.
+        dtype: Of the queries.
+    """
+    row_bytes = triton.next_power_of_2(dim) * dtype.itemsize
+    rows = min(max(_TILE_BYTES // row_bytes, _LEAST_ROWS), 128)
+    return max(rows, triton.next_power_of_2(group)), min(max(_TILE_BYTES // (2 * row_bytes), 16), 64)
+
+
+def num_warps(rows: int) -> int:
+    """Warps of a program whose tile has so many rows."""
+    return 8 if rows >= 128 else 4
 
 
 def cut_tiles(
@@ -184,20 +202,13 @@ def prefill_attention(
     assert key_pages.stride() == value_pages.stride() and key_pages.stride(3) == 1, "keys and values lie differently"
     group = heads // kv_heads
     out = torch.empty_like(query) if out is None else out
-    tokens = tile_tokens(group, dim, query.dtype)
-    rows = max(_rows(dim, query.dtype), triton.next_power_of_2(group))
-    block_d = max(16, triton.next_power_of_2(dim))
-    block = min(max(_TILE_BYTES // (2 * block_d * query.element_size()), 16), 64)
+    rows, block = tile_shape(group, dim, query.dtype)
     _prefill_kernel[(len(tiles), kv_heads)](
         query, key_pages, value_pages, tiles, starts, indptr, lengths, pages, out, scale * kv_scales[0], kv_scales[1],
         softcap or 1.0, heads, *key_pages.stride()[:3],
         GROUP=group, D=dim, PAGE=page_size, WINDOW=window or 0, CAPPED=softcap is not None,
-        FLOAT8=key_pages.dtype == torch.float8_e4m3fn, TOKENS=tokens, ROWS=rows, BLOCK_D=block_d, BLOCK=block,
-        STAGES=2 if query.is_cuda else 0, num_warps=8 if rows >= 128 else 4,
+        FLOAT8=key_pages.dtype == torch.float8_e4m3fn, TOKENS=rows // group, ROWS=rows,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK=block,
+        STAGES=2 if query.is_cuda else 0, num_warps=num_warps(rows),
     )  # fmt: skip
     return out
-
-
-def _rows(dim: int, dtype: torch.dtype) -> int:
-    rows: int = min(max(_TILE_BYTES // (triton.next_power_of_2(dim) * dtype.itemsize), _LEAST_ROWS), 128)
-    return rows

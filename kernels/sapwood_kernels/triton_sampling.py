@@ -103,11 +103,12 @@ def _sample_kernel(
     tl.store(tokens + index, tl.where(first < V, first, last).to(tl.int64))
 
 
-def sample_rows(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def sample_rows(logits: Tensor, largest: Tensor, batch: SamplingBatch) -> Tensor:
     """A token of each of the S rows that are sampled, int64 [S]; in a row that holds a NaN, or nothing to choose, any token.
 
     Args:
         logits: float32 [R, V], rows contiguous; not changed.
+        largest: Not used: the kernel finds each row's largest logit itself.
         batch: The rows' settings.
     """
     width = logits.shape[1]

@@ -33,7 +33,7 @@ def draw(logits: Tensor, uniform: list[float], rows: Tensor | None = None, **set
         most_k=0,
         any_top_p=False,
     )
-    tokens: Tensor = triton_sampling.sample_rows(logits, batch)
+    tokens: Tensor = triton_sampling.sample_rows(logits, logits, batch)
     return tokens.tolist()
 
 

@@ -10,11 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sapwood_kernels import triton_activation, triton_float8, triton_gemv, triton_logits, triton_norm
-from sapwood_kernels.cpu_sampling import SamplingBatch
+from sapwood_kernels import triton_activation, triton_float8, triton_gemv, triton_logits, triton_norm, triton_sampling
 from sapwood_kernels.ops.device import DeviceOps, Fence, Float8, Gate, HostCopies, OneRow, StoreHeads
 from sapwood_kernels.triton_qkv import norm_rope_store
-from sapwood_kernels.triton_sampling import sample_rows
 
 # Elements of the widest row that our kernel multiplies; cuBLAS splits wider rows: 31 against 33 us for 4096 x 14336 on an H200.
 _WIDEST_ROW = 8192
@@ -85,36 +83,15 @@ class CudaOps(DeviceOps):
     def quantise(self, x: Tensor, *, grouped: bool) -> Float8:
         return triton_float8.quantise(x, grouped=grouped)
 
-    def quantise_tensor(self, x: Tensor) -> Float8:
-        return triton_float8.quantise_tensor(x)
-
     def quantise_normed(self, x: Tensor, weight: Tensor, eps: float, *, grouped: bool) -> Float8:
         return triton_float8.rms_norm(x, weight, eps, grouped=grouped)
 
     def quantise_gated(self, gate_up: Tensor, gate: Gate, *, grouped: bool) -> Float8:
         return triton_float8.gated(gate_up, gate, grouped=grouped)
 
-    def row_max(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return triton_logits.row_max(logits)
-
-    def sample_rows(self, logits: Tensor, largest: Tensor, settings: SamplingBatch) -> Tensor:
-        return sample_rows(logits, settings)
-
-    def forbid_tokens(self, logits: Tensor, bitmask: Tensor, rows: Tensor | None = None) -> None:
-        triton_logits.apply_token_bitmask(logits, bitmask, rows)
-
-    def apply_penalties(
-        self,
-        logits: Tensor,
-        counts: Tensor,
-        seen: Tensor,
-        rows: Tensor,
-        slots: Tensor,
-        frequency: Tensor,
-        presence: Tensor,
-        repetition: Tensor,
-    ) -> None:
-        triton_logits.apply_penalties(logits, counts, seen, rows, slots, frequency, presence, repetition)
-
-    def count_tokens(self, counts: Tensor, seen: Tensor, tokens: Tensor, rows: Tensor, slots: Tensor) -> None:
-        triton_logits.count_tokens(counts, seen, tokens, rows, slots)
+    quantise_tensor = staticmethod(triton_float8.quantise_tensor)
+    row_max = staticmethod(triton_logits.row_max)
+    sample_rows = staticmethod(triton_sampling.sample_rows)
+    forbid_tokens = staticmethod(triton_logits.apply_token_bitmask)
+    apply_penalties = staticmethod(triton_logits.apply_penalties)
+    count_tokens = staticmethod(triton_logits.count_tokens)

@@ -214,10 +214,6 @@ class DeviceOps:
         """Rows [T, K] to float8, by a scale for each, or for each :data:`GROUP` numbers. The results may have more rows."""
         return reference.quantise_rows(x, GROUP if grouped else None)
 
-    def quantise_tensor(self, x: Tensor) -> Float8:
-        """[T, K] to float8 by one scale, [1, 1]."""
-        return reference.quantise_tensor(x)
-
     def quantise_normed(self, x: Tensor, weight: Tensor, eps: float, *, grouped: bool) -> Float8:
         """:meth:`quantise` after ``reference.rms_norm`` by a float32 weight [K]."""
         return self.quantise(reference.rms_norm(x, weight, eps), grouped=grouped)
@@ -226,38 +222,17 @@ class DeviceOps:
         """:meth:`quantise` after the gated activation: [T, 2K] -> [T, K]."""
         return self.quantise(self.gated(gate)(gate_up), grouped=grouped)
 
-    def row_max(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row's maximum, NaN if the row holds one, and its first index: ``max(-1)``."""
-        return cpu_sampling.row_max(logits)
+    # Operations that are functions of tensors alone; a device's class has its own in their place.
 
-    def sample_rows(self, logits: Tensor, largest: Tensor, settings: cpu_sampling.SamplingBatch) -> Tensor:
-        """A token of each row that is sampled, int64 [S]; in a row that holds a NaN, or nothing to choose, any token.
-
-        Args:
-            logits: float32 [R, V], rows contiguous; not changed.
-            largest: float32 [R]: each row's largest logit.
-            settings: Of the S rows that are sampled.
-        """
-        return cpu_sampling.sample_rows(logits, largest, settings)
-
-    def forbid_tokens(self, logits: Tensor, bitmask: Tensor, rows: Tensor | None = None) -> None:
-        """``token_bitmask.apply_token_bitmask``: in place; rows of ``logits`` and the whole ``bitmask`` are contiguous."""
-        token_bitmask.apply_token_bitmask(logits, bitmask, rows)
-
-    def apply_penalties(
-        self,
-        logits: Tensor,
-        counts: Tensor,
-        seen: Tensor,
-        rows: Tensor,
-        slots: Tensor,
-        frequency: Tensor,
-        presence: Tensor,
-        repetition: Tensor,
-    ) -> None:
-        """``reference.apply_penalties``: in place, on contiguous tensors."""
-        reference.apply_penalties(logits, counts, seen, rows, slots, frequency, presence, repetition)
-
-    def count_tokens(self, counts: Tensor, seen: Tensor, tokens: Tensor, rows: Tensor, slots: Tensor) -> None:
-        """``reference.count_tokens``: in place, on contiguous tensors."""
-        reference.count_tokens(counts, seen, tokens, rows, slots)
+    quantise_tensor = staticmethod(reference.quantise_tensor)
+    """[T, K] to float8 by one scale, [1, 1]."""
+    row_max = staticmethod(cpu_sampling.row_max)
+    """Each row's maximum, NaN if the row holds one, and its first index: ``max(-1)``."""
+    sample_rows = staticmethod(cpu_sampling.sample_rows)
+    """A token of each row that is sampled; in a row that holds a NaN, or nothing to choose, any token. Changes nothing."""
+    forbid_tokens = staticmethod(token_bitmask.apply_token_bitmask)
+    """In place; rows of the logits and the whole bitmask are contiguous."""
+    apply_penalties = staticmethod(reference.apply_penalties)
+    """In place, on contiguous tensors; the penalties share a stride."""
+    count_tokens = staticmethod(reference.count_tokens)
+    """In place, on contiguous tensors."""

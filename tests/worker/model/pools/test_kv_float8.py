@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.steps import Part, make_step
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 from sapwood_worker.model.pools.host_pool import HostPool
@@ -70,7 +71,7 @@ def test_pages_of_two_shapes_come_back_from_the_host_as_they_went():
         pages.view(torch.uint8).random_(256)
     before = {layer: pages.view(torch.uint8).clone() for layer, pages in pool.pages.items()}
     assert layout.page_bytes == 2 * (2 * 2 * 4 * 8) + 4 * 24 * 4
-    transfer = make_transfer(pool, HostPool(4, layout.page_bytes))
+    transfer = make_transfer(pool, HostPool(4, layout.page_bytes), device_ops("cpu"))
     pages, host = np.array([5, 1], np.int32), np.array([2, 0], np.int32)
     transfer.start(Copies(store=PageCopy(0, pages, host)))
     for content in pool.pages.values():

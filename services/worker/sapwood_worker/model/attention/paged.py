@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.paged_attention import PagedKeys, PlannedAttention, Variant
+from sapwood_kernels.paged_attention import PagedKeys, PlannedAttention, StoredPages, Variant
 from sapwood_worker.model.attention.backend import (
     AttentionBackend,
     AttentionBatch,
@@ -42,8 +42,8 @@ class KernelAttention:
 
     def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
         pool, index = self._pool, layer.index
-        keys, values = pool.key_pages(index), pool.value_pages(index)
-        return self._kernels[layer.kind].run(query.contiguous(), keys, values, pool.scales.of(index), out)
+        cache = StoredPages(pool.key_pages(index), pool.value_pages(index), pool.scales.of(index))
+        return self._kernels[layer.kind].run(query.contiguous(), cache, out)
 
 
 class PagedPlan:

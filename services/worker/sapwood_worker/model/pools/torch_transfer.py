@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sapwood_kernels import reference
 from sapwood_kernels.memcpy_batch import MemcpyBatch
+from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.page_movers import KernelMover, PageLoader, PageStorer, StagedStorer
@@ -21,9 +22,9 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """``sapwood_kernels.reference.store_pages`` or ``load_pages``."""
 
 
-def make_transfer(device: DevicePool, host: HostPool) -> Transfer:
-    """The transfer between two pools; pins the host's memory if the device is a GPU."""
-    if device.device.type != "cuda":
+def make_transfer(device: DevicePool, host: HostPool, ops: DeviceOps) -> Transfer:
+    """The transfer between two pools; pins the host's memory if the device works beside the host."""
+    if not ops.asynchronous:
         return CpuTransfer(device, host)
     pin(host)
     kernel = KernelMover(device, host)

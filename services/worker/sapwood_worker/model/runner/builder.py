@@ -114,7 +114,7 @@ class _Builder:
             last_tokens=self._last_tokens,
             vocabulary=load_vocabulary(options.model_path) if options.structured_output else None,
             host_pool=host_pool,
-            transfer=None if host_pool is None else make_transfer(pool, host_pool),
+            transfer=None if host_pool is None else make_transfer(pool, host_pool, self._ops),
             identity=self._identity,
         )
 

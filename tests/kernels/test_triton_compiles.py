@@ -1,0 +1,88 @@
+"""The attention kernels compile for GPUs that are not here, and their tiles fit in these GPUs' shared memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = pytest.mark.slow
+
+SHARED = {89: 99, 90: 227}
+"""KiB of shared memory that a program may have, by compute capability times 10."""
+
+PROGRAM = """
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sapwood_kernels import triton_decode_attention as decoding, triton_prefill_attention as prefilling, triton_qkv
+
+capability = int(sys.argv[1])
+
+def check(kernel, kinds, warps, **constants):
+    names = {name for name, kind in kinds.items() if kind.startswith("*") or "stride" in name}
+    source = ASTSource(
+        kernel, signature=kinds | dict.fromkeys(constants, "constexpr"), constexprs=constants,
+        attrs={(list(kinds).index(name),): [["tt.divisibility", 16]] for name in names},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    print(kernel.__name__, constants, made.metadata.shared)
+
+def kinds(text):
+    return dict(each.split(":") for each in text.split())
+
+PREFILL = kinds(
+    "query:*bf16 keys:*bf16 values:*bf16 tiles:*i32 starts:*i32 indptr:*i32 lengths:*i32 pages:*i32 out:*bf16 scale:fp32 "
+    "value_scale:fp32 softcap:fp32 heads:i32 page_stride:i32 slot_stride:i32 head_stride:i32"
+)
+DECODE = kinds(
+    "query:*bf16 keys:*bf16 values:*bf16 indptr:*i32 lengths:*i32 pages:*i32 part:*fp32 sums:*fp32 out:*bf16 scale:fp32 "
+    "value_scale:fp32 softcap:fp32 page_stride:i32 slot_stride:i32 head_stride:i32"
+)
+QKV = kinds(
+    "qkv:*bf16 query:*bf16 keys:*bf16 values:*bf16 slots:*i64 cos:*bf16 sin:*bf16 q_weight:*fp32 k_weight:*fp32 eps:fp32 "
+    "key_factor:fp32 value_factor:fp32 page_stride:i32 slot_stride:i32 head_stride:i32"
+)
+TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+for dim, group, dtype, window, capped in (
+    (128, 4, "bf16", 0, False), (64, 5, "bf16", 0, False), (256, 4, "bf16", 512, True), (80, 1, "fp32", 0, False),
+):
+    stored = ["*" + dtype] + ["*fp8e4nv"] * (dtype == "bf16" and capability >= 89)
+    rows, block = prefilling.tile_shape(group, dim, TYPES[dtype])
+    for cache in stored:
+        check(
+            prefilling._prefill_kernel,
+            {**PREFILL, "query": "*" + dtype, "out": "*" + dtype, "keys": cache, "values": cache},
+            prefilling.num_warps(rows), GROUP=group, D=dim, PAGE=16, WINDOW=window, CAPPED=capped, FLOAT8="fp8" in cache,
+            TOKENS=prefilling.tile_tokens(group, dim, TYPES[dtype]), ROWS=rows, BLOCK_D=triton.next_power_of_2(dim),
+            BLOCK=block, STAGES=2,
+        )
+for words in (False, True)[: 1 + (capability >= 89)]:
+    cache = "*i32" if words else "*bf16"
+    check(
+        decoding._split_kernel, {**DECODE, "keys": cache, "values": cache}, 1 if words else 4, GROUP=4, D=128, PAGE=16, SPLITS=8,
+        LEAST=1, WINDOW=0, CAPPED=False, FLOAT8=words, WORDS=words, ROWS=16, BLOCK_D=128, BLOCK=64, STAGES=2 if words else 3,
+    )
+check(triton_qkv._qkv_kernel, QKV, 1, HEADS=32, KV_HEADS=8, DIM=128, PAGE=16, NORM=True, SCALED=False, BLOCK=1)
+"""
+
+
+@pytest.mark.parametrize("capability", sorted(SHARED))
+def test_kernels_compile_for_a_gpu_that_is_not_here(capability: int):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(capability)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) >= 6
+    for line in lines:
+        assert int(line.split()[-1]) <= SHARED[capability] * 1024, line

@@ -1,0 +1,250 @@
+"""Steps in wire form: what is read is what was written, and a runner in another process computes from it what one here does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.grammar.artefact import GrammarArtefact
+from sapwood_common.grammar.compile import GrammarBuilder
+from sapwood_common.grammar.source import GrammarSource
+from sapwood_common.grammar.vocabulary import TokenVocabulary
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.model.grammar.store import GrammarStore
+from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.options import RunnerOptions
+from sapwood_worker.records.page_copies import CacheLoad, Copies, PageCopy
+from sapwood_worker.records.step import Entry, ModelOutput, Step
+from sapwood_worker.records.step_wire import encode, read, write, write_masks
+
+VOCAB = 97
+WORDS = 4
+
+
+def numbers(dtype: type[np.generic], *shape: int, low: int = 0) -> st.SearchStrategy[Any]:
+    """Arrays of a shape, filled from a seed."""
+    return st.integers(0, 2**32 - 1).map(
+        lambda seed: np.random.default_rng(seed).integers(low, 2**31 - 1, shape).astype(dtype)
+    )
+
+
+def filled(masks: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(masks)
+    return future
+
+
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 2),
+    seed=st.integers(0, 2**64 - 1),
+    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-5, 5), max_size=3),
+    bad_words_ids=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=2).map(tuple),
+    logprobs=st.none() | st.integers(0, 3),
+)
+entries = st.builds(
+    Entry,
+    row=st.integers(0, 63),
+    serial=st.integers(0, 2**62),
+    sampling=samplings,
+    output_start=st.integers(0, 99),
+    tokens=st.binary(max_size=5).map(lambda data: 4 * data),
+    prompt_length=st.integers(0, 99),
+    prompt_logprobs=st.none() | st.integers(0, 3),
+    pooling=st.sampled_from(["", "mean", "last", "cls"]),
+)
+pages = st.none() | st.integers(0, 5).flatmap(
+    lambda count: st.builds(PageCopy, st.integers(0, 99), numbers(np.int32, count), numbers(np.int32, count))
+)
+loads = st.lists(st.builds(CacheLoad, st.integers(0, 9), st.integers(1, 9)), max_size=2).map(tuple)
+copies = st.none() | st.builds(Copies, pages, pages, st.booleans(), loads)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    parts, tokens, width, masked = (draw(st.integers(0, most)) for most in (5, 40, 7, 4))
+    return Step(
+        draw(st.integers(0, 2**40)),
+        *(draw(numbers(np.int64, parts)) for _ in range(4)),
+        token_ids=draw(numbers(np.int64, tokens, low=-1)),
+        pages=draw(numbers(np.int32, parts, width)),
+        entries=tuple(draw(st.lists(entries, max_size=3))),
+        masked=draw(numbers(np.int64, masked)),
+        masks=filled(draw(numbers(np.int32, masked, WORDS))) if masked else None,
+        copies=draw(copies),
+    )
+
+
+def plain(step: Step) -> list[Any]:
+    """All of a step, in values that can be compared."""
+
+    def of(copy: PageCopy | None) -> Any:
+        return copy and (copy.number, copy.device.tolist(), copy.host.tolist())
+
+    arrays = (step.rows, step.starts, step.counts, step.samples, step.token_ids, step.pages, step.masked)
+    masks = None if step.masks is None else step.masks.result().tolist()
+    moved = step.copies and (of(step.copies.store), of(step.copies.load), step.copies.fence, step.copies.loads)
+    return [step.number, *((each.dtype, each.tolist()) for each in arrays), step.entries, masks, moved]
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps())
+def test_what_is_read_is_what_was_written(step: Step) -> None:
+    buffer = encode(step, WORDS)
+    assert plain(read(buffer)) == plain(step)
+    larger = memoryview(bytearray(b"\xff") * (len(buffer) + 100))
+    assert write(step, larger, WORDS) == len(buffer)
+    write_masks(step, larger)
+    assert plain(read(larger)) == plain(step)
+
+
+def test_a_step_is_read_in_place() -> None:
+    buffer = encode(Step(1, token_ids=np.arange(9)), WORDS)
+    step = read(buffer)
+    assert all(not each.flags.owndata for each in (step.rows, step.token_ids, step.pages))
+    buffer[buffer.index(bytes([8, 0, 0, 0, 0, 0, 0, 0]), 80)] = 7  # after the header: token 8
+    assert step.token_ids.tolist() == [*range(8), 7]
+
+
+@pytest.mark.parametrize("size", [0, 79, 80, 100])
+def test_what_holds_no_whole_step_is_refused(size: int) -> None:
+    step = Step(1, *(np.ones(1, np.int64) for _ in range(5)), pages=np.zeros((1, 1), np.int32))
+    buffer = encode(step, WORDS)
+    with pytest.raises(ValueError, match="step"):
+        read(buffer[:size])
+    with pytest.raises(ValueError, match="step"):
+        read(bytearray(len(buffer)))
+    with pytest.raises(ValueError, match=f"takes {len(buffer)} bytes, of which the buffer has {size}"):
+        write(step, bytearray(size), WORDS)
+
+
+def test_masks_may_come_after_the_step_and_their_failure_is_told() -> None:
+    pending: Future[Any] = Future()
+    step = Step(1, masked=np.array([0, 2]), masks=pending)
+    buffer = bytearray(1000)
+    write(step, buffer, WORDS)
+    found = read(buffer)
+    assert found.masked.tolist() == [0, 2]
+    masks = np.arange(2 * WORDS, dtype=np.int32).reshape(2, WORDS)
+    pending.set_result(masks)
+    write_masks(step, buffer)
+    assert found.masks is not None
+    assert found.masks.result().tolist() == masks.tolist()
+    broken: Future[Any] = Future()
+    broken.set_exception(MemoryError())
+    step.masks = broken
+    write(step, buffer, WORDS)
+    write_masks(step, buffer)
+    late = read(buffer).masks
+    assert late is not None
+    with pytest.raises(RuntimeError, match="masks"):
+        late.result()
+
+
+def serve(path: Path, memory_name: str, connection: Connection) -> None:
+    """Another process: runs each step that lies in shared memory; ends with the connection."""
+    runner = build_runner(RunnerOptions(model_path=path, num_pages=40, max_running=8, threads=1))
+    memory = SharedMemory(memory_name)
+    assert memory.buf is not None
+    connection.send("ready")
+    while connection.recv():
+        connection.send(runner.execute(read(memory.buf)))
+
+
+@contextmanager
+def other_process(path: Path) -> Iterator[Callable[[Step], Callable[[], ModelOutput]]]:
+    """Gives what begins a step in the other process and returns what waits for its answer."""
+    memory = SharedMemory(create=True, size=1 << 20)
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=serve, args=(path, memory.name, there), daemon=True)
+    process.start()
+    assert memory.buf is not None
+    buffer = memory.buf
+
+    def begin(step: Step) -> Callable[[], ModelOutput]:
+        write(step, buffer, WORDS)
+        here.send(True)
+
+        def wait() -> ModelOutput:
+            write_masks(step, buffer)
+            answer: ModelOutput = here.recv()
+            return answer
+
+        return wait
+
+    try:
+        assert here.recv() == "ready"
+        yield begin
+    finally:
+        here.send(False)
+        process.join(30)
+        process.kill()
+        memory.close()
+        memory.unlink()
+
+
+def test_a_runner_in_another_process_gives_the_tokens_of_one_here(tiny_model: Any) -> None:
+    path = tiny_model("llama").path
+    vocabulary = TokenVocabulary(tuple(bytes([32 + token]) for token in range(VOCAB)), frozenset())
+    store = GrammarStore(vocabulary, VOCAB, (2,))
+    source = GrammarSource("regex", "[a-f]{3,9}x[0-9]{2,20}")
+    lark = GrammarBuilder(vocabulary.special_names).compile(source)
+    compiled = GrammarArtefact(source.key(vocabulary.fingerprint), vocabulary.fingerprint, lark).to_bytes()
+    runner = build_runner(RunnerOptions(model_path=path, num_pages=40, max_running=8, threads=1))
+    scheduler = Scheduler(
+        SchedulerConfig(page_size=16, num_pages=40, context_length=640, max_running=8, max_step_tokens=64),
+        masks=TokenMasks(VOCAB, threads=1),
+    )
+    chance = random.Random(5)
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"top_p": 0.9, "top_k": 40},
+        {"presence_penalty": 0.8, "repetition_penalty": 1.3, "logprobs": 2},
+        {"frequency_penalty": 0.5, "prompt_logprobs": 1, "logit_bias": {7: 3.0}},
+        {"allowed_token_ids": tuple(range(3, 40)), "bad_words_ids": ((7, 8), (9,)), "min_tokens": 9},
+        {"grammar": True},
+        {"grammar": True, "temperature": 0.0, "logprobs": 1},
+    ]
+    for serial, each in enumerate(asked):
+        grammar = store.build(compiled) if each.pop("grammar", False) else None
+        params = SamplingParams(**{"seed": serial, "max_tokens": 16, **each})
+        prompt = [chance.randrange(3, VOCAB) for _ in range(chance.randrange(2, 40))]
+        scheduler.add(Request(serial, f"r{serial}", prompt, params, grammar=grammar))
+    taken: list[int] = []
+    entered = 0
+    with other_process(path) as begin:
+        while scheduler.has_work:
+            step = scheduler.schedule()
+            wait = begin(step)
+            answer = runner.execute(step)
+            found = wait()
+            assert (found.token_ids, found.logprobs, found.prompt_logprobs) == (
+                answer.token_ids,
+                answer.logprobs,
+                answer.prompt_logprobs,
+            )
+            taken.append(sum(map(len, answer.token_ids)))
+            entered += len(step.entries)
+            scheduler.update(answer)
+            if len(taken) == 9:  # all are sent back, and enter again with what they have generated
+                scheduler.pause(retract=True)
+                scheduler.resume()
+    assert sum(taken) > 70
+    assert entered > len(asked)

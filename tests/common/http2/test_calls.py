@@ -212,4 +212,4 @@ async def test_requests_that_are_there_already_are_read_a_few_in_a_turn_of_all_c
         ended += kind == frames.HEADERS and flags & frames.END_STREAM != 0
     counter.cancel()
     assert sum(running.service.joined.values()) == 200 * len(calls)
-    assert max(running.service.joined.values()) <= 2 * 8 * MOST_A_TURN  # one more turn's for calls that begin
+    assert max(running.service.joined.values()) <= 4 * 8 * MOST_A_TURN  # calls that begin read some, too

@@ -21,6 +21,7 @@ from sapwood_common.http2.server.call import ServerCall
 from sapwood_common.http2.server.connection import MOST_STREAMS, ServerConnection
 from sapwood_common.http2.server.gate import Gate
 from sapwood_common.http2.server.limits.lifetime import Timeouts
+from sapwood_common.http2.server.limits.shared import SharedLimits
 from sapwood_common.http2.server.limits.stream_total import StreamTotal
 from sapwood_common.http2.server.running_call import RunningCall
 from sapwood_common.http2.server.server import Http2Server
@@ -170,6 +171,7 @@ class Wire:
         most_streams: int = MOST_STREAMS,
         total: StreamTotal | None = None,
         memory: BodyMemory | None = None,
+        shared: SharedLimits | None = None,
     ) -> None:
         self.transport = FakeTransport()
         self.calls: dict[int, Recorder] = {}
@@ -179,10 +181,8 @@ class Wire:
             self,
             most_bytes,
             most_streams,
-            share or unhurried(),
+            shared or SharedLimits(memory or BodyMemory(1 << 30), share or unhurried(), calls=total or StreamTotal()),
             Timeouts(),
-            total or StreamTotal(),
-            memory or BodyMemory(1 << 30),
         )
         self.connection.connection_made(self.transport)
         if greet:

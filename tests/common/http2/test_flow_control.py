@@ -9,8 +9,12 @@ from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
 from sapwood_common.http2.server.flow_control import _MOST_AT_ONCE
+from sapwood_common.http2.server.limits.shared import SharedLimits
 from sapwood_common.http2.server.stream import WINDOW, ServerStream
+from sapwood_common.http2.server.turnstile import MOST_A_TURN
 from sapwood_common.http2.wire import frames
+from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_common.pacing.time_share import TimeShare
 
 INITIAL = SettingCodes.INITIAL_WINDOW_SIZE
 PREFIX = 5
@@ -143,14 +147,44 @@ def test_a_message_larger_than_the_window_comes_whole(make_wire, grpc_message) -
 
 def test_the_connections_window_comes_back_also_for_streams_that_are_over(make_wire) -> None:
     wire = make_wire()
-    wire.open(1)
-    wire.send(frames.reset(1, ErrorCodes.CANCEL))
-    wire.answers()
     granted = 0
-    for _ in range(600):
-        wire.send(frames.frame(frames.DATA, 0, 1, bytes(frames.USUAL_FRAME)))
+    for stream in range(1, 25, 2):
+        wire.open(stream)
+        wire.send(frames.reset(stream, ErrorCodes.CANCEL))
+        for _ in range(WINDOW // frames.USUAL_FRAME):
+            wire.send(frames.frame(frames.DATA, 0, stream, bytes(frames.USUAL_FRAME)))
         granted += sum(int.from_bytes(p, "big") for k, _, s, p in wire.answers() if (k, s) == (frames.WINDOW_UPDATE, 0))
     assert granted > 8 << 20
+
+
+async def test_more_data_of_streams_that_are_over_than_their_windows_ends_the_connection(make_wire) -> None:
+    wire = make_wire()
+    for stream in (1, (1 << 31) - 1):  # numbers that were passed over have no windows
+        wire.open(stream)
+        wire.send(frames.reset(stream, ErrorCodes.CANCEL))
+    data = frames.frame(frames.DATA, 0, 1, bytes(frames.USUAL_FRAME))
+    for _ in range(2 * WINDOW // frames.USUAL_FRAME):
+        wire.send(data)
+    assert not wire.failed
+    wire.send(data)
+    assert [error.code for error in wire.failed] == [ErrorCodes.ENHANCE_YOUR_CALM]
+
+
+async def test_of_connections_that_send_much_at_once_a_few_are_read_in_a_turn(make_wire) -> None:
+    common = SharedLimits(BodyMemory(1 << 30), TimeShare(lambda: 0.0))
+    wires = [make_wire(shared=common) for _ in range(3 * MOST_A_TURN)]
+    for wire in wires:
+        wire.open(1)
+        wire.send(frames.frame(frames.DATA, 0, 1, bytes(frames.USUAL_FRAME)) * 4)
+    reading = []
+    for _ in range(4):
+        reading.append(sum(wire.transport.reading for wire in wires))
+        await asyncio.sleep(0)
+    assert reading[0] == MOST_A_TURN
+    assert reading[1] <= 2 * MOST_A_TURN
+    assert reading[-1] == 3 * MOST_A_TURN
+    for wire in wires:
+        wire.connection.connection_lost(None)
 
 
 def test_a_client_that_asks_on_and_reads_nothing_is_given_up(make_wire) -> None:

@@ -86,7 +86,7 @@ def test_what_ends_the_stream_and_no_other(make_wire, grpc_message, name) -> Non
     assert not wire.transport.closed
 
 
-def test_a_call_with_too_many_headers_is_refused_and_no_other(make_wire, request_block, grpc_message) -> None:
+async def test_a_call_with_too_many_headers_is_refused_and_no_other(make_wire, request_block, grpc_message) -> None:
     """Each time: what they say is not remembered as something that may be said."""
     wire = make_wire()
     other = wire.open(1)
@@ -202,7 +202,7 @@ def test_http_1_is_told_what_this_port_speaks(make_wire, size) -> None:
     assert (b"400 Bad Request" in wire.transport.written) == (size == 1000)
 
 
-def test_streams_beyond_the_most_are_refused_and_make_room_when_they_end(make_wire, request_block) -> None:
+async def test_streams_beyond_the_most_are_refused_and_make_room_when_they_end(make_wire, request_block) -> None:
     wire = make_wire(greet=False)
     wire.send(frames.PREFACE + frames.settings(()))
     told = wire.answers()[0][3]

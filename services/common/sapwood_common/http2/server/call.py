@@ -13,9 +13,9 @@ from h2.errors import ErrorCodes
 
 from sapwood_common.errors import InvalidArgumentError, ResourceExhaustedError, SapwoodError
 from sapwood_common.http2.server.gate import Tenant
+from sapwood_common.http2.server.limits.shared import SharedLimits
 from sapwood_common.http2.server.refusal import StatusOf
 from sapwood_common.http2.server.stream import ServerStream
-from sapwood_common.http2.server.turnstile import Turnstile
 from sapwood_common.http2.server.unfolding import Unfolding
 from sapwood_common.http2.wire import encoding
 from sapwood_common.http2.wire.metadata import (
@@ -27,11 +27,10 @@ from sapwood_common.http2.wire.metadata import (
     read_timeout,
 )
 from sapwood_common.http2.wire.request_head import RequestHead
-from sapwood_common.pacing.time_share import TimeShare
 
 logger = logging.getLogger(__name__)
 
-_READ_AT_ONCE = 8
+_READ_AT_ONCE = 2
 """Requests of a stream that are read before it is others' turn."""
 
 Parse = Callable[[bytes], Any]
@@ -49,8 +48,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         serialize: Makes bytes of responses.
         most_bytes: The largest request.
         status_of: Says what ends the call with an error.
-        share: Shares the event loop's time with whatever else takes long.
-        breaths: Where those calls wait that read many requests which are there already.
+        shared: What it shares with other calls.
         tenant: Whose key it came with.
         one_request: Whether there is one; others are dropped.
     """
@@ -64,8 +62,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         serialize: Serialize,
         most_bytes: int,
         status_of: StatusOf,
-        share: TimeShare,
-        breaths: Turnstile,
+        shared: SharedLimits,
         tenant: Tenant | None = None,
         *,
         one_request: bool = False,
@@ -82,8 +79,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._serialize = serialize
         self._most_bytes = most_bytes
         self._status_of = status_of
-        self._share = share
-        self._breaths = breaths
+        self._shared = shared
         self._read = 0
         """Requests, since it had to wait."""
         self._one_request = one_request
@@ -134,7 +130,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._read += 1
         if self._read > _READ_AT_ONCE:
             self._read = 1
-            await self._breaths.wait()
+            await self._shared.breaths.wait()
         message, compressed = self._requests.popleft()
         self._stream.taken(len(message))
         if compressed:
@@ -156,7 +152,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         if whole is not None:  # it was small
             return whole
         work = Unfolding(unfolder, self._stream.keep)
-        self._share.add(work)
+        self._shared.time.add(work)
         return await work.done
 
     def __aiter__(self) -> ServerCall:

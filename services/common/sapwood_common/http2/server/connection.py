@@ -28,15 +28,13 @@ from sapwood_common.http2.server.limits import frame_rates
 from sapwood_common.http2.server.limits.frame_rates import FrameRates
 from sapwood_common.http2.server.limits.held_messages import HeldMessages
 from sapwood_common.http2.server.limits.lifetime import Due, Lifetime, Timeouts
-from sapwood_common.http2.server.limits.stream_total import StreamTotal
+from sapwood_common.http2.server.limits.shared import SharedLimits
 from sapwood_common.http2.server.stream import WINDOW, ServerStream
 from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.frame_reader import FrameReader
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 from sapwood_common.http2.wire.request_head import RequestHead
 from sapwood_common.http2.wire.stream_ids import StreamIds
-from sapwood_common.pacing.body_memory import BodyMemory
-from sapwood_common.pacing.time_share import TimeShare
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +50,8 @@ _PING, _LAST_PING = b"sapwood.", b"goodbye."
 """What pings say: whether the client is there, and whether it has heard that it is to go."""
 _CLOSE_SECONDS = 1.0
 _LINGER_SECONDS = 0.25
+_MUCH = 64 * 1024
+"""Bytes in one piece after which others read, too: uvloop would go on for 8 MB."""
 _MOST_UNREAD = 1024 * 1024
 """Bytes that wait for a client that goes on sending. Messages stop long before; answers to its pings and the like do not."""
 
@@ -63,10 +63,8 @@ class ServerConnection(asyncio.Protocol):
         owner: Is told what happens.
         most_bytes: The largest message taken.
         most_streams: Calls at a time.
-        share: Shares the event loop's time among connections.
+        shared: What it shares with other connections.
         timeouts: How long what may last.
-        total: Calls of all connections.
-        memory: What all connections' messages hold.
     """
 
     def __init__(
@@ -74,26 +72,27 @@ class ServerConnection(asyncio.Protocol):
         owner: ConnectionOwner[ServerConnection],
         most_bytes: int,
         most_streams: int,
-        share: TimeShare,
+        shared: SharedLimits,
         timeouts: Timeouts,
-        total: StreamTotal,
-        memory: BodyMemory,
     ) -> None:
         self.owner = owner
         self.peer = ""
         """The client's address as grpcio writes it."""
         self._most_bytes = most_bytes
         self._most_streams = most_streams
-        self._share = share
+        self._share = share = shared.time
         self._is_over = share.is_over
-        self._total = total
-        self._messages = HeldMessages(memory, max(memory.most // 2, most_bytes + WINDOW))
+        self._breaths = shared.breaths
+        self._total = shared.calls
+        self._messages = HeldMessages(shared.memory, max(shared.memory.most // 2, most_bytes + WINDOW))
         self._transport: asyncio.Transport | None = None
         self._greeting: Greeting | None = Greeting()
         """None once it is over."""
         self._reader = FrameReader()
         self._behind = False
         """Whether it has read more than it had time for."""
+        self._breathes = False
+        """Whether it has read much, and it is others' turn to read."""
         self._rates = FrameRates()
         self.answers = 0
         """Header blocks that were sent."""
@@ -239,6 +238,15 @@ class ServerConnection(asyncio.Protocol):
             self._measured()
         if self._frames.consumed > _GRANTED or self._flow.paused:
             self._settle()
+        if len(data) >= _MUCH and self._transport is not None and not self._transport.is_closing():
+            self._breathes = True
+            self._transport.pause_reading()
+            self._breaths.enter(self._breathe)
+
+    def _breathe(self) -> None:
+        self._breathes = False
+        if not self._behind and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def go_on(self, until: float) -> bool:
         assert self._transport is not None
@@ -253,7 +261,7 @@ class ServerConnection(asyncio.Protocol):
             self._settle()
             if self._transport.is_closing():
                 return bool(self._streams)
-            if not self._behind:
+            if not self._behind and not self._breathes:
                 self._transport.resume_reading()
         return (self.writable and self._flow.write_on()) or self._behind
 

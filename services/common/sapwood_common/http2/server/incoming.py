@@ -12,7 +12,7 @@ from hpack import HPACKError
 from sapwood_common.http2.server.flow_control import FlowControl
 from sapwood_common.http2.server.limits import frame_rates
 from sapwood_common.http2.server.limits.frame_rates import FrameRates
-from sapwood_common.http2.server.stream import CRUMB, ServerStream
+from sapwood_common.http2.server.stream import CRUMB, WINDOW, ServerStream
 from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 from sapwood_common.http2.wire.header_reader import HeaderReader
@@ -83,6 +83,10 @@ class IncomingFrames:
         self._ids = ids
         self._rates = rates
         self._headers = HeaderReader(RequestHead)
+        self._opened = 0
+        """Streams."""
+        self._late = 0
+        """Bytes of DATA of streams that are over. Of each there is at most a window on its way when it ends."""
 
     def take_data(self, stream: int, payload: bytes, wire_bytes: int, ends: bool) -> None:
         self.consumed += wire_bytes
@@ -97,6 +101,10 @@ class IncomingFrames:
             raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, f"data on stream {stream}, which is not open")
         else:
             self._fail_stream(stream, ErrorCodes.STREAM_CLOSED, "data on a stream that is over")
+            self._late += wire_bytes
+            if self._late > WINDOW * self._opened:
+                text = "more data of streams that are over than can have been on their way"
+                raise ConnectionFailedError(ErrorCodes.ENHANCE_YOUR_CALM, text)
             if len(payload) < CRUMB:
                 self._rates.take(frame_rates.CRUMB, self._ids.last)
 
@@ -115,6 +123,7 @@ class IncomingFrames:
             self._take_late_block(stream)
             return
         self._ids.open(stream)
+        self._opened += 1
         if not self._connection.takes_more:
             self._refuse(stream, ErrorCodes.REFUSED_STREAM, ends)
         elif head is None:
@@ -181,7 +190,7 @@ class IncomingFrames:
                 self._connection.send(frames.frame(frames.SETTINGS, frames.ACK, 0))
                 self._flow.unblock()
         else:
-            self._rates.take(frame_rates.OTHER, self._ids.last)
+            self._rates.take(frame_rates.OTHER, self._ids.last, 1 + len(payload) // 1024)
             self._take_useless(kind, stream, flags, payload)
 
     def _take_useless(self, kind: int, stream: int, flags: int, payload: bytes) -> None:

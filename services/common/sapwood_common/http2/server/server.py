@@ -15,7 +15,7 @@ from sapwood_common.http2.server.call import ServerCall
 from sapwood_common.http2.server.connection import MOST_STREAMS, MOST_UNKNOWN_STREAMS, ServerConnection
 from sapwood_common.http2.server.gate import Gate, Tenant
 from sapwood_common.http2.server.limits.lifetime import Timeouts
-from sapwood_common.http2.server.limits.stream_total import StreamTotal
+from sapwood_common.http2.server.limits.shared import SharedLimits
 from sapwood_common.http2.server.refusal import StatusOf, find_problem, refusal
 from sapwood_common.http2.server.running_call import Handler, RunningCall
 from sapwood_common.http2.server.stream import ServerStream
@@ -23,7 +23,6 @@ from sapwood_common.http2.server.turnstile import Place, Turnstile
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 from sapwood_common.http2.wire.request_head import RequestHead
 from sapwood_common.pacing.body_memory import BodyMemory
-from sapwood_common.pacing.time_share import TimeShare
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +89,7 @@ class Http2Server:
         """Those of them that failed, and that stay so long that their clients may hear why."""
         self._running: set[RunningCall] = set()
         self._turnstile = Turnstile()
-        self._breaths = Turnstile()
-        self._share = TimeShare()
-        self._total = StreamTotal()
-        self._memory = memory or BodyMemory(_MESSAGES_HELD * most_bytes)
+        self._shared = SharedLimits(memory or BodyMemory(_MESSAGES_HELD * most_bytes))
         self._failed: Counter[ErrorCodes] = Counter()
         """Connections that were closed because their clients broke a rule, since they were last told of in the log."""
         self._last_failed = ""
@@ -152,19 +148,17 @@ class Http2Server:
 
     def _connect(self) -> ServerConnection:
         most_streams = MOST_UNKNOWN_STREAMS if self._asks_for_keys else MOST_STREAMS
-        return ServerConnection(
-            self, self._most_bytes, most_streams, self._share, self._timeouts, self._total, self._memory
-        )
+        return ServerConnection(self, self._most_bytes, most_streams, self._shared, self._timeouts)
 
     def connection_made(self, connection: ServerConnection) -> None:
         self._connections.add(connection)
-        self._total.connections = len(self._connections)
+        self._shared.calls.connections = len(self._connections)
         if self._stopping:  # it was on its way when the others were told
             connection.close_gently()
 
     def connection_lost(self, connection: ServerConnection) -> None:
         self._connections.discard(connection)
-        self._total.connections = len(self._connections)
+        self._shared.calls.connections = len(self._connections)
         self._lingering.discard(connection)
         if not self._connections and self._alone is not None and not self._alone.done():
             self._alone.set_result(None)
@@ -231,8 +225,7 @@ class Http2Server:
             handler.response_serializer or bytes,
             most_bytes,
             self._status_of,
-            self._share,
-            self._breaths,
+            self._shared,
             tenant,
             one_request=not handler.request_streaming,
         )

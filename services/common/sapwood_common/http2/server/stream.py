@@ -22,7 +22,7 @@ _LIGHT = 4 * 1024
 """Bytes that a stream may hold uncounted, and by which it may grow until it is counted again."""
 _LARGE = 64 * 1024
 """Bytes from which on a request counts while its call is at work."""
-_EACH = 64
+_EACH = 128
 """Bytes that a whole message takes beside its own, however small it is."""
 
 

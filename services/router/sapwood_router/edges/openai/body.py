@@ -12,6 +12,14 @@ import msgspec
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.openai.other_parameters import Neutral
 
+_MOST_PARTS, _MOST_VALUES = 262_144, 2_097_152
+"""Strings, arrays and objects of a body, each alike, and all values: 16 MB of them would keep the event loop for half a
+second, and take 400 MB.
+"""
+
+_MOST_EXPLAINED = 1024 * 1024
+"""Bytes of a body in which bad Unicode is looked for."""
+
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 _AT = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>[^`]*)`$", re.DOTALL)
@@ -22,8 +30,9 @@ def decode_object(body: bytes) -> dict[str, Any]:
     """A JSON object.
 
     Raises:
-        InvalidArgumentError: It is not JSON, not Unicode (the parameter is named), or not an object.
+        InvalidArgumentError: It has far too many values, is not JSON, not Unicode (the parameter is named), or not an object.
     """
+    _check_size(body)
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -33,6 +42,18 @@ def decode_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidArgumentError("the body must be a JSON object")
     return value
+
+
+def _check_size(body: bytes) -> None:
+    """What stands in texts counts, too: those with as many signs are longer than any context."""
+    if len(body) < 2 * _MOST_PARTS:
+        return
+    commas = body.count(b",")
+    strings = min(commas, body.count(b'"') // 2)
+    if max(strings, body.count(b"["), body.count(b"{")) > _MOST_PARTS or commas > _MOST_VALUES:
+        raise InvalidArgumentError(
+            f"the body has more than {_MOST_PARTS} strings, arrays or objects, or {_MOST_VALUES} values"
+        )
 
 
 def convert(
@@ -84,9 +105,10 @@ def _explain_type(text: str, prefix: str) -> InvalidArgumentError:
 
 
 def _explain(body: bytes, error: Exception) -> InvalidArgumentError:
-    # Slow, but only for bodies that are refused: the standard parser lets bad Unicode through, so it can be located.
+    # Slow, but only for bodies that are refused, and small: the standard parser lets bad Unicode through, so it can be located.
     try:
-        path = _find_bad_string(json.loads(body.decode("utf-8", "surrogateescape")), "")
+        found = json.loads(body.decode("utf-8", "surrogateescape")) if len(body) <= _MOST_EXPLAINED else None
+        path = _find_bad_string(found, "")
     except (ValueError, RecursionError):
         path = None
     if path is not None:

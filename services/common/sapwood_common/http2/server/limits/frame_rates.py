@@ -49,7 +49,8 @@ RULES = (
 - Streams that broke the protocol or a limit were reset by us: more than are allowed at a time, too many header fields, ...
 - Refused calls: without a key, of no method that there is, ...
 - DATA without content: fewer than 64 bytes that complete no message. Each stream earns two more.
-- Frames of no use: PRIORITY, acknowledgements, frames of streams that are over, of unknown types. Each stream earns two more.
+- Frames of no use: PRIORITY, acknowledgements, frames of streams that are over, of unknown types; each counts for one more
+  for each KB. Each stream earns two more.
 """
 
 
@@ -68,21 +69,22 @@ class FrameRates:
         self._filled = [clock()] * len(RULES)
         self._earned = [0] * len(RULES)
 
-    def take(self, kind: int, earned: int = 0) -> None:
+    def take(self, kind: int, earned: int = 0, count: int = 1) -> None:
         """Counts a frame.
 
         Args:
             kind: Which.
             earned: All that the connection has earned of this kind until now.
+            count: How many it counts for.
 
         Raises:
             ConnectionFailedError: There were too many.
         """
-        left = self._left[kind] - 1
+        left = self._left[kind] - count
         if left < 0:  # only now does it matter what was earned, and how much time has passed
             rule, now = RULES[kind], self._clock()
             grown = int((now - self._filled[kind]) * rule.per_second) + earned - self._earned[kind]
-            left = min(rule.burst, grown) - 1
+            left = min(rule.burst, grown) - count
             if left < 0:
                 raise ConnectionFailedError(
                     ErrorCodes.ENHANCE_YOUR_CALM, f"more than {rule.per_second} {rule.name} a second"

@@ -1,0 +1,46 @@
+"""Bodies of JSON that would take long, or much memory, are refused before they are read."""
+
+from __future__ import annotations
+
+import pytest
+
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.edges.openai.body import decode_object
+
+MANY = 300_000
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"[%b]" % b",".join([b'"a"'] * MANY),
+        b"{%b}" % b",".join(b'"%d":1' % number for number in range(MANY)),
+        b"[%b]" % b",".join([b"{}"] * MANY),
+        b"[%b]" % b",".join([b"[]"] * MANY),
+        b"[%b]" % b",".join([b"1"] * 8 * MANY),
+        b"[" * MANY + b"]" * MANY,
+    ],
+    ids=["strings", "keys", "objects", "arrays", "numbers", "nested"],
+)
+def test_a_body_of_far_too_many_values_is_refused(value) -> None:
+    with pytest.raises(InvalidArgumentError, match="the body has more than"):
+        decode_object(b'{"prompt": %b}' % value)
+
+
+@pytest.mark.parametrize("depth", [2_000, 100_000])
+def test_a_body_that_is_nested_deeply_is_refused(depth) -> None:
+    with pytest.raises(InvalidArgumentError, match="nested too deeply"):
+        decode_object(b'{"stop": %b}' % (b"[" * depth + b"]" * depth))
+
+
+def test_long_texts_and_many_tokens_are_not() -> None:
+    text = 'a "quoted" word, {and} [more]; ' * 50_000
+    assert decode_object(b'{"prompt": "%b"}' % text.replace('"', '\\"').encode())["prompt"] == text
+    assert len(decode_object(b'{"prompt": [%b]}' % b",".join([b"128000"] * MANY))["prompt"]) == MANY
+
+
+def test_bad_unicode_is_located_in_bodies_that_are_not_large() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"messages\[0\]\.content is not valid Unicode"):
+        decode_object(b'{"messages": [{"content": "\xff"}]}')
+    with pytest.raises(InvalidArgumentError, match="not valid JSON"):
+        decode_object(b'{"prompt": "%b\xff"}' % (b"a" * 2_000_000))

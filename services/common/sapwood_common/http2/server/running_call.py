@@ -31,8 +31,8 @@ class RunningCall:
     Args:
         call: The call.
         handler: Answers it.
-        running: Has this until the call is over.
-        enter: Calls back when it is the call's turn to begin; returns its place if it has to wait.
+        running: The calls that run; this is one of them until it is over.
+        enter: Begins the call when it is its turn; returns its place if it has to wait.
     """
 
     __slots__ = ("_call", "_enter", "_handler", "_place", "_running", "_task", "_timer")

@@ -33,7 +33,8 @@ part() { # SECONDS COMMAND...: what it takes at most, on an H200
   fi
 }
 check() { # The two do not measure, so they may share the machine.
-  "$python" -m pytest -q -p no:cacheprovider -n 8 tests/kernels tests/worker/model/runner/test_piecewise_graphs.py \
+  "$python" -m pytest -q -p no:cacheprovider -n 8 tests/kernels tests/worker/model/attention tests/worker/model/test_gpu.py \
+    tests/worker/model/runner/test_piecewise_graphs.py \
     tests/worker/model/quantization tests/worker/model/runner/test_decode_rows.py \
     tests/worker/model/sampling/test_token_sampler.py >"$out.tests" 2>&1 &
   local tests=$!

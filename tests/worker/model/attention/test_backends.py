@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 import torch
 
+from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_kernels.paged_attention import AttentionShape, Variant
+from sapwood_testing.worker.steps import Part, make_step
 from sapwood_worker.model.attention.backend import Abilities, AttentionBackend, AttentionNeeds
 from sapwood_worker.model.attention.registry import choose_backend, parse_setting
+from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.options import RunnerOptions
 
 CPU = device_ops("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def needs(dtype=torch.float32, head_dim=16, window=None, softcap=None, cache=None) -> AttentionNeeds:
@@ -84,7 +93,7 @@ def test_a_backend_that_needs_a_gpu_is_refused_without_one():
 
 
 def served(make_runner, make_driver, tiny, **options):
-    """The logits of a prompt after a cached prefix, beside two decodes."""
+    """The logits in float32 of a prompt after a cached prefix, beside two decodes."""
     driver = make_driver(make_runner(tiny.path, **options))
     for slot, count in ((0, 9), (1, 20), (2, 40)):
         driver.add(slot, [(7 * i + slot) % 50 + 3 for i in range(count)])
@@ -108,7 +117,40 @@ def test_triton_gives_the_logits_of_torch(setting, tiny_model, make_runner, make
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    "setting", ["flashinfer", "triton", "prefill=flashinfer,decode=triton", "prefill=triton,decode=torch"]
+)
+def test_on_a_gpu_every_backend_gives_the_logits_of_torch_with_graphs_and_without(tmp_path, setting, cache):
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 128, "intermediate_size": 256,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 500,
+        "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
+        "hidden_act": "silu", "eos_token_id": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = {"model_path": tmp_path, "load_format": "dummy", "device": "cuda", "num_pages": 128, "max_running": 8}
+    table = np.arange(96, dtype=np.int32).reshape(3, 32)
+    prompts = [Part(0, list(range(2, 40)), 0, 0, GREEDY), Part(1, list(range(3, 103)), 0, 0, GREEDY)]
+    mixed = [Part(0, [7], 38, 1, GREEDY), Part(1, [9], 100, 1, GREEDY), Part(2, list(range(5, 305)), 0, 1, GREEDY)]
+    decodes = [Part(0, [8], 39, 1, GREEDY), Part(1, [11], 101, 1, GREEDY), Part(2, [6], 300, 1, GREEDY)]
+    results = []
+    for options in ({"attention_backend": "torch"}, {"attention_backend": setting}):
+        runner = build_runner(RunnerOptions(**made, kv_cache_dtype=cache, **options))
+        runner.execute(make_step(0, table, prompts))
+        logits = runner.logits(make_step(1, table, mixed))
+        tokens = runner.execute(make_step(2, table, decodes)).token_ids
+        results.append((logits, runner.logits(make_step(2, table, decodes)), tokens))
+    (wanted, wanted_last, _), (got, got_last, tokens) = results
+    assert float((got - wanted).norm() / wanted.norm()) < 0.03
+    assert float((got_last - wanted_last).norm() / wanted_last.norm()) < 0.03
+    for row, (token,) in enumerate(tokens):  # by a graph, unless torch decodes
+        assert float(wanted_last[row].max() - wanted_last[row, token]) < 0.1 * float(wanted_last[row].std())
+
+
 def test_a_package_can_bring_an_attention_backend(plugin, tiny_model, make_runner, make_driver):
+    pytest.importorskip("transformers", reason="transformers is not installed")
     tiny = tiny_model("gemma3")
     wanted, _ = served(make_runner, make_driver, tiny)
     plugin(

@@ -410,3 +410,38 @@ def test_times_and_sizes_are_as_documented() -> None:
     limits = ConnectionLimits()
     assert (limits.head_bytes, limits.head_seconds) == (64 * KB, 60)
     assert (limits.body_bytes, limits.body_seconds) == (64 * KB, 30)
+
+
+async def test_what_waits_on_all_connections_has_a_bound_and_who_sent_most_gives_way(serve, wait_until) -> None:
+    bodies = BodyMemory(300 * KB)
+    async with serve(bodies=bodies) as site:
+        clients = [await site.connect() for _ in range(12)]
+        for number, client in enumerate(clients):
+            client.send(b"GET / HTTP/1.1\r\na: " + b"a" * ((60 if number == 0 else 40) * KB))
+        status, headers, _ = await clients[0].answer()
+        assert (status, headers["connection"]) == (503, "close")
+        assert bodies.held <= bodies.most
+        small = await site.connect()
+        small.send(b"GET /small HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await small.answer())[0] == 200
+        for client in clients:
+            client.abort()
+        await wait_until(lambda: bodies.held == 0)
+
+
+async def test_requests_that_wait_behind_one_that_is_answered_count_until_they_are_read(serve, wait_until) -> None:
+    bodies, release = BodyMemory(300 * KB), asyncio.Event()
+
+    async def wait(request) -> None:
+        await release.wait()
+        await request.respond(200, [])
+
+    async with serve(wait, bodies=bodies) as site:
+        client = await site.connect()
+        request = b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"a" * 20 * KB + b"\r\n\r\n"
+        client.send(request * 3)
+        await wait_until(lambda: bodies.held == 2 * len(request))
+        release.set()
+        for _ in range(3):
+            assert (await client.answer())[0] == 200
+        assert bodies.held == 0

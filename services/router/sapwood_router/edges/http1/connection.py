@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import cast
 
+from sapwood_common.errors import SapwoodError
 from sapwood_common.http2.server.turnstile import Place
 from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.errors import HttpError
@@ -26,12 +27,14 @@ _MOST_LINGERED = 256 * 1024
 """Bytes that are read after the last answer: with some of them unread, the kernel would take the answer back."""
 _MOST_REFUSED = 32 * 1024 * 1024
 """The same where they are a body that was refused."""
+_LIGHT = 4 * 1024
+"""Bytes that may wait uncounted."""
 _EMPTY_LINE = b"\r\n\r\n"
 _PLAIN = [(b"content-type", b"text/plain; charset=utf-8")]
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One client's connection. Implements ``HostedConnection``, ``RequestConnection`` and ``time_share.Worker``.
+    """One client's connection. Implements ``HostedConnection``, ``RequestConnection``, ``HeldBody`` and ``time_share.Worker``.
 
     Args:
         host: The server.
@@ -53,6 +56,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._data = b""
         """What has come; read up to ``_at``."""
         self._at = 0
+        self._counted = 0
+        """Bytes of it that are counted among what all connections hold."""
         self._request: Request | None = None
         """The one being answered, or whose body is still coming."""
         self._place: Place | None = None
@@ -85,6 +90,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._stop_timer()
         self._data, self._at, self._lingers = b"", 0, True
         self._host.lost(self)
+        self._host.bodies.release(self)
         self._host.share.drop(self)
         if self._place is not None:
             self._place.leave()
@@ -171,6 +177,15 @@ class HttpConnection(asyncio.BufferedProtocol):
             asyncio.get_running_loop().call_soon(self._transport.abort)
             self._breathes = True
             self._regulate()
+
+    def fail(self, error: SapwoodError) -> None:
+        """All connections hold too much that waits, and none more than this one."""
+        self._counted = 0
+        if self._request is None and not self._lingers:
+            self._refuse(HttpError(503, error.message))
+        else:
+            self._data, self._at = b"", 0
+            self.abort()
 
     def close(self) -> None:
         """Closes an idle connection; one whose request is being answered closes after the answer, as the host is stopping."""
@@ -276,8 +291,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         transport = self.transport
         if transport.is_closing():
             return
+        waiting = len(self._data) - self._at
+        if waiting > _LIGHT or self._counted:
+            self._count(waiting if waiting > _LIGHT else 0)
         request = self._request
-        reading = not self._breathes and len(self._data) - self._at < self._limits.head_bytes
+        reading = not self._breathes and waiting < self._limits.head_bytes
         if request is not None and not request.body.complete:
             reading = reading and request.body.hungry
         if reading != self._reading:
@@ -286,6 +304,13 @@ class HttpConnection(asyncio.BufferedProtocol):
                 transport.resume_reading()
             else:
                 transport.pause_reading()
+
+    def _count(self, waiting: int) -> None:
+        before, self._counted = self._counted, waiting
+        if waiting > before:
+            self._host.bodies.grow(self, waiting - before)
+        elif waiting < before:
+            self._host.bodies.shrink(self, before - waiting)
 
     def _check_pace(self, before: int) -> None:
         """Gives a body up of which less than it should has come since it was ``before`` bytes."""

@@ -148,3 +148,34 @@ def test_the_demo_models_template_takes_messages_without_content(demo: LoadedTok
     assert text == "<bos><start_of_turn>model\n<end_of_turn>\n"
     ids = demo.tokenizer.encode(text, add_special_tokens=False).ids
     assert ids.count(demo.bos_token_id) == 1
+
+
+def test_system_messages_of_the_demo_model_go_with_the_next_turn_of_the_users(demo: LoadedTokenizer) -> None:
+    assert demo.chat_template is not None
+    template = ChatTemplate(demo.chat_template, demo.special_tokens)
+
+    def turns(*given: tuple[str, str]) -> str:
+        messages = [{"role": role, "content": content} for role, content in given]
+        text = template.render(messages, add_generation_prompt=True)
+        return text.removeprefix("<bos>").replace("<start_of_turn>", "<").replace("<end_of_turn>\n", ">")
+
+    brief, kind, hi = ("system", "Be brief."), ("system", "Be kind."), ("user", "Hi")
+    assert turns(brief, kind, hi) == "<user\nBe brief.\n\nBe kind.\n\nHi><model\n"
+    assert turns(hi, brief, hi) == "<user\nHi><user\nBe brief.\n\nHi><model\n"
+    assert turns(brief) == "<user\nBe brief.><model\n"
+    assert turns(brief, ("assistant", "Hm"), hi) == "<user\nBe brief.><model\nHm><user\nHi><model\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}{{ '[' + m.content + ']' }}{% endfor %}", "[Hi][]"),
+        ("{% for m in messages %}{{ '</think>' in m.content }} {% endfor %}", "False False "),
+        ("{% for m in messages %}{{ m.content.split('i')[0] }}.{% endfor %}", "H.."),
+        ("{% for m in messages %}{{ m.content is none }} {% endfor %}", "False True "),  # those that can tell are told
+    ],
+)
+def test_content_that_is_not_there_is_empty_to_templates_that_look_into_it(template: str, text: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert ChatTemplate(template, {}).render(messages, add_generation_prompt=False) == text

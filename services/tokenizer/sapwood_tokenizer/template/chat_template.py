@@ -95,13 +95,27 @@ class ChatTemplate:
         # A template that keeps the space after the mark also keeps the content's trailing space; one that trims it trims both.
         return before if after.startswith(" ") else before.rstrip()
 
-    def _render(self, variables: Mapping[str, Any], budget: Budget) -> str:
+    def _written(self, variables: Mapping[str, Any], budget: Budget) -> str:
+        """What the template makes of them. Some look into content that is not there: such are told that it is empty."""
+        try:
+            return self._generated(variables, budget)
+        except (TypeError, AttributeError, jinja2.UndefinedError):
+            filled = _with_content(variables["messages"])
+            if filled is None:
+                raise
+            return self._generated({**variables, "messages": filled}, budget)
+
+    def _generated(self, variables: Mapping[str, Any], budget: Budget) -> str:
         parts: list[str] = []
+        for part in self._template.generate({**variables, BUDGET: budget}):
+            budget.add(len(part))
+            parts.append(part)
+        return "".join(parts)
+
+    def _render(self, variables: Mapping[str, Any], budget: Budget) -> str:
         budget.start()
         try:
-            for part in self._template.generate({**variables, BUDGET: budget}):
-                budget.add(len(part))
-                parts.append(part)
+            text = self._written(variables, budget)
         except BudgetError as error:
             raise InvalidArgumentError(f"the chat template was stopped: {error}", field="messages") from error
         except ResourceExhaustedError:
@@ -110,7 +124,6 @@ class ChatTemplate:
             raise InvalidArgumentError(
                 f"the chat template refuses the messages: {_shortened(error)}", field="messages"
             ) from error
-        text = "".join(parts)
         try:
             text.encode()
         except UnicodeEncodeError as error:  # of JSON, in which clients write arguments and tools
@@ -118,6 +131,13 @@ class ChatTemplate:
                 "the conversation holds half a surrogate pair, which is no text", field="messages"
             ) from error
         return text
+
+
+def _with_content(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """The messages with "" for content that is None; None if there is none such."""
+    if all(message.get("content") is not None for message in messages):
+        return None
+    return [{**message, "content": message.get("content") or ""} for message in messages]
 
 
 def _shortened(error: Exception) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, CliError
 from sapwood.cli.terminal import Terminal, open_terminal
+from sapwood_common.models.model_files import model_name
 from sapwood_common.settings.flags import PORT, add_option, one_of, whole_number
 
 if TYPE_CHECKING:  # at run time only this verb imports them, since they need the services' packages
@@ -301,8 +302,7 @@ def _welcome(services: Services, endpoints: Endpoints, seconds: float) -> str:
     http, router = f"http{'s' * secure}://{endpoints.http}", endpoints.grpc
     sapwood = _command()
     address = "" if router == "127.0.0.1:50051" else f" --address {router}"
-    model = services.worker.config.model
-    name = services.worker.config.served_model_name or (model if model == "demo" else "MODEL")
+    name = services.worker.config.served_model_name or model_name(services.worker.config.model)
     shown = f"""
 ready to answer in {seconds:.1f} s
 

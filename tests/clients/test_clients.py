@@ -39,14 +39,17 @@ def test_a_client_makes_its_ordinary_calls(cluster: Any, make_environment: Any, 
     assert out.splitlines()[-1] == "ok"
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_guidellm_measures(cluster: Any, make_environment: Any, tmp_path: Path, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "profile"),
+    [("/v1/chat/completions", "kind=concurrent,streams=2"), ("/v1/completions", "kind=synchronous")],
+)
+def test_guidellm_measures(cluster: Any, make_environment: Any, tmp_path: Path, path: str, profile: str) -> None:
     programs = make_environment("guidellm==0.8.1", shares=True)
     data, report = tmp_path / "data.jsonl", tmp_path / "report.json"
     rows = [{"prompt": f"Question {number}: what is", "output_tokens_count": 4} for number in range(4)]
     data.write_text("\n".join(map(json.dumps, rows)))
     run(
-        *(programs / "guidellm", "run", "--disable-console", "--profile", "kind=concurrent,streams=2"),
+        *(programs / "guidellm", "run", "--disable-console", "--profile", profile),
         *("--backend", f"kind=openai_http,target=http://{cluster.http},request_format={path}"),
         *("--constraint", "kind=max_requests,count=4", "--data", f"kind=json_file,path={data}"),
         *("--output", f"kind=json,path={report}"),

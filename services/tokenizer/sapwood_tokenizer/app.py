@@ -18,6 +18,8 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.network.tls import server_tls
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.serving.server import ServiceServer, serve_until_stopped
+from sapwood_common.settings.config import refuse_idle
+from sapwood_common.settings.needs import Needs
 from sapwood_common.telemetry.logs import announce, setup_logging
 from sapwood_common.telemetry.metrics import MetricSet, MetricsServer, metrics_port
 from sapwood_common.telemetry.tracing_start import start_tracing
@@ -64,6 +66,18 @@ def build_encoder(loaded: LoadedTokenizer, config: TokenizerConfig) -> Encoder:
     )
 
 
+OF_ENCODERS = (
+    Needs(
+        (
+            *("tool_parser", "reasoning_parser", "max_open_streams"),
+            *("grammar_timeout", "grammar_max_bytes", "grammar_processes", "grammar_cache_mb"),
+        ),
+        lambda config: False,
+        "with a model that makes embeddings only",
+    ),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """The model's files as read before anything is served."""
@@ -79,11 +93,13 @@ def load_model(config: TokenizerConfig) -> Model:
     """Reads the model's files.
 
     Raises:
-        ConfigError: They cannot be used.
+        ConfigError: They cannot be used, or a setting would have no effect.
     """
     name = config.served_model_name or tokenizer_name(config.model)
     path = resolve_tokenizer(config.model)
     loaded = load_tokenizer(path, config.chat_template)
+    if loaded.only_encodes:
+        refuse_idle(config, OF_ENCODERS)
     table = table_of(loaded)
     parsers = parser_defaults(config.tool_parser, config.reasoning_parser, loaded.chat_template)
     return Model(name, loaded, table, parsers, build_grammars(path, loaded, config))

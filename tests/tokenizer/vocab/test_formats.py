@@ -20,6 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sapwood.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import ConfigError
+from sapwood_tokenizer.app import load_model
+from sapwood_tokenizer.config import TokenizerConfig
 from sapwood_tokenizer.vocab.gguf_vocab import build_tokenizer
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer, load_tokenizer, resolve_tokenizer, table_of, tokenizer_name
 from sapwood_tokenizer.vocab.split_patterns import PATTERNS
@@ -284,6 +286,14 @@ def test_an_encoders_vocabulary_need_not_decode(
     folder: Path = request.getfixturevalue(vocabulary)
     (folder / "config.json").write_text(json.dumps({} if architecture is None else {"architectures": [architecture]}))
     assert table_of(load_tokenizer(folder)) is None
+
+
+def test_settings_without_effect_on_an_encoders_tokenizer_are_refused_by_name(word_pieces: Path) -> None:
+    for flag, name in (("tool_parser", "--tool-parser"), ("reasoning_parser", "--reasoning-parser")):
+        with pytest.raises(ConfigError, match=rf"{name} .*: has no effect with a model that makes embeddings only"):
+            load_model(TokenizerConfig.model_validate({"model": str(word_pieces), flag: "none"}))
+    with pytest.raises(ConfigError, match="--max-open-streams"):
+        load_model(TokenizerConfig(model=str(word_pieces), max_open_streams=5))
 
 
 async def test_an_encoders_vocabulary_encodes_but_streams_of_it_are_refused(

@@ -300,6 +300,7 @@ async def test_a_gap_that_cannot_be_filled_is_refused_by_name(one, expect_error)
         ({}, "suffix"),  # the fake's vocabulary has no tokens for it
         ({"prompt": [5, 6]}, "suffix"),
         ({"prompt": ["a", [5, 6]]}, "suffix"),
+        ({"prompt": ["a"] * 17}, "suffix"),
         ({"echo": True}, "echo"),
         ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
     ):

@@ -134,6 +134,7 @@ def _contexts(request: ChatRequest, given: dict[str, Any], request_id: str, dead
         request.continue_final_message is True,
     )
     sampling = sampling_of(given, fields, max_tokens=max_tokens, logprobs=_logprobs(request))
+    choice = tool_choice_of(request)
     return [
         RequestContext(
             request_id=request_id,
@@ -148,7 +149,7 @@ def _contexts(request: ChatRequest, given: dict[str, Any], request_id: str, dead
             bad_words=tuple(word.lstrip() for word in request.bad_words or ()),
             whole=not request.stream,
             grammar=grammar,
-            tool_choice=tool_choice_of(request),
+            tool_choice=choice,
             parallel_tool_calls=request.parallel_tool_calls is not False,
         )
         for own in continuations(sampling, count, fields)

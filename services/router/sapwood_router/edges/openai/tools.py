@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -33,7 +34,8 @@ def tools_of(request: ChatRequest, given: Any) -> str:
     allowed = _allowed(request)
     if allowed is None:
         return msgspec.json.encode(given).decode()
-    offered = [tool for tool in given if tool["function"]["name"] in allowed.names]
+    names = allowed.names
+    offered = [tool for tool in given if tool["function"]["name"] in names]
     return msgspec.json.encode(offered).decode()
 
 
@@ -61,7 +63,7 @@ def tool_choice_of(request: ChatRequest) -> ToolChoice:
             '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}',
             field="tool_choice",
         )
-    _check_offered(request, name, "tool_choice.function.name")
+    _check_offered(request, {name}, "tool_choice.function.name")
     return ToolChoice(required=True, name=name)
 
 
@@ -90,11 +92,11 @@ def _allowed(request: ChatRequest) -> _AllowedTools | None:
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return None
     allowed = convert(choice, _AllowedTools, {"type": ("allowed_tools",)}, prefix="tool_choice.")
-    for name in allowed.names:
-        _check_offered(request, name, "tool_choice.allowed_tools.tools")
+    _check_offered(request, allowed.names, "tool_choice.allowed_tools.tools")
     return allowed
 
 
-def _check_offered(request: ChatRequest, name: str, field: str) -> None:
-    if not any(tool.function is not None and tool.function.name == name for tool in request.tools or ()):
-        raise InvalidArgumentError(f"there is no tool {name!r} among the tools", field=field)
+def _check_offered(request: ChatRequest, names: Set[str], field: str) -> None:
+    offered = {tool.function.name for tool in request.tools or () if tool.function is not None}
+    if missing := names - offered:
+        raise InvalidArgumentError(f"there is no tool {min(missing)!r} among the tools", field=field)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, CliError
 from sapwood.cli.terminal import Terminal, open_terminal
-from sapwood_common.models.model_files import model_name
 from sapwood_common.settings.flags import PORT, add_option, one_of, whole_number
 
 if TYPE_CHECKING:  # at run time only this verb imports them, since they need the services' packages
@@ -297,6 +296,8 @@ def _command() -> str:
 
 
 def _welcome(services: Services, endpoints: Endpoints, seconds: float) -> str:
+    from sapwood_common.models.model_files import model_name
+
     config = services.router.config
     secure = config.tls_cert is not None
     http, router = f"http{'s' * secure}://{endpoints.http}", endpoints.grpc

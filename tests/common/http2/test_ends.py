@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+from itertools import pairwise
 
 import grpc
 import pytest
 
 from sapwood_common.http2.server.server import Http2Server
+from sapwood_common.http2.server.turnstile import MOST_A_TURN
 from sapwood_common.http2.wire import frames
 from sapwood_common.network.port import Port
 from sapwood_common.status import rpc_status
@@ -283,3 +285,21 @@ async def test_calls_that_are_reset_while_they_wait_for_their_turn_wait_no_more(
     )
     await client.until(frames.PING)
     assert running.server.waiting == 0
+
+
+async def test_of_calls_that_are_cancelled_together_a_few_end_in_each_turn(
+    running, request_block, grpc_message, until
+) -> None:
+    """What they have to do yet would hold up everybody else."""
+    client, service, count = await running.connect(), running.service, 5 * MOST_A_TURN
+    numbers = range(1, 2 * count, 2)
+    for stream in numbers:
+        open_call(client, request_block, "Wait", stream, body=grpc_message(b""))
+    await until(lambda: len(service.started) == count)
+    client.send(b"".join(frames.reset(stream, 8) for stream in numbers))
+    ended = [0]
+    while ended[-1] < count:
+        await asyncio.sleep(0)
+        ended.append(len(service.finished))
+    assert max(after - before for before, after in pairwise(ended)) <= 2 * MOST_A_TURN
+    await until(lambda: service.called_back == count)

@@ -12,7 +12,7 @@ import grpc
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.http2.server.call import ServerCall
-from sapwood_common.http2.server.turnstile import Place
+from sapwood_common.http2.server.turnstile import Place, Turnstile
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,13 @@ class RunningCall:
         enter: Begins the call when it is its turn; returns its place if it has to wait.
     """
 
-    __slots__ = ("_call", "_enter", "_handler", "_place", "_running", "_task", "_timer")
+    __slots__ = ("_call", "_enter", "_exits", "_handler", "_place", "_running", "_task", "_timer")
 
-    def __init__(self, call: ServerCall, handler: Handler, running: set[RunningCall], enter: Enter) -> None:
+    def __init__(
+        self, call: ServerCall, handler: Handler, running: set[RunningCall], enter: Enter, exits: Turnstile
+    ) -> None:
         self._enter = enter
+        self._exits = exits
         self._call = call
         self._handler = handler
         self._running = running
@@ -56,7 +59,7 @@ class RunningCall:
     def cancel(self) -> None:
         """The client has left."""
         if self._task is not None:
-            self._task.cancel()
+            self._exits.enter(self._task.cancel)
         else:
             if self._place is not None:
                 self._place.leave()

@@ -230,7 +230,7 @@ class Http2Server:
             one_request=not handler.request_streaming,
         )
         stream.follow(call)
-        running = RunningCall(call, handler, self._running, self._enter)
+        running = RunningCall(call, handler, self._running, self._enter, self._shared.exits)
         call.follow(None if handler.request_streaming else running.start, running.cancel)
         if handler.request_streaming:
             running.start()

@@ -29,7 +29,7 @@ class Place:
 
     __slots__ = ("_turnstile", "begin", "caller", "priority")
 
-    def __init__(self, turnstile: Turnstile, begin: Callable[[], None], priority: int, caller: Hashable) -> None:
+    def __init__(self, turnstile: Turnstile, begin: Callable[[], object], priority: int, caller: Hashable) -> None:
         self._turnstile = turnstile
         self.begin = begin
         self.priority = priority
@@ -59,7 +59,7 @@ class Turnstile:
         """Calls that wait."""
         return sum(len(places) for callers in self._waiting.values() for places in callers.values())
 
-    def enter(self, begin: Callable[[], None], priority: int = 0, caller: Hashable = None) -> Place | None:
+    def enter(self, begin: Callable[[], object], priority: int = 0, caller: Hashable = None) -> Place | None:
         """Calls ``begin``, which must not raise: now, or in a later turn.
 
         Args:

@@ -18,10 +18,12 @@ class SharedLimits:
         memory: What messages hold.
         time: The event loop's.
         breaths: Where those wait that read much, or read many requests which are there already: a few go on in each turn.
+        exits: Where calls wait that are cancelled.
         calls: How many there are.
     """
 
     memory: BodyMemory
     time: TimeShare = field(default_factory=TimeShare)
     breaths: Turnstile = field(default_factory=Turnstile)
+    exits: Turnstile = field(default_factory=Turnstile)
     calls: StreamTotal = field(default_factory=StreamTotal)

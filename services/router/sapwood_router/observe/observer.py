@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from sapwood_common.status import row_of
 from sapwood_common.telemetry.logs import traceparent_var
-from sapwood_common.telemetry.metrics import MetricSet
 from sapwood_common.telemetry.series import Histogram
-from sapwood_common.telemetry.tracing import NoTracing, Span, Tracing
+from sapwood_common.telemetry.tracing import Span, Tracing
 from sapwood_router.observe.metrics import RouterMetrics
 from sapwood_router.observe.spans import answered, asked, operation_of, span_name
 
@@ -42,11 +41,6 @@ class RequestObserver:
     def watch(self, context: RequestContext) -> RequestWatch:
         """A request came; to be called in the task that serves it."""
         return RequestWatch(self, context)
-
-
-def quiet_observer() -> RequestObserver:
-    """One whose measurements nobody sees."""
-    return RequestObserver(RouterMetrics(MetricSet()), NoTracing())
 
 
 class Stage:

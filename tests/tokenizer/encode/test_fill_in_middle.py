@@ -103,4 +103,6 @@ async def test_what_cannot_be_done_is_refused_by_name(
         with pytest.raises(InvalidArgumentError) as caught:
             await encoder.encode(["a", "a b"], EncodeOptions(**options))
         assert caught.value.field == field
+    with pytest.raises(InvalidArgumentError, match="at most 16 texts"):
+        await able.encode(["a"] * 17, EncodeOptions(suffix="x"))
     assert unable.fill_in_middle is None

@@ -30,6 +30,8 @@ from sapwood_tokenizer.encode.fill_in_middle import FillInMiddle, find_form
 
 logger = logging.getLogger(__name__)
 
+MOST_GAPS = 16
+"""Texts that one suffix goes with: each sequence has it."""
 _SHORT_COST = 64 * 1024
 """The most of one caller's texts that goes into a batch, in characters. A text that costs more is a long one."""
 _BATCH_COST = 256 * 1024
@@ -151,15 +153,8 @@ class Encoder:
                 fails on it; its index is named. Or there is a suffix, and the model fills no gaps.
         """
         names = [f"{field}[{index}]" if field == "texts" else field for index in range(len(texts))]
-        fill = self._fill_in_middle if options.suffix else None
-        if options.suffix:
-            if fill is None:
-                raise InvalidArgumentError(
-                    "the model's vocabulary has no tokens for what comes after a gap (fill-in-the-middle)",
-                    field="suffix",
-                )
-            if options.offsets:
-                raise InvalidArgumentError("offsets are not told with a suffix", field="return_offsets")
+        fill = self._form_for(texts, options) if options.suffix else None
+        if fill is not None:
             texts, names = [*texts, fill.lead + options.suffix], [*names, "suffix"]
         for name, text in zip(names, texts, strict=True):
             try:
@@ -196,6 +191,17 @@ class Encoder:
         """Ends the threads and cancels waiting texts; nothing may be encoded any more."""
         self._short_threads.shutdown(wait=False, cancel_futures=True)
         self._long_threads.shutdown(wait=False, cancel_futures=True)
+
+    def _form_for(self, texts: Sequence[str], options: EncodeOptions) -> FillInMiddle:
+        if self._fill_in_middle is None:
+            raise InvalidArgumentError(
+                "the model's vocabulary has no tokens for what comes after a gap (fill-in-the-middle)", field="suffix"
+            )
+        if options.offsets:
+            raise InvalidArgumentError("offsets are not told with a suffix", field="return_offsets")
+        if len(texts) > MOST_GAPS:
+            raise InvalidArgumentError(f"at most {MOST_GAPS} texts go with a suffix", field="texts")
+        return self._fill_in_middle
 
     async def _look_up_or_run(self, texts: Sequence[str], salt: str, kind: tuple[bool, bool]) -> list[_Result]:
         if not self._exact.enabled:

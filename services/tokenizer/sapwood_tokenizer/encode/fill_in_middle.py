@@ -75,7 +75,7 @@ class FillInMiddle:
         if self.suffix_first:
             texts.reverse()
         first, second, *last = self.tokens
-        return array("I", [first, *texts[0], second, *texts[1], *last])
+        return array("I", [first]) + texts[0] + array("I", [second]) + texts[1] + array("I", last)
 
 
 def find_form(tokenizer: Tokenizer) -> FillInMiddle | None:

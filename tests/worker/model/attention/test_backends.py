@@ -10,9 +10,9 @@ import torch
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
+from sapwood_kernels.attention.planned import AttentionShape, Variant
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_kernels.paged_attention import AttentionShape, Variant
 from sapwood_testing.worker.steps import Part, make_step
 from sapwood_worker.model.attention.backend import Abilities, AttentionBackend, AttentionNeeds
 from sapwood_worker.model.attention.registry import choose_backend, parse_setting

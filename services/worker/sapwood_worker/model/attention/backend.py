@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, Variant
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.paged_attention import AttentionShape, PagedKeys, Variant
 from sapwood_worker.model.pools.device_pool import DevicePool, KVDestination
 
 Half = Literal["prefill", "decode"]

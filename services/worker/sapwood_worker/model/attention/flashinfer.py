@@ -7,8 +7,8 @@ from importlib.util import find_spec
 
 import torch
 
+from sapwood_kernels.attention.planned import PlannedAttention, Variant
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.paged_attention import PlannedAttention, Variant
 from sapwood_worker.model.attention.backend import Abilities, AttentionBackend, AttentionParts, StepAttention
 from sapwood_worker.model.attention.paged import KernelAttention
 from sapwood_worker.model.attention.triton import gpu_refusal
@@ -23,8 +23,8 @@ def _unfit(ops: DeviceOps) -> str | None:
 
 
 def _prefill(parts: AttentionParts) -> StepAttention:
-    from sapwood_kernels.flashinfer_attention import PrefillAttention
-    from sapwood_kernels.float8_prefill import Float8PrefillAttention, WideningBuffer
+    from sapwood_kernels.attention.flashinfer import PrefillAttention
+    from sapwood_kernels.attention.float8_prefill import Float8PrefillAttention, WideningBuffer
 
     needs, device = parts.needs, parts.ops.device
     kernels: dict[Variant, PlannedAttention]
@@ -42,8 +42,8 @@ def _decode(parts: AttentionParts) -> StepAttention:
 
 def _decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention]:
     """Makes the attention of so many decodes at fixed addresses, or of any number (None), all in one workspace."""
-    from sapwood_kernels.flashinfer_attention import DecodeAttention
-    from sapwood_kernels.split_decode_attention import MOST_SPLIT, SplitDecodeAttention
+    from sapwood_kernels.attention.flashinfer import DecodeAttention
+    from sapwood_kernels.attention.split_decode import MOST_SPLIT, SplitDecodeAttention
 
     needs = parts.needs
     float8 = needs.cache_dtype != needs.shape.dtype

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sapwood_kernels.attention.planned import PagedKeys, PlannedAttention, StoredPages, Variant
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.paged_attention import PagedKeys, PlannedAttention, StoredPages, Variant
 from sapwood_worker.model.attention.backend import (
     AttentionBackend,
     AttentionBatch,

@@ -34,7 +34,7 @@ def _unfit(ops: DeviceOps) -> str | None:
 
 
 def _prefill(parts: AttentionParts) -> StepAttention:
-    from sapwood_kernels.tiled_prefill_attention import TiledPrefillAttention
+    from sapwood_kernels.attention.tiled_prefill import TiledPrefillAttention
 
     shape, kinds = parts.needs.shape, parts.needs.kinds
     return KernelAttention(parts.pool, {kind: TiledPrefillAttention(shape, kind, parts.ops) for kind in kinds})
@@ -45,7 +45,7 @@ def _decode(parts: AttentionParts) -> StepAttention:
 
 
 def _decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention]:
-    from sapwood_kernels.split_decode_attention import SplitDecodeAttention
+    from sapwood_kernels.attention.split_decode import SplitDecodeAttention
 
     needs, ops = parts.needs, parts.ops
     return lambda batch: KernelAttention(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import load_vocabulary
+from sapwood_kernels.attention.planned import AttentionShape
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_kernels.paged_attention import AttentionShape
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionNeeds
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.attention.registry import choose_backend

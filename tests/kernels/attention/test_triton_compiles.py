@@ -26,7 +26,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sapwood_kernels import triton_decode_attention as decoding, triton_prefill_attention as prefilling, triton_qkv
+from sapwood_kernels import triton_qkv
+from sapwood_kernels.attention import triton_decode as decoding, triton_prefill as prefilling
 
 capability = int(sys.argv[1])
 

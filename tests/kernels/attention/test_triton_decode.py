@@ -8,7 +8,7 @@ import torch
 from sapwood_kernels import reference
 
 pytest.importorskip("triton", reason="Triton is not installed")
-kernel = pytest.importorskip("sapwood_kernels.triton_decode_attention")
+kernel = pytest.importorskip("sapwood_kernels.attention.triton_decode")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

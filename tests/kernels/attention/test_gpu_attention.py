@@ -11,8 +11,8 @@ from sapwood_kernels import reference
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
+from sapwood_kernels.attention.planned import AttentionShape
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_kernels.paged_attention import AttentionShape
 from sapwood_worker.model.attention.backend import AttentionBatch, AttentionLayer, AttentionNeeds
 from sapwood_worker.model.attention.flashinfer import FLASHINFER
 from sapwood_worker.model.attention.paged import PagedAttention

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sapwood_kernels.flashinfer_attention import PrefillAttention
-from sapwood_kernels.paged_attention import AttentionShape, PagedKeys, StoredPages, Variant
-from sapwood_kernels.triton_kv_dequantise import dequantise_pages
+from sapwood_kernels.attention.flashinfer import PrefillAttention
+from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, StoredPages, Variant
+from sapwood_kernels.attention.triton_kv_dequantise import dequantise_pages
 
 _LEAST_TOKENS = 32768
 

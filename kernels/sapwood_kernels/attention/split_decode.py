@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, StoredPages, Variant
+from sapwood_kernels.attention.triton_decode import decode_attention, num_splits
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.paged_attention import AttentionShape, PagedKeys, StoredPages, Variant
-from sapwood_kernels.triton_decode_attention import decode_attention, num_splits
 
 MOST_SPLIT = 128
 """The largest batch for which it is used over a cache of the queries' dtype."""

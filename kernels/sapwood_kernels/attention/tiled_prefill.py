@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, StoredPages, Variant
+from sapwood_kernels.attention.triton_prefill import cut_tiles, prefill_attention, tile_tokens
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_kernels.paged_attention import AttentionShape, PagedKeys, StoredPages, Variant
-from sapwood_kernels.triton_prefill_attention import cut_tiles, prefill_attention, tile_tokens
 
 
 class TiledPrefillAttention:
-    """Implements :class:`sapwood_kernels.paged_attention.PlannedAttention` for any ragged batch.
+    """Implements :class:`sapwood_kernels.attention.planned.PlannedAttention` for any ragged batch.
 
     Args:
         shape: What all layers share.

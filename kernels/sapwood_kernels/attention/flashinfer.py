@@ -13,7 +13,7 @@ import flashinfer
 import torch
 from torch import Tensor
 
-from sapwood_kernels.paged_attention import AttentionShape, PagedKeys, StoredPages, Variant
+from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, StoredPages, Variant
 
 _WORKSPACE_BYTES = 256 << 20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import shutil
 import subprocess
@@ -28,18 +29,19 @@ def make_environment() -> MakeEnvironment:
         key = hashlib.sha256("\0".join((sys.version, sys.prefix if shares else "", *requirements)).encode()).hexdigest()
         name = requirements[0].partition("==")[0]
         folder = sapwood_home() / "clients" / f"{name}-{key[:12]}"
-        if not (folder / "complete").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-            if shares:
-                version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-                ours = sysconfig.get_path("purelib")
-                (folder / "lib" / version / "site-packages" / "shared.pth").write_text(f"{ours}\n")
-            subprocess.run(
-                [folder / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check", *requirements],
-                check=True,
-            )
-            (folder / "complete").touch()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with (folder.parent / "lock").open("w") as lock:  # another run may be at it
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "complete").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+                if shares:
+                    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+                    ours = sysconfig.get_path("purelib")
+                    (folder / "lib" / version / "site-packages" / "shared.pth").write_text(f"{ours}\n")
+                install = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+                subprocess.run([*install, *requirements], check=True)
+                (folder / "complete").touch()
         return folder / "bin"
 
     return make

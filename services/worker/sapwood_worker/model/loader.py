@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -75,31 +76,32 @@ def load_model(
     Raises:
         ConfigError: It cannot be read or is not supported; names the file and what.
     """
-    source: WeightSource | None = None
-    stored: Stored | None = None
-    if path.is_dir():
-        family, config = read_hf_config(path)
-        eos = read_hf_eos(path)
-        if load_format == "auto":
-            source = SafetensorsSource(path, family, tied=config.tie_word_embeddings)
-            stored = Stored(source.tensors(), read_hf_quantization(path))
-    else:
-        file = _open_gguf(path)
-        divisors = file.tensors.get(ROPE_DIVISORS)
-        values = tuple(read_tensor(file, divisors).tolist()) if divisors is not None else None
-        family, config = read_gguf_config(file, values)
-        config = replace(config, norm_offset=0.0)  # these files hold the factor itself
-        eos = read_gguf_eos(file)
-        if load_format == "auto":
-            source = GgufSource(file, config, family)
-            stored = Stored(source.tensors())
-    config = _limited(config, context_length)
-    linear = LinearMethods(quantization, dtype, ops, stored)
-    model = DecoderModel(config, family.layer, LayerContext(dtype, ops, linear, parallel or Parallel()))
-    if source is None:
-        fill_dummy_weights(model.weights(), seed)
-    else:
-        load_weights(model.weights(), source, config.norm_offset, threads)
+    with ExitStack() as files:
+        source: WeightSource | None = None
+        stored: Stored | None = None
+        if path.is_dir():
+            family, config = read_hf_config(path)
+            eos = read_hf_eos(path)
+            if load_format == "auto":
+                source = SafetensorsSource(path, family, tied=config.tie_word_embeddings)
+                stored = Stored(source.tensors(), read_hf_quantization(path))
+        else:
+            file = files.enter_context(closing(_open_gguf(path)))
+            divisors = file.tensors.get(ROPE_DIVISORS)
+            values = tuple(read_tensor(file, divisors).tolist()) if divisors is not None else None
+            family, config = read_gguf_config(file, values)
+            config = replace(config, norm_offset=0.0)  # these files hold the factor itself
+            eos = read_gguf_eos(file)
+            if load_format == "auto":
+                source = GgufSource(file, config, family)
+                stored = Stored(source.tensors())
+        config = _limited(config, context_length)
+        linear = LinearMethods(quantization, dtype, ops, stored)
+        model = DecoderModel(config, family.layer, LayerContext(dtype, ops, linear, parallel or Parallel()))
+        if source is None:
+            fill_dummy_weights(model.weights(), seed)
+        else:
+            load_weights(model.weights(), source, config.norm_offset, threads)
     with torch.inference_mode():
         model.prepare()
     return LoadedModel(model, config, eos, "+".join(sorted(linear.used - {"none"})) or "none", family)

@@ -79,14 +79,14 @@ class RowLinear(Linear):
         part = Part(context.inside(name).prefix, whole(out_features))
         super().__init__(LinearShape((part,), columns, bias and context.split_over is None), context)
         self._group = context.split_over
-        # What is added once is added after the sum.
-        self._bias: WeightSlots = {}
+        # The bias of a split layer: added once, after the sum.
+        self._late_bias: WeightSlots = {}
         if bias and self._group is not None:
             empty = torch.empty(out_features, dtype=context.dtype, device=context.device)
-            self._bias[f"{part.name}.bias"] = WeightSlot(empty)
+            self._late_bias[f"{part.name}.bias"] = WeightSlot(empty)
 
     def slots(self) -> WeightSlots:
-        return super().slots() | self._bias
+        return super().slots() | self._late_bias
 
     def forward(self, x: Tensor, gate: Gate | None = None, residual: Tensor | None = None) -> Tensor:
         """[T, inputs of this rank], or twice as wide before a gated activation ``gate`` -> [T, out_features].
@@ -102,7 +102,7 @@ class RowLinear(Linear):
         result = method.apply(x, gate_before=gate)
         if group is not None:
             result = group.all_reduce(result)
-            for bias in self._bias.values():
+            for bias in self._late_bias.values():
                 result += bias.target
         if residual is None:
             return result

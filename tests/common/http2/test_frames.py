@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.frames import frame
+from sapwood_common.pacing.time_share import TimeShare
 
 BLOCK = frames.STATUS_200  # decodes, and is no call
 
@@ -220,3 +221,20 @@ async def test_streams_beyond_the_most_are_refused_and_make_room_when_they_end(m
     assert {int.from_bytes(payload, "big") for payload in refused.values()} == {ErrorCodes.REFUSED_STREAM}
     wire.send(frames.reset(1, ErrorCodes.CANCEL))
     wire.open(numbers[-1] + 2)
+
+
+async def test_who_sends_much_waits_from_its_first_frame_on_when_time_is_over(make_wire, grpc_message) -> None:
+    """One frame of small messages takes milliseconds: each of many connections must not have one."""
+    turns = iter(range(1_000_000))
+    share = TimeShare(lambda: next(turns) / 500)  # every look at the clock finds 2 ms more
+    wires = [make_wire(share=share) for _ in range(8)]
+    calls = [wire.open(1) for wire in wires]
+    for wire in wires:
+        wire.send(frame(frames.DATA, 0, 1, grpc_message(b"") * 1000) * 2)
+    assert sum(len(call.messages) for call in calls) <= 4000  # and not 16 000
+    few = make_wire(share=share)
+    call = few.open(1)
+    few.send(frame(frames.DATA, 0, 1, grpc_message(b"a")))
+    assert len(call.messages) == 1
+    for wire in (*wires, few):
+        wire.connection.connection_lost(None)

@@ -80,7 +80,7 @@ class FrameReader:
         """
         inbound = self.pending + data if self.pending else data
         at, length = 0, len(inbound)
-        look = _UNASKED
+        look = _UNASKED if length <= _UNASKED else 0
         while length - at >= HEADER:
             if at >= look and is_over is not None:
                 if is_over():

@@ -22,7 +22,7 @@ from sapwood_router.transport.shared_call import BYTES_A_TOKEN, OPEN_TIMEOUT, TO
 from sapwood_router.transport.stream_error import stream_error
 
 _METHOD = "/sapwood.v1.Worker/Session"
-MOST_TOKENS = 8 * 1024 * 1024
+MOST_TOKENS = 4 * 1024 * 1024
 """Of one request: with 5 bytes each they fit into a message. One that is too large would end the session of all requests."""
 _CHECK_INTERVAL = 0.1
 
@@ -65,11 +65,11 @@ class WorkerStream:
 
     def pause(self) -> None:
         """No more output until :meth:`resume`; the worker keeps it."""
-        self._session.pause(self.stream_id)
+        self._session.set_paused(self.stream_id, True)
 
     def resume(self) -> None:
         """Output may come again."""
-        self._session.resume(self.stream_id)
+        self._session.set_paused(self.stream_id, False)
 
 
 class WorkerSession(SharedCall):
@@ -146,13 +146,11 @@ class WorkerSession(SharedCall):
             self._aborts.append(stream_id)
             self._schedule()
 
-    def pause(self, stream_id: int) -> None:
-        """Has the worker keep a stream's output until :meth:`resume`."""
-        self._set_paused(stream_id, True)
-
-    def resume(self, stream_id: int) -> None:
-        """Has the worker send a stream's output again."""
-        self._set_paused(stream_id, False)
+    def set_paused(self, stream_id: int, paused: bool) -> None:
+        """Has the worker keep a stream's output, or send it again."""
+        if stream_id in self._sinks:
+            self._pauses[stream_id] = paused
+            self._schedule()
 
     def abandon(self, problem: str) -> None:
         """The worker is of no use: the call ends, and every stream fails."""
@@ -243,11 +241,6 @@ class WorkerSession(SharedCall):
         sink = self._sinks.pop(stream_id, None)
         self._end_if_finished()
         return sink
-
-    def _set_paused(self, stream_id: int, paused: bool) -> None:
-        if stream_id in self._sinks:
-            self._pauses[stream_id] = paused
-            self._schedule()
 
     def _next_message(self) -> bytes | None:
         if not (self._submits or self._aborts or self._pauses):

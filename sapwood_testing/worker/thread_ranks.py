@@ -10,11 +10,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from sapwood_worker.model.distributed.group import Group
+
 ResultT = TypeVar("ResultT")
 
 
-class ThreadGroup:
-    """Implements :class:`sapwood_worker.model.distributed.group.Group` over a list that the ranks' threads share.
+class ThreadGroup(Group):
+    """Threads that share a list.
 
     Args:
         rank: The thread's rank.

@@ -12,7 +12,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_testing.worker.split_models import SHAPE, exchange, load, logits_of, rank_process
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
-from sapwood_worker.model.distributed.group import Solo
+from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import grid, join_groups
 from sapwood_worker.model.weight_slot import Span
@@ -85,7 +85,7 @@ def test_a_rank_reads_and_holds_its_part_only(tiny_model, monkeypatch):
 
 
 def test_a_group_of_one_is_never_called(tiny_model):
-    class Silent(Solo):
+    class Silent(Group):
         def all_reduce(self, x):
             raise AssertionError
 
@@ -112,7 +112,7 @@ def test_exchanges_of_threads_and_of_one():
     assert run_ranks(2, lambda group: exchange(group, 5.0 + group.rank))[1] == {
         "sum": [11.0], "all": [5.0, 6.0], "mine of the sum": [13.0], "last's": [6.0]
     }  # fmt: skip
-    assert exchange(Solo(), 5.0) == {"sum": [5.0], "all": [5.0], "mine of the sum": [5.0], "last's": [5.0]}
+    assert exchange(Group(), 5.0) == {"sum": [5.0], "all": [5.0], "mine of the sum": [5.0], "last's": [5.0]}
 
 
 def test_ranks_of_a_tensor_parallel_group_are_neighbours():

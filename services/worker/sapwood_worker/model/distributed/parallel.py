@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.model.distributed.group import Group, Solo
+from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.weight_slot import Span
 
 
@@ -20,10 +20,10 @@ class Parallel:
         ep: Expert parallel: experts are split.
     """
 
-    tp: Group = field(default_factory=Solo)
-    pp: Group = field(default_factory=Solo)
-    dp: Group = field(default_factory=Solo)
-    ep: Group = field(default_factory=Solo)
+    tp: Group = field(default_factory=Group)
+    pp: Group = field(default_factory=Group)
+    dp: Group = field(default_factory=Group)
+    ep: Group = field(default_factory=Group)
 
     def shard(self, what: str, count: int, width: int = 1, *, copies: bool = False) -> Span:
         """This rank's part, by tensor parallelism, of a dimension that holds ``count`` things of ``width`` numbers each.

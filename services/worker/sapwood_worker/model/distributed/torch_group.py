@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.model.distributed.group import Group, Solo
+from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.parallel import Parallel
 
 
-class TorchGroup:
-    """Implements :class:`sapwood_worker.model.distributed.group.Group`.
+class TorchGroup(Group):
+    """Processes.
 
     Args:
         ranks: Its ranks among all, in order; this process is one of them.
@@ -104,5 +104,5 @@ def join_groups(
         for ranks in groups:
             made = dist.new_group(ranks, timeout=limit) if len(ranks) > 1 else None  # by all ranks, in this order
             if rank in ranks:
-                found[kind] = Solo() if made is None else TorchGroup(ranks, made)
+                found[kind] = Group() if made is None else TorchGroup(ranks, made)
     return Parallel(**found)

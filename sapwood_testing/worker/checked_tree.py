@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
+
 from sapwood_worker.core.cache.eviction import EvictionName
 from sapwood_worker.core.cache.radix_tree import Match, Node, PageIds, RadixTree
 
@@ -26,9 +30,13 @@ class CheckedTree(RadixTree):
         assert match.pages.tolist() == expected, "the tree found another prefix than the longest"
         return match
 
-    def probe(self, key: bytes, namespace: bytes = b"") -> tuple[int, int]:
-        expected = self._prefixes(namespace, key)[: len(self._expected(namespace, key))]
-        answer = super().probe(key, namespace)
+    def probe(
+        self, key: bytes, namespace: bytes = b"", usable: Callable[[PageIds], int] | None = None
+    ) -> tuple[int, int]:
+        found = self._expected(namespace, key)
+        most = len(found) if usable is None else usable(np.array(found, np.int32))
+        expected = self._prefixes(namespace, key)[:most]
+        answer = super().probe(key, namespace, usable)
         assert answer == (len(expected), sum(not self._model_locks.get(prefix) for prefix in expected))
         return answer
 

@@ -19,7 +19,9 @@ import numpy.typing as npt
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_testing.worker.fake_transfer import FakeTransfer
+from sapwood_worker.core.cache.prefix_cache import MOST_APART
 from sapwood_worker.model.pools.host_pool import HostPool
+from sapwood_worker.records.kv_layout import WindowGroup
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling, TokenLogprobs
 from sapwood_worker.records.page_copies import NOTHING
@@ -46,6 +48,16 @@ def continuation(prompt: Sequence[int], sampling: SamplingParams, vocab_size: in
             sampled = _sample(total, position + 1, sampling, vocab_size)
             tokens.append(sampled)
             yield sampled
+
+
+def random_windows(chance: random.Random, page_size: int, num_pages: int) -> tuple[WindowGroup, ...]:
+    """No window, one or two, of random reach; their pages do for little more than one request, or for more."""
+    windows = []
+    for _ in range(chance.choice([0, 1, 1, 2])):
+        reach = chance.choice([0, 1, page_size, chance.randint(1, 6 * page_size)])
+        least = WindowGroup(reach, 0).tail(page_size) + MOST_APART
+        windows.append(WindowGroup(reach, chance.choice([least, chance.randint(least, max(least, num_pages))])))
+    return tuple(windows)
 
 
 def pooled_prompt(prompt: Sequence[int], pooling: Pooling) -> float:
@@ -82,6 +94,7 @@ class _Part:
     samples: bool
     pages: npt.NDArray[np.int32]
     mask: npt.NDArray[np.int32] | None
+    windows: npt.NDArray[np.int32]
 
     @property
     def prompt(self) -> array[int]:
@@ -132,7 +145,7 @@ class FakeRunner:
         step_seconds: How long a step takes.
         poison: A step that computes a prompt beginning with this token fails with RuntimeError and leaves wrong KV behind.
         vocabulary: What grammars are masked with; a row with a grammar takes one of the tokens that its mask allows.
-        host_pool: The second tier's memory, of pages of ``page_size * 8`` bytes.
+        host_pool: The second tier's memory, of pages of ``page_size * 8`` bytes for the page table and for each window.
         chance: Makes copies to it late, and steps be computed when they are launched or when their result is taken.
         copy_failures: Share of these that fail.
     """
@@ -160,7 +173,10 @@ class FakeRunner:
         self._last_tokens: dict[int, int] = {}
         self._poison = poison
         self._pool = np.full((info.num_pages, info.page_size), -1, dtype=np.int64)
-        self._transfer = None if host_pool is None else FakeTransfer(self._pool, host_pool, chance, copy_failures)
+        # Of each window; the last page is the one that freed entries of a row name.
+        self._windows = [np.full((each.num_pages + 1, info.page_size), -1, np.int64) for each in info.windows]
+        pools = [self._pool, *self._windows]
+        self._transfer = None if host_pool is None else FakeTransfer(pools, host_pool, chance, copy_failures)
 
     def cache_identity(self) -> str:
         return "fake"
@@ -202,6 +218,9 @@ class FakeRunner:
             if part.token_ids == [-1]:
                 part.token_ids = [self._last_tokens[part.entry.row]]
             self._write(part)
+        for part in parts:
+            if not self._sees(part):
+                self._spoil(part)
         tokens = [[self._sampled(part)] if part.samples else [] for part in parts]
         for part, sampled in zip(parts, tokens, strict=True):
             self._last_tokens[part.entry.row] = sampled[-1] if sampled else -1
@@ -230,17 +249,18 @@ class FakeRunner:
         ends = np.cumsum(step.counts)
         masks = {} if step.masks is None else dict(zip(step.masked.tolist(), step.masks.result(), strict=True))
         parts: list[_Part] = []
+        tables = 1 + len(self._windows)
         sampled = 0
         for row, start, count, end, samples, pages in zip(
             *(each.tolist() for each in (step.rows, step.starts, step.counts, ends, step.samples)),
-            step.pages,
+            step.pages.reshape(len(step.rows), tables, step.pages.shape[1] // tables),
             strict=True,
         ):
             assert count, f"nothing to compute for row {row}"
             assert samples <= 1, "drafts are not for this runner"
             tokens = step.token_ids[end - count : end].tolist()
             mask = masks.get(sampled) if samples else None
-            parts.append(_Part(self._entries[row], tokens, start, bool(samples), pages, mask))
+            parts.append(_Part(self._entries[row], tokens, start, bool(samples), pages[0], mask, pages[1:]))
             sampled += samples
         return parts
 
@@ -255,6 +275,19 @@ class FakeRunner:
         for position, token in enumerate(part.token_ids, start=start):
             chain = _mix(chain, token, position)
             self._pool[pages[position // size], position % size] = chain
+            for pool, own in zip(self._windows, part.windows, strict=True):
+                assert own[position // size] < len(pool) - 1, "a page that holds nothing is written"
+                pool[own[position // size], position % size] = chain
+
+    def _sees(self, part: _Part) -> bool:
+        """Whether the part's queries find in each window what they see."""
+        size, end = self.info.page_size, part.start + len(part.token_ids)
+        for group, pool, own in zip(self.info.windows, self._windows, part.windows, strict=True):
+            seen = np.arange(max(0, part.start - group.reach), end)
+            there = pool[own[seen // size], seen % size]
+            if (there != self._pool[part.pages[seen // size], seen % size]).any():
+                return False
+        return True
 
     def _spoil(self, part: _Part) -> None:
         positions = np.arange(part.start, part.start + len(part.token_ids))

@@ -18,20 +18,20 @@ class FakeTransfer:
     """Implements :class:`~sapwood_worker.model.pools.transfer.Transfer` between numpy arrays.
 
     Args:
-        device: [num_pages, ...]: the device pool.
-        host: The host pool; a page of ``device`` fits in a page of it.
+        pools: [num_pages, ...] each: the device's pools, one for each page table.
+        host: The host pool; a page holds one of each pool.
         chance: Decides what is late and what fails; None: all is done at once.
         failure_rate: Share of stores that fail.
     """
 
     def __init__(
         self,
-        device: npt.NDArray[np.int64],
+        pools: list[npt.NDArray[np.int64]],
         host: HostPool,
         chance: random.Random | None = None,
         failure_rate: float = 0.0,
     ) -> None:
-        self._device = device.reshape(len(device), -1)
+        self._pools = [pool.reshape(len(pool), -1) for pool in pools]
         self._host = host
         self._chance = chance
         self._failure_rate = failure_rate
@@ -45,7 +45,9 @@ class FakeTransfer:
         if copies.fence or self._chance is None:
             self._end(len(self._running))
         if copies.load is not None:
-            self._device[copies.load.device] = self._content()[copies.load.host]
+            for group, pool in enumerate(self._pools):
+                pages, places = copies.load.of(group)
+                pool[pages] = self._content(group)[places]
 
     def poll(self) -> CopyReport:
         if self._chance is not None and self._running:
@@ -63,11 +65,15 @@ class FakeTransfer:
         ending, self._running = self._running[:count], self._running[count:]
         for copy in ending:
             if self._chance is not None and self._chance.random() < self._failure_rate:
-                self._content()[copy.host] = -7
+                for group in range(len(self._pools)):
+                    self._content(group)[copy.host] = -7
                 self._failed.append(copy.number)
             else:
-                self._content()[copy.host] = self._device[copy.device]
+                for group, pool in enumerate(self._pools):
+                    pages, places = copy.of(group)
+                    self._content(group)[places] = pool[pages]
                 self._done.append(copy.number)
 
-    def _content(self) -> npt.NDArray[np.int64]:
-        return self._host.content.view(np.int64)
+    def _content(self, group: int) -> npt.NDArray[np.int64]:
+        width = self._pools[0].shape[1]
+        return self._host.content.view(np.int64)[:, group * width : (group + 1) * width]

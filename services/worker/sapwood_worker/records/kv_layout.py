@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import msgspec
+
 Sharding = Literal["heads", "replicated"]
 Order = Literal["HND", "NHD"]
 Needed = int | Literal["all", "state"]
@@ -44,6 +46,22 @@ class KVComponent:
     dtype: str
     sharding: Sharding = "heads"
     needed: Needed = "all"
+
+
+class WindowGroup(msgspec.Struct, frozen=True, array_like=True):
+    """The pages of components that are needed for a while only.
+
+    Attributes:
+        reach: Tokens before a query that it sees.
+        num_pages: Their pages.
+    """
+
+    reach: int
+    num_pages: int
+
+    def tail(self, page_size: int) -> int:
+        """Pages before a page's first token that its query sees."""
+        return -(-self.reach // page_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +114,28 @@ class KVLayout:
         return parts * first * second * dim * _ITEM_BYTES[component.dtype]
 
     @property
+    def groups(self) -> tuple[Needed, ...]:
+        """How long the pages of each page table are needed: components that are needed equally long share one.
+
+        The first is that of the components needed longest, and keeps its pages for all of a request.
+        """
+        found = {each.needed for each in self.components}
+        return tuple(sorted(found, key=lambda needed: (needed != "all", needed == "state", -_tokens(needed))))
+
+    def reach(self, group: int) -> int:
+        """Tokens before a query that it sees of a group, other than the first."""
+        needed = self.groups[group]
+        return self.page_size if needed == "state" else _tokens(needed) - 1
+
+    def group_bytes(self, group: int) -> int:
+        """Bytes of a page of all layers of a group."""
+        needed = self.groups[group]
+        return sum(self.layer_bytes(each) * len(each.layers) for each in self.components if each.needed == needed)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a page of all layers."""
-        return sum(self.layer_bytes(each) * len(each.layers) for each in self.components)
+        return sum(map(self.group_bytes, range(len(self.groups))))
 
     def offsets(self) -> dict[int, int]:
         """Where each layer's bytes begin in the record of a page, which holds component after component."""
@@ -126,6 +163,10 @@ class KVLayout:
             for each in self.components
         ]
         return f"{self.order}:{','.join(parts)}"
+
+
+def _tokens(needed: Needed) -> int:
+    return needed if isinstance(needed, int) else 0
 
 
 def _shard(component: KVComponent, ranks: int) -> KVComponent:

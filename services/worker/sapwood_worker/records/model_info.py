@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from sapwood_worker.records.kv_layout import WindowGroup
+
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a loaded model and its page pool.
@@ -17,6 +19,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         eos_token_ids: The model's own end tokens.
         page_size: Tokens in a page.
         num_pages: Pages in the pool.
+        windows: Where some layers see a window of tokens only, their pages, for each window: a step names pages of each.
         vocabulary_fingerprint: Hash of the tokens that grammars are masked with; empty: no structured output.
         special_tokens: Names of the vocabulary's special tokens, for compiling grammars.
         embedding_size: Numbers in an embedding; 0: it makes none.
@@ -47,6 +50,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     shortened: tuple[int, ...] | None = None
     special_ids: tuple[int, ...] = ()
     generates: bool = True
+    windows: tuple[WindowGroup, ...] = ()
     prefill_attention: str = ""
     decode_attention: str = ""
     attention_reason: str = ""

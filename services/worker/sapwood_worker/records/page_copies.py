@@ -18,11 +18,20 @@ class PageCopy:
         number: The batch's number in reports.
         device: int32 [n]: page ids of the device pool.
         host: int32 [n]: page ids of the host pool; page ``host[i]`` is the copy of ``device[i]``.
+        windows: The same as ``device`` for each further group of the layout's components; -1: nothing is copied.
     """
 
     number: int
     device: PageIds
     host: PageIds
+    windows: tuple[PageIds, ...] = ()
+
+    def of(self, group: int) -> tuple[PageIds, PageIds]:
+        """The pages of a group, and their host pages."""
+        if not group:
+            return self.device, self.host
+        there = self.windows[group - 1] >= 0
+        return self.windows[group - 1][there], self.host[there]
 
 
 @dataclass(frozen=True, slots=True)

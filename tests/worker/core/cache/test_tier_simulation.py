@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_testing.worker.fake_runner import FakeRunner, continuation
+from sapwood_testing.worker.fake_runner import FakeRunner, continuation, random_windows
 from sapwood_testing.worker.fake_storage import FakeExecutor, FakeStorage
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host_pages import HostPages
@@ -47,7 +47,8 @@ class Simulation:
         self.limit = chance.randint(16, 64)
         pages = max(3, int(self.limit * chance.uniform(1, 2.5) / size))
         host_pages = chance.choice([1, pages, pages * 2, pages * 4, pages * 20])
-        pool, host = HostPool(host_pages, size * 8), HostPages(host_pages)
+        windows = random_windows(random.Random(seed), size, pages) if seed % 3 == 1 else ()
+        pool, host = HostPool(host_pages, size * 8 * (1 + len(windows))), HostPages(host_pages)
         self.time = 0.0
         options = PrefetchOptions(
             policy=chance.choice(["best_effort", "wait_complete", "timeout"]),
@@ -70,6 +71,7 @@ class Simulation:
             policy=chance.choice(["fcfs", "lpm"]),
             conservativeness=0.0,
             kv_events=True,
+            windows=windows,
         )
         self.events = KvEventStream()
         self.scheduler = Scheduler(config, self.tiers)
@@ -82,6 +84,7 @@ class Simulation:
             eos_token_ids=(),
             page_size=size,
             num_pages=pages,
+            windows=windows,
         )
         late = random.Random(seed + 1) if chance.random() < 0.8 else None
         self.runner = FakeRunner(

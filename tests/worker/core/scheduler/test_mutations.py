@@ -33,7 +33,7 @@ MUTATIONS = [
         "        self._allocator.name",
     ),
     # Also a pin must be given back.
-    Mutation("core/cache/prefix_cache.py", "            self._tree.unlock(pin.node)\n", "            pass\n"),
+    Mutation("core/cache/prefix_cache.py", "        self._tree.unlock(pin.node)\n", ""),
     Mutation(
         "core/cache/prefix_cache.py",
         "        self._tree.unlock(row.node)\n        row.node, row",
@@ -43,6 +43,12 @@ MUTATIONS = [
     Mutation("core/cache/prefix_cache.py", "            self._allocator.free(own[~taken], slot)\n", ""),
     # Only what is computed may be shared.
     Mutation("core/scheduler/running/running_batch.py", "min(request.computed, known))", "known)"),
+    # A page slides out of a window when no query sees it, not before.
+    Mutation("core/cache/window_pages.py", "max(0, position - self._reach)", "max(0, position + 1 - self._reach)"),
+    # A prefix can be used where all that its next query sees is there.
+    Mutation("core/cache/window_pages.py", "(ends - self.tail, 0))", "(ends - self.tail + 1, 0))"),
+    # What a row uses is not evicted.
+    Mutation("core/cache/window_pages.py", "            self._users[there] += 1\n", ""),
     # A split node keeps the locks of what it was.
     Mutation("core/cache/radix_tree.py", "            locks=node.locks,\n", ""),
     # Locked nodes, and nodes with children, stay.
@@ -52,7 +58,9 @@ MUTATIONS = [
     Mutation("core/cache/radix_tree.py", "                self._offer(parent)\n", ""),
     # A decode needs a page as soon as the last one is full.
     Mutation(
-        "core/scheduler/running/running_plan.py", "while known > request.capacity", "while known > request.capacity + 1"
+        "core/scheduler/running/running_plan.py",
+        "while (known > request.capacity or",
+        "while (known > request.capacity + 1 or",
     ),
     # The youngest is the victim.
     Mutation("core/scheduler/running/retraction.py", "return running[-1]", "return running[0]"),

@@ -21,7 +21,7 @@ from sapwood_common.contract.page_hash import cache_namespace
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_testing.worker.checked_tree import CheckedTree
-from sapwood_testing.worker.fake_runner import FakeRunner, FakeStep, continuation, pooled_prompt
+from sapwood_testing.worker.fake_runner import FakeRunner, FakeStep, continuation, pooled_prompt, random_windows
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
@@ -73,6 +73,7 @@ class Simulation:
             prefix_cache=chance.random() < 0.85,
             eviction=chance.choice(["lru", "lfu", "fifo", "slru"]),
             conservativeness=chance.choice([0.0, 0.0, 1.0]),
+            windows=random_windows(random.Random(seed), page_size, num_pages) if seed % 3 else (),
         )
         self.limit = min(self.config.context_length, num_pages * page_size)
         self.longest_wait = 0
@@ -89,6 +90,7 @@ class Simulation:
             eos_token_ids=(END,),
             page_size=page_size,
             num_pages=num_pages,
+            windows=self.config.windows,
         )
         # Whether steps are planned while others are in flight, and computed some time between launch and result.
         self.overlap = seed % 4 < 2

@@ -18,6 +18,7 @@ Complexity: O(pages of the request) when a row opens or its pages are cached, O(
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,6 +28,7 @@ from sapwood_worker.core.cache.host_pages import HostPage, HostPages
 from sapwood_worker.core.cache.kv_event_log import KvEventLog
 from sapwood_worker.core.cache.page_key import PageChain, PageName
 from sapwood_worker.core.cache.storage.tier import StorageTier
+from sapwood_worker.core.cache.window_pages import WindowPages
 from sapwood_worker.records.page_copies import CacheLoad, Copies, CopyReport, PageCopy, PageIds
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
@@ -73,6 +75,7 @@ class _Store:
     """Pages to copy to the second tier; ``unwanted``: to be forgotten once they are there."""
 
     device: list[int] = field(default_factory=list)
+    windows: list[list[int]] = field(default_factory=list)
     host: list[HostPage] = field(default_factory=list)
     unwanted: bool = False
 
@@ -119,6 +122,7 @@ class HierarchicalCache:
         self._stores: dict[int, _Store] = {}
         self._storing: dict[int, int] = {}
         self._numbers = 0
+        self._windows: Sequence[WindowPages] = ()
 
     @property
     def busy(self) -> bool:
@@ -181,13 +185,15 @@ class HierarchicalCache:
         self.counters.device_hits += len(known)
         self.counters.host_hits += len(found)
 
-    def load(self, slot: int, pages: PageIds) -> int:
-        found = self._rows[slot].found
-        assert len(found) <= len(pages)
-        if found:
-            self._loads.append((pages[: len(found)].copy(), found))
-        self._given = len(found)
-        return len(found)
+    def beside(self, windows: Sequence[WindowPages]) -> None:
+        self._windows = windows
+
+    def kept(self, slot: int) -> int:
+        self._given = len(self._rows[slot].found)
+        return self._given
+
+    def load(self, slot: int, pages: PageIds, windows: tuple[PageIds, ...]) -> None:
+        self._loads.append((np.stack((pages, *windows)), self._rows[slot].found))
 
     def loaded(self, slot: int) -> None:
         row = self._rows[slot]
@@ -235,11 +241,12 @@ class HierarchicalCache:
         self.counters.fences += fence
         stored = loaded = None
         if store.device:
-            stored = self._copy(store.device, store.host)
+            device = np.array([[page, *beside] for page, beside in zip(store.device, store.windows, strict=True)])
+            stored = self._copy(device.T.astype(np.int32), store.host)
             self._stores[stored.number] = store
         if loads:
             loaded = self._copy(
-                np.concatenate([pages for pages, _ in loads]), [each for _, row in loads for each in row]
+                np.concatenate([pages for pages, _ in loads], 1), [each for _, row in loads for each in row]
             )
         return Copies(stored, loaded, fence, tuple(started))
 
@@ -293,7 +300,9 @@ class HierarchicalCache:
         return known
 
     def _store(self, pages: PageIds) -> None:
-        """Has those of ``pages``, which are the tree's, copied that the second tier lacks."""
+        """Has those of ``pages``, which are the tree's, copied that the second tier lacks and that no window has lost."""
+        for window in self._windows:
+            pages = pages[window.beside(pages) >= 0]
         place = {self._name(page).key: page for page in pages.tolist()}
         wanted = [self._name(page) for page in pages.tolist() if not self.host.has(self._name(page).key)]
         reserved = self.host.reserve(wanted)
@@ -301,6 +310,7 @@ class HierarchicalCache:
         for entry in reserved:
             page = place[entry.key]
             self._next.device.append(page)
+            self._next.windows.append([window.page_beside(page) for window in self._windows])
             self._next.host.append(entry)
             self._storing[page] = self._storing.get(page, 0) + 1
 
@@ -317,6 +327,7 @@ class HierarchicalCache:
             else:
                 del self._storing[page]
 
-    def _copy(self, device: PageIds | list[int], host: list[HostPage]) -> PageCopy:
+    def _copy(self, device: PageIds, host: list[HostPage]) -> PageCopy:
         number, self._numbers = self._numbers, self._numbers + 1
-        return PageCopy(number, np.asarray(device, np.int32), np.array([entry.page for entry in host], np.int32))
+        pages = np.array([entry.page for entry in host], np.int32)
+        return PageCopy(number, device[0], pages, tuple(device[1:]))

@@ -1,15 +1,19 @@
 """The prefix cache: radix tree, ledger and page table together, so that a page changes hands in all of them at once.
 
-A row of the page table begins with pages that are the tree's, locked for the row, and goes on with pages of its own.
+A row of the page table begins with pages that are the tree's, locked for the row, and goes on with pages of its own. Layers that
+see a window only have tables and pages of their own (``window_pages.py``).
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_worker.core.cache.eviction import EvictionName
@@ -24,15 +28,25 @@ from sapwood_worker.core.cache.page_allocator import (
     PageIds,
 )
 from sapwood_worker.core.cache.page_table import PageTable
-from sapwood_worker.core.cache.radix_tree import Node, RadixTree
+from sapwood_worker.core.cache.radix_tree import TOKEN_BYTES, Match, Node, RadixTree
+from sapwood_worker.core.cache.window_pages import WindowPages
+from sapwood_worker.records.kv_layout import WindowGroup
+
+Written = tuple[PageHandle, ...]
+"""Handles of pages, one for each page table."""
+
+
+MOST_APART = 4
+"""Pages of a window beyond its tail that a request may need at once: the one being written, and two that it is late to leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    """The locked end of a pinned prefix, and until when it is pinned."""
+    """The locked end of a pinned prefix, until when it is pinned, and what it holds of each window."""
 
     node: Node
     until: float | None
+    held: tuple[PageIds, ...]
 
 
 class LowerTiers(Protocol):
@@ -42,8 +56,13 @@ class LowerTiers(Protocol):
         """Keeps, for a row that begins with these cached pages, what the tiers have of ``token_ids`` beyond them."""
         ...
 
-    def load(self, slot: int, pages: PageIds) -> int:
-        """Has the row's next pages filled before the coming step computes, as many as :meth:`open` kept; returns how many."""
+    def kept(self, slot: int) -> int:
+        """How many pages :meth:`open` kept for a row."""
+        ...
+
+    def load(self, slot: int, pages: PageIds, windows: tuple[PageIds, ...]) -> None:
+        """Has the row's next pages filled before the coming step computes, those that :meth:`open` kept; :attr:`windows` are
+        the same pages of each window, -1 where the row has none."""
         ...
 
     def loaded(self, slot: int) -> None:
@@ -58,6 +77,10 @@ class LowerTiers(Protocol):
         """Frees what is kept for a row that ends."""
         ...
 
+    def beside(self, windows: Sequence[WindowPages]) -> None:
+        """Called once: what else belongs to a cached page, and is stored and loaded with it."""
+        ...
+
     def evicted(self, pages: PageIds) -> None:
         """Takes what it wants of pages that are about to be given to another owner; their content is still in place."""
         ...
@@ -69,11 +92,13 @@ class LowerTiers(Protocol):
 
 @dataclass(slots=True)
 class _Row:
-    """An open row: the locked end of its shared prefix, that prefix's pages, and the pages being filled from the tiers below."""
+    """An open row: the locked end of its shared prefix, that prefix's pages, and the pages being filled from the tiers below,
+    those of the windows too."""
 
     node: Node
     shared: int
     loading: PageHandle | None = None
+    windows: tuple[PageIds, ...] = ()
 
 
 class PrefixCache:
@@ -90,6 +115,7 @@ class PrefixCache:
         eviction: What is evicted first when room is needed.
         below: The tiers below; None: there are none.
         events: Records what is stored and removed; None: nobody asks.
+        windows: The pages of layers that see a window only.
     """
 
     def __init__(
@@ -102,6 +128,7 @@ class PrefixCache:
         eviction: EvictionName = "lru",
         below: LowerTiers | None = None,
         events: KvEventLog | None = None,
+        windows: Sequence[WindowGroup] = (),
     ) -> None:
         self._allocator = allocator
         self._table = page_table
@@ -111,6 +138,12 @@ class PrefixCache:
         self._below = below if enabled else None
         self._rows: dict[int, _Row] = {}
         self._pins: dict[str, _Pin] = {}
+        rows, width = page_table.rows.shape
+        self.windows = [
+            WindowPages(group, page_size, allocator.num_pages, rows, width, self._unkept) for group in windows
+        ]
+        if self._below is not None:
+            self._below.beside(self.windows)
 
     @property
     def num_evictable(self) -> int:
@@ -124,13 +157,14 @@ class PrefixCache:
 
     def probe(self, token_ids: array[int], namespace: bytes) -> tuple[int, int]:
         """What :meth:`open` would find: pages, and how many of these count as available now. Changes nothing."""
-        return self._tree.probe(self._key(token_ids, 0, self._usable(token_ids)), namespace)
+        key = self._key(token_ids, 0, self._usable(token_ids))
+        return self._tree.probe(key, namespace, self._servable if self.windows else None)
 
     def path(self, token_ids: array[int], namespace: bytes) -> list[int]:
         """The prefix that :meth:`open` would find, as a number for each node of the tree it runs through, from the root."""
         return self._tree.path(self._key(token_ids, 0, self._usable(token_ids)), namespace)
 
-    def open(self, slot: int, name: str, token_ids: array[int], namespace: bytes) -> int:
+    def open(self, slot: int, name: str, token_ids: array[int], namespace: bytes, expected: int = 0) -> int:
         """Begins an empty row with the longest cached prefix, locked, leaving at least one token to compute.
 
         Args:
@@ -138,14 +172,17 @@ class PrefixCache:
             name: What to call its owner in errors.
             token_ids: All known tokens of the sequence.
             namespace: Within which to look.
+            expected: Tokens that it is expected to have in the end; where there are windows.
 
         Returns:
             The number of tokens found.
         """
-        match = self._tree.match(self._key(token_ids, 0, self._usable(token_ids)), namespace)
+        match, found = self._match(self._key(token_ids, 0, self._usable(token_ids)), namespace)
         self._tree.lock(match.node)
         self._allocator.name(slot, f"request {name}")
         self._table.append(slot, match.pages)
+        for window in self.windows:
+            window.open(slot, f"request {name}", match.pages, found, expected)
         self._rows[slot] = _Row(match.node, len(match.pages))
         if self._below is not None:
             self._below.open(slot, token_ids[: self._usable(token_ids)], namespace, match.pages)
@@ -160,7 +197,7 @@ class PrefixCache:
             pages = self._tree.evict(missing)
             if self._below is not None:
                 self._below.evicted(pages)
-            self._allocator.free(pages, CACHE)
+            self._drop(pages)
         self._table.append(slot, self._allocator.allocate(count, slot))
         return True
 
@@ -176,20 +213,53 @@ class PrefixCache:
         if self._below is None:
             return 0
         row = self._rows[slot]
-        own = self._table.pages(slot, row.shared)
-        loading = own[: self._below.load(slot, own)].copy()
-        if len(loading):
+        count = self._below.kept(slot)
+        if count:
+            loading = self._table.pages(slot, row.shared)[:count].copy()
+            row.windows = tuple(each.begin_load(slot, row.shared, row.shared + count) for each in self.windows)
+            self._below.load(slot, loading, row.windows)
             self._allocator.move(loading, slot, TRANSFER)
             row.loading = self._allocator.handle(loading)
-        return len(loading) * self._page_size
+        return count * self._page_size
 
-    def handle(self, pages: PageIds) -> PageHandle:
-        """A handle of pages, to be confirmed later."""
-        return self._allocator.handle(pages)
+    def extend(self, slot: int, tokens: int, computed: int, *, share: bool = False) -> int:
+        """Gives a row pages of the windows for its first ``tokens`` tokens, of which ``computed`` are; returns for how many it
+        has some.
 
-    def confirm(self, handle: PageHandle) -> None:
-        """Checks that its pages are still those that they were; raises LedgerError if not."""
-        self._allocator.confirm(handle)
+        Args:
+            slot: The row.
+            tokens: How many it is to have pages for.
+            computed: Of these, tokens that no step computes any more; what none after them sees is freed.
+            share: Whether it leaves what other rows are expected to need.
+        """
+        reached = sys.maxsize
+        for window in self.windows:
+            window.slide(slot, computed)
+            reached = min(reached, window.extend(slot, tokens, window.outstanding(slot) if share else 0))
+        return reached
+
+    def reach(self, slot: int) -> int:
+        """Tokens that a row has pages of the windows for."""
+        return min((window.tokens(slot) for window in self.windows), default=sys.maxsize)
+
+    def pages_of(
+        self, rows: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int32], Written]:
+        """The pages of some rows up to entries ``last``, one table's beside the other's, and handles of the last ones.
+
+        The pages are a copy, int32 [rows, tables * most pages]; entries beyond a row's last page are undefined.
+        """
+        width = int(last.max()) + 1 if len(last) else 0
+        parts = [table[rows, :width] for table in (self._table.rows, *(each.table for each in self.windows))]
+        ends = [part[np.arange(len(rows)), last] for part in parts]
+        ledgers = self._allocator, *(window.ledger for window in self.windows)
+        written = tuple(ledger.handle(end) for ledger, end in zip(ledgers, ends, strict=True))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1), written
+
+    def confirm(self, written: Written) -> None:
+        """Checks that the pages are still those that they were; raises LedgerError if not."""
+        for ledger, handle in zip((self._allocator, *(each.ledger for each in self.windows)), written, strict=True):
+            ledger.confirm(handle)
 
     def commit(self, slot: int, token_ids: array[int], computed: int) -> None:
         """Shares the full pages of a row's first ``computed`` tokens, whose KV must be in place.
@@ -200,6 +270,8 @@ class PrefixCache:
         self._arrived(slot, row)
         start, end = row.shared, computed // self._page_size
         if not self.enabled or end <= start:
+            for window in self.windows:
+                window.slide(slot, computed)
             return
         own = self._table.pages(slot, start)[: end - start].copy()
         cached = self._tree.insert(row.node, self._key(token_ids, start * self._page_size, computed), own)
@@ -208,8 +280,12 @@ class PrefixCache:
         if not taken.all():
             self._table.replace(slot, start, cached.pages)
             self._allocator.free(own[~taken], slot)
+        for window in self.windows:
+            window.commit(slot, start, cached.pages)
         if self._below is not None:
             self._below.cached(slot, token_ids, start, cached.pages, own[taken])
+        for window in self.windows:
+            window.slide(slot, computed)
         self._tree.lock(cached.node)
         self._tree.unlock(row.node)
         row.node, row.shared = cached.node, end
@@ -221,6 +297,8 @@ class PrefixCache:
         self._arrived(slot, row)
         if self._below is not None:
             self._below.close(slot)
+        for window in self.windows:
+            window.close(slot)
         self._tree.unlock(row.node)
         self._allocator.free(self._table.pages(slot, row.shared), slot)
         self._allocator.ended(slot)
@@ -242,23 +320,28 @@ class PrefixCache:
         Raises:
             ResourceExhaustedError: More than ``most`` pages would be pinned; nothing changed.
         """
-        match = self._tree.match(self._key(token_ids, 0, len(token_ids)), namespace)
+        match, _ = self._match(self._key(token_ids, 0, len(token_ids)), namespace)
         old = self._pins.get(name)
         kept = [pin.node for pin in self._pins.values() if pin is not old]
         needed = sum(len(node.pages) for node in _and_above([*kept, match.node]))
         if needed > most:
             raise ResourceExhaustedError(f"{needed} pages would be pinned; at most {most} can be", field="token_ids")
+        for window in self.windows:
+            if (len(kept) + 2) * window.tail + MOST_APART > window.num_pages:
+                raise ResourceExhaustedError(
+                    f"the pages of a window would not do for {len(kept) + 1} pins and a request", field="token_ids"
+                )
         self._tree.lock(match.node)
-        self._pins[name] = _Pin(match.node, until)
+        self._pins[name] = _Pin(match.node, until, tuple(each.hold(match.pages) for each in self.windows))
         if old is not None:
-            self._tree.unlock(old.node)
+            self._release(old)
         return len(match.pages) * self._page_size
 
     def unpin(self, name: str) -> bool:
         """Takes a pin back; returns whether there was one of this name."""
         pin = self._pins.pop(name, None)
         if pin is not None:
-            self._tree.unlock(pin.node)
+            self._release(pin)
         return pin is not None
 
     def expire_pins(self, now: float) -> None:
@@ -275,7 +358,7 @@ class PrefixCache:
         pages = self._tree.evict(self._tree.num_evictable, reset=True)
         if self._below is not None:
             (self._below.evicted if keep else self._below.dropped)(pages)
-        self._allocator.free(pages, CACHE)
+        self._drop(pages)
         return len(pages)
 
     def check_idle(self) -> None:
@@ -295,6 +378,8 @@ class PrefixCache:
             cached = np.concatenate([np.empty(0, np.int32), *(node.pages for node in self._tree.nodes())])
             leaked = np.setdiff1d(self._allocator.used(), cached)
             raise LedgerError(f"nothing runs, yet there are pages {self._allocator.describe(leaked)}")
+        for nth, window in enumerate(self.windows):
+            window.check_idle(sum(len(pin.held[nth]) for pin in self._pins.values()))
 
     def check(self) -> None:
         """Compares tree, ledger and rows page by page; for tests.
@@ -327,6 +412,10 @@ class PrefixCache:
         owners[cached] = CACHE
         # The counts agree too, so that no page stands in two places.
         self._allocator.check_owners(owners, held + len(cached))
+        begun = {slot: self._table.pages(slot)[: row.shared] for slot, row in self._rows.items()}
+        for nth, window in enumerate(self.windows):
+            moving = {slot: each[each >= 0] for slot, row in self._rows.items() for each in row.windows[nth : nth + 1]}
+            window.check(begun, moving, [pin.held[nth] for pin in self._pins.values()], cached)
 
     def _balance(self, slot: int) -> None:
         """Compares, after a change of a row, how much is locked and cached with what should be. O(1).
@@ -345,8 +434,41 @@ class PrefixCache:
         if row.loading is not None and self._below is not None:
             self._allocator.confirm(row.loading)
             self._allocator.move(row.loading.pages, TRANSFER, slot)
-            row.loading = None
+            for window, pages in zip(self.windows, row.windows, strict=True):
+                window.loaded(slot, pages)
+            row.loading, row.windows = None, ()
             self._below.loaded(slot)
+
+    def _match(self, key: bytes, namespace: bytes) -> tuple[Match, int]:
+        """The longest prefix that all layers can serve, and how many pages the tree has of the key."""
+        match = self._tree.match(key, namespace)
+        found = len(match.pages)
+        if self.windows and (usable := self._servable(match.pages)) < found:
+            match = self._tree.match(key[: usable * self._page_size * TOKEN_BYTES], namespace)
+        return match, found
+
+    def _servable(self, pages: PageIds) -> int:
+        """How many pages of a prefix that the tree has can be used: the most for which every window has what it needs."""
+        count = len(pages)
+        while any((fewer := window.usable(pages[:count])) < count for window in self.windows):
+            count = fewer
+        return count
+
+    def _drop(self, pages: PageIds) -> None:
+        """Frees pages that have left the tree, and what lies beside them."""
+        for window in self.windows:
+            window.evicted(pages)
+        self._allocator.free(pages, CACHE)
+
+    def _unkept(self, pages: PageIds) -> None:
+        """Says that pages of the tree lose what lies beside them in a window."""
+        if self._below is not None:
+            self._below.dropped(pages)
+
+    def _release(self, pin: _Pin) -> None:
+        self._tree.unlock(pin.node)
+        for window, pages in zip(self.windows, pin.held, strict=True):
+            window.let_go(pages)
 
     def _usable(self, token_ids: array[int]) -> int:
         """Tokens that may come from the cache: the last one is computed again, for its logits."""

@@ -12,7 +12,7 @@ A page at the end that is not full is never in the tree. Namespaces (a tenant's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -116,10 +116,18 @@ class RadixTree:
         self._tick += 1
         return self._walk(self._root(namespace), key, hit=True)
 
-    def probe(self, key: bytes, namespace: bytes = b"") -> tuple[int, int]:
-        """How many pages :meth:`match` would find, and how many of these no lock protects; changes nothing."""
+    def probe(
+        self, key: bytes, namespace: bytes = b"", usable: Callable[[PageIds], int] | None = None
+    ) -> tuple[int, int]:
+        """How many pages :meth:`match` would find, and how many of these no lock protects; changes nothing.
+
+        Args:
+            key, namespace: As for :meth:`match`.
+            usable: Says of a prefix's pages how many can be used: the answer is about these; None: all.
+        """
         node = self._roots.get(namespace)
         found = unlocked = 0
+        runs: list[tuple[PageIds, int]] = []
         while node is not None:
             offset = found * self._stride
             child = node.children.get(key[offset : offset + self._stride])
@@ -128,7 +136,16 @@ class RadixTree:
             common = self._common(child.key, key, offset)
             found += common // self._stride
             unlocked += 0 if child.locks else common // self._stride
+            if usable is not None:
+                runs.append((child.pages[: common // self._stride], child.locks))
             node = child if common == len(child.key) else None
+        if usable is None or not runs:
+            return found, unlocked
+        found = left = usable(np.concatenate([pages for pages, _ in runs]))
+        unlocked = 0
+        for pages, locks in runs:
+            unlocked += 0 if locks else max(0, min(left, len(pages)))
+            left -= len(pages)
         return found, unlocked
 
     def path(self, key: bytes, namespace: bytes = b"") -> list[int]:

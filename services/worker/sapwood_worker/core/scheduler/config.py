@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sapwood_worker.core.cache.eviction import EvictionName
 from sapwood_worker.core.scheduler.waiting.policy import PolicyName
+from sapwood_worker.records.kv_layout import WindowGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class SchedulerConfig:
             called after each step.
         whole_prompts: Whether a prompt must be computed in one step, however long it is.
         jump_forward: Whether a token that a grammar forces is appended without asking the model.
+        windows: The pages of layers that see a window only, for each.
         conservativeness: Factor on the pages that admission keeps for what running requests are expected to generate.
     """
 
@@ -46,3 +48,4 @@ class SchedulerConfig:
     conservativeness: float = 1.0
     whole_prompts: bool = False
     jump_forward: bool = True
+    windows: tuple[WindowGroup, ...] = ()

@@ -37,6 +37,7 @@ def check_requests(
         assert request.in_flight or (request.planned == request.computed and not request.unknown)
         assert request.in_flight or not request.over, "a request is over, but still there"
         assert request.planned <= request.capacity == running.capacity(request), "tokens without a page"
+        assert request.planned <= request.reach, "tokens without a page of a window"
         found.add(request)
     assert len(found) == len(waiting) + len(running), "a request is in two places"
     assert found == set(requests.values()), "a request is nowhere"

@@ -44,6 +44,7 @@ class Request:
         rank: Set when it is admitted; requests of lower rank are retracted later.
         retractions: How often it was sent back to the queue.
         capacity: Tokens that its pages hold; 0 without a row.
+        reach: Tokens that its pages of windows hold, those let go of included; 0 without a row.
         stops: The tokens that end it; set when it is let in.
         jumps: Whether tokens that its grammar forces are appended without asking the model; set when it is let in.
         over: Whether it has ended for its client while steps in flight still compute it: it keeps its row until they are done.
@@ -87,6 +88,7 @@ class Request:
         "prompt_logprobs",
         "queued_at",
         "rank",
+        "reach",
         "request_id",
         "retractions",
         "sampling",
@@ -146,7 +148,7 @@ class Request:
         self.held = False
         self.output_start = len(prompt) - output_tokens
         self.enters = False
-        self.capacity = 0
+        self.capacity = self.reach = 0
         self.jumps = False
         self.stops: frozenset[int] = frozenset()
         self.prompt_logprobs: list[TokenLogprobs] = []

@@ -84,6 +84,7 @@ class Scheduler:
             eviction=config.eviction,
             below=tiers,
             events=self._kv_events,
+            windows=config.windows,
         )
         self._waiting = WaitingQueue(config.max_waiting)
         self._running = RunningBatch(table, self._cache, config.page_size)

@@ -73,7 +73,7 @@ class PrefillAdder:
         if not self.fits(request):
             return False
         growth = self._growth(request)
-        self._running.start(request)
+        self._running.start(request, self._expected(request))
         self._reserved = (self._reserved or 0) + growth
         self._add(request)
         return True
@@ -85,12 +85,19 @@ class PrefillAdder:
         if self._reserved is None:
             self._reserved = sum(map(self._growth, self._running.requests))
         needed = self._running.pages_to_start(request) + self._growth(request)
-        return needed + self._reserved <= self._running.num_available_pages
+        enough = needed + self._reserved <= self._running.num_available_pages
+        return enough and self._running.windows_fit(self._expected(request))
+
+    def _expected(self, request: Request) -> int:
+        return len(request.token_ids) + self._ratio.expected_tokens(request)
 
     def _growth(self, request: Request) -> int:
         return max(1, self._running.pages_for(self._ratio.expected_tokens(request)))
 
     def _add(self, request: Request) -> None:
         count = request.remaining if request.whole else min(request.remaining, self._budget)
+        count = self._running.reachable(request, count)
+        if count < 1:
+            return  # until others have left pages of a window
         self._budget -= count
         self.chunks.append((request, count))

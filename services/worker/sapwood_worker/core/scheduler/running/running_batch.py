@@ -7,9 +7,8 @@ from bisect import insort
 import numpy as np
 import numpy.typing as npt
 
-from sapwood_worker.core.cache.page_allocator import PageHandle
 from sapwood_worker.core.cache.page_table import PageTable
-from sapwood_worker.core.cache.prefix_cache import PrefixCache
+from sapwood_worker.core.cache.prefix_cache import PrefixCache, Written
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.state import RequestState
 
@@ -34,15 +33,12 @@ class RunningBatch:
 
     def pages_of(
         self, rows: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int32], PageHandle]:
-        """The pages of some rows up to those that hold the tokens before ``ends``, and a handle of these last ones.
+    ) -> tuple[npt.NDArray[np.int32], Written]:
+        """The pages of some rows up to those that hold the tokens before ``ends``, and handles of these last ones.
 
-        The pages are a copy, int32 [rows, most pages]; entries beyond a row's last page are undefined.
+        The pages are a copy, int32 [rows, tables * most pages]; entries beyond a row's last page are undefined.
         """
-        last = (ends - 1) // self._page_size
-        width = int(last.max()) + 1 if len(last) else 0
-        pages = self._table.rows[rows, :width]
-        return pages, self._cache.handle(pages[np.arange(len(rows)), last])
+        return self._cache.pages_of(rows, (ends - 1) // self._page_size)
 
     @property
     def num_free_slots(self) -> int:
@@ -77,21 +73,28 @@ class RunningBatch:
         common = int(differing.argmax()) if differing.any() else limit
         return max(0, common // self._page_size * self._page_size - start)
 
-    def start(self, request: Request) -> None:
+    def windows_fit(self, tokens: int) -> bool:
+        """Whether every window has pages for one more request of so many tokens, beside what those running may need."""
+        return all(each.needed(tokens) + each.outstanding() <= each.num_available for each in self._cache.windows)
+
+    def start(self, request: Request, expected: int = 0) -> None:
         """Gives a request a row, its cached pages, and pages for the rest of its known tokens.
 
-        There must be a free slot and as many pages as :meth:`pages_to_start` says.
+        There must be a free slot and as many pages as :meth:`pages_to_start` says; :meth:`windows_fit` for ``expected`` tokens.
         """
         request.become(RequestState.RUNNING)
         request.slot = self._table.open()
         request.enters = True
-        request.computed = self._cache.open(request.slot, request.request_id, request.reusable, request.namespace)
+        request.computed = self._cache.open(
+            request.slot, request.request_id, request.reusable, request.namespace, expected
+        )
         missing = self.pages_for(len(request.token_ids)) - self._table.length(request.slot)
         allocated = self._cache.allocate(request.slot, missing)
         assert allocated, f"request {request.request_id} was started without pages for it"
         request.computed += self._cache.load(request.slot)
         request.planned = request.computed
         request.capacity = self.capacity(request)
+        request.reach = self._cache.reach(request.slot)
         insort(self.requests, request, key=lambda other: other.rank)
 
     def capacity(self, request: Request) -> int:
@@ -99,14 +102,23 @@ class RunningBatch:
         return self._table.length(request.slot) * self._page_size
 
     def make_room(self, request: Request, tokens: int) -> bool:
-        """Gives a request pages for so many tokens; returns False and changes nothing if there are not enough."""
-        if tokens <= request.capacity:
-            return True
-        missing = self.pages_for(tokens) - self._table.length(request.slot)
-        if not self._cache.allocate(request.slot, missing):
-            return False
-        request.capacity += missing * self._page_size
-        return True
+        """Gives a request pages for so many tokens, and pages of windows for the next that it computes; returns False if there
+        are not enough."""
+        if tokens > request.capacity:
+            missing = self.pages_for(tokens) - self._table.length(request.slot)
+            if not self._cache.allocate(request.slot, missing):
+                return False
+            request.capacity += missing * self._page_size
+        if request.planned >= request.reach:
+            request.reach = self._cache.extend(request.slot, request.planned + 1, request.computed)
+        return request.planned < request.reach
+
+    def reachable(self, request: Request, count: int) -> int:
+        """How many of its next ``count`` tokens a request has pages of windows for, with those that it is given for them."""
+        end = request.planned + count
+        if end > request.reach:
+            request.reach = self._cache.extend(request.slot, end, request.computed, share=True)
+        return min(count, request.reach - request.planned)
 
     def commit(self, request: Request) -> None:
         """Puts the full pages of a request's computed tokens into the prefix cache."""
@@ -126,6 +138,6 @@ class RunningBatch:
         self._table.close(request.slot)
         self.requests.remove(request)
         request.slot = -1
-        request.capacity = 0
+        request.capacity = request.reach = 0
         request.computed = request.planned = request.unknown = 0
         request.become(state)

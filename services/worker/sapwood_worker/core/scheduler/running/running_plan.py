@@ -41,7 +41,7 @@ def plan_running(running: RunningBatch, retraction: Retraction, step: int, *, in
             continue
         if request.unknown and known >= request.max_length:
             continue  # the token that is in flight is the request's last
-        while known > request.capacity and not running.make_room(request, known):
+        while (known > request.capacity or request.planned >= request.reach) and not running.make_room(request, known):
             if in_flight:
                 return None
             retraction.for_pages(step)

@@ -1,0 +1,305 @@
+"""The pages of layers that see a window of tokens only: a ledger and rows of their own beside those of the layers that see all.
+
+Entry i of a row stands for the same positions as in the page table. A row keeps the pages that its next query sees, and those of
+the tokens being computed; what slides out of the window is freed, or left to the cache where the tree has the prefix.
+
+The tree knows nothing of these pages: a page of it may have one of ours *beside* it, or none (any more). So a cached prefix can
+be used up to a page before which all that the next query sees lies beside the tree's pages (:meth:`WindowPages.usable`). What no
+row uses is evicted when room is needed: first what has slid out of a window, then the ends of sequences and the places where one
+was left for another, which are what is asked for again; each the least recently used first.
+
+Complexity: O(pages) for each page that enters or leaves a row, O(pages of the prefix), vectorised, to match. Bound: one entry for
+each page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+
+import numpy as np
+
+from sapwood_worker.core.cache.page_allocator import (
+    CACHE,
+    FREE,
+    TRANSFER,
+    LedgerError,
+    PageAllocator,
+    PageIds,
+)
+from sapwood_worker.records.kv_layout import WindowGroup
+
+
+class WindowPages:
+    """The pages of one window.
+
+    Args:
+        group: How far back the layers see, and their pages.
+        page_size: Tokens in a page.
+        num_cached: Pages that the tree may hold.
+        rows: Rows of the page table.
+        width: Entries of a row.
+        dropped: Told of the tree's pages that have none of ours beside them any more, before their pages are given away.
+
+    Attributes:
+        table: int32 [rows, width]; entries of freed pages are ``num_pages``, a page that holds nothing.
+        num_pages: Pages of the pool.
+        tail: Pages before the next query's that it may see.
+        ledger: Who owns its pages.
+        num_freed: Pages that have slid out of their rows' windows so far.
+    """
+
+    def __init__(
+        self,
+        group: WindowGroup,
+        page_size: int,
+        num_cached: int,
+        rows: int,
+        width: int,
+        dropped: Callable[[PageIds], object],
+    ) -> None:
+        self.num_pages = group.num_pages
+        self.tail = group.tail(page_size)
+        self.table = np.full((rows, width), group.num_pages, np.int32)
+        self.num_freed = 0
+        self._reach = group.reach
+        self._page_size = page_size
+        self._dropped = dropped
+        self.ledger = PageAllocator(group.num_pages)
+        # By the tree's page ours beside it, and the reverse; by our page how many rows and pins use it.
+        self._beside = np.full(num_cached, -1, np.int32)
+        self._of = np.full(group.num_pages, -1, np.int32)
+        self._users = np.zeros(group.num_pages, np.int32)
+        # Cached pages that nobody uses, the least recently used first: those that go first, and the others.
+        self._passed: dict[int, None] = {}
+        self._ends: dict[int, None] = {}
+        # By row: its first page, its end, up to where its pages are the cache's, its branch, the pages it is expected to need.
+        self._first, self._end, self._shared, self._branch, self._need = np.zeros((5, rows), np.int64)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that a row could get now."""
+        return self.ledger.num_free + len(self._passed) + len(self._ends)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that rows or the cache hold."""
+        return self.ledger.num_used
+
+    def needed(self, tokens: int) -> int:
+        """The most pages that a row of so many tokens holds once it decodes."""
+        return min(self.tail + 3, -(-tokens // self._page_size) + 1)
+
+    def outstanding(self, slot: int = -1) -> int:
+        """Pages that the rows but ``slot`` are expected to ask for yet. O(rows), vectorised."""
+        missing = np.maximum(self._need - (self._end - self._first), 0)
+        return int(missing.sum()) - (int(missing[slot]) if slot >= 0 else 0)
+
+    def usable(self, pages: PageIds) -> int:
+        """How many of a cached prefix's pages can be used: all that the query after them sees must be there."""
+        ends = np.arange(1, len(pages) + 1)
+        gap = np.maximum.accumulate(np.where(self._beside[pages] < 0, ends, 0))
+        ok = np.flatnonzero(gap <= np.maximum(ends - self.tail, 0))
+        return int(ok[-1]) + 1 if len(ok) else 0
+
+    def hold(self, pages: PageIds) -> PageIds:
+        """Uses what lies beside the last of a usable prefix's pages; :meth:`let_go` of it later."""
+        mine = self._beside[pages[max(0, len(pages) - self.tail) :]]
+        assert (mine >= 0).all(), "a prefix was matched that cannot be used"
+        for page in mine[self._users[mine] == 0].tolist():
+            self._passed.pop(page, None)
+            self._ends.pop(page, None)
+        self._users[mine] += 1
+        return mine
+
+    def let_go(self, pages: PageIds) -> None:
+        """Takes :meth:`hold` back."""
+        self._leave(pages, self._ends)
+
+    def open(self, slot: int, name: str, pages: PageIds, found: int, expected: int) -> None:
+        """Begins a row.
+
+        Args:
+            slot: The row.
+            name: What to call its owner in errors.
+            pages: The tree's pages of the usable prefix.
+            found: How many pages of it the tree had, usable or not: where it ends, requests branch.
+            expected: Tokens that it is expected to have in the end.
+        """
+        self.ledger.name(slot, name)
+        end = len(pages)
+        mine = self.hold(pages)
+        self._first[slot], self._end[slot], self._shared[slot] = end - len(mine), end, end
+        self._branch[slot], self._need[slot] = found, self.needed(expected)
+        self.table[slot, : end - len(mine)] = self.num_pages
+        self.table[slot, end - len(mine) : end] = mine
+
+    def slide(self, slot: int, position: int) -> None:
+        """Lets go of what no query at ``position`` or later sees."""
+        old, new = int(self._first[slot]), max(0, position - self._reach) // self._page_size
+        if new <= old:
+            return
+        end = int(self._end[slot])
+        gone = self.table[slot, old : min(new, end)].copy()
+        cached = min(max(0, int(self._shared[slot]) - old), len(gone))
+        self.ledger.free(gone[cached:], slot)
+        branch = min(max(0, int(self._branch[slot]) - self.tail - old), cached)
+        left = min(max(0, int(self._branch[slot]) - old), cached)
+        self._leave(gone[:branch], self._passed)
+        self._leave(gone[branch:left], self._ends)
+        self._leave(gone[left:cached], self._passed)
+        self.table[slot, old:new] = self.num_pages
+        self._first[slot], self._end[slot] = new, max(end, new)
+        self.num_freed += len(gone)
+
+    def extend(self, slot: int, tokens: int, keep: int = 0) -> int:
+        """Gives a row pages for its first ``tokens`` tokens, or as many as there are; returns the tokens it has pages for.
+
+        Args:
+            slot: The row.
+            tokens: How many.
+            keep: Pages that must stay available.
+        """
+        end = int(self._end[slot])
+        count = min(-(-tokens // self._page_size) - end, self.num_available - keep)
+        if count > 0:
+            self._evict(count - self.ledger.num_free)
+            self.table[slot, end : end + count] = self.ledger.allocate(count, slot)
+            end = self._end[slot] = end + count
+        return int(end) * self._page_size
+
+    def commit(self, slot: int, start: int, pages: PageIds) -> None:
+        """Shares a row's pages that lie beside the tree's ``pages``, which are the row's from entry ``start`` on.
+
+        Where one lies there already, the row takes that and frees its own.
+        """
+        end = start + len(pages)
+        first, last = max(start, int(self._first[slot])), min(end, int(self._end[slot]))
+        self._shared[slot] = end
+        if first >= last:
+            return
+        entries = self.table[slot, first:last]
+        own, above = entries.copy(), pages[first - start : last - start]
+        known = self._beside[above] >= 0
+        new = own[~known]
+        self.ledger.move(new, slot, CACHE)
+        self._beside[above[~known]], self._of[new], self._users[new] = new, above[~known], 1
+        if known.any():
+            there = self._beside[above[known]]
+            for page in there[self._users[there] == 0].tolist():
+                self._passed.pop(page, None)
+                self._ends.pop(page, None)
+            self._users[there] += 1
+            entries[known] = there
+            self.ledger.free(own[known], slot)
+
+    def close(self, slot: int) -> None:
+        """Ends a row: frees what is its own, and leaves what is the cache's."""
+        first, end = int(self._first[slot]), int(self._end[slot])
+        cached = min(max(first, int(self._shared[slot])), end)
+        self._leave(self.table[slot, first:cached], self._ends)
+        self.ledger.free(self.table[slot, cached:end], slot)
+        self.ledger.ended(slot)
+        self._first[slot] = self._end[slot] = self._need[slot] = 0
+
+    def beside(self, pages: PageIds) -> PageIds:
+        """Our pages beside the tree's; -1 where there is none."""
+        return self._beside[pages]
+
+    def page_beside(self, page: int) -> int:
+        """Our page beside one of the tree's; -1: there is none."""
+        return int(self._beside[page])
+
+    def tokens(self, slot: int) -> int:
+        """Tokens up to which a row has pages."""
+        return int(self._end[slot]) * self._page_size
+
+    def begin_load(self, slot: int, start: int, end: int) -> PageIds:
+        """A row's pages of entries ``start`` to ``end``, which a transfer owns until :meth:`loaded`; -1 for those it lacks."""
+        self.slide(slot, end * self._page_size)
+        if self.extend(slot, end * self._page_size) < end * self._page_size:
+            raise LedgerError(f"{self.ledger.name_of(slot)} was started without pages for its window")
+        pages = np.full(end - start, -1, np.int32)
+        first = max(start, int(self._first[slot]))
+        pages[first - start :] = self.table[slot, first:end]
+        self.ledger.move(pages[first - start :], slot, TRANSFER)
+        return pages
+
+    def loaded(self, slot: int, pages: PageIds) -> None:
+        """Gives the pages of :meth:`begin_load` to the row."""
+        self.ledger.move(pages[pages >= 0], TRANSFER, slot)
+
+    def evicted(self, pages: PageIds) -> None:
+        """Frees what lies beside pages that leave the tree."""
+        mine = self._beside[pages]
+        self._forget(mine[mine >= 0])
+
+    def check_idle(self, held: int) -> None:
+        """Checks that no row holds anything, and pins use pages ``held`` times; raises AssertionError."""
+        self.ledger.check()
+        if int(self._users.sum()) != held or self.num_used != int((self._beside >= 0).sum()):
+            raise LedgerError("nothing runs, yet pages of a window are used")
+
+    def check(
+        self, rows: dict[int, PageIds], loading: dict[int, PageIds], held: list[PageIds], cached: PageIds
+    ) -> None:
+        """Compares ledger, rows and what lies beside the tree's pages; for tests.
+
+        Args:
+            rows: By open row the tree's pages that it begins with.
+            loading: By row the pages that a transfer owns.
+            held: What pins hold.
+            cached: All of the tree's pages.
+
+        Raises:
+            AssertionError: They disagree.
+        """
+        owners = np.full(self.num_pages, FREE, np.int32)
+        users = np.zeros(self.num_pages, np.int32)
+        found = 0
+        for slot, above in rows.items():
+            first, end, shared = (int(each[slot]) for each in (self._first, self._end, self._shared))
+            assert shared == len(above), f"row {slot} shares what the tree does not have"
+            assert (self.table[slot, :first] == self.num_pages).all(), f"row {slot} keeps what no query sees"
+            mine = self.table[slot, first : min(max(first, shared), end)]
+            assert (mine == self._beside[above[first:end]]).all(), f"row {slot} does not lie beside its prefix"
+            users[mine] += 1
+            own = self.table[slot, max(first, min(shared, end)) : end]
+            owners[own] = slot
+            owners[loading.get(slot, own[:0])] = TRANSFER
+            found += len(own)
+        for each in held:
+            np.add.at(users, each, 1)
+        mine = self._beside[self._beside >= 0]
+        assert np.isin(np.flatnonzero(self._beside >= 0), cached).all(), "a page lies beside nothing"
+        assert (self._of[mine] == np.flatnonzero(self._beside >= 0)).all(), "pages lie beside each other wrongly"
+        owners[mine] = CACHE
+        self.ledger.check_owners(owners, found + len(mine))
+        assert (users == self._users).all(), "users were miscounted"
+        unused = sorted([*self._passed, *self._ends])
+        assert unused == sorted(mine[users[mine] == 0].tolist()), "eviction does not know what nobody uses"
+
+    def _leave(self, pages: PageIds, to: dict[int, None]) -> None:
+        self._users[pages] -= 1
+        assert not len(pages) or self._users[pages].min() >= 0, "left more often than used"
+        to.update(dict.fromkeys(pages[self._users[pages] == 0].tolist()))
+
+    def _evict(self, count: int) -> None:
+        if count <= 0:
+            return
+        chosen = np.array(
+            [*islice(self._passed, count), *islice(self._ends, max(0, count - len(self._passed)))], np.int32
+        )
+        self._dropped(self._of[chosen])
+        self._forget(chosen)
+
+    def _forget(self, mine: PageIds) -> None:
+        for page in mine.tolist():
+            assert self._users[page] == 0, "a page is evicted that somebody uses"
+            if page in self._passed:
+                del self._passed[page]
+            else:
+                del self._ends[page]
+        self._beside[self._of[mine]] = -1
+        self._of[mine] = -1
+        self.ledger.free(mine, CACHE)

@@ -62,6 +62,12 @@ MUTATIONS = [
         "while (known > request.capacity or",
         "while (known > request.capacity + 1 or",
     ),
+    # Whoever gets a row must be told to the runner.
+    Mutation(
+        "core/scheduler/running/running_batch.py",
+        "        request.enters = True\n",
+        "        request.enters = not request.retractions\n",
+    ),
     # The youngest is the victim.
     Mutation("core/scheduler/running/retraction.py", "return running[-1]", "return running[0]"),
     # A request leaves the batch when it gives up its row.

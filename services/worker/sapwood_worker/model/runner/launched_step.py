@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -60,31 +60,34 @@ class LaunchedStep:
         logprobs: dict[int, list[TokenLogprobs]] = {}
         if self._tokens is not None and self._at is not None:
             values: list[int] = next(tensors).tolist()
-            counting = _counting(values, self._at)
-            for row, part in counting.items():
-                token_ids[part].append(values[row])
+            parts = _parts(values, self._at)
+            if self._at.drafts is None:
+                for part, token in zip(parts, values, strict=True):
+                    token_ids[part] = [token]
+            else:
+                for part, token in zip(parts, values, strict=True):
+                    if part >= 0:
+                        token_ids[part].append(token)
             if self._tokens.logprobs is not None:
                 found = Logprobs(next(tensors), next(tensors), next(tensors)).to_list(self._tokens.alternatives)
                 for row, each in zip(self._tokens.rows, found, strict=True):
-                    if row in counting and values[row] >= 0:
-                        logprobs.setdefault(counting[row], []).append(each)
+                    if parts[row] >= 0 and values[row] >= 0:
+                        logprobs.setdefault(parts[row], []).append(each)
         prompts = {index: Logprobs(next(tensors), next(tensors), next(tensors)).to_list() for index in self._prompts}
         pooled = {index: next(tensors).numpy() for index in self._pooled}
         return ModelOutput(self._step, token_ids, self._copied(), logprobs, prompts, pooled)
 
 
-def _counting(values: list[int], at: Positions) -> dict[int, int]:
-    """The positions that count, as indices, each with its request's part: up to the first whose token is not the draft's."""
+def _parts(values: list[int], at: Positions) -> Sequence[int]:
+    """The part of each position; -1 for those after the first of their part whose token is not the draft's."""
     drafts = at.drafts
     if drafts is None:
-        return dict(enumerate(at.parts))
-    counting: dict[int, int] = {}
+        return at.parts
+    parts: list[int] = []
     counts = True
-    for row, (owner, offset, drafted) in enumerate(
-        zip(drafts.owner, drafts.offsets, drafts.tokens.tolist(), strict=True)
-    ):
+    rows = zip(values, drafts.owner.tolist(), drafts.offsets.tolist(), drafts.tokens.tolist(), strict=True)
+    for token, owner, offset, drafted in rows:
         counts = counts or offset == 0
-        if counts:
-            counting[row] = at.parts[owner]
-            counts = values[row] == drafted
-    return counting
+        parts.append(at.parts[owner] if counts else -1)
+        counts = counts and token == drafted
+    return parts

@@ -130,7 +130,7 @@ async def test_a_compiler_that_dies_is_the_grammars_fault_and_the_next_one_compi
     ids=["endless", "brackets", "nested", "properties", "parentheses", "rules", "tag"],
 )
 async def test_hostile_sources_get_a_clear_error(compiler, source):
-    with pytest.raises(InvalidArgumentError, match=r"^grammar\.") as caught:
+    with pytest.raises(InvalidArgumentError, match="the grammar") as caught:
         await compiler.compile(source)
     assert caught.value.field == f"grammar.{source.kind}"
     assert len(caught.value.message) < 600

@@ -93,9 +93,9 @@ class CompilePool:
                 _reap(process)
         field = f"grammar.{source.kind}"
         if answer is None:
-            raise InvalidArgumentError(f"{field}: it needs too much memory to compile", field=field)
+            raise InvalidArgumentError("the grammar needs too much memory to compile", field=field)
         if "error" in answer:
-            raise InvalidArgumentError(f"{field}: {answer['error']}", field=field)
+            raise InvalidArgumentError(f"the grammar cannot be compiled: {answer['error']}", field=field)
         return answer["lark"]
 
 

@@ -88,7 +88,7 @@ class GrammarCompiler:
         size = len(source.text.encode())
         if size > self._limits.max_source_bytes:
             raise InvalidArgumentError(
-                f"{field} has {size} bytes; at most {self._limits.max_source_bytes} are compiled", field=field
+                f"the grammar has {size} bytes; at most {self._limits.max_source_bytes} are compiled", field=field
             )
         kept = self.find(source)
         if kept is not None:

@@ -137,11 +137,69 @@ async def test_what_waits_is_closed_with_the_listener(listener, made) -> None:
     assert ends == 50
 
 
-async def test_a_failed_handshake_is_its_clients_alone(listener, made, tmp_path, caplog) -> None:
-    issued = trustme.CA().issue_cert("127.0.0.1")
+def server_context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    issued.configure_cert(context)
-    acceptor = Acceptor(listener, Made, Encryption(context, 5.0, 5.0))
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+    return context
+
+
+async def greet(listener: socket.socket) -> None:
+    """A client who speaks TLS is answered."""
+    checking = ssl.create_default_context()
+    checking.check_hostname, checking.verify_mode = False, ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection(*listener.getsockname(), ssl=checking)
+    assert await reader.readexactly(5) == b"hello"
+    writer.close()
+
+
+async def is_closed(client: socket.socket) -> bool:
+    client.setblocking(False)
+    try:
+        return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 100), 10) == b""
+    except ConnectionResetError:
+        return True
+
+
+async def test_over_tls_who_says_nothing_costs_no_handshake_and_is_closed_in_time(listener, made) -> None:
+    acceptor = Acceptor(listener, Made, Encryption(server_context(), 0.2, 5.0))
+    acceptor.start()
+    clients = connect(listener, 100)
+    await until(lambda: acceptor.silent == 100)
+    assert acceptor.handshakes == 0
+    for client in clients:
+        assert await is_closed(client)
+        client.close()
+    assert acceptor.silent == 0
+    await greet(listener)
+    acceptor.close()
+
+
+async def test_of_too_many_that_say_nothing_or_half_a_handshake_the_oldest_goes(listener, made, monkeypatch) -> None:
+    monkeypatch.setattr(acceptor_module, "_MOST_SILENT", 5)
+    monkeypatch.setattr(acceptor_module, "_MOST_SHAKING", 5)
+    acceptor = Acceptor(listener, Made, Encryption(server_context(), 60.0, 5.0))
+    acceptor.start()
+    silent, slow = connect(listener, 7), []
+    for client in silent[:2]:
+        assert await is_closed(client)
+    assert acceptor.silent == 5
+    for _ in range(7):
+        slow += connect(listener, 1)
+        slow[-1].sendall(b"\x16\x03\x01\x00\xf8\x01")  # the beginning of a handshake
+        most = min(5, len(slow))
+        await until(lambda most=most: acceptor.handshakes == most)
+    for client in slow[:2]:
+        assert await is_closed(client)
+    await greet(listener)
+    acceptor.close()
+    for client in (*silent[2:], *slow[2:]):
+        assert await is_closed(client)
+    for client in (*silent, *slow):
+        client.close()
+
+
+async def test_a_failed_handshake_is_its_clients_alone(listener, made, caplog) -> None:
+    acceptor = Acceptor(listener, Made, Encryption(server_context(), 5.0, 5.0))
     acceptor.start()
     (client,) = connect(listener, 1)
     client.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -153,10 +211,6 @@ async def test_a_failed_handshake_is_its_clients_alone(listener, made, tmp_path,
     except ConnectionResetError:
         pass
     client.close()
-    checking = ssl.create_default_context()
-    checking.check_hostname, checking.verify_mode = False, ssl.CERT_NONE
-    reader, writer = await asyncio.open_connection(*listener.getsockname(), ssl=checking)
-    assert await reader.readexactly(5) == b"hello"
-    writer.close()
+    await greet(listener)
     acceptor.close()
     assert [record for record in caplog.records if record.levelname != "DEBUG"] == []

@@ -24,6 +24,9 @@ _BEGUN, _ENCRYPTED_BEGUN = 8, 2
 """Connections that begin in a turn; over TLS the handshake costs a millisecond or two."""
 _MOST_WAITING = 1024
 """Connections that were accepted and have not begun."""
+_MOST_SILENT, _MOST_SHAKING = 4096, 1024
+"""Connections over TLS whose clients have sent nothing yet, and those in their handshakes: beyond it the oldest is closed."""
+_CLOSED_AT_ONCE = 64
 _PAUSE = 0.5
 """Seconds without another try where the process has no more descriptors."""
 _NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
@@ -63,7 +66,10 @@ class Acceptor:
         self._encryption = encryption
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[socket.socket] = deque()
-        self._beginning: set[asyncio.Task[None]] = set()
+        self._silent: dict[socket.socket, float] = {}
+        """Until when they have time to say something; the oldest first."""
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._beginning: dict[asyncio.Task[None], None] = {}
         self._due = False
         self._resume: asyncio.TimerHandle | None = None
         self._closed = False
@@ -72,6 +78,16 @@ class Acceptor:
     def waiting(self) -> int:
         """Connections that were accepted and have not begun."""
         return len(self._waiting)
+
+    @property
+    def silent(self) -> int:
+        """Connections over TLS whose clients have sent nothing yet."""
+        return len(self._silent)
+
+    @property
+    def handshakes(self) -> int:
+        """Connections in their handshakes."""
+        return len(self._beginning)
 
     def start(self) -> None:
         """Begins to accept."""
@@ -88,6 +104,10 @@ class Acceptor:
         else:
             self._loop.remove_reader(self._listener)
         self._listener.close()
+        for connection in tuple(self._silent):
+            self._close_silent(connection)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         for connection in self._waiting:
             connection.close()
         self._waiting.clear()
@@ -109,11 +129,47 @@ class Acceptor:
                 break
             if _is_alive(connection):
                 connection.setblocking(False)
-                self._waiting.append(connection)
+                self._admit(connection)
             else:
                 connection.close()
         if not self._due:
             self._begin_some()
+
+    def _admit(self, connection: socket.socket) -> None:
+        encryption = self._encryption
+        if encryption is None:
+            self._waiting.append(connection)
+            return
+        if len(self._silent) >= _MOST_SILENT:
+            self._close_silent(next(iter(self._silent)))
+        self._silent[connection] = self._loop.time() + encryption.handshake
+        self._loop.add_reader(connection, self._hear, connection)
+        if self._sweeper is None:
+            self._sweep()
+
+    def _hear(self, connection: socket.socket) -> None:
+        del self._silent[connection]
+        self._loop.remove_reader(connection)
+        self._waiting.append(connection)
+        if not self._due:
+            self._begin_some()
+
+    def _close_silent(self, connection: socket.socket) -> None:
+        del self._silent[connection]
+        self._loop.remove_reader(connection)
+        connection.close()
+
+    def _sweep(self) -> None:
+        """Closes some of those that have had their time; called again when the next one has."""
+        self._sweeper = None
+        for _ in range(_CLOSED_AT_ONCE):
+            if not self._silent:
+                return
+            connection, until = next(iter(self._silent.items()))
+            if until > self._loop.time():
+                break
+            self._close_silent(connection)
+        self._sweeper = self._loop.call_at(until, self._sweep)
 
     def _pause(self) -> None:
         self._loop.remove_reader(self._listener)
@@ -127,9 +183,13 @@ class Acceptor:
                 connection.close()
                 continue
             begun += 1
+            if len(self._beginning) >= _MOST_SHAKING:
+                oldest = next(iter(self._beginning))
+                del self._beginning[oldest]
+                oldest.cancel()
             task = self._loop.create_task(self._begin(connection))
-            self._beginning.add(task)
-            task.add_done_callback(self._beginning.discard)
+            self._beginning[task] = None
+            task.add_done_callback(lambda over: self._beginning.pop(over, None))
         self._due = bool(self._waiting)
         if self._due:
             self._loop.call_soon(self._begin_some)

@@ -17,6 +17,7 @@ IGNORED = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "prompt_cache_options",
         "service_tier",
         "store",
         # vLLM's: how it would compute or send the same answer.
@@ -76,6 +77,7 @@ CHAT_NEUTRAL: Neutral = {
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
+    "moderation": (),
     "audio": (),
     "prediction": (),
     "web_search_options": (),

@@ -100,12 +100,12 @@ class ServiceServer:
         self.grpc = _as_grpc_server(self._server)
         """Where generated code adds servicers."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        self._health_server: _Server | None = None
+        self._health_server: tuple[_Server, Port] | None = None
         if health_address is not None:
             health_host, _, health_port = health_address.rpartition(":")
-            self._health_port = Port(health_host, int(health_port), reuse=reuse_port)
-            self._health_server = make(None)
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, _as_grpc_server(self._health_server))
+            server = make(None)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, _as_grpc_server(server))
+            self._health_server = server, Port(health_host, int(health_port), reuse=reuse_port)
         add_reflection(self.grpc, (*self._names, _HEALTH))
 
     async def start(self) -> int:
@@ -116,8 +116,8 @@ class ServiceServer:
         """
         await self.set_serving(False)
         if self._health_server is not None:
-            chosen = await self._health_server.start(self._health_port)
-            announce(logger, "health listening on %s:%d", self._health_port.host, chosen)
+            server, port = self._health_server
+            announce(logger, "health listening on %s:%d", port.host, await server.start(port))
         return await self._server.start(self._port)
 
     async def set_serving(self, serving: bool) -> None:
@@ -145,7 +145,7 @@ class ServiceServer:
         """Closes the server; calls still running get ``grace`` seconds for their last message, then end UNAVAILABLE."""
         await self._server.stop(grace)
         if self._health_server is not None:
-            await self._health_server.stop(0)
+            await self._health_server[0].stop(0)
 
 
 def _as_grpc_server(server: _Server) -> grpc.aio.Server:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.ipc.messages import Abort, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
 from sapwood_worker.model.grammar.store import GrammarStore
 from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.records.grammar_state import GrammarState
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import RequestOutput
 
@@ -214,6 +217,32 @@ def test_an_aborted_request_closes_its_grammar(vocabulary, end_token):
     scheduler, state = make_scheduler(vocabulary, end_token, 40), Contrary()
     scheduler.add(Request(0, "r0", PROMPT, SamplingParams(), grammar=state))
     assert scheduler.abort(0)
+    assert state.closed == 1
+
+
+def test_a_plan_does_not_wait_for_its_masks_and_no_grammar_is_touched_before_they_are_filled(vocabulary, end_token):
+    class Slow:
+        """Fills masks when it is told to."""
+
+        def __init__(self) -> None:
+            self.filled: Future[Any] = Future()
+
+        def start(self, states: Sequence[GrammarState]) -> Future[Any]:
+            return self.filled
+
+    scheduler, state, slow = make_scheduler(vocabulary, end_token, 40), Contrary(), Slow()
+    scheduler._masks = slow
+    scheduler.add(Request(0, "r0", PROMPT, SamplingParams(), grammar=state))
+    step = scheduler.schedule()
+    assert step.masks is slow.filled and step.masked.tolist() == [0]
+    assert scheduler.abort(0)
+    assert not state.closed
+    ended = Thread(target=scheduler.fail_step, args=("the step failed",))
+    ended.start()
+    ended.join(0.05)
+    assert ended.is_alive() and not state.closed
+    slow.filled.set_result(None)
+    ended.join(10)
     assert state.closed == 1
 
 

@@ -70,7 +70,12 @@ entries = st.builds(
     pooling=st.sampled_from(["", "mean", "last", "cls"]),
 )
 pages = st.none() | st.integers(0, 5).flatmap(
-    lambda count: st.builds(PageCopy, st.integers(0, 99), numbers(np.int32, count), numbers(np.int32, count))
+    lambda count: st.builds(
+        PageCopy,
+        st.integers(0, 99),
+        *(numbers(np.int32, count) for _ in range(2)),
+        st.lists(numbers(np.int32, count, low=-1), max_size=2).map(tuple),
+    )
 )
 loads = st.lists(st.builds(CacheLoad, st.integers(0, 9), st.integers(1, 9)), max_size=2).map(tuple)
 copies = st.none() | st.builds(Copies, pages, pages, st.booleans(), loads)
@@ -95,7 +100,7 @@ def plain(step: Step) -> list[Any]:
     """All of a step, in values that can be compared."""
 
     def of(copy: PageCopy | None) -> Any:
-        return copy and (copy.number, copy.device.tolist(), copy.host.tolist())
+        return copy and (copy.number, *(each.tolist() for each in (copy.device, copy.host, *copy.windows)))
 
     arrays = (step.rows, step.starts, step.counts, step.samples, step.token_ids, step.pages, step.masked)
     masks = None if step.masks is None else step.masks.result().tolist()

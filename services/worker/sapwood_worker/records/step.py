@@ -71,7 +71,8 @@ class Step:
         token_ids: int64 [T]: the tokens, part after part; -1 for one that an unfinished step samples, which the host does not
             know yet. With the sampled positions of all parts, in order, that makes R.
         pages: int32 [P, W]: page ids of each part's request in order; entry i holds positions ``i * page_size`` ..
-            ``(i + 1) * page_size - 1``. Entries beyond the last page that the part needs are undefined.
+            ``(i + 1) * page_size - 1``. Entries beyond the last page that the part needs are undefined. A model with windows
+            (:class:`~sapwood_worker.records.model_info.ModelInfo`) has a table for each of them too, side by side, equally wide.
         entries: The requests that have got a row since the last step.
         masked: int64 [G]: which of the R sampled positions have a grammar.
         masks: What these may be; None if ``masked`` is empty.

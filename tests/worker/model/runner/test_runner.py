@@ -86,6 +86,26 @@ def test_drafts_checked_in_one_step_give_the_tokens_of_one_by_one(runner, make_d
     assert {1, 2, 4} <= set(taken)
 
 
+def test_masks_are_waited_for_only_once_the_model_has_been_launched(runner, make_driver, monkeypatch):
+    events, forward = [], runner._forward
+
+    class Late:
+        def result(self):
+            events.append("masks")
+            return np.array([[1 << 5, 0, 0, 0]], np.int32)
+
+    driver = make_driver(runner)
+    driver.add(0, [3, 4])
+    driver.add(1, [5, 6])
+    step = driver.output({0: 2, 1: 2})
+    step.masked, step.masks = np.array([1]), Late()
+    monkeypatch.setattr(runner, "_forward", lambda batch: (events.append("model"), forward(batch))[1])
+    first, second = runner.execute(step).token_ids
+    assert events == ["model", "masks"]
+    assert second == [5]
+    assert first == make_driver(runner).generate({0: [3, 4]}, 1)[0]
+
+
 def test_pages_of_other_requests_are_left_alone(runner, make_driver):
     driver = make_driver(runner)
     driver.add(0, [3, 4, 5, 6, 7])

@@ -1,4 +1,4 @@
-"""How much the requests that clients send hold together, until they are done with."""
+"""Bounds the bytes that the requests of all clients hold together until they are done with."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from sapwood_common.errors import SapwoodError, UnavailableError
 
 
 class HeldBody(Protocol):
-    """What is given up if there is too much of it."""
+    """A body that can be given up where all together hold too much."""
 
     def fail(self, error: SapwoodError) -> None:
-        """Gives it up, and says why."""
+        """Gives the body up; ``error`` says why."""
         ...
 
 
 class BodyMemory:
-    """Of one server. Beyond its bound the largest body is given up: whoever sends little is never that.
+    """The memory of one server. Beyond its bound the largest body is given up, which is never that of a client that sends little.
 
     Args:
-        most_bytes: Of all bodies.
+        most_bytes: The most bytes that all bodies may hold.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self.held = 0
-        """Bytes, now."""
+        """Bytes that are held now."""
         self.most = most_bytes
         self._sizes: dict[HeldBody, int] = {}
 
     def grow(self, body: HeldBody, count: int) -> None:
-        """``count`` more bytes of a body came; one, possibly this, may be given up and released."""
+        """Adds ``count`` bytes to a body; the largest body, possibly this one, may be given up and released."""
         self._sizes[body] = self._sizes.get(body, 0) + count
         self.held += count
         while self.held > self.most:
@@ -40,12 +40,12 @@ class BodyMemory:
             )
 
     def shrink(self, body: HeldBody, count: int) -> None:
-        """``count`` bytes of a body are held no more."""
+        """Takes ``count`` bytes from a body, which are held no more."""
         self._sizes[body] -= count
         self.held -= count
         if not self._sizes[body]:
             del self._sizes[body]
 
     def release(self, body: HeldBody) -> None:
-        """Nothing is held of it any more; it may have been released before."""
+        """Forgets a body of which nothing is held any more. Does nothing for one that was released before."""
         self.held -= self._sizes.pop(body, 0)

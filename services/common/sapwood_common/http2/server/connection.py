@@ -36,21 +36,21 @@ from sapwood_common.http2.wire.stream_ids import StreamIds
 logger = logging.getLogger(__name__)
 
 MOST_STREAMS = 4096
-"""Calls at a time. Each holds some 2 KB before its first message, for a few bytes that the client sends."""
+"""Calls at a time. Each holds about 2 KB before its first message, for a few bytes that the client sends."""
 MOST_UNKNOWN_STREAMS = 64
-"""The same of a client that has shown no valid key yet, where keys are asked for."""
+"""Calls at a time of a client that has shown no valid key yet, where keys are asked for."""
 _GRANTED = CONNECTION_WINDOW // 2
-"""Bytes that the client is told of at a time: it may send as many again."""
+"""Bytes taken after which the client is told that it may send as many again."""
 _MOST_AT_ONCE = 64
-"""Streams that are told in one turn of the event loop that their client is gone."""
+"""Streams that hear in one turn of the event loop that their client is gone."""
 _PING, _LAST_PING = b"sapwood.", b"goodbye."
-"""What pings say: whether the client is there, and whether it has heard that it is to go."""
+"""Payloads of pings that ask whether the client is there, and whether it has heard that it is to go."""
 _CLOSE_SECONDS = 1.0
 _LINGER_SECONDS = 0.25
 _MUCH = 64 * 1024
-"""Bytes in one piece after which others read, too: uvloop would go on for 8 MB."""
+"""Bytes read at once after which other connections read first: uvloop would go on for 8 MB."""
 _MOST_UNREAD = 1024 * 1024
-"""Bytes that wait for a client that goes on sending. Messages stop long before; answers to its pings and the like do not."""
+"""The most bytes that wait for a client that goes on sending. Messages stop long before; answers to its pings do not."""
 
 
 class ServerConnection(asyncio.Protocol):
@@ -61,7 +61,7 @@ class ServerConnection(asyncio.Protocol):
         most_bytes: The largest message taken.
         most_streams: Calls at a time.
         shared: What it shares with other connections.
-        timeouts: How long what may last.
+        timeouts: How long each state may last.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class ServerConnection(asyncio.Protocol):
         self._messages = HeldMessages(shared.memory, max(shared.memory.most // 2, most_bytes + WINDOW))
         self._transport: asyncio.Transport | None = None
         self._greeting: Greeting | None = Greeting()
-        """None once it is over."""
+        """None once the client has greeted."""
         self._reader = FrameReader()
         self._behind = False
-        """Whether it has read more than it had time for."""
+        """Whether it has read more than it had time to work on."""
         self._breathes = False
-        """Whether it has read much, and it is others' turn to read."""
+        """Whether it has read much, and waits for its turn to read on."""
         self._rates = FrameRates()
         self.answers = 0
         """Header blocks that were sent."""
@@ -105,8 +105,8 @@ class ServerConnection(asyncio.Protocol):
 
     @property
     def writable(self) -> bool:
-        # A socket that has failed takes everything and says nothing until the event loop's next turn, which whoever finds it
-        # writable for ever does not give it.
+        # A socket that has failed takes all data and reports its failure in the event loop's next turn, which never comes while a
+        # handler finds it writable again and again.
         return not self._flow.paused and self._transport is not None and not self._transport.is_closing()
 
     @property

@@ -1,4 +1,4 @@
-"""What each frame that a client sends does."""
+"""Acts on each frame that a client sends."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from sapwood_common.http2.wire.stream_ids import StreamIds
 logger = logging.getLogger(__name__)
 
 _BYTES_A_FRAME = 2
-"""Of DATA that were sent, for which a client may say that it takes more, and ask whether we are there."""
+"""Bytes of DATA sent that earn the client one WINDOW_UPDATE and one PING."""
 
 
 class FrameConnection(Protocol):
-    """What frames ask of their connection.
+    """A connection, as its frames know it.
 
     Attributes:
         peer: The client's address.
@@ -46,23 +46,23 @@ class FrameConnection(Protocol):
         ...
 
     def open_stream(self, number: int, head: RequestHead, ends: bool) -> None:
-        """A well-formed call begins; ``ends`` if it has no content. Raises ConnectionFailedError if there are too many."""
+        """Begins a well-formed call; ``ends`` if it has no content. Raises ConnectionFailedError if there are too many."""
         ...
 
     def take_pong(self, payload: bytes) -> None:
-        """The client has answered a PING."""
+        """Takes the client's answer to a PING."""
         ...
 
 
 class IncomingFrames:
-    """Of one connection. Implements ``FrameReceiver``.
+    """Takes the frames of one connection. Implements ``FrameReceiver``.
 
     Args:
-        connection: Theirs.
-        streams: Those that are open, by number; the connection's own.
-        flow: How much the client takes.
-        ids: Which streams there were.
-        rates: What is too much.
+        connection: The connection.
+        streams: Its open streams, by number. Not copied.
+        flow: Its windows.
+        ids: Remembers which streams there were.
+        rates: Limits frames that are of no use.
 
     Attributes:
         consumed: Bytes of DATA since the client was last told that it may send more.
@@ -84,9 +84,9 @@ class IncomingFrames:
         self._rates = rates
         self._headers = HeaderReader(RequestHead)
         self._opened = 0
-        """Streams."""
+        """Streams that the client has opened."""
         self._late = 0
-        """Bytes of DATA of streams that are over. Of each there is at most a window on its way when it ends."""
+        """Bytes of DATA of streams that were over. When a stream ends, at most a window of it is on its way."""
 
     def take_data(self, stream: int, payload: bytes, wire_bytes: int, ends: bool) -> None:
         self.consumed += wire_bytes
@@ -136,7 +136,7 @@ class IncomingFrames:
             self._connection.open_stream(stream, head, ends)
 
     def _take_trailers(self, stream: ServerStream, block: bytes, ends: bool) -> None:
-        """gRPC's clients send none: they are checked, and say no more than that the stream ends."""
+        """Takes trailers, which gRPC's clients do not send: they are checked and end the stream."""
         headers = self._headers.read_trailers(block)
         if not stream.remote_open:
             stream.break_off(ErrorCodes.STREAM_CLOSED)
@@ -148,7 +148,7 @@ class IncomingFrames:
             stream.take_end()
 
     def _take_late_block(self, stream: int) -> None:
-        """Header fields of a stream that is over: trailers that were on their way when it ended here, or a mistake."""
+        """Takes header fields of a stream that is over: trailers that were on their way when it ended here, or a mistake."""
         if self._ids.is_skipped(stream):
             raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, f"stream {stream} opened after a later one")
         if not self._ids.may_be_late(stream):
@@ -162,7 +162,7 @@ class IncomingFrames:
         self._rates.take(frame_rates.FAULT)
 
     def _fail_stream(self, stream: int, code: ErrorCodes, message: str) -> None:
-        """A frame breaks the protocol of one stream: that ends, or the connection if there has never been one."""
+        """Ends a stream of which a frame broke the protocol; ends the connection if there has never been such a stream."""
         found = self._streams.get(stream)
         if found is not None:
             found.break_off(code)
@@ -194,7 +194,7 @@ class IncomingFrames:
             self._take_useless(kind, stream, flags, payload)
 
     def _take_useless(self, kind: int, stream: int, flags: int, payload: bytes) -> None:
-        """A frame that is at most checked."""
+        """Checks a frame that changes nothing."""
         if kind == frames.PING:
             frames.check_size(payload, 8, stream == 0)
             self._connection.take_pong(payload)
@@ -208,10 +208,10 @@ class IncomingFrames:
             frames.check_size(payload[:8], 8, stream == 0)
         elif kind == frames.PUSH_PROMISE:
             raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "a client promised a push")
-        # Others are to be ignored.
+        # Frames of unknown types are ignored.
 
     def _take_priority(self, stream: int, payload: bytes) -> None:
-        """Priorities are obsolete: one that is well formed changes nothing."""
+        """Checks a priority. RFC 9113 has made them obsolete: a well-formed one changes nothing."""
         if not stream:
             raise ConnectionFailedError(ErrorCodes.PROTOCOL_ERROR, "a priority of the connection")
         if len(payload) != frames.PRIORITY_SIZE:

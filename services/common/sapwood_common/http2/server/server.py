@@ -27,17 +27,17 @@ from sapwood_common.pacing.body_memory import BodyMemory
 logger = logging.getLogger(__name__)
 
 _CHECKS = 4
-"""How often connections are looked at in the shortest time that counts for them."""
+"""How often connections are checked within the shortest of their timeouts."""
 _CHECKED_AT_ONCE = 64
-"""Connections: what is due for thousands must not hold up the others."""
+"""Connections that are checked in one turn of the event loop."""
 _MOST_LINGERING = 64
 _MESSAGES_HELD = 4
-"""Of the largest, in memory at a time."""
+"""How many messages of the largest size may be in memory at a time."""
 
 Wrap = Callable[[str, Handler], Handler]
 _STOP_SECONDS = 5.0
 _MOST_UNKNOWN_BYTES = 64 * 1024
-"""The largest request of a call that needs no key where others do: it is for the server's health, or what it serves."""
+"""Bytes of the largest request of a call that needs no key where others do: for health and reflection."""
 
 
 class Listener(Protocol):
@@ -64,7 +64,7 @@ class Http2Server:
         status_of: Says what ends a call with an error.
         gate: Says who is let in, and which of the calls that come at once begin first; None: everybody, each connection in turn.
         timeouts: How long clients may take, and be silent or idle.
-        memory: What messages may hold; None: four times the largest, for this server alone.
+        memory: Bounds what messages hold; None: four times the largest, for this server alone.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class Http2Server:
         self._listener: Listener | None = None
         self._connections: set[ServerConnection] = set()
         self._lingering: set[ServerConnection] = set()
-        """Those of them that failed, and that stay so long that their clients may hear why."""
+        """Connections that failed and stay open for a moment, so that their clients hear why."""
         self._running: set[RunningCall] = set()
         self._turnstile = Turnstile()
         self._shared = SharedLimits(memory or BodyMemory(_MESSAGES_HELD * most_bytes))
         self._failed: Counter[ErrorCodes] = Counter()
-        """Connections that were closed because their clients broke a rule, since they were last told of in the log."""
+        """Connections that were closed because their clients broke a rule, since the last line of the log about them."""
         self._last_failed = ""
         self._stopping = False
         self._checker: asyncio.Task[None] | None = None
@@ -100,7 +100,7 @@ class Http2Server:
 
     @property
     def connections(self) -> frozenset[ServerConnection]:
-        """Those that are open now."""
+        """The connections that are open now."""
         return frozenset(self._connections)
 
     @property
@@ -109,7 +109,7 @@ class Http2Server:
         return self._turnstile.waiting
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
-        """What generated code calls first; the methods come by the other way, too."""
+        """Does nothing: generated code calls it, and adds the methods by :meth:`add_registered_method_handlers`, too."""
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: dict[str, Handler]) -> None:
         """Adds a service's methods."""

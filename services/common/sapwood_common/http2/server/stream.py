@@ -13,32 +13,32 @@ from sapwood_common.http2.wire import frames
 from sapwood_common.http2.wire.message_reader import PREFIX, MessageReader
 
 WINDOW = 1024 * 1024
-"""Bytes of messages not taken yet that a client may send, beside the message that is on its way."""
+"""Bytes that a client may send in messages that were not taken yet, beside the message that is on its way."""
 _GRANTED = WINDOW // 2
-"""Bytes that the client is told of at a time: it may send as many again."""
+"""Bytes taken after which the client is told that it may send as many again."""
 CRUMB = 64
-"""Bytes of DATA below which a frame that completes no message costs more than it brings."""
+"""Bytes: a DATA frame with fewer that completes no message counts as a frame without content."""
 _LIGHT = 4 * 1024
-"""Bytes that a stream may hold uncounted, and by which it may grow until it is counted again."""
+"""Bytes that a stream may hold uncounted, and by which what it holds may grow before it is counted again."""
 _LARGE = 64 * 1024
-"""Bytes from which on a request counts while its call is at work."""
+"""Bytes: a larger request counts as held while its call runs."""
 _EACH = 128
-"""Bytes that a whole message takes beside its own, however small it is."""
+"""Bytes of memory that a whole message takes beside its own."""
 
 
 class StreamReceiver(Protocol):
-    """What happens on a stream. Called from the connection's callbacks: must not wait, and not raise."""
+    """Is told what happens on a stream. Its methods are called by the connection: they must not block, and not raise."""
 
     def received(self, message: bytes, compressed: bool) -> None:
-        """A whole message. Whoever has taken it says :meth:`ServerStream.taken`."""
+        """A whole message came. Once it is taken, :meth:`ServerStream.taken` is to be called."""
         ...
 
     def too_large(self, size: int) -> None:
-        """A message of ``size`` bytes would follow: more than is taken."""
+        """A message of ``size`` bytes would follow, which is more than is taken."""
         ...
 
     def overloaded(self, error: SapwoodError) -> None:
-        """It is to hold nothing any more, and to end with the error."""
+        """The stream holds too much: it is to drop it, and to end with the error."""
         ...
 
     def half_closed(self) -> None:
@@ -51,7 +51,7 @@ class StreamReceiver(Protocol):
 
 
 class StreamConnection(Protocol):
-    """What a stream needs of its connection."""
+    """A connection, as its streams know it."""
 
     @property
     def writable(self) -> bool:
@@ -67,15 +67,15 @@ class StreamConnection(Protocol):
         ...
 
     def forget(self, stream: ServerStream) -> None:
-        """The stream is over."""
+        """Forgets a stream that is over."""
         ...
 
     def hold(self, stream: ServerStream, size: int) -> None:
-        """The stream holds so many bytes from now on; it may be told that this is too much."""
+        """Notes that the stream holds ``size`` bytes from now on. May call its :meth:`ServerStream.overload`."""
         ...
 
     def count_fault(self) -> None:
-        """The client broke the protocol of a stream. Raises ConnectionFailedError if it does so too often."""
+        """Counts a stream of which the client broke the protocol. Raises ConnectionFailedError for too many."""
         ...
 
 
@@ -84,7 +84,7 @@ class ServerStream:
 
     Args:
         connection: Its connection.
-        flow: How much that takes.
+        flow: The connection's windows.
         number: The stream's id.
         most_bytes: The largest message taken.
     """
@@ -113,9 +113,9 @@ class ServerStream:
     def __init__(self, connection: StreamConnection, flow: FlowControl, number: int, most_bytes: int) -> None:
         self.number = number
         self.balance = 0
-        """Bytes that the client has granted it beyond those it grants each stream, less those that were sent."""
+        """Bytes that the client granted it beyond those that it grants each stream, minus bytes sent."""
         self.closed = False
-        """Nothing is sent or received any more."""
+        """Whether nothing is sent or received any more."""
         self.remote_open = True
         """Whether the client may send more."""
         self._connection = connection
@@ -126,40 +126,40 @@ class ServerStream:
         self._held = 0
         """Bytes of whole messages that nobody has taken yet."""
         self._kept = 0
-        """Bytes of a message that was taken, and is large and at work."""
+        """Bytes of a large message that was taken and whose call runs."""
         self._weight = 0
-        """What it was counted as."""
+        """Bytes that the connection was told that this holds."""
         self._heavy = _LIGHT
-        """Bytes from which on it is counted again."""
+        """Bytes beyond which they are counted again."""
         self._owed = 0
-        """Bytes received that the client was not told yet to have been taken."""
+        """Bytes received of which the client was not told that they were taken."""
         self._undelivered: int | None = None
-        """Bytes of DATA that the client has said will come yet; None if it has not said."""
+        """Bytes of DATA that must still come by the client's content-length; None if it gave none."""
         self._unsent = bytearray()
         self._end: bytes | None = None
-        """The trailers' block, once the last message was written."""
+        """The block of the trailers, once the last message was written."""
         self._waiters: list[asyncio.Future[None]] = []
 
     def take_at_most(self, most_bytes: int) -> None:
-        """Makes the largest message smaller."""
+        """Lowers the size of the largest message taken, in bytes."""
         self._messages.most_bytes = most_bytes
 
     def follow(self, receiver: StreamReceiver) -> None:
-        """Names who is told what happens, before anything does."""
+        """Names the receiver. To be called before anything happens."""
         self._receiver = receiver
 
     def expect(self, content_length: int) -> None:
-        """Says how many bytes of DATA are to come, before any do."""
+        """Takes the content-length: the bytes of DATA that are to come. To be called before any do."""
         self._undelivered = content_length
 
     @property
     def ready(self) -> bool:
-        """Whether what is written now leaves at once; else it had better wait for more to come with it."""
+        """Whether a message that is written now leaves at once. If not, it is better sent later, together with others."""
         return not self._unsent and not self.closed and self._connection.writable
 
     @property
     def window(self) -> int:
-        """Bytes that the client takes of it; below 0 after settings that take back what was sent."""
+        """Bytes that the client takes of it now; below 0 after settings that made the window smaller than what was sent."""
         return self._flow.stream_window + self.balance
 
     @property
@@ -198,7 +198,7 @@ class ServerStream:
             self.flush()
 
     def flush(self) -> None:
-        """Sends what the windows and the socket allow. For the connection, whenever one of them allows more."""
+        """Sends what the windows and the socket allow. The connection calls it when one of them allows more."""
         connection, flow = self._connection, self._flow
         while self._unsent and connection.writable and not self.closed:
             size = min(len(self._unsent), self.window, flow.window, flow.frame_size)
@@ -218,7 +218,7 @@ class ServerStream:
             return
         elif self._end is not None:
             connection.send_headers(self.number, self._end, end=True)
-            if self.remote_open:  # what it still has to say is of no use
+            if self.remote_open:  # what it may still send is of no use
                 connection.send(frames.reset(self.number, ErrorCodes.NO_ERROR))
             self._close()
         elif connection.writable:
@@ -236,13 +236,13 @@ class ServerStream:
             await waiter
 
     def reset(self, code: ErrorCodes) -> None:
-        """Ends it at once. Its receiver is told nothing."""
+        """Ends the stream at once. Its receiver is told nothing."""
         if not self.closed:
             self._connection.send(frames.reset(self.number, code))
             self._close()
 
     def taken(self, message_bytes: int) -> None:
-        """A message that was received is held no more."""
+        """Notes that a received message of ``message_bytes`` was taken and is held no more."""
         self._held -= message_bytes + _EACH
         if self._weight:
             self._weigh()
@@ -250,19 +250,19 @@ class ServerStream:
             self._grant()
 
     def keep(self, size: int) -> None:
-        """The message that was taken last holds so many bytes until the next one is taken. May end the stream."""
+        """Notes that the message taken last holds ``size`` bytes until the next one is taken. May end the stream."""
         if size > _LARGE or self._kept:
             self._kept = size
             self._weigh()
 
     def overload(self, error: SapwoodError) -> None:
-        """For the connection: it holds too much."""
+        """Drops what it holds and ends it with the error. The connection calls it where too much is held."""
         self._weight = 0  # it is not counted any more
         if self._receiver is not None:
             self._receiver.overloaded(error)
 
     def _weigh(self) -> None:
-        """Says how much is held, if that is much, or was."""
+        """Tells the connection how much is held, if that is much or was."""
         size = self._held + self._kept + len(self._messages.pending) + len(self._unsent)
         weight = size if size > _LIGHT and not self.closed else 0
         self._heavy = size + _LIGHT
@@ -271,10 +271,10 @@ class ServerStream:
             self._connection.hold(self, weight)
 
     def take_data(self, payload: bytes, wire_bytes: int) -> bool:
-        """For the connection: the payload of a DATA frame, and how much of the windows it took.
+        """Takes the payload of a DATA frame from the connection, and the bytes of the windows that it used up.
 
         Returns:
-            Whether the frame was worth its while: it completed a message, or brought more than a few bytes.
+            Whether the frame had content: it completed a message, or brought at least ``CRUMB`` bytes.
         """
         if not self.remote_open:
             self.break_off(ErrorCodes.STREAM_CLOSED)
@@ -308,7 +308,7 @@ class ServerStream:
         return found != [] or len(payload) >= CRUMB
 
     def take_end(self) -> None:
-        """For the connection: the client sends nothing more."""
+        """Takes the end of what the client sends, from the connection."""
         if self.closed:
             return
         if not self.remote_open:
@@ -321,7 +321,7 @@ class ServerStream:
             self._receiver.half_closed()
 
     def break_off(self, code: ErrorCodes) -> None:
-        """For the connection: the client broke the protocol. It and the receiver are told."""
+        """Ends the stream as the client broke the protocol. Client and receiver are told."""
         if not self.closed:
             connection = self._connection
             connection.send(frames.reset(self.number, code))
@@ -329,7 +329,7 @@ class ServerStream:
             connection.count_fault()
 
     def take_gone(self) -> None:
-        """For the connection: the client has reset it, or left."""
+        """Ends the stream as the client has reset it or left. The receiver is told."""
         if not self.closed:
             self.remote_open = False
             self._lose()
@@ -341,7 +341,7 @@ class ServerStream:
         receiver.gone()
 
     def _grant(self) -> None:
-        """Lets the client send more, but for what it has sent and nobody takes."""
+        """Lets the client send as many bytes more as were taken since it was last told."""
         increment = self._owed - self._held
         if self.remote_open and not self.closed:
             self._owed -= increment
@@ -349,7 +349,7 @@ class ServerStream:
 
     def _close(self) -> None:
         self.closed = True
-        self._receiver = None  # which refers to the stream: none shall wait for the collector of cycles
+        self._receiver = None  # it refers to the stream: neither is to wait for the garbage collector
         self._unsent.clear()
         self._messages.clear()
         if self._weight:

@@ -1,4 +1,4 @@
-"""Unfolds a large message beside everything else: 16 KB may become 16 MB, which takes 40 ms."""
+"""Decompresses a large message a piece at a time, beside other work: 16 KB may become 16 MB, which takes 40 ms."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sapwood_common.http2.wire.encoding import TooLargeError, Unfolder
 
 
 class Unfolding:
-    """Works a piece at a time, in turn with others that have much to do (:class:`TimeShare`).
+    """The decompression of one message. Implements ``time_share.Worker``.
 
     Args:
-        unfolder: Of the message, which has begun.
-        keep: Told how many bytes there are by now.
+        unfolder: Decompresses the message, and has begun.
+        keep: Called with the bytes that there are so far.
 
     Attributes:
-        done: The message; or TooLargeError or ValueError, as the unfolder raises them. Whoever cancels it ends the work.
+        done: The message, or the unfolder's TooLargeError or ValueError. Cancelling it ends the work.
     """
 
     def __init__(self, unfolder: Unfolder, keep: Callable[[int], None]) -> None:

@@ -1,7 +1,7 @@
-"""How often a client may do what costs us time and brings it nothing (RFC 9113, 10.5): so often a second, and so often at once.
+"""Limits frames that cost the server time and bring the client nothing (RFC 9113, 10.5), by rate and by burst.
 
-What belongs to calls is free: each has earned its client a few of these frames, and so has what it was sent. Clients that only
-call never come near a limit. Beyond one the connection ends with ``ENHANCE_YOUR_CALM`` and a text that names the rule.
+Each call, and each byte of DATA that is sent, earns the client a few such frames, so that clients that only call never come near
+a limit. Beyond a limit the connection ends with ``ENHANCE_YOUR_CALM`` and a text that names the rule.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from sapwood_common.http2.wire.frames import ConnectionFailedError
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One kind of frames.
+    """The limit of one kind of frames.
 
     Attributes:
-        name: Of the frames, in plural.
-        per_second: How many a second, beside what was earned.
-        burst: How many at once.
+        name: The frames' name, in plural.
+        per_second: Frames a second, beside those that were earned.
+        burst: Frames at once.
     """
 
     name: str
@@ -46,7 +46,7 @@ RULES = (
 """
 - PING and WINDOW_UPDATE: two bytes of DATA that were sent earn one more, each stream two more.
 - Resets: each header block that was sent earns one more; a call that is answered has one or two.
-- Streams that broke the protocol or a limit were reset by us: more than are allowed at a time, too many header fields, ...
+- Streams that broke the protocol or a limit are those that the server reset: too many at a time, too many header fields, ...
 - Refused calls: without a key, of no method that there is, ...
 - DATA without content: fewer than 64 bytes that complete no message. Each stream earns two more.
 - Frames of no use: PRIORITY, acknowledgements, frames of streams that are over, of unknown types; each counts for one more
@@ -55,7 +55,7 @@ RULES = (
 
 
 class FrameRates:
-    """Of one connection.
+    """Counts the frames of one connection.
 
     Args:
         clock: Seconds, monotonic.
@@ -73,15 +73,15 @@ class FrameRates:
         """Counts a frame.
 
         Args:
-            kind: Which.
-            earned: All that the connection has earned of this kind until now.
-            count: How many it counts for.
+            kind: The index of its rule.
+            earned: All frames of this kind that the connection has ever earned.
+            count: How many frames it counts for.
 
         Raises:
-            ConnectionFailedError: There were too many.
+            ConnectionFailedError: The client has sent too many.
         """
         left = self._left[kind] - count
-        if left < 0:  # only now does it matter what was earned, and how much time has passed
+        if left < 0:  # only then are the clock and what was earned looked at
             rule, now = RULES[kind], self._clock()
             grown = int((now - self._filled[kind]) * rule.per_second) + earned - self._earned[kind]
             left = min(rule.burst, grown) - count

@@ -1,4 +1,4 @@
-"""What the messages of one connection hold in memory: in part, or whole and not read yet, or large and at work."""
+"""Bounds the memory of one connection's messages: those in part, those not read yet, and large ones whose calls run."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from sapwood_common.pacing.body_memory import BodyMemory
 
 
 class HeavyStream(Protocol):
-    """Holds much."""
+    """A stream that holds much."""
 
     def overload(self, error: SapwoodError) -> None:
-        """Is to hold nothing any more: its call ends with the error."""
+        """Drops what it holds; its call ends with the error."""
         ...
 
 
 class HeldMessages:
-    """Of one connection. Beyond what it may hold, or more than fits being held by all and most by it, its largest call ends.
+    """The messages of one connection. Its largest call ends where it holds too much, or where all do and it holds the most.
 
     Args:
-        memory: Of all connections.
-        most_bytes: That this one may hold.
+        memory: The memory of all connections.
+        most_bytes: The most bytes that this one may hold.
     """
 
     def __init__(self, memory: BodyMemory, most_bytes: int) -> None:
         self.total = 0
-        """Bytes."""
+        """Bytes that are held now."""
         self._memory = memory
         self._most = most_bytes
         self._sizes: dict[HeavyStream, int] = {}
 
     def set(self, stream: HeavyStream, size: int) -> None:
-        """A stream holds so many bytes from now on; it, or another one, may be told that it is too much."""
+        """Notes that a stream holds ``size`` bytes from now on. It, or another one, may be overloaded by that."""
         before = self._sizes.pop(stream, 0)
         if size:
             self._sizes[stream] = size
@@ -49,7 +49,7 @@ class HeldMessages:
                 )
 
     def fail(self, error: SapwoodError) -> None:
-        """All connections hold too much, and none more than this, of which nothing is counted any more."""
+        """Ends the largest call: all connections hold too much, and this one, which the memory has released, the most."""
         largest, _ = self._forget_largest()
         if self.total:
             self._memory.grow(self, self.total)

@@ -12,14 +12,14 @@ from sapwood_common.pacing.time_share import TimeShare
 
 @dataclass(frozen=True, slots=True)
 class SharedLimits:
-    """Of one server.
+    """The limits that all connections of one server share.
 
     Attributes:
-        memory: What messages hold.
-        time: The event loop's.
-        breaths: Where those wait that read much, or read many requests which are there already: a few go on in each turn.
-        exits: Where calls wait that are cancelled.
-        calls: How many there are.
+        memory: Bounds what messages hold.
+        time: Shares the event loop's time.
+        breaths: Lets a few of the connections and calls that read much go on in each turn of the loop.
+        exits: Lets a few cancelled calls end in each turn.
+        calls: Bounds the calls of all connections.
     """
 
     memory: BodyMemory

@@ -1,18 +1,18 @@
-"""How many calls all connections have at a time."""
+"""Bounds the calls that all connections have at a time."""
 
 from __future__ import annotations
 
 MOST = 16_384
-"""Beyond it each connection may have an equal part, and at least ``LEAST``: who came first takes nobody's place."""
+"""Calls. Beyond it each connection may have an equal share, at least ``LEAST``: early clients do not keep late ones out."""
 LEAST = 4
 
 
 class StreamTotal:
-    """Of one server: 2 KB a call that idles, for a few bytes that its client sends.
+    """The calls of one server. Each takes 2 KB even if it idles, for a few bytes that its client sends.
 
     Attributes:
-        open: Calls.
-        connections: Connections.
+        open: Calls that are open.
+        connections: Connections that are open.
     """
 
     __slots__ = ("connections", "open")

@@ -1,4 +1,4 @@
-"""Exception to gRPC status and HTTP code: one table, used in both directions.
+"""Maps exceptions to gRPC statuses and HTTP codes, and back, by one table.
 
 Errors travel as a gRPC status with ``google.rpc`` details (``BadRequest`` names the field, ``RetryInfo`` the delay), so a
 service that calls another one passes the original error on with :func:`from_rpc_error`.
@@ -19,7 +19,7 @@ _DETAILS_KEY = "grpc-status-details-bin"
 
 
 class StatusRow(NamedTuple):
-    """What one class of the exception tree becomes on each protocol."""
+    """A class of exceptions, and what it becomes over gRPC and HTTP."""
 
     error: type[errors.SapwoodError]
     grpc: grpc.StatusCode

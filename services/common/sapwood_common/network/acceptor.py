@@ -25,10 +25,10 @@ _BEGUN, _ENCRYPTED_BEGUN = 8, 2
 _MOST_WAITING = 1024
 """Connections that were accepted and have not begun."""
 _MOST_SILENT, _MOST_SHAKING = 4096, 1024
-"""Connections over TLS whose clients have sent nothing yet, and those in their handshakes: beyond it the oldest is closed."""
+"""Connections over TLS whose clients have sent nothing yet, and those in handshakes; beyond either the oldest is closed."""
 _CLOSED_AT_ONCE = 64
 _PAUSE = 0.5
-"""Seconds without another try where the process has no more descriptors."""
+"""Seconds until the next try where the process has no more file descriptors."""
 _NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _ESTABLISHED = 1
 """State of a TCP connection whose client has not left."""
@@ -39,7 +39,7 @@ class Encryption:
     """TLS of a listener.
 
     Attributes:
-        context: Its certificate and so on.
+        context: Its certificate, key and rules.
         handshake: Seconds for a handshake.
         shutdown: Seconds for the end of a connection.
     """
@@ -67,7 +67,7 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[socket.socket] = deque()
         self._silent: dict[socket.socket, float] = {}
-        """Until when they have time to say something; the oldest first."""
+        """Connections whose clients have sent nothing, each with the loop's time until which they may; the oldest first."""
         self._sweeper: asyncio.TimerHandle | None = None
         self._beginning: dict[asyncio.Task[None], None] = {}
         self._due = False

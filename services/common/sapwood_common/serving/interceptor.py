@@ -1,4 +1,4 @@
-"""What every handler of a service is wrapped in: statuses, request ids, refusal while draining, the count of running calls."""
+"""Wraps every handler of a service: statuses, request ids, refusal while draining, the count of running calls."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ServiceInterceptor:
         self.idle.set()
 
     def refuse_new(self) -> None:
-        """From now on new calls are refused; running ones go on."""
+        """Refuses new calls from now on; running ones go on."""
         self._draining = True
 
     def wrap(self, method: str, handler: Any) -> Any:
@@ -103,7 +103,7 @@ class ServiceInterceptor:
             try:
                 self._check(request)
                 answering = behavior(request, context)
-                if isinstance(answering, Awaitable):  # it writes by itself
+                if isinstance(answering, Awaitable):  # the handler writes by itself
                     await answering
                     return
                 async with aclosing(answering) as responses:
@@ -170,7 +170,7 @@ async def _refuse_malformed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def as_told(method: str, error: Exception) -> errors.SapwoodError:
-    """The error as a method's caller is told it; what it was is logged."""
+    """The error that a method's caller is told. The original is logged."""
     if isinstance(error, grpc.aio.AioRpcError):  # another service's answer, passed on
         error = status.from_rpc_error(error)
     if not isinstance(error, errors.SapwoodError):

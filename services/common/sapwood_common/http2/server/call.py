@@ -31,7 +31,7 @@ from sapwood_common.http2.wire.request_head import RequestHead
 logger = logging.getLogger(__name__)
 
 _READ_AT_ONCE = 2
-"""Requests of a stream that are read before it is others' turn."""
+"""Requests of a stream that are read before other calls have their turn."""
 
 Parse = Callable[[bytes], Any]
 Serialize = Callable[[Any], bytes]
@@ -41,16 +41,16 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     """Messages in and out, metadata, deadline and status of a call. Implements ``StreamReceiver``.
 
     Args:
-        stream: Carries it.
-        head: Began it.
+        stream: The stream that carries it.
+        head: The header fields that began it.
         peer: The client's address.
         parse: Makes requests of bytes.
         serialize: Makes bytes of responses.
         most_bytes: The largest request.
         status_of: Says what ends the call with an error.
-        shared: What it shares with other calls.
+        shared: The limits that all calls share.
         tenant: Whose key it came with.
-        one_request: Whether there is one; others are dropped.
+        one_request: Whether it has exactly one request; further ones are dropped.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     ) -> None:
         fields = head.fields
         self.headers = head.headers
-        """That began it; not to be changed."""
+        """The header fields that began it. Not to be changed."""
         self.tenant = tenant
         """Whose key it came with; None where none was asked for."""
         self._stream = stream
@@ -110,7 +110,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._on_begin = on_begin
         self._on_gone = on_gone
 
-    # What servicers use; see grpc.aio.
+    # What grpc.aio says that servicers may use.
 
     async def read(self) -> Any:
         """The next request; ``grpc.aio.EOF`` after the last.
@@ -170,7 +170,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         """Sends a response; returns once the next one may follow.
 
         Raises:
-            CancelledError: The call is over, though its handler has overheard that.
+            CancelledError: The call is over, and its handler went on though it was cancelled.
         """
         if self.done():
             raise asyncio.CancelledError
@@ -233,7 +233,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         return None
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        """Nothing, likewise."""
+        """Nothing, as there are no identities."""
         return {}
 
     def time_remaining(self) -> Any:
@@ -264,14 +264,14 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         """Whether it is over."""
         return self._stream.closed or self._ended
 
-    # What else there is.
+    # What servicers here use beside it (PushCall).
 
     def set_initial_metadata(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
         """What the response begins with, at its first message or its end: in one packet with it."""
         self._initial = metadata
 
     def is_ready(self) -> bool:
-        """Whether a response that is written now leaves at once; else it had better wait for more to come with it."""
+        """Whether a response that is written now leaves at once. If not, it is better sent later, together with others."""
         return self._stream.ready
 
     def write_now(self, message: Any) -> None:
@@ -279,7 +279,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self.write_bytes(self._serialize(message))
 
     def write_bytes(self, message: bytes) -> None:
-        """The same, of one that is serialized."""
+        """Sends a serialized response, without waiting."""
         if not self._opened:
             self._open()
         self._stream.write(message)
@@ -312,11 +312,11 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self.end(code, details)
 
     def give_up(self, code: grpc.StatusCode, details: str) -> None:
-        """The same, and does not wait until the client has taken what was written."""
+        """Ends the call at once, though the client may not have taken what was written."""
         self.end(code, details)
         self._stream.reset(ErrorCodes.CANCEL)
 
-    # What the stream tells; see StreamReceiver.
+    # What the stream tells (StreamReceiver).
 
     def received(self, message: bytes, compressed: bool) -> None:
         if self._one_request and self._received:

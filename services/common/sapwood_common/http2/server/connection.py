@@ -138,7 +138,7 @@ class ServerConnection(asyncio.Protocol):
             self._transport.close()
 
     def check(self, now: float) -> None:
-        """To be called every few seconds, with the event loop's time: pings, retires or gives up who has been silent or idle."""
+        """Pings, retires or gives up a client that was silent or idle. To be called every few seconds, with the loop's time."""
         if self._transport is None:
             return
         due = self._life.check(
@@ -151,7 +151,7 @@ class ServerConnection(asyncio.Protocol):
         if due is Due.PING:
             self.send(frames.frame(frames.PING, 0, 0, _PING))
         elif due is Due.RETIRE:
-            # Calls that are on their way are answered yet: which is the last is said once the client has heard this.
+            # Calls that are on their way are still answered. Once the client has answered this, it is told which is the last.
             self._goaway(ErrorCodes.NO_ERROR, frames.LAST_STREAM)
             self.send(frames.frame(frames.PING, 0, 0, _LAST_PING))
         elif due is Due.GIVE_UP:
@@ -263,7 +263,7 @@ class ServerConnection(asyncio.Protocol):
         return (self.writable and self._flow.write_on()) or self._behind
 
     def _greet(self, greeting: Greeting, data: bytes) -> bytes:
-        """Returns what there is of frames."""
+        """Returns the frames after the client's preface."""
         assert self._transport is not None
         if self._transport.is_closing():  # it was refused
             return b""
@@ -283,14 +283,14 @@ class ServerConnection(asyncio.Protocol):
         self.close(_LINGER_SECONDS if self.owner.connection_failed(self, error) else 0.0)
 
     def _measured(self) -> None:
-        """What was read was so much that its time was measured: goes on later if that is over."""
+        """Ends the measurement of time; goes on in later turns if time was over."""
         self._share.end()
         if self._behind and self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
             self._share.add(self)
 
     def _settle(self) -> None:
-        """Lets the client send more on all streams, and gives up one that sends on and reads nothing."""
+        """Lets the client send more on all streams; gives up a client that sends on and reads nothing."""
         assert self._transport is not None
         if self._frames.consumed > _GRANTED:
             self.send(frames.window_update(0, self._frames.consumed))
@@ -330,13 +330,13 @@ class ServerConnection(asyncio.Protocol):
             self.close_gently()
 
     def know(self) -> None:
-        """The client has shown a valid key: it may have as many calls at a time as any."""
+        """Notes that the client has shown a valid key: it may have as many calls at a time as any."""
         if self._most_streams < MOST_STREAMS:
             self._most_streams = MOST_STREAMS
             self.send(frames.settings(((SettingCodes.MAX_CONCURRENT_STREAMS, MOST_STREAMS),)))
 
     def count_refused(self) -> None:
-        """A call was refused on its headers. Raises ConnectionFailedError if too many are."""
+        """Counts a call that was refused on its headers. Raises ConnectionFailedError for too many."""
         self._rates.take(frame_rates.REFUSED)
 
     def count_fault(self) -> None:

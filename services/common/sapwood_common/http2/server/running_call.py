@@ -17,7 +17,7 @@ from sapwood_common.http2.server.turnstile import Place, Turnstile
 logger = logging.getLogger(__name__)
 
 _DEADLINE_SLACK = 0.1
-"""Seconds past its deadline that a handler has to end a call by itself, with what it knows."""
+"""Seconds past the deadline that a handler has to end the call by itself, with a status of its own."""
 
 Handler = Any
 """``grpc.RpcMethodHandler``, whose attributes the stubs do not know."""
@@ -26,7 +26,7 @@ Enter = Callable[[Callable[[], None], ServerCall], Place | None]
 
 
 class RunningCall:
-    """One call. Whatever happens, it ends with one status, and the task with it.
+    """One call. Whatever happens, it ends with exactly one status, and the task ends with it.
 
     Args:
         call: The call.
@@ -53,11 +53,11 @@ class RunningCall:
             self._timer = asyncio.get_running_loop().call_at(call.deadline + _DEADLINE_SLACK, self._expire)
 
     def start(self) -> None:
-        """Starts the handler, when it is its turn. Once."""
+        """Starts the handler when it is its turn. To be called once."""
         self._place = self._enter(self._begin, self._call)
 
     def cancel(self) -> None:
-        """The client has left."""
+        """Ends the handler: the client has left."""
         if self._task is not None:
             self._exits.enter(self._task.cancel)
         else:
@@ -66,7 +66,7 @@ class RunningCall:
             self._end()
 
     def shut(self) -> None:
-        """The server stops."""
+        """Ends call and handler: the server stops."""
         self._call.end(grpc.StatusCode.UNAVAILABLE, "this service is shutting down")
         self.cancel()
 
@@ -76,7 +76,7 @@ class RunningCall:
 
     def _begin(self) -> None:
         self._place = None
-        if self in self._running:  # or it is over already
+        if self in self._running:  # unless it is over already
             self._task = asyncio.get_running_loop().create_task(self._run())
             self._task.add_done_callback(self._done)
 
@@ -90,7 +90,7 @@ class RunningCall:
         self._end()
 
     def _end(self) -> None:
-        self._task = None  # its exception, if it was cancelled, refers to all this
+        self._task = None  # a cancelled task's exception refers to this
         self._running.discard(self)
         if self._timer is not None:
             self._timer.cancel()
@@ -103,7 +103,7 @@ class RunningCall:
             call.end()
         except grpc.aio.AbortError:
             call.end()
-        except SapwoodError as error:  # of reading the request: others have passed the interceptor
+        except SapwoodError as error:  # raised by reading the request: handlers' own are told by the interceptor
             call.fail(error)
         except Exception:
             logger.exception("a handler failed")
@@ -123,12 +123,12 @@ class RunningCall:
             return
         behavior = handler.stream_stream if handler.request_streaming else handler.unary_stream
         responses = behavior(request, call)
-        if not hasattr(responses, "__aiter__"):  # it writes by itself
+        if not hasattr(responses, "__aiter__"):  # the handler writes by itself
             await responses
             return
         async with aclosing(responses):
             async for response in responses:
-                if call.done():  # also for a handler that has overheard its cancellation
+                if call.done():  # also for a handler that ignored its cancellation
                     raise asyncio.CancelledError
                 call.write_now(response)
                 if not call.is_ready():

@@ -12,6 +12,7 @@ import grpc
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
+from sapwood_common.http2.server import server
 from sapwood_common.http2.server.limits.lifetime import Due, Lifetime, Timeouts
 from sapwood_common.http2.wire import frames
 
@@ -204,3 +205,20 @@ async def test_a_client_that_is_stopped_is_given_up(running, request_block, grpc
     finally:
         process.kill()
         await process.wait()
+
+
+async def test_of_too_many_connections_the_oldest_without_calls_makes_room(
+    serve, request_block, grpc_message, until, monkeypatch
+) -> None:
+    monkeypatch.setattr(server, "_MOST_CONNECTIONS", 3)
+    async with serve() as running:
+        busy = await running.connect()
+        busy.send(frames.header_frames(1, request_block("Wait"), frames.USUAL_FRAME))
+        busy.send(frames.frame(frames.DATA, frames.END_STREAM, 1, grpc_message(b"")))
+        await until(lambda: running.service.started == ["Wait"])
+        idle = [await running.connect() for _ in range(3)]
+        for client in idle[1:]:
+            await client.ping()
+        await idle[0].closed()
+        running.service.release.set()
+        assert (await busy.status(1))["grpc-status"] == "0"

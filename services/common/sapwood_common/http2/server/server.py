@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 from h2.errors import ErrorCodes
@@ -31,6 +32,8 @@ _CHECKS = 4
 _CHECKED_AT_ONCE = 64
 """Connections that are checked in one turn of the event loop."""
 _MOST_LINGERING = 64
+_MOST_CONNECTIONS, _LOOKED_AT = 16_384, 64
+"""Beyond it one of the oldest closes that has no calls, or else the new one."""
 _MESSAGES_HELD = 4
 """How many messages of the largest size may be in memory at a time."""
 
@@ -84,7 +87,8 @@ class Http2Server:
         self._timeouts = timeouts or Timeouts()
         self._handlers: dict[bytes, Handler] = {}
         self._listener: Listener | None = None
-        self._connections: set[ServerConnection] = set()
+        self._connections: dict[ServerConnection, None] = {}
+        """The oldest first."""
         self._lingering: set[ServerConnection] = set()
         """Connections that failed and stay open for a moment, so that their clients hear why."""
         self._running: set[RunningCall] = set()
@@ -151,13 +155,16 @@ class Http2Server:
         return ServerConnection(self, self._most_bytes, most_streams, self._shared, self._timeouts)
 
     def connection_made(self, connection: ServerConnection) -> None:
-        self._connections.add(connection)
+        self._connections[connection] = None
         self._shared.calls.connections = len(self._connections)
         if self._stopping:  # it was on its way when the others were told
             connection.close_gently()
+        elif len(self._connections) > _MOST_CONNECTIONS:
+            oldest = islice(self._connections, _LOOKED_AT)
+            next((each for each in oldest if each.idle), connection).close_gently()
 
     def connection_lost(self, connection: ServerConnection) -> None:
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         self._shared.calls.connections = len(self._connections)
         self._lingering.discard(connection)
         if not self._connections and self._alone is not None and not self._alone.done():

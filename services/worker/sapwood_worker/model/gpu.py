@@ -61,8 +61,9 @@ def check_gpu(
     this = f"{gpu.name} (compute capability {has})"
     if gpu.capability < _OLDEST:
         raise ConfigError(f"--device: {this} is too old: the kernels need 7.0")
-    if not any(_runs(built, gpu.capability) for built in gpu.built_for):
-        built = ", ".join(gpu.built_for)
+    built_for = [built for built in gpu.built_for if not built.startswith("gfx")]  # AMD's are named otherwise
+    if built_for and not any(_runs(built, gpu.capability) for built in built_for):
+        built = ", ".join(built_for)
         raise ConfigError(
             f"--device: torch {torch.__version__} is built for {built}, not for {this}: install one that is"
         )

@@ -210,18 +210,17 @@ class WorkerSession(SharedCall):
             self._on_tokens(handed_on)
 
     def _deliver(self, output: worker_pb2.SessionOutput, sink: StreamSink) -> None:
-        if output.HasField("error"):
-            self._fail(output.stream_id, stream_error(output.error))
-            return
-        if output.HasField("embeddings"):
+        if output.HasField("response"):
+            parsed = worker_output_of(output.response)
+            if parsed.finish is not None:
+                self._drop(output.stream_id)
+            sink.output(parsed)
+        elif output.HasField("embeddings"):
             if output.embeddings.prompt_tokens:
                 self._drop(output.stream_id)
             sink.vectors(output.embeddings)
-            return
-        parsed = worker_output_of(output.response)
-        if parsed.finish is not None:
-            self._drop(output.stream_id)
-        sink.output(parsed)
+        else:
+            self._fail(output.stream_id, stream_error(output.error))
 
     def _fail(self, stream_id: int, error: SapwoodError) -> None:
         sink = self._drop(stream_id)
@@ -239,7 +238,8 @@ class WorkerSession(SharedCall):
 
     def _drop(self, stream_id: int) -> StreamSink | None:
         sink = self._sinks.pop(stream_id, None)
-        self._end_if_finished()
+        if self._finishing:
+            self._end_if_finished()
         return sink
 
     def _next_message(self) -> bytes | None:

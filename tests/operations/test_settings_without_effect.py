@@ -69,6 +69,7 @@ REFUSED = [
     (WORKER, "--kv-cache-gb 1 --memory-fraction 0.5", "--memory-fraction", None),
     (WORKER, "--dtype float32 --no-cuda-graphs", "--no-cuda-graphs", None),
     (WORKER, "--no-cuda-graphs --cuda-graph-max-batch 8", "--cuda-graph-max-batch", None),
+    (WORKER, "--attention-backend decode=torch --cuda-graph-max-batch 8", "--cuda-graph-max-batch", None),
     (WORKER, "--max-running 8 --cuda-graph-max-batch 8", "--cuda-graph-max-batch", "--max-running 9"),
     (WORKER, "--no-structured-output --no-jump-forward", "--no-jump-forward", None),
     (WORKER, "--no-structured-output --grammar-timeout 1", "--grammar-timeout", None),

@@ -83,6 +83,11 @@ class WorkerConfig(ServiceConfig):
         Needs(("cuda_graph_max_batch",), lambda config: config.cuda_graphs, "without {cuda_graphs}"),
         Needs(
             ("cuda_graph_max_batch",),
+            lambda config: not {"torch", "decode=torch"} & set(config.attention_backend.split(",")),
+            "with {attention_backend} torch, whose decodes are never captured",
+        ),
+        Needs(
+            ("cuda_graph_max_batch",),
             lambda config: config.cuda_graph_max_batch < config.max_running,
             "with a {max_running} that is no larger",
         ),

@@ -1,9 +1,9 @@
-"""How much a request may ask for, where two services check it alike. The protos name these."""
+"""Limits of a request that two services check alike. The protos name them."""
 
 from __future__ import annotations
 
 MOST_CONTINUATIONS = 128
-"""Of one prompt."""
+"""Continuations of one prompt."""
 MOST_EMBEDDED = 2048
 """Inputs of one embedding request."""
 MOST_STOPS = 16

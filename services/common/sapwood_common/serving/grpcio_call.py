@@ -17,7 +17,7 @@ class GrpcioCall:
 
     Args:
         context: grpcio's.
-        tenant: Whose key the call came with.
+        tenant: The tenant whose key the call came with; None where no key is asked for.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], tenant: Tenant | None) -> None:
@@ -31,11 +31,11 @@ class GrpcioCall:
         self._initial: Iterable[tuple[str, str | bytes]] | None = None
         self._unsent: deque[Any] = deque()
         self._writer: asyncio.Task[None] | None = None
-        """Sends what is unsent."""
+        """Sends the unsent responses; None where there are none."""
         self._given_up: tuple[grpc.StatusCode, str] | None = None
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Called with the call when it is over, also when the client leaves."""
+        """Adds a callback for the end of the call, also when the client leaves. It is given grpcio's context."""
         self._context.add_done_callback(cast(Any, callback))
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> Never:

@@ -1,4 +1,4 @@
-"""A call whose responses are pushed: written by whoever has them, and not yielded by its handler."""
+"""A call whose responses are pushed: code outside the handler writes them, and the handler yields none."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from sapwood_common.tenants.tenant import Tenant
 
 
 class PushCall(Protocol):
-    """What contexts of every server here have beside what ``grpc.aio.ServicerContext`` says.
+    """What the contexts of both servers have beside what ``grpc.aio.ServicerContext`` says.
 
     Attributes:
-        tenant: Whose key it came with; None where none was asked for.
+        tenant: The tenant whose key it came with; None where no key is asked for.
     """
 
     tenant: Tenant | None
 
     def is_ready(self) -> bool:
-        """Whether a response that is written now leaves at once; else it had better wait for more to come with it."""
+        """Whether a response that is written now leaves at once. If not, it is better sent later, together with others."""
         ...
 
     def write_now(self, message: Any) -> None:
@@ -36,9 +36,9 @@ class PushCall(Protocol):
         ...
 
     def set_initial_metadata(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-        """What the response begins with, at its first message or its end."""
+        """Sets the metadata with which the response begins, sent with its first message or its end."""
         ...
 
     def give_up(self, code: grpc.StatusCode, details: str) -> None:
-        """Ends the call, without waiting until the client has taken what was written."""
+        """Ends the call at once, though the client may not have taken what was written."""
         ...

@@ -39,7 +39,7 @@ def make_key() -> str:
 
 
 def hash_key(key: str) -> str:
-    """What the file holds of a key."""
+    """The SHA-256 of a key in hexadecimal, which the file holds in its place."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 

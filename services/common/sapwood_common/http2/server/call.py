@@ -71,7 +71,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self.headers = head.headers
         """The header fields that began it. Not to be changed."""
         self.tenant = tenant
-        """Whose key it came with; None where none was asked for."""
+        """The tenant whose key it came with; None where no key is asked for."""
         self._stream = stream
         self._metadata: Metadata | None = None
         self._peer = peer
@@ -81,16 +81,16 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._status_of = status_of
         self._shared = shared
         self._read = 0
-        """Requests, since it had to wait."""
+        """Requests that were read since the reader last had to wait."""
         self._one_request = one_request
         self._received = False
         self._encoding = fields.get(b"grpc-encoding", b"identity")
         timeout = fields.get(b"grpc-timeout")
         seconds = None if timeout is None else read_timeout(timeout)
         self.deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
-        """By the event loop's clock."""
+        """Seconds, by the event loop's clock; None without a deadline."""
         self._requests: deque[tuple[bytes, bool]] = deque()
-        """With whether they are compressed."""
+        """Requests that were not read, each with whether it is compressed."""
         self._requests_over = False
         self._problem: SapwoodError | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -195,7 +195,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         await self.abort(status.code, status.details, status.trailing_metadata or ())
 
     def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        """What the response ends with."""
+        """Sets the metadata with which the response ends."""
         # Encoded here, where a mistake is the handler's, and not where the call must end.
         self._trailing = tuple(trailing_metadata or ())
         self._trailing_block = metadata_block(self._trailing)
@@ -207,11 +207,11 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         return self._metadata
 
     def set_code(self, code: grpc.StatusCode) -> None:
-        """The status with which the call will end."""
+        """Sets the status with which the call will end."""
         self._code = code
 
     def set_details(self, details: str) -> None:
-        """Its message."""
+        """Sets the status's message."""
         self._details = details
 
     def set_compression(self, compression: grpc.Compression) -> None:
@@ -241,7 +241,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         return None if self.deadline is None else max(0.0, self.deadline - asyncio.get_running_loop().time())
 
     def trailing_metadata(self) -> Any:
-        """What the response ends with."""
+        """The metadata with which the response ends."""
         return self._trailing
 
     def code(self) -> grpc.StatusCode:
@@ -253,7 +253,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         return self._details
 
     def add_done_callback(self, callback: Any) -> None:
-        """Called with the call when it is over, also when the client leaves."""
+        """Adds what is called with the call when it is over, also when the client leaves."""
         self._callbacks.append(callback)
 
     def cancelled(self) -> bool:
@@ -267,7 +267,7 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
     # What servicers here use beside it (PushCall).
 
     def set_initial_metadata(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-        """What the response begins with, at its first message or its end: in one packet with it."""
+        """Sets the metadata with which the response begins, sent in one packet with its first message or its end."""
         self._initial = metadata
 
     def is_ready(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a connection tells its server."""
+"""The server, as its connections know it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ConnectionT_contra = TypeVar("ConnectionT_contra", contravariant=True)
 
 
 class ConnectionOwner(Protocol[ConnectionT_contra]):
-    """The server, as its connections know it. Its methods raise only what they name."""
+    """Is told what happens on connections. Its methods raise only what they name."""
 
     def connection_made(self, connection: ConnectionT_contra) -> None:
         """The connection has begun. It never does if its TLS handshake fails."""

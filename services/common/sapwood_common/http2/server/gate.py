@@ -8,7 +8,7 @@ from sapwood_common.http2.server.turnstile import Rank
 from sapwood_common.http2.wire.header_reader import Headers
 
 Tenant = Any
-"""Whose key a call came with, as the gate knows them: handlers find it at the call, and nothing here looks at it."""
+"""The tenant whose key a call came with: the gate returns it, handlers find it at the call, and nothing here looks at it."""
 
 
 class Gate(Protocol):

@@ -51,7 +51,7 @@ def find_trailer_problem(headers: Headers) -> str | None:
 
 
 def _joined_names(headers: Headers) -> bytes:
-    """With a comma behind each."""
+    """The names of the fields, each with a comma behind it."""
     return b"".join([name + b"," for name, _ in headers])
 
 

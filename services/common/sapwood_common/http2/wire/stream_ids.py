@@ -46,5 +46,5 @@ class StreamIds:
         return stream in self._skipped
 
     def may_be_late(self, stream: int) -> bool:
-        """Of a stream that is over: whether a frame may have left before the client knew that it was."""
+        """Whether a frame of a stream that is over may have left before the client knew that it was."""
         return stream in self._cut_off or stream <= self._forgotten

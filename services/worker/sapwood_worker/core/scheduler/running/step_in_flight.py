@@ -11,7 +11,7 @@ from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
 from sapwood_worker.records.grammar_state import GrammarState, MaskFiller
 from sapwood_worker.records.page_copies import Copies
-from sapwood_worker.records.step import Entry, Step
+from sapwood_worker.records.step import Entry, IntArray, Step
 
 Chunk = tuple[Request, int]
 """A request and how many of its next tokens are computed."""
@@ -118,7 +118,7 @@ class StepInFlight:
             self._filled.exception()
 
 
-def _tokens(request: Request, start: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _tokens(request: Request, start: int, count: int) -> IntArray:
     """A request's next tokens; -1 for the last of them if a step in flight samples it."""
     tokens = np.full(count, -1, np.int64)
     known = min(count, len(request.token_ids) - start)

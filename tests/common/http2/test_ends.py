@@ -303,3 +303,25 @@ async def test_of_calls_that_are_cancelled_together_a_few_end_in_each_turn(
         ended.append(len(service.finished))
     assert max(after - before for before, after in pairwise(ended)) <= 2 * MOST_A_TURN
     await until(lambda: service.called_back == count)
+
+
+async def test_calls_that_are_cancelled_before_their_turn_leave_nothing_for_the_collector(
+    running, request_block, grpc_message, until
+) -> None:
+    """It would find thousands at once, and hold up everybody else for tens of milliseconds."""
+    client, numbers = await running.connect(), range(1, 10 * MOST_A_TURN, 2)
+    gc.collect()
+    gc.disable()
+    try:
+        block = request_block("Wait")
+        calls = [
+            frames.header_frames(stream, block, frames.USUAL_FRAME)
+            + frames.frame(frames.DATA, frames.END_STREAM, stream, grpc_message(b""))
+            for stream in numbers
+        ]
+        client.send(b"".join(calls) + b"".join(frames.reset(stream, 8) for stream in numbers))
+        await client.ping()
+        await until(lambda: running.count() == 1)  # the connection
+        assert len(running.service.started) < len(numbers)
+    finally:
+        gc.enable()

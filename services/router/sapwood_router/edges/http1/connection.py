@@ -94,6 +94,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._host.share.drop(self)
         if self._place is not None:
             self._place.leave()
+            self._place = None
         request, self._request = self._request, None
         if request is not None:
             request.lose_client()

@@ -63,7 +63,7 @@ class RunningCall:
         else:
             if self._place is not None:
                 self._place.leave()
-                self._place = None  # it refers to this one: thousands would wait for the collector, and then all at once
+                self._place = None  # it refers to this one: thousands would wait for the collector
             self._end()
 
     def shut(self) -> None:

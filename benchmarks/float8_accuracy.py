@@ -18,7 +18,7 @@ import torch
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.models.model_files import resolve_model
-from sapwood_testing.worker.steps import Part, make_step
+from sapwood_testing.worker.steps import Part, step_for
 from sapwood_tokenizer.vocab.loader import load_tokenizer, resolve_tokenizer
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.options import RunnerOptions
@@ -62,7 +62,7 @@ def main() -> None:
         for ids in pieces:
             part = Part(0, ids, 0, True, SamplingParams())
             table = np.arange(64, dtype=np.int32).reshape(2, 32)
-            found.append(runner.logits(make_step(0, table, [part])).cpu().log_softmax(-1))
+            found.append(runner.logits(step_for(runner.info, 0, table, [part])).cpu().log_softmax(-1))
         plain = plain or found
         loss = [
             -each[:-1].gather(1, torch.tensor(ids)[1:, None]).mean() for each, ids in zip(found, pieces, strict=True)

@@ -86,6 +86,7 @@ class Engine:
         info = self.runner.info
         self.scheduler = Scheduler(
             SchedulerConfig(
+                windows=info.windows,
                 page_size=info.page_size, num_pages=info.num_pages, context_length=info.context_length,
                 max_running=max_running, max_step_tokens=max_step_tokens,
             )

@@ -30,7 +30,7 @@ import torch
 from commit import measured_commit
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_testing.worker.steps import make_step
+from sapwood_testing.worker.steps import step_for
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host_pages import HostPages
 from sapwood_worker.core.scheduler.config import SchedulerConfig
@@ -72,6 +72,7 @@ class Engine:
         host = HostPages(self.runner.host_pool.num_pages)
         self.tiers = HierarchicalCache(host, pages, info.page_size) if tiered else None
         self.config = SchedulerConfig(
+            windows=info.windows,
             page_size=info.page_size,
             num_pages=pages,
             context_length=info.context_length,
@@ -115,7 +116,7 @@ class Engine:
         """What a step of copies alone takes."""
         torch.cuda.synchronize()
         began = time.perf_counter()
-        self.runner.execute(make_step(0, np.zeros((1, 1), np.int32), [], copies))
+        self.runner.execute(step_for(self.runner.info, 0, np.zeros((1, 1), np.int32), [], copies))
         torch.cuda.synchronize()
         return time.perf_counter() - began
 

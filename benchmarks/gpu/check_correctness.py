@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_testing.worker.steps import Part, make_step
+from sapwood_testing.worker.steps import Part, step_for
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler, SchedulerConfig
 from sapwood_worker.model.runner.builder import build_runner
@@ -45,9 +45,9 @@ def models() -> dict[str, transformers.PreTrainedModel]:
     return {"llama": llama, "qwen3": qwen, "gemma3": gemma}
 
 
-def request(tokens: list[int], start: int, samples: bool = True) -> Step:
+def request(runner: ModelRunner, tokens: list[int], start: int, samples: bool = True) -> Step:
     part = Part(0, tokens, start, samples, SamplingParams(temperature=0.0))
-    return make_step(0, np.arange(64, dtype=np.int32).reshape(1, 64), [part])
+    return step_for(runner.info, 0, np.arange(64, dtype=np.int32).reshape(1, 64), [part])
 
 
 def mixed_error(runner: ModelRunner, model: transformers.PreTrainedModel, tokens: list[int]) -> float:
@@ -55,12 +55,12 @@ def mixed_error(runner: ModelRunner, model: transformers.PreTrainedModel, tokens
     other = tokens[::-1]
     table = np.arange(64, dtype=np.int32).reshape(2, 32)
     greedy = SamplingParams(temperature=0.0)
-    runner.execute(make_step(0, table, [Part(0, tokens[:-1], 0, False, greedy)]))
+    runner.execute(step_for(runner.info, 0, table, [Part(0, tokens[:-1], 0, False, greedy)]))
     parts = [
         Part(0, tokens[-1:], len(tokens) - 1, True, greedy),
         Part(1, other, 0, True, greedy),
     ]
-    logits = runner.logits(make_step(1, table, parts))
+    logits = runner.logits(step_for(runner.info, 1, table, parts))
     with torch.inference_mode():
         both = model(torch.tensor([tokens, other], device="cuda")).logits
     expected = torch.cat((both[0, -1:], both[1]))
@@ -79,7 +79,11 @@ def check_overlap(runner: ModelRunner) -> bool:
     info = runner.info
     scheduler = Scheduler(
         SchedulerConfig(
-            page_size=info.page_size, num_pages=info.num_pages, context_length=info.context_length, max_running=8
+            windows=info.windows,
+            page_size=info.page_size,
+            num_pages=info.num_pages,
+            context_length=info.context_length,
+            max_running=8,
         )
     )
     for overlap in (False, True):
@@ -125,18 +129,21 @@ def check_float8(name: str, model: transformers.PreTrainedModel) -> bool:
         model.save_pretrained(folder)
         for variant, (options, limit) in FLOAT8.items():
             made = {"model_path": Path(folder), "num_pages": 64, "max_running": 8, "max_step_tokens": 128, **options}
-            wanted = build_runner(RunnerOptions(**made)).logits(request(prompt, 0))
+            oracle = build_runner(RunnerOptions(**made))
+            wanted = oracle.logits(request(oracle, prompt, 0))
             runner = build_runner(RunnerOptions(**made, device="cuda", dtype="bfloat16"))
-            got = torch.cat((runner.logits(request(prompt[:60], 0)), runner.logits(request(prompt[60:], 60))))
+            got = torch.cat(
+                (runner.logits(request(runner, prompt[:60], 0)), runner.logits(request(runner, prompt[60:], 60)))
+            )
             error = relative(got, wanted)
             table = np.arange(64, dtype=np.int32).reshape(4, 16)
             greedy = SamplingParams(temperature=0.0)
             agreed = 0
             for count in (1, 4):  # a row alone has a kernel of its own
                 parts = [Part(i, prompt[:-1], 0, False, greedy) for i in range(count)]
-                runner.execute(make_step(0, table, parts))
+                runner.execute(step_for(runner.info, 0, table, parts))
                 parts = [Part(i, prompt[-1:], 99, True, greedy) for i in range(count)]
-                for (token,) in runner.execute(make_step(1, table, parts)).token_ids:
+                for (token,) in runner.execute(step_for(runner.info, 1, table, parts)).token_ids:
                     gap = float(wanted[-1].max() - wanted[-1, token])
                     agreed += gap < 2 * limit * float(wanted[-1].std())
             ok = error < limit and agreed == 5 and check_overlap(runner)
@@ -158,11 +165,11 @@ def check_demo(path: Path) -> bool:
         for prompt in prompts:
             tokens = list(prompt)
             for i in range(40):
-                part = request(tokens if i == 0 else tokens[-1:], 0 if i == 0 else len(tokens) - 1)
+                part = request(runner, tokens if i == 0 else tokens[-1:], 0 if i == 0 else len(tokens) - 1)
                 tokens += runner.execute(part).token_ids[0]
             texts[-1].append(tokens)
     tokens = torch.randint(3, 4000, (500,)).tolist()
-    logits = [runner.logits(request(tokens, 0)).cpu() for runner in runners]
+    logits = [runner.logits(request(runner, tokens, 0)).cpu() for runner in runners]
     error = relative(logits[1], logits[0])
     good = texts[0] == texts[1] and error < 1e-3
     row = {
@@ -175,7 +182,7 @@ def check_demo(path: Path) -> bool:
     for variant, (options, _) in FLOAT8.items():
         got = (
             build_runner(RunnerOptions(**made, device="cuda", **options))
-            .logits(request(tokens, 0))
+            .logits(request(runners[1], tokens, 0))
             .cpu()
             .log_softmax(-1)
         )
@@ -212,13 +219,13 @@ def main() -> int:
 
             with torch.inference_mode():
                 expected = reference(torch.tensor([prompt], device="cuda")).logits[0]
-            first = runner.logits(request(prompt[:60], 0))
-            second = runner.logits(request(prompt[60:], 60))
+            first = runner.logits(request(runner, prompt[:60], 0))
+            second = runner.logits(request(runner, prompt[60:], 60))
             error = ((torch.cat((first, second)) - expected).norm() / expected.norm()).item()
             tokens, agreed = list(prompt), 0
-            runner.execute(request(prompt[:-1], 0, samples=False))
+            runner.execute(request(runner, prompt[:-1], 0, samples=False))
             for _ in range(40):
-                ((token,),) = runner.execute(request(tokens[-1:], len(tokens) - 1)).token_ids
+                ((token,),) = runner.execute(request(runner, tokens[-1:], len(tokens) - 1)).token_ids
                 with torch.inference_mode():
                     logits = reference(torch.tensor([tokens], device="cuda")).logits[0, -1]
                 best = int(logits.argmax())

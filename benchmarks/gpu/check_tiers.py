@@ -52,6 +52,7 @@ class Bench:
         self.tiers = HierarchicalCache(host, pages, info.page_size, policy) if tiered else None
         self.scheduler = Scheduler(
             SchedulerConfig(
+                windows=info.windows,
                 page_size=info.page_size, num_pages=pages, context_length=info.context_length, max_running=8,
                 max_step_tokens=1024, prefix_cache=tiered, conservativeness=0.0,
             ),

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_testing.worker.fake_transfer import FakeTransfer
-from sapwood_worker.core.cache.prefix_cache import MOST_APART
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.records.kv_layout import WindowGroup
 from sapwood_worker.records.model_info import ModelInfo
@@ -55,7 +54,7 @@ def random_windows(chance: random.Random, page_size: int, num_pages: int) -> tup
     windows = []
     for _ in range(chance.choice([0, 1, 1, 2])):
         reach = chance.choice([0, 1, page_size, chance.randint(1, 6 * page_size)])
-        least = WindowGroup(reach, 0).tail(page_size) + MOST_APART
+        least = WindowGroup(reach, 0).least(page_size)
         windows.append(WindowGroup(reach, chance.choice([least, chance.randint(least, max(least, num_pages))])))
     return tuple(windows)
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import Pooling
 from sapwood_worker.records.page_copies import Copies
 from sapwood_worker.records.step import Entry, Step
@@ -41,6 +42,15 @@ class Part:
     prompt_length: int = 0
     prompt_logprobs: int | None = None
     pooling: Pooling = ""
+
+
+def step_for(
+    info: ModelInfo, number: int, table: npt.NDArray[np.int32], parts: Sequence[Part] = (), copies: Copies | None = None
+) -> Step:
+    """Does :func:`make_step` for a model that may have several page tables: each names the same pages."""
+    step = make_step(number, table, parts, copies)
+    step.pages = np.tile(step.pages, (1, 1 + len(info.windows)))
+    return step
 
 
 def make_step(

@@ -47,6 +47,7 @@ def generate(
     info = runner.info
     scheduler = Scheduler(
         SchedulerConfig(
+            windows=info.windows,
             page_size=info.page_size,
             num_pages=info.num_pages,
             context_length=1024,

@@ -22,7 +22,7 @@ from sapwood_common.models.gguf_file import GgufFile
 from sapwood_common.models.model_files import demo_path
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.mooncake_cluster import MooncakeCluster, mooncake_is_installed
-from sapwood_testing.worker.steps import Part, make_step
+from sapwood_testing.worker.steps import Part, step_for
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.model_runner import ModelRunner
@@ -164,7 +164,7 @@ class Driver:
             self.cached[slot] += size
         self.entering -= chunks.keys()
         self.step += 1
-        return make_step(self.step, self.table, requests)
+        return step_for(self.runner.info, self.step, self.table, requests)
 
     def execute(
         self, chunks: dict[int, int], sampling: dict[int, SamplingParams] | SamplingParams | None = None

@@ -64,6 +64,7 @@ def test_greedy_tokens_do_not_depend_on_scheduling(
     runner = make_runner(tiny.path, page_size=page_size, num_pages=num_pages, max_running=6)
     scheduler = Scheduler(
         SchedulerConfig(
+            windows=runner.info.windows,
             page_size=page_size,
             num_pages=num_pages,
             context_length=runner.info.context_length,
@@ -116,6 +117,7 @@ def test_batches_of_up_to_32_answer_as_transformers_does(
     tiny = tiny_model("llama")
     runner = make_runner(tiny.path, page_size=page_size, num_pages=max(pages, batch), max_running=batch)
     config = SchedulerConfig(
+        windows=runner.info.windows,
         page_size=page_size,
         num_pages=max(pages, batch),
         context_length=runner.info.context_length,
@@ -133,6 +135,7 @@ def test_what_was_retracted_from_large_pages_answers_as_transformers_does(tiny_m
     tiny = tiny_model("llama")
     runner = make_runner(tiny.path, page_size=64, num_pages=8, max_running=4)
     config = SchedulerConfig(
+        windows=runner.info.windows,
         page_size=64,
         num_pages=8,
         context_length=runner.info.context_length,
@@ -178,6 +181,7 @@ def test_the_demo_model_answers_alike_in_all_batches_chunks_and_pages(
         runner = make_runner(demo_model, page_size=page_size, num_pages=max(pages, batch), max_running=batch)
         for overlap in (False, True):
             config = SchedulerConfig(
+                windows=runner.info.windows,
                 page_size=page_size,
                 num_pages=max(pages, batch),
                 context_length=runner.info.context_length,
@@ -200,6 +204,7 @@ def test_seeded_sampling_does_not_depend_on_scheduling(tiny_model: Any, make_run
         runner = make_runner(path, page_size=16, num_pages=pages, max_running=max_running)
         scheduler = Scheduler(
             SchedulerConfig(
+                windows=runner.info.windows,
                 page_size=16,
                 num_pages=pages,
                 context_length=runner.info.context_length,
@@ -253,6 +258,7 @@ def test_log_probabilities_equal_transformers_whatever_is_cached_and_retracted(
     runner = make_runner(tiny.path, page_size=16, num_pages=pages, max_running=6)
     scheduler = Scheduler(
         SchedulerConfig(
+            windows=runner.info.windows,
             page_size=16,
             num_pages=pages,
             context_length=runner.info.context_length,
@@ -282,3 +288,33 @@ def test_log_probabilities_equal_transformers_whatever_is_cached_and_retracted(
             assert each.logprob == pytest.approx(float(expected[at, whole[at + 1]]), abs=2e-4)
             count = 3 if at < len(prompt) - 1 else 2
             assert each.top_logprobs == pytest.approx(expected[at].topk(count).values.tolist(), abs=2e-4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_pages_that_slide_out_of_windows_are_freed_and_no_token_changes(
+    tiny_model: Any, make_runner: Any, overlap: bool
+) -> None:
+    """A window of 13 tokens has fewer pages than two of these prompts; the second time they come their ends are cached."""
+    tiny = tiny_model("gemma3")
+    runner = make_runner(tiny.path, page_size=4, num_pages=200, max_running=4, max_step_tokens=16)
+    [window] = runner.info.windows
+    assert window.num_pages < 2 * 100 // 4
+    scheduler = Scheduler(
+        SchedulerConfig(
+            page_size=4,
+            num_pages=200,
+            context_length=runner.info.context_length,
+            max_running=4,
+            max_step_tokens=16,
+            conservativeness=0.0,
+            windows=runner.info.windows,
+        )
+    )
+    chance = random.Random(7)
+    shared = [chance.randrange(3, 97) for _ in range(60)]
+    asked = [shared + [chance.randrange(3, 97) for _ in range(40 + index)] for index in range(4)]
+    compare(tiny, asked, TOKENS, scheduler, runner, overlap)
+    assert scheduler._cache.windows[0].num_freed > 4 * 60 // 4
+    before = scheduler.load().cached_tokens
+    compare(tiny, asked, TOKENS, scheduler, runner, overlap)
+    assert scheduler.load().cached_tokens > before

@@ -108,6 +108,7 @@ def settle(runner: ModelRunner, scheduler: Scheduler) -> None:
 
 def make_scheduler(runner: ModelRunner, tiers: HierarchicalCache | None) -> Scheduler:
     config = SchedulerConfig(
+        windows=runner.info.windows,
         page_size=runner.info.page_size,
         num_pages=runner.info.num_pages,
         context_length=POOL_TOKENS,

@@ -60,6 +60,7 @@ def answers(runner: Any, scheduler: Scheduler, batches: list[list[list[int]]]) -
 
 def make_scheduler(runner: Any, page_size: int, num_pages: int, tiers: HierarchicalCache | None) -> Scheduler:
     config = SchedulerConfig(
+        windows=runner.info.windows,
         page_size=page_size,
         num_pages=num_pages,
         context_length=runner.info.context_length,

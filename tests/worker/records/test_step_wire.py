@@ -214,7 +214,14 @@ def test_a_runner_in_another_process_gives_the_tokens_of_one_here(tiny_model: An
     compiled = GrammarArtefact(source.key(vocabulary.fingerprint), vocabulary.fingerprint, lark).to_bytes()
     runner = build_runner(RunnerOptions(model_path=path, num_pages=40, max_running=8, threads=1))
     scheduler = Scheduler(
-        SchedulerConfig(page_size=16, num_pages=40, context_length=640, max_running=8, max_step_tokens=64),
+        SchedulerConfig(
+            windows=runner.info.windows,
+            page_size=16,
+            num_pages=40,
+            context_length=640,
+            max_running=8,
+            max_step_tokens=64,
+        ),
         masks=TokenMasks(VOCAB, threads=1),
     )
     chance = random.Random(5)

@@ -72,9 +72,8 @@ class Tiering:
         host = HostPages(pool.num_pages)
         storage = self._storage = StorageTier(host, pool, info.page_size, options, time.monotonic)
         self.cache = HierarchicalCache(host, info.num_pages, info.page_size, config.host_write_policy, storage)
-        speed = measure_prefill(
-            runner, info.page_size, info.num_pages, min(config.max_step_tokens, info.context_length - 1)
-        )
+        counts = [info.num_pages, *(window.num_pages for window in info.windows)]
+        speed = measure_prefill(runner, info.page_size, counts, min(config.max_step_tokens, info.context_length - 1))
         facts = StorageFacts(pool, info.page_size, runner.cache_identity, speed, config.storage_min_tokens)
         self.opener = StorageOpener(storage, facts)
         if config.storage:

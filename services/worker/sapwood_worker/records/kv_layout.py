@@ -63,6 +63,10 @@ class WindowGroup(msgspec.Struct, frozen=True, array_like=True):
         """Pages before a page's first token that its query sees."""
         return -(-self.reach // page_size)
 
+    def least(self, page_size: int) -> int:
+        """Pages with which one request can run: its window, the page being written, and two that it is late to leave."""
+        return self.tail(page_size) + 4
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
@@ -121,6 +125,10 @@ class KVLayout:
         """
         found = {each.needed for each in self.components}
         return tuple(sorted(found, key=lambda needed: (needed != "all", needed == "state", -_tokens(needed))))
+
+    def group_of(self, component: KVComponent) -> int:
+        """The index of a component's group."""
+        return self.groups.index(component.needed)
 
     def reach(self, group: int) -> int:
         """Tokens before a query that it sees of a group, other than the first."""

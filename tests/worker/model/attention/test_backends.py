@@ -13,7 +13,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_kernels.attention.planned import AttentionShape, Variant
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_testing.worker.steps import Part, make_step
+from sapwood_testing.worker.steps import Part, step_for
 from sapwood_worker.model.attention.backend import Abilities, AttentionBackend, AttentionNeeds
 from sapwood_worker.model.attention.registry import choose_backend, parse_setting
 from sapwood_worker.model.runner.builder import build_runner
@@ -138,10 +138,10 @@ def test_on_a_gpu_every_backend_gives_the_logits_of_torch_with_graphs_and_withou
     results = []
     for options in ({"attention_backend": "torch"}, {"attention_backend": setting}):
         runner = build_runner(RunnerOptions(**made, kv_cache_dtype=cache, **options))
-        runner.execute(make_step(0, table, prompts))
-        logits = runner.logits(make_step(1, table, mixed))
-        tokens = runner.execute(make_step(2, table, decodes)).token_ids
-        results.append((logits, runner.logits(make_step(2, table, decodes)), tokens))
+        runner.execute(step_for(runner.info, 0, table, prompts))
+        logits = runner.logits(step_for(runner.info, 1, table, mixed))
+        tokens = runner.execute(step_for(runner.info, 2, table, decodes)).token_ids
+        results.append((logits, runner.logits(step_for(runner.info, 2, table, decodes)), tokens))
     (wanted, wanted_last, _), (got, got_last, tokens) = results
     assert float((got - wanted).norm() / wanted.norm()) < 0.03
     assert float((got_last - wanted_last).norm() / wanted_last.norm()) < 0.03

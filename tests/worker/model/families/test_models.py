@@ -170,3 +170,46 @@ def test_a_package_can_bring_a_family(plugin, tiny_model, make_runner, make_driv
     config.write_text(json.dumps(json.loads((tiny.path / "config.json").read_text()) | {"hidden_activation": "relu"}))
     with pytest.raises(ConfigError, match=f"{config}: relu is nothing for a Gemma"):
         make_runner(tmp_path)
+
+
+def test_a_package_can_bring_a_layout_of_the_cache(plugin, tiny_model, make_runner, make_driver):
+    """Here tokens outside heads, and layers with and without a window (of the whole context) in page tables of their own."""
+    tiny = tiny_model("another")
+    plugin(
+        "sapwood.model_families",
+        "gemma_apart",
+        """
+        import math
+        from dataclasses import replace
+
+        from sapwood_worker.model.families.family import ModelFamily
+        from sapwood_worker.model.families.llama import LlamaDecoderLayer
+        from sapwood_worker.records.kv_layout import KVComponent, KVLayout
+
+        def from_hf(found):
+            config = found.llama()
+            return replace(
+                config, activation="gelu_tanh", embedding_scale=math.sqrt(config.hidden_size), norm_offset=1.0
+            )
+
+        def layout(config, dtype, page_size):
+            kept = KVComponent(tuple(range(0, config.num_layers, 2)), 2, config.num_kv_heads, config.head_dim, dtype)
+            others = replace(kept, layers=tuple(range(1, config.num_layers, 2)), needed=config.max_position)
+            return KVLayout((kept, others), page_size, order="NHD")
+
+        FAMILY = ModelFamily(
+            "gemma_apart", ("GemmaForCausalLM",), LlamaDecoderLayer, {"tie_word_embeddings": True, "rope_theta": 10_000.0},
+            from_hf=from_hf, from_gguf=None, kv_layout=layout,
+        )
+        """,
+        "FAMILY",
+    )
+    driver = make_driver(make_runner(tiny.path))
+    tokens = tokens_of(83)
+    driver.add(5, tokens)
+    assert_same_logits(driver.runner.logits(driver.output({5: 83})), tiny.logits(tokens))
+    [window] = driver.runner.info.windows
+    assert window.reach == driver.runner.info.context_length - 1
+    pages = driver.runner._pool.pages[1]
+    assert pages.shape[:3] == (window.num_pages + 1, 2, driver.runner.info.page_size)
+    assert "NHD" in driver.runner.cache_identity()

@@ -8,11 +8,12 @@ import torch
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_testing.worker.steps import Part, make_step
+from sapwood_testing.worker.steps import Part, step_for
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.pools.torch_transfer import make_transfer
 from sapwood_worker.model.runner.kv_calibration import scale_for
+from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.records.kv_layout import KVComponent, KVLayout
 from sapwood_worker.records.page_copies import Copies, PageCopy
 from sapwood_worker.records.step import Step
@@ -26,13 +27,13 @@ def runners(request, tiny_model, make_runner):
     return make_runner(path), make_runner(path, kv_cache_dtype="fp8_e4m3")
 
 
-def step(tokens: list[int], start: int) -> Step:
+def step(runner: ModelRunner, tokens: list[int], start: int) -> Step:
     request = Part(0, tokens, start, True, SamplingParams(temperature=0.0))
-    return make_step(0, np.arange(8, dtype=np.int32).reshape(1, 8), [request])
+    return step_for(runner.info, 0, np.arange(8, dtype=np.int32).reshape(1, 8), [request])
 
 
 def test_logits_stay_close_to_those_of_a_whole_cache(runners):
-    whole, small = (runner.logits(step(PROMPT, 0)) for runner in runners)
+    whole, small = (runner.logits(step(runner, PROMPT, 0)) for runner in runners)
     error = float((small - whole).norm() / whole.norm())
     assert (
         0 < error < 0.3
@@ -41,11 +42,11 @@ def test_logits_stay_close_to_those_of_a_whole_cache(runners):
 
 def test_a_prompt_in_chunks_gives_what_it_gives_at_once(runners):
     runner = runners[1]
-    at_once = runner.logits(step(PROMPT, 0))
+    at_once = runner.logits(step(runner, PROMPT, 0))
     parts = [
-        runner.logits(step(PROMPT[:40], 0)),
-        runner.logits(step(PROMPT[40:59], 40)),
-        runner.logits(step(PROMPT[59:], 59)),
+        runner.logits(step(runner, PROMPT[:40], 0)),
+        runner.logits(step(runner, PROMPT[40:59], 40)),
+        runner.logits(step(runner, PROMPT[59:], 59)),
     ]
     # A last bit of a key or value may decide which way it is rounded.
     torch.testing.assert_close(torch.cat(parts), at_once, rtol=0.02, atol=0.02)

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_testing.worker.steps import Part, make_step
+from sapwood_testing.worker.steps import Part, step_for
 
 PROMPT = [3 + i * 7 % 90 for i in range(40)]
 
 
 def logits(runner) -> torch.Tensor:
     request = Part(0, PROMPT, 0, True, SamplingParams())
-    return runner.logits(make_step(0, np.arange(8, dtype=np.int32).reshape(1, 8), [request]))
+    return runner.logits(step_for(runner.info, 0, np.arange(8, dtype=np.int32).reshape(1, 8), [request]))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2"])

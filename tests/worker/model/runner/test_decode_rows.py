@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_testing.worker.steps import Part, make_step
+from sapwood_testing.worker.steps import Part, make_step, step_for
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.decode_rows import MOST_KEYS, decode_rows
 from sapwood_worker.model.runner.input_builder import build_forward_batch
@@ -74,9 +74,9 @@ def test_on_a_gpu_parts_of_prompts_in_a_decode_graph_give_the_logits_of_prefill(
     )
     table = np.arange(96, dtype=np.int32).reshape(3, 32)
     before = [part(0, list(range(2, 40)), 0, False), part(1, list(range(3, 103)), 0, False)]
-    runner.execute(make_step(0, table, before))
+    runner.execute(step_for(runner.info, 0, table, before))
     requests = [part(0, [7], 38), part(1, list(range(30, 42)), 100), part(2, list(range(5, 25)), 0, False)]
-    step = make_step(1, table, requests)
+    step = step_for(runner.info, 1, table, requests)
     wanted = runner.logits(step)[[0, 12]]
     graphs = runner._graphs
     assert graphs is not None

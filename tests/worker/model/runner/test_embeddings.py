@@ -53,6 +53,7 @@ def embed(
     info = runner.info
     scheduler = Scheduler(
         SchedulerConfig(
+            windows=info.windows,
             page_size=info.page_size,
             num_pages=settings.pop("num_pages", info.num_pages),
             context_length=info.context_length,

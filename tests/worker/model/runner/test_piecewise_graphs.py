@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sapwood_common.contract.sampling import SamplingParams
-from sapwood_testing.worker.steps import Part, make_step
+from sapwood_testing.worker.steps import Part, step_for
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.model.runner.piecewise_graphs import token_ladder, worth_capturing
@@ -29,8 +29,9 @@ def test_a_replayed_step_equals_one_launched_kernel_by_kernel(tmp_path):
         RunnerOptions(model_path=tmp_path, load_format="dummy", device="cuda", num_pages=64, max_running=4)
     )
     table = np.arange(64, dtype=np.int32).reshape(2, 32)
-    runner.execute(make_step(0, table, [Part(0, list(range(2, 40)), 0, False, GREEDY)]))
-    step = make_step(
+    runner.execute(step_for(runner.info, 0, table, [Part(0, list(range(2, 40)), 0, False, GREEDY)]))
+    step = step_for(
+        runner.info,
         1,
         table,
         [
@@ -55,9 +56,9 @@ def test_graphs_are_captured_up_to_the_batch_that_was_asked_for_and_change_no_to
         assert (runner._graphs and runner._graphs.largest, runner._pieces is None) == (largest, largest is None)
         table = np.arange(64, dtype=np.int32).reshape(4, 16)
         prompts = [Part(i, list(range(2 + i, 40)), 0, True, GREEDY) for i in range(4)]
-        first = runner.execute(make_step(0, table, prompts)).token_ids
+        first = runner.execute(step_for(runner.info, 0, table, prompts)).token_ids
         parts = [Part(i, [7], 38 - i, True, GREEDY) for i in range(4)]
-        tokens.append((first, runner.execute(make_step(1, table, parts)).token_ids))
+        tokens.append((first, runner.execute(step_for(runner.info, 1, table, parts)).token_ids))
     assert tokens[1:] == tokens[:1] * 2
 
 

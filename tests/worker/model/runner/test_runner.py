@@ -9,7 +9,7 @@ import torch
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_testing.worker.steps import Part, make_step
+from sapwood_testing.worker.steps import Part, make_step, step_for
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.input_builder import build_forward_batch
 from sapwood_worker.model.runner.options import RunnerOptions
@@ -38,7 +38,7 @@ def test_a_step_that_samples_nothing_and_an_empty_step(runner, make_driver):
     driver = make_driver(runner)
     driver.add(0, [3] * 10)
     assert runner.execute(driver.output({0: 5})).token_ids == [[]]
-    assert runner.execute(make_step(8, driver.table, [])).token_ids == []
+    assert runner.execute(step_for(runner.info, 8, driver.table, [])).token_ids == []
 
 
 def test_greedy_and_sampled_requests_share_a_batch(runner, make_driver):
@@ -77,7 +77,7 @@ def test_drafts_checked_in_one_step_give_the_tokens_of_one_by_one(runner, make_d
             if turn % 2 and len(draft) > 1:
                 draft[1] = (draft[1] + 1) % 97
             parts.append(Part(slot, [known[-1], *draft], len(known) - 1, 1 + len(draft), setting, enters=False))
-        for slot, tokens in enumerate(runner.execute(make_step(turn, driver.table, parts)).token_ids):
+        for slot, tokens in enumerate(runner.execute(step_for(runner.info, turn, driver.table, parts)).token_ids):
             driver.tokens[slot] += tokens
             taken.append(len(tokens))
     for slot, prompt in prompts.items():

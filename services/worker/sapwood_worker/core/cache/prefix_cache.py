@@ -36,10 +36,6 @@ Written = tuple[PageHandle, ...]
 """Handles of pages, one for each page table."""
 
 
-MOST_APART = 4
-"""Pages of a window beyond its tail that a request may need at once: the one being written, and two that it is late to leave."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Pin:
     """The locked end of a pinned prefix, until when it is pinned, and what it holds of each window."""
@@ -106,6 +102,8 @@ class PrefixCache:
 
     Attributes:
         enabled: If not, nothing is kept and nothing found.
+        windows: The pages of layers that see a window only.
+        scarce: Those of them that have fewer pages than the page table.
 
     Args:
         allocator: The ledger.
@@ -142,6 +140,8 @@ class PrefixCache:
         self.windows = [
             WindowPages(group, page_size, allocator.num_pages, rows, width, self._unkept) for group in windows
         ]
+        # The others have a page for each of the page table's, and do whenever that does.
+        self.scarce = [window for window in self.windows if window.num_pages < allocator.num_pages]
         if self._below is not None:
             self._below.beside(self.windows)
 
@@ -326,8 +326,8 @@ class PrefixCache:
         needed = sum(len(node.pages) for node in _and_above([*kept, match.node]))
         if needed > most:
             raise ResourceExhaustedError(f"{needed} pages would be pinned; at most {most} can be", field="token_ids")
-        for window in self.windows:
-            if (len(kept) + 2) * window.tail + MOST_APART > window.num_pages:
+        for window in self.scarce:
+            if (len(kept) + 1) * window.tail + window.least > window.num_pages:
                 raise ResourceExhaustedError(
                     f"the pages of a window would not do for {len(kept) + 1} pins and a request", field="token_ids"
                 )

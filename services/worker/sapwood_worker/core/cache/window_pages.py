@@ -45,6 +45,7 @@ class WindowPages:
         table: int32 [rows, width]; entries of freed pages are ``num_pages``, a page that holds nothing.
         num_pages: Pages of the pool.
         tail: Pages before the next query's that it may see.
+        least: Pages with which one request can run.
         ledger: Who owns its pages.
         num_freed: Pages that have slid out of their rows' windows so far.
     """
@@ -59,7 +60,7 @@ class WindowPages:
         dropped: Callable[[PageIds], object],
     ) -> None:
         self.num_pages = group.num_pages
-        self.tail = group.tail(page_size)
+        self.tail, self.least = group.tail(page_size), group.least(page_size)
         self.table = np.full((rows, width), group.num_pages, np.int32)
         self.num_freed = 0
         self._reach = group.reach

@@ -57,6 +57,7 @@ class AttentionBatch:
         page_table: int32 [B, P]: pages of each request in order; entries beyond its last page are undefined.
         cache_slots: int64 [T] on the device: where each token's key and value go.
         keys: The pages as kernels read them, on the device; None unless a backend ``reads_keys``.
+        windows: The same step in the page table of each further group of the cache's layout.
     """
 
     query_starts: npt.NDArray[np.int64]
@@ -64,19 +65,28 @@ class AttentionBatch:
     page_table: npt.NDArray[np.int32]
     cache_slots: Tensor
     keys: PagedKeys | None = None
+    windows: tuple[AttentionBatch, ...] = ()
+
+    @property
+    def tables(self) -> tuple[AttentionBatch, ...]:
+        """The step in each page table."""
+        return (self, *self.windows)
 
     def split(self, count: int) -> tuple[AttentionBatch, AttentionBatch]:
         """The first ``count`` requests, and the others."""
         row = int(self.query_starts[count])
         first, rest = (None, None) if self.keys is None else self.keys.split(count)
+        windows = [window.split(count) for window in self.windows]
         return (
             replace(
                 self, query_starts=self.query_starts[: count + 1], seq_lens=self.seq_lens[:count],
                 page_table=self.page_table[:count], cache_slots=self.cache_slots[:row], keys=first,
+                windows=tuple(each for each, _ in windows),
             ),
             replace(
                 self, query_starts=self.query_starts[count:] - row, seq_lens=self.seq_lens[count:],
                 page_table=self.page_table[count:], cache_slots=self.cache_slots[row:], keys=rest,
+                windows=tuple(each for _, each in windows),
             ),
         )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -46,6 +46,26 @@ class KernelAttention:
         return self._kernels[layer.kind].run(query.contiguous(), cache, out)
 
 
+class GroupedAttention:
+    """Implements ``StepAttention`` for layers whose pages stand in several page tables: each table's are planned by themselves.
+
+    Args:
+        pool: Keys and values.
+        groups: The attention of each group's layers.
+    """
+
+    def __init__(self, pool: DevicePool, groups: Sequence[StepAttention]) -> None:
+        self._pool = pool
+        self._groups = groups
+
+    def plan(self, batch: AttentionBatch) -> None:
+        for attention, each in zip(self._groups, batch.tables, strict=True):
+            attention.plan(each)
+
+    def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._groups[self._pool.group[layer.index]].attend(layer, query, out)
+
+
 class PagedPlan:
     """Implements ``AttentionPlan``.
 
@@ -54,11 +74,16 @@ class PagedPlan:
         decode: Attention of the first requests, planned.
         prefill: Attention of the others, planned.
         decodes: How many tokens are the first requests', one of each; None: all.
-        cache_slots: int64 [T] on the device.
+        cache_slots: int64 [T] on the device, for each group of the pool.
     """
 
     def __init__(
-        self, pool: DevicePool, decode: StepAttention, prefill: StepAttention, decodes: int | None, cache_slots: Tensor
+        self,
+        pool: DevicePool,
+        decode: StepAttention,
+        prefill: StepAttention,
+        decodes: int | None,
+        cache_slots: Sequence[Tensor],
     ) -> None:
         self._pool = pool
         self._decode, self._prefill = decode, prefill
@@ -67,7 +92,7 @@ class PagedPlan:
 
     def destination(self, layer: AttentionLayer) -> KVDestination:
         self._pool.await_layer(layer.index)
-        return self._pool.destination(layer.index, self._cache_slots)
+        return self._pool.destination(layer.index, self._cache_slots[self._pool.group[layer.index]])
 
     def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:
         return self._attend(layer, query, None).view(len(query), -1)
@@ -99,6 +124,7 @@ class PagedAttention:
         prefill: The backend of prompts; one that has ``prefill``.
         decode: The backend of decodes; one that has ``decode``. The same as ``prefill`` without ``reads_keys`` computes whole
             steps as one.
+        kinds: The kinds of each group's layers; None: the cache has one group.
     """
 
     def __init__(
@@ -108,6 +134,7 @@ class PagedAttention:
         ops: DeviceOps,
         prefill: AttentionBackend,
         decode: AttentionBackend,
+        kinds: Sequence[tuple[Variant, ...]] | None = None,
     ) -> None:
         assert prefill.prefill is not None and decode.decode is not None
         self.shape = needs.shape
@@ -116,18 +143,32 @@ class PagedAttention:
         self._reads_keys = prefill.reads_keys or decode.reads_keys
         # Requests may share pages, so a step can name more pages than the pool has.
         count = 4 * pool.num_pages if self._reads_keys else 0
-        self.indices = torch.zeros(count, dtype=torch.int32, device=ops.device)
-        parts = AttentionParts(needs, pool, ops, self.indices)
-        self._prefill = prefill.prefill(parts)
+        self._parts = [
+            AttentionParts(
+                replace(needs, kinds=each), pool, ops, torch.zeros(count, dtype=torch.int32, device=ops.device)
+            )
+            for each in kinds or (needs.kinds,)
+        ]
+        self._prefill = self._joined([prefill.prefill(parts) for parts in self._parts])
         whole = prefill is decode and not self._reads_keys
-        self._decode = self._prefill if whole else decode.decode(parts)
-        self._parts = parts
+        self._decode = self._prefill if whole else self._joined([decode.decode(parts) for parts in self._parts])
         self._make_graphs = decode.graphs
         self._planned = ops.fence()
 
+    @property
+    def most_pages(self) -> int:
+        """The most pages that the requests of a step may name together."""
+        return len(self._parts[0].indices)
+
     def graphs(self) -> Callable[[int], StepAttention] | None:
         """Makes the attention of so many decodes at fixed addresses, for CUDA graphs; None: it cannot be captured."""
-        return None if self._make_graphs is None else self._make_graphs(self._parts)
+        if self._make_graphs is None:
+            return None
+        makes = [self._make_graphs(parts) for parts in self._parts]
+        return lambda batch: self._joined([make(batch) for make in makes])
+
+    def _joined(self, groups: list[StepAttention]) -> StepAttention:
+        return groups[0] if len(groups) == 1 else GroupedAttention(self._pool, groups)
 
     def begin_plan(self) -> None:
         """Waits until the device has read the last plan's host buffers, which the next plan overwrites. It reads them before the
@@ -139,15 +180,19 @@ class PagedAttention:
         self._planned.set()
 
     def with_keys(self, batch: AttentionBatch) -> AttentionBatch:
-        """The batch with its pages on the device, in :attr:`indices`, if something reads them. Vectorised, O(pages)."""
+        """The batch with its pages on the device, if something reads them. Vectorised, O(pages)."""
         if not self._reads_keys:
             return batch
+        tables = [self._with_keys(each, parts.indices) for each, parts in zip(batch.tables, self._parts, strict=True)]
+        return replace(tables[0], windows=tuple(tables[1:]))
+
+    def _with_keys(self, batch: AttentionBatch, buffer: Tensor) -> AttentionBatch:
         page_size = self._pool.page_size
         counts = -(-batch.seq_lens // page_size)
         indptr = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts, out=indptr[1:])
         pages = batch.page_table[np.arange(batch.page_table.shape[1])[None] < counts[:, None]]
-        indices = self.indices[: len(pages)]
+        indices = buffer[: len(pages)]
         self._ops.fill(indices, pages)
         last = (batch.seq_lens - (counts - 1) * page_size).astype(np.int32)
         return replace(batch, keys=PagedKeys(torch.from_numpy(indptr), indices, torch.from_numpy(last)))
@@ -171,4 +216,5 @@ class PagedAttention:
             self._decode.plan(first)
             self._prefill.plan(rest)
         self.end_plan()
-        return PagedPlan(self._pool, self._decode, self._prefill, None if every else decodes, batch.cache_slots)
+        slots = [each.cache_slots for each in batch.tables]
+        return PagedPlan(self._pool, self._decode, self._prefill, None if every else decodes, slots)

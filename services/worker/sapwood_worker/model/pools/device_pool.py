@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,12 +69,16 @@ class DevicePool:
 
     Args:
         layout: What a page holds.
-        num_pages: Pages of each layer.
+        num_pages: Pages of each layer, one number for all or one for each of the layout's groups. Of each the last is the scratch
+            page: nobody's, written by rows that pad a batch, and read where a row of the page table names nothing.
         device: Where the pool lies.
         scales: The factors of a float8 pool; None: numbers are stored as they are.
 
     Attributes:
-        layout, num_pages, device: The arguments.
+        layout, device: The arguments.
+        num_pages: Pages of each layer of the first group.
+        counts: Pages of each layer, for each group.
+        group: By layer its group.
         page_size: Tokens in a page.
         dtype: The dtype in which keys and values are stored.
         scales: The factors of each layer; 1 where none were given.
@@ -81,20 +86,26 @@ class DevicePool:
         kept: By layer what it keeps.
     """
 
-    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device, scales: KVScales | None = None) -> None:
+    def __init__(
+        self, layout: KVLayout, num_pages: int | Sequence[int], device: torch.device, scales: KVScales | None = None
+    ) -> None:
         self.layout = layout
-        self.num_pages = num_pages
+        self.counts = (num_pages,) * len(layout.groups) if isinstance(num_pages, int) else tuple(num_pages)
+        self.num_pages = self.counts[0]
         self.page_size = layout.page_size
         self.device = device
         ones = (1.0,) * (layout.layers[-1] + 1)
         self.scales = KVScales(ones, ones) if scales is None else scales
         self.pages: dict[int, Tensor] = {}
         self.kept = {layer: layout.of(layer) for layer in layout.layers}
+        self.group = {layer: layout.group_of(kept) for layer, kept in self.kept.items()}
         # Each layer's keys and values, by slot and by vector.
         self._slots: dict[int, tuple[Tensor, Tensor]] = {}
         self._vectors: dict[int, tuple[Tensor, Tensor]] = {}
         for layer, kept in self.kept.items():
-            pages = torch.empty((num_pages, *layout.page_shape(kept)), dtype=_DTYPES[kept.dtype], device=device)
+            shape = self.counts[self.group[layer]], *layout.page_shape(kept)
+            pages = torch.empty(shape, dtype=_DTYPES[kept.dtype], device=device)
+            pages[-1].view(torch.uint8).zero_()  # zero times NaN is NaN, where attention reads and hides it
             keys, values = pages[:, 0], pages[:, -1]
             swapped = layout.order == "HND"
             self._slots[layer] = (keys.transpose(1, 2), values.transpose(1, 2)) if swapped else (keys, values)
@@ -103,6 +114,15 @@ class DevicePool:
             self.pages[layer] = pages
         self.dtype = self.pages[layout.layers[0]].dtype
         self._arrivals: dict[int, torch.cuda.Event] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(pages.nbytes for pages in self.pages.values())
+
+    def scratch_slots(self) -> list[int]:
+        """The first slot of each group's scratch page."""
+        return [(count - 1) * self.page_size for count in self.counts]
 
     def arriving(self, events: dict[int, torch.cuda.Event]) -> None:
         """Says that pages are being filled on another stream; each layer is in place after its event, the last of them all after

@@ -59,13 +59,15 @@ class KernelMover:
         self._kernels = triton_page_copy
 
     def store(self, copy: PageCopy) -> None:
-        pages = page_ids(copy.device, self._device.device), page_ids(copy.host, self._device.device)
+        groups = _ids_of_groups(copy, self._device)
         for layer, pool in self._device.pages.items():
+            pages = groups[self._device.group[layer]]
             self._kernels.store_pages(pool, self._host, self._starts[layer], *pages, programs=self._programs)
 
     def load(self, copy: PageCopy) -> Iterator[int]:
-        pages = page_ids(copy.device, self._device.device), page_ids(copy.host, self._device.device)
+        groups = _ids_of_groups(copy, self._device)
         for layer, pool in self._device.pages.items():
+            pages = groups[self._device.group[layer]]
             self._kernels.load_pages(pool, self._host, self._starts[layer], *pages, programs=self._programs)
             yield layer
 
@@ -89,18 +91,19 @@ class StagedStorer:
         self._batch = batch
         self._gather = triton_page_copy.gather_pages
         layout, offsets = device.layout, device.layout.offsets()
-        # Of each component: its layers' addresses, where its first layer begins in a record, and the words of a layer.
-        self._parts: list[tuple[Tensor, int, int]] = []
+        # Of each component: its group, its layers' addresses, where its first layer begins in a record, the words of a layer.
+        self._parts: list[tuple[int, Tensor, int, int]] = []
         for each in layout.components:
             addresses = [device.pages[layer].data_ptr() for layer in each.layers]
             words = layout.layer_bytes(each) // 4
-            self._parts.append((torch.tensor(addresses, device=device.device), offsets[each.layers[0]] // 4, words))
+            pools = torch.tensor(addresses, device=device.device)
+            self._parts.append((layout.group_of(each), pools, offsets[each.layers[0]] // 4, words))
         count = max(1, _STAGING_BYTES // host.page_bytes)
         self._staged = torch.empty((count, host.page_bytes // 4), dtype=torch.int32, device=device.device)
 
     def store(self, copy: PageCopy) -> None:
-        """Mutates the staging memory: to be called on one stream only."""
-        pages = page_ids(copy.device, self._device.device)
+        """Mutates the staging memory: to be called on one stream only. Pages go whole: those of all groups."""
+        groups = [pages for pages, _ in _ids_of_groups(copy, self._device)]
         targets = record_addresses(self._host, copy.host)
         stream = torch.cuda.current_stream(self._device.device).cuda_stream
         most = len(self._staged)
@@ -109,9 +112,15 @@ class StagedStorer:
         )
         for start in range(0, len(targets), most):
             part = targets[start : start + most]
-            for pools, first, words in self._parts:
-                self._gather(pools, self._staged[: len(part)], first, words, pages[start : start + most])
+            for group, pools, first, words in self._parts:
+                self._gather(pools, self._staged[: len(part)], first, words, groups[group][start : start + most])
             self._batch.copy(part, places[: len(part)], self._host.page_bytes, stream)
+
+
+def _ids_of_groups(copy: PageCopy, pool: DevicePool) -> list[tuple[Tensor, Tensor]]:
+    """For each group of the layout the ids of the pages to copy, on the device, and of their host pages."""
+    pairs = (copy.of(group) for group in range(len(pool.counts)))
+    return [(page_ids(pages, pool.device), page_ids(places, pool.device)) for pages, places in pairs]
 
 
 def record_addresses(host: HostPool, pages: PageIds) -> Addresses:

@@ -46,11 +46,13 @@ class CpuTransfer:
     def __init__(self, device: DevicePool, host: HostPool) -> None:
         content = torch.from_numpy(host.content)
         offsets = device.layout.offsets()
-        # Of each layer the bytes of its pages on the device and on the host.
-        self._layers: list[tuple[Tensor, Tensor]] = []
+        # Of each layer its group, and the bytes of its pages on the device and on the host.
+        self._layers: list[tuple[int, Tensor, Tensor]] = []
         for layer, pool in device.pages.items():
             pages = pool.view(torch.uint8).flatten(1)
-            self._layers.append((pages, content[:, offsets[layer] : offsets[layer] + pages.shape[1]]))
+            self._layers.append(
+                (device.group[layer], pages, content[:, offsets[layer] : offsets[layer] + pages.shape[1]])
+            )
         self._done: tuple[int, ...] = ()
         self._store_seconds = self._load_seconds = 0.0
 
@@ -72,9 +74,8 @@ class CpuTransfer:
 
     def _copy(self, copy: PageCopy, kernel: Kernel) -> float:
         began = time.perf_counter()
-        device, host = (torch.from_numpy(pages).long() for pages in (copy.device, copy.host))
-        for pages, there in self._layers:
-            kernel(pages, there, device, host)
+        for group, pages, there in self._layers:
+            kernel(pages, there, *(torch.from_numpy(ids).long() for ids in copy.of(group)))
         return time.perf_counter() - began
 
 

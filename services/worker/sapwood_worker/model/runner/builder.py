@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import load_vocabulary
-from sapwood_kernels.attention.planned import AttentionShape
+from sapwood_kernels.attention.planned import AttentionShape, Variant
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionNeeds
 from sapwood_worker.model.attention.paged import PagedAttention
@@ -29,7 +29,9 @@ from sapwood_worker.model.runner.kv_calibration import calibrate
 from sapwood_worker.model.runner.memory_profile import measure_pool_bytes
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
+from sapwood_worker.model.runner.page_counts import plan_pages
 from sapwood_worker.model.sampling.token_sampler import TokenSampler
+from sapwood_worker.records.kv_layout import WindowGroup
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.step import Step
 
@@ -98,7 +100,7 @@ class _Builder:
     def build(self) -> ModelRunner:
         """Makes the parts for good; called once."""
         options, config = self._options, self._config
-        pool = self._build_pool(self._num_pages())
+        pool = self._build_pool(self._page_counts())
         host_pool = _build_host_pool(options, pool)
         backend, graphs = self._build_backend(config, pool, None)
         length = min(config.max_position, (pool.num_pages - _SCRATCH_PAGES) * pool.page_size)
@@ -147,6 +149,11 @@ class _Builder:
             decode_attention=self._decode.name,
             attention_reason="; ".join(dict.fromkeys((self._prefill.reason, self._decode.reason))),
             special_ids=sentences.special_ids,
+            windows=tuple(
+                WindowGroup(self._layout.reach(group), count - _SCRATCH_PAGES)
+                for group, count in enumerate(pool.counts)
+                if group
+            ),
         )
 
     def _identity(self) -> str:
@@ -169,15 +176,20 @@ class _Builder:
         self, config: ModelConfig, pool: DevicePool, sizes: Sequence[int] | None
     ) -> tuple[PagedAttention, DecodeGraphs | None]:
         """The attention backend, and the graphs of decode steps where there are any, of the given sizes (None: all)."""
-        backend = PagedAttention(self._needs, pool, self._ops, self._prefill.backend, self._decode.backend)
+        kinds: list[dict[Variant, None]] = [{} for _ in pool.counts]
+        for index, window in enumerate(config.windows):
+            layer = AttentionLayer(index, config.attention_scale, window, config.attention_softcap)
+            kinds[pool.group[index]][layer.kind] = None
+        backend = PagedAttention(
+            self._needs, pool, self._ops, self._prefill.backend, self._decode.backend, [tuple(each) for each in kinds]
+        )
         make = backend.graphs() if self._captures else None
         if make is None:
             return backend, None
         from sapwood_worker.model.runner.cuda_graph import DecodeGraphs, ladder
 
         sizes = ladder(self._largest_graph) if sizes is None else sizes
-        scratch = pool.num_pages - _SCRATCH_PAGES
-        return backend, DecodeGraphs(self._model, backend, make, pool, sizes, scratch, self._last_tokens, self._ops)
+        return backend, DecodeGraphs(self._model, backend, make, pool, sizes, self._last_tokens, self._ops)
 
     @torch.inference_mode()
     def _build_pieces(self, backend: PagedAttention, pool: DevicePool, *, whole_ladder: bool) -> PiecewiseGraphs | None:
@@ -190,26 +202,25 @@ class _Builder:
         worth = worth_capturing(parameters, float8=self._quantization != "none")
         largest = min(worth, self._options.max_step_tokens)
         sizes = token_ladder(largest) if whole_ladder else [largest]
-        return PiecewiseGraphs(self._model, backend, pool, sizes, pool.num_pages - _SCRATCH_PAGES)
+        return PiecewiseGraphs(self._model, backend, pool, sizes)
 
-    def _build_pool(self, pages: int) -> DevicePool:
+    def _build_pool(self, counts: Sequence[int]) -> DevicePool:
         options = self._options
-        if pages < options.max_running:
+        if counts[0] < options.max_running:
             raise ConfigError(
-                f"the KV cache holds {pages} pages of {options.page_size} tokens, fewer than the {options.max_running} "
-                "requests that may run: give it more memory or lower --max-running"
+                f"the KV cache holds {counts[0]} pages of {options.page_size} tokens, fewer than the "
+                f"{options.max_running} requests that may run: give it more memory or lower --max-running"
             )
-        return DevicePool(self._layout, pages + _SCRATCH_PAGES, self._device, self._scales)
+        return DevicePool(self._layout, [count + _SCRATCH_PAGES for count in counts], self._device, self._scales)
 
-    def _num_pages(self) -> int:
-        options, size = self._options, self._layout.page_bytes
-        if options.num_pages is not None:
-            return options.num_pages
-        if options.kv_cache_bytes is not None:
-            return options.kv_cache_bytes // size
-        if not self._ops.asynchronous:
-            return _DEFAULT_BYTES // size
-        return measure_pool_bytes(self._device, options.memory_fraction, self._try_largest_step) // size
+    def _page_counts(self) -> tuple[int, ...]:
+        options, layout = self._options, self._layout
+        memory = options.kv_cache_bytes
+        if options.num_pages is None and memory is None:
+            memory = _DEFAULT_BYTES
+            if self._ops.asynchronous:
+                memory = measure_pool_bytes(self._device, options.memory_fraction, self._try_largest_step)
+        return plan_pages(layout, options.num_pages, memory or 0, options.max_running, options.max_step_tokens)
 
     @torch.inference_mode()
     def _try_largest_step(self) -> int:
@@ -223,7 +234,7 @@ class _Builder:
         while sum(prompts) < options.max_step_tokens and len(prompts) < options.max_running:
             prompts.append(min(longest, options.max_step_tokens - sum(prompts)))
         needed = [-(-length // options.page_size) for length in prompts]
-        pool = self._build_pool(max(sum(needed), options.max_running))
+        pool = self._build_pool([max(sum(needed), options.max_running)] * len(self._layout.groups))
         backend, graphs = self._build_backend(config, pool, [self._largest_graph])
         pieces = self._build_pieces(backend, pool, whole_ladder=False)
         table = np.zeros((len(prompts), max(needed)), np.int32)
@@ -231,14 +242,15 @@ class _Builder:
         counts = np.array(prompts, np.int64)
         slots, zeros = np.arange(len(prompts)), np.zeros_like(counts)
         tokens = np.zeros(sum(prompts), np.int64)
-        step = Step(0, slots, starts=zeros, counts=counts, samples=zeros + 1, token_ids=tokens, pages=table)
-        batch = build_forward_batch(step, options.page_size, self._ops)
+        step = Step(0, slots, starts=zeros, counts=counts, samples=zeros + 1, token_ids=tokens)
+        step.pages = np.tile(table, (1, len(pool.counts)))
+        batch = build_forward_batch(step, options.page_size, self._ops, tables=len(pool.counts))
         hidden: Tensor = self._model(batch.token_ids, batch.positions, backend.plan(batch.attention))
         rows = hidden.index_select(0, torch.zeros(options.max_running, dtype=torch.int64, device=self._device))
         self._model.logits(rows).float().softmax(-1)
         torch.cuda.synchronize(self._device)
         del graphs, pieces
-        return pool.num_pages * self._layout.page_bytes
+        return pool.num_bytes
 
 
 def _build_host_pool(options: RunnerOptions, pool: DevicePool) -> HostPool | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,6 @@ class DecodeGraphs:
         make: Makes its part for so many decodes, as ``backend.graphs()`` gives it.
         pool: Keys and values.
         sizes: Batch sizes to capture, ascending, as :func:`ladder` gives them.
-        scratch_page: The page that padding rows write to, which nobody else uses.
         last_tokens: int64 [rows of the page table]: each row's latest token, used where the host does not know it.
         ops: The device's operations.
     """
@@ -80,7 +79,6 @@ class DecodeGraphs:
         make: Callable[[int], StepAttention],
         pool: DevicePool,
         sizes: Sequence[int],
-        scratch_page: int,
         last_tokens: Tensor,
         ops: DeviceOps,
     ) -> None:
@@ -89,12 +87,13 @@ class DecodeGraphs:
         self._backend = backend
         self._make = make
         self._pool = pool
-        self._scratch_page = scratch_page
+        self._scratch = pool.scratch_slots()
         self._last_tokens = last_tokens
         self._sizes = list(sizes)
-        # Its rows are token ids, positions, cache slots and rows of the page table: a step copies all four at once.
-        self._inputs = torch.zeros(4, self._sizes[-1], dtype=torch.int64, device=pool.device)
-        self._staging = torch.zeros(4, self._sizes[-1], dtype=torch.int64).pin_memory()
+        # Its rows are token ids, positions, rows of the page table and cache slots of each group: a step copies all at once.
+        rows = 3 + len(pool.counts)
+        self._inputs = torch.zeros(rows, self._sizes[-1], dtype=torch.int64, device=pool.device)
+        self._staging = torch.zeros(rows, self._sizes[-1], dtype=torch.int64).pin_memory()
         self._captured: dict[int, _Captured] = {}
         memory: Any = None  # torch's handle of the graphs' memory pool; its type is private
         for size in reversed(self._sizes):
@@ -110,7 +109,7 @@ class DecodeGraphs:
     @property
     def most_pages(self) -> int:
         """The most pages that the rows of a batch may name together."""
-        return len(self._backend.indices) - self.largest  # a padding row names one
+        return self._backend.most_pages - self.largest  # a padding row names one
 
     def run(
         self,
@@ -124,7 +123,7 @@ class DecodeGraphs:
         Args:
             token_ids: [B]; -1 for a token that only ``last_tokens`` holds.
             positions: [B].
-            page_table: [B, P]: pages in order; entries beyond the position's page are undefined.
+            page_table: [B, groups * P]: pages in order; entries beyond the position's page are undefined.
             slots: [B]: each row's index in ``last_tokens``.
         """
         self._backend.begin_plan()
@@ -136,17 +135,18 @@ class DecodeGraphs:
         staged = self._staging.numpy()
         staged[:, :size] = 0
         staged[0, :count], staged[1, :count] = token_ids, positions
-        staged[2, :count] = (
-            page_table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
-        )
-        staged[2, count:size] = self._scratch_page * page_size
-        staged[3, :count] = slots
+        staged[2, :count] = slots
+        tables = np.split(page_table, len(self._scratch), axis=1)
+        padded = []
+        for row, (own, scratch) in enumerate(zip(tables, self._scratch, strict=True), 3):
+            staged[row, :count] = own[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
+            staged[row, count:size] = scratch
+            padded.append(np.full((size, own.shape[1]), scratch // page_size, np.int32))
+            padded[-1][:count] = own
         self._inputs.copy_(self._staging, non_blocking=True)
         lengths = np.ones(size, np.int64)
         lengths[:count] = positions + 1
-        pages = np.full((size, page_table.shape[1]), self._scratch_page, np.int32)
-        pages[:count] = page_table
-        self._plan(captured.attention, lengths, pages)
+        self._plan(captured.attention, lengths, padded)
         self._backend.end_plan()
         captured.graph.replay()
         result = captured.result
@@ -156,18 +156,22 @@ class DecodeGraphs:
         self,
         attention: StepAttention,
         lengths: npt.NDArray[np.int64],
-        pages: npt.NDArray[np.int32],
+        tables: list[npt.NDArray[np.int32]],
     ) -> None:
         starts = np.arange(len(lengths) + 1)
-        batch = AttentionBatch(starts, lengths, pages, self._inputs[2])
-        attention.plan(self._backend.with_keys(batch))
+        first, *windows = (
+            AttentionBatch(starts, lengths, pages, slots) for pages, slots in zip(tables, self._inputs[3:], strict=True)
+        )
+        attention.plan(self._backend.with_keys(replace(first, windows=tuple(windows))))
 
     def _capture(self, size: int, memory: Any) -> _Captured:
         attention = self._make(size)
-        lengths, pages = np.ones(size, np.int64), np.full((size, 1), self._scratch_page, np.int32)
-        self._inputs[2].fill_(self._scratch_page * self._pool.page_size)
-        self._plan(attention, lengths, pages)
-        plan = PagedPlan(self._pool, attention, attention, None, self._inputs[2, :size])
+        size_of_page = self._pool.page_size
+        tables = [np.full((size, 1), slot // size_of_page, np.int32) for slot in self._scratch]
+        for slots, scratch in zip(self._inputs[3:], self._scratch, strict=True):
+            slots.fill_(scratch)
+        self._plan(attention, np.ones(size, np.int64), tables)
+        plan = PagedPlan(self._pool, attention, attention, None, list(self._inputs[3:, :size]))
         stream = torch.cuda.Stream(self._pool.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -180,8 +184,8 @@ class DecodeGraphs:
 
     def _step(self, size: int, plan: PagedPlan) -> DecodeResult:
         token_ids = self._inputs[0, :size]
-        token_ids = torch.where(token_ids < 0, self._last_tokens.index_select(0, self._inputs[3, :size]), token_ids)
+        token_ids = torch.where(token_ids < 0, self._last_tokens.index_select(0, self._inputs[2, :size]), token_ids)
         hidden = self._model(token_ids, self._inputs[1, :size], plan)
         logits = self._model.logits(hidden)
         largest, greedy = self._ops.row_max(logits)
-        return DecodeResult(logits, largest, greedy, self._inputs[3, :size])
+        return DecodeResult(logits, largest, greedy, self._inputs[2, :size])

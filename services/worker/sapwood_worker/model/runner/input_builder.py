@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from torch import Tensor
 
@@ -11,7 +13,9 @@ from sapwood_worker.model.runner.forward_batch import ForwardBatch
 from sapwood_worker.records.step import IntArray, Step
 
 
-def build_forward_batch(step: Step, page_size: int, ops: DeviceOps, last_tokens: Tensor | None = None) -> ForwardBatch:
+def build_forward_batch(
+    step: Step, page_size: int, ops: DeviceOps, last_tokens: Tensor | None = None, tables: int = 1
+) -> ForwardBatch:
     """The step's input; O(tokens), no Python loop over parts, tokens' positions or pages.
 
     Args:
@@ -19,13 +23,13 @@ def build_forward_batch(step: Step, page_size: int, ops: DeviceOps, last_tokens:
         page_size: Tokens in a page.
         ops: The operations of the device that tensors go to.
         last_tokens: int64 [rows of the page table] on the device: each row's latest token, used where the host does not know it.
+        tables: Page tables that the step's pages are of.
     """
     count, total = len(step.rows), len(step.token_ids)
     starts = np.zeros(count + 1, np.int64)
     np.cumsum(step.counts, out=starts[1:])
     owner = np.repeat(np.arange(count), step.counts)
     positions = np.arange(total) + (step.starts - starts[:-1])[owner]
-    cache_slots = step.pages[owner, positions // page_size].astype(np.int64) * page_size + positions % page_size
     last_rows = step.sampled()
 
     def move(array: IntArray) -> Tensor:
@@ -36,14 +40,18 @@ def build_forward_batch(step: Step, page_size: int, ops: DeviceOps, last_tokens:
     if len(unknown):
         assert last_tokens is not None, "a token is not known"
         tokens = tokens.index_copy(0, move(unknown), last_tokens.index_select(0, move(step.rows[owner[unknown]])))
+    batches = [
+        AttentionBatch(
+            query_starts=starts,
+            seq_lens=step.starts + step.counts,
+            page_table=pages,
+            cache_slots=move(pages[owner, positions // page_size].astype(np.int64) * page_size + positions % page_size),
+        )
+        for pages in np.split(step.pages, tables, axis=1)
+    ]
     return ForwardBatch(
         token_ids=tokens,
         positions=move(positions),
-        attention=AttentionBatch(
-            query_starts=starts,
-            seq_lens=step.starts + step.counts,
-            page_table=step.pages,
-            cache_slots=move(cache_slots),
-        ),
+        attention=batches[0] if tables == 1 else replace(batches[0], windows=tuple(batches[1:])),
         logit_rows=None if len(last_rows) == total else move(last_rows),
     )

@@ -111,7 +111,7 @@ class ModelRunner:
             rows = decode_rows(step, size, graphs.largest, graphs.most_pages, prompts=not loads)
             if rows is not None:
                 return LaunchedStep(step, at, self._replay(graphs, step, rows, at), {}, self._copied, self._ops)
-        batch = build_forward_batch(step, self._pool.page_size, self._ops, self._last_tokens)
+        batch = build_forward_batch(step, self._pool.page_size, self._ops, self._last_tokens, len(self._pool.counts))
         hidden = self._forward(batch)
         tokens: SampledTokens | None = None
         if len(at.rows):
@@ -139,7 +139,9 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:
         """Runs a step like :meth:`execute` but returns the logits after every token, float32 [T, vocab_size]."""
-        hidden = self._forward(build_forward_batch(step, self._pool.page_size, self._ops))
+        hidden = self._forward(
+            build_forward_batch(step, self._pool.page_size, self._ops, tables=len(self._pool.counts))
+        )
         return self._model.logits(hidden).float()
 
     def _enter(self, entry: Entry) -> None:

@@ -53,13 +53,13 @@ class _Cut:
 
     Args:
         pool: Keys and values.
-        slots: int64 [T]: the cache slots that they are written to.
+        slots: int64 [T] for each group of the pool: the cache slots that they are written to.
         query: [T, heads, head_dim]: each piece writes its queries here.
         context: [T, heads, head_dim]: each piece reads the attention's output here.
         memory: The graphs' memory pool; None: nothing is captured, the pieces run as they are.
     """
 
-    def __init__(self, pool: DevicePool, slots: Tensor, query: Tensor, context: Tensor, memory: Any) -> None:
+    def __init__(self, pool: DevicePool, slots: Sequence[Tensor], query: Tensor, context: Tensor, memory: Any) -> None:
         self._pool = pool
         self._slots = slots
         self._query = query
@@ -80,7 +80,7 @@ class _Cut:
             self.graphs[-1].capture_end()
 
     def destination(self, layer: AttentionLayer) -> KVDestination:
-        return self._pool.destination(layer.index, self._slots)
+        return self._pool.destination(layer.index, self._slots[self._pool.group[layer.index]])
 
     def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:
         """Returns a tensor that attention fills between this graph and the next."""
@@ -99,21 +99,19 @@ class PiecewiseGraphs:
         backend: The model's attention.
         pool: Keys and values.
         sizes: Numbers of tokens to capture, ascending, as :func:`token_ladder` gives them.
-        scratch_page: The page that padding rows write to.
     """
 
-    def __init__(
-        self, model: DecoderModel, backend: PagedAttention, pool: DevicePool, sizes: Sequence[int], scratch_page: int
-    ) -> None:
+    def __init__(self, model: DecoderModel, backend: PagedAttention, pool: DevicePool, sizes: Sequence[int]) -> None:
         self._model = model
         self._backend = backend
         self._pool = pool
         self._sizes = list(sizes)
-        self._scratch_slot = scratch_page * pool.page_size
+        self._scratch = pool.scratch_slots()
         shape, most = backend.shape, self._sizes[-1]
-        # Its rows are token ids, positions and cache slots.
-        self._inputs = torch.zeros(3, most, dtype=torch.int64, device=pool.device)
-        self._inputs[2].fill_(self._scratch_slot)
+        # Its rows are token ids, positions and cache slots of each group.
+        self._inputs = torch.zeros(2 + len(self._scratch), most, dtype=torch.int64, device=pool.device)
+        for slots, scratch in zip(self._inputs[2:], self._scratch, strict=True):
+            slots.fill_(scratch)
         self._query = torch.zeros(most, shape.num_heads, shape.head_dim, dtype=shape.dtype, device=pool.device)
         self._context = torch.zeros_like(self._query)
         self._captured: dict[int, tuple[_Cut, Tensor]] = {}
@@ -142,8 +140,9 @@ class PiecewiseGraphs:
         inputs = self._inputs
         inputs[0, :count].copy_(batch.token_ids)
         inputs[1, :count].copy_(batch.positions)
-        inputs[2, :count].copy_(batch.attention.cache_slots)
-        inputs[2, count:size].fill_(self._scratch_slot)
+        for slots, scratch, table in zip(inputs[2:], self._scratch, batch.attention.tables, strict=True):
+            slots[:count].copy_(table.cache_slots)
+            slots[count:size].fill_(scratch)
         cut, hidden = self._captured[size]
         query, context = self._query[:count], self._context[:count]
         for graph, layer in zip(cut.graphs, cut.layers, strict=False):
@@ -153,7 +152,7 @@ class PiecewiseGraphs:
         return hidden[:count]
 
     def _step(self, size: int, memory: Any) -> tuple[_Cut, Tensor]:
-        token_ids, positions, slots = self._inputs[:, :size]
+        token_ids, positions, *slots = self._inputs[:, :size]
         cut = _Cut(self._pool, slots, self._query[:size], self._context[:size], memory)
         cut.begin()
         hidden = self._model(token_ids, positions, cut)

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -196,9 +196,16 @@ def break_even(fixed: float, each: float, compute: float) -> int:
     return NEVER if each >= compute else max(1, math.ceil(fixed / (compute - each)))
 
 
-def measure_prefill(runner: Runner, page_size: int, num_pages: int, most_tokens: int) -> float:
-    """Seconds that computing a token of a prompt takes; runs the model twice, before any request is let in."""
-    count = max(1, min(_PROBE_TOKENS, most_tokens, num_pages * page_size))
+def measure_prefill(runner: Runner, page_size: int, counts: Sequence[int], most_tokens: int) -> float:
+    """Seconds that computing a token of a prompt takes; runs the model twice, before any request is let in.
+
+    Args:
+        runner: Runs it.
+        page_size: Tokens in a page.
+        counts: Pages of each page table.
+        most_tokens: Most tokens of a step.
+    """
+    count = max(1, min(_PROBE_TOKENS, most_tokens, min(counts) * page_size))
     one = np.ones(1, np.int64)
     step = Step(
         number=0,
@@ -207,7 +214,7 @@ def measure_prefill(runner: Runner, page_size: int, num_pages: int, most_tokens:
         counts=count * one,
         samples=one,
         token_ids=np.ones(count, np.int64),
-        pages=np.arange(-(-count // page_size), dtype=np.int32)[None],
+        pages=np.tile(np.arange(-(-count // page_size), dtype=np.int32)[None], (1, len(counts))),
         entries=(Entry(0, -1, SamplingParams(temperature=0.0)),),
     )
     best = math.inf

@@ -75,7 +75,7 @@ class RunningBatch:
 
     def windows_fit(self, tokens: int) -> bool:
         """Whether every window has pages for one more request of so many tokens, beside what those running may need."""
-        return all(each.needed(tokens) + each.outstanding() <= each.num_available for each in self._cache.windows)
+        return all(each.needed(tokens) + each.outstanding() <= each.num_available for each in self._cache.scarce)
 
     def start(self, request: Request, expected: int = 0) -> None:
         """Gives a request a row, its cached pages, and pages for the rest of its known tokens.

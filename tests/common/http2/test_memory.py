@@ -10,8 +10,10 @@ from h2.errors import ErrorCodes
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_common.http2.server.limits import stream_total
 from sapwood_common.http2.server.limits.stream_total import StreamTotal
-from sapwood_common.http2.wire import frames
+from sapwood_common.http2.server.unfolding import Unfoldings
+from sapwood_common.http2.wire import encoding, frames
 from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_common.pacing.time_share import TimeShare
 
 KB, MB = 1024, 1024 * 1024
 
@@ -197,3 +199,25 @@ async def test_calls_of_all_connections_have_a_bound_of_which_each_has_a_part(
         while wire.connection.go_on(float("inf")):
             pass
     assert total.open == 0
+
+
+async def test_however_many_messages_unfold_one_does_at_a_time_and_each_callers_in_turn() -> None:
+    share = TimeShare()
+    unfoldings, packed = Unfoldings(share), gzip.compress(bytes(2 * MB))
+    unfolders: list[encoding.Unfolder] = []
+
+    async def unfold(caller: str) -> bytes:
+        unfolders.append(encoding.Unfolder(b"gzip", packed, 8 * MB))
+        return await unfoldings.unfold(caller, unfolders[-1], lambda size: None)
+
+    greedy = [asyncio.create_task(unfold("greedy")) for _ in range(20)]
+    await asyncio.sleep(0)
+    modest = asyncio.create_task(unfold("modest"))
+    await asyncio.sleep(0)
+    assert share.waiting == 1
+    greedy[1].cancel()
+    assert await modest == bytes(2 * MB)
+    assert sum(unfolder.size > 0 for unfolder in unfolders[:20]) <= 3
+    for task in greedy[2:]:
+        assert len(await task) == 2 * MB
+    assert share.waiting == 0

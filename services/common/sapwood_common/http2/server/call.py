@@ -16,7 +16,6 @@ from sapwood_common.http2.server.gate import Tenant
 from sapwood_common.http2.server.limits.shared import SharedLimits
 from sapwood_common.http2.server.refusal import StatusOf
 from sapwood_common.http2.server.stream import ServerStream
-from sapwood_common.http2.server.unfolding import Unfolding
 from sapwood_common.http2.wire import encoding
 from sapwood_common.http2.wire.metadata import (
     Metadata,
@@ -132,14 +131,16 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
             self._read = 1
             await self._shared.breaths.wait()
         message, compressed = self._requests.popleft()
-        self._stream.taken(len(message))
-        if compressed:
-            try:
+        size = len(message)
+        try:
+            if compressed:
                 message = await self._unfold(message)
-            except encoding.TooLargeError:
-                raise self._too_large(self._most_bytes + 1) from None
-            except ValueError as error:
-                raise InvalidArgumentError(str(error)) from error
+        except encoding.TooLargeError:
+            raise self._too_large(self._most_bytes + 1) from None
+        except ValueError as error:
+            raise InvalidArgumentError(str(error)) from error
+        finally:
+            self._stream.taken(size)
         self._stream.keep(len(message))
         try:
             return self._parse(message)
@@ -151,9 +152,8 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         whole = unfolder.step()
         if whole is not None:  # it was small
             return whole
-        work = Unfolding(unfolder, self._stream.keep)
-        self._shared.time.add(work)
-        return await work.done
+        self._stream.keep(unfolder.size)
+        return await self._shared.unfoldings.unfold(self._peer, unfolder, self._stream.keep)
 
     def __aiter__(self) -> ServerCall:
         """The requests."""

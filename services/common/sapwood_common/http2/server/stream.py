@@ -251,7 +251,7 @@ class ServerStream:
 
     def keep(self, size: int) -> None:
         """Notes that the message taken last holds ``size`` bytes until the next one is taken. May end the stream."""
-        if size > _LARGE or self._kept:
+        if size >= _LARGE or self._kept:
             self._kept = size
             self._weigh()
 

@@ -1,41 +1,76 @@
-"""Decompresses a large message a piece at a time, beside other work: 16 KB may become 16 MB, which takes 40 ms."""
+"""Unfolds large messages beside everything else: 16 KB may become 16 MB, which takes 40 ms."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 from sapwood_common.http2.wire.encoding import TooLargeError, Unfolder
+from sapwood_common.pacing.time_share import TimeShare
 
 
-class Unfolding:
-    """The decompression of one message. Implements ``time_share.Worker``.
+@dataclass(frozen=True, slots=True)
+class _Work:
+    unfolder: Unfolder
+    keep: Callable[[int], None]
+    done: asyncio.Future[bytes]
+
+
+class Unfoldings:
+    """Of one server: one message after another, each caller's in turn, so that few are half done. Implements
+    ``time_share.Worker``: however many messages wait, they are one among those that share the event loop's time.
 
     Args:
-        unfolder: Decompresses the message, and has begun.
-        keep: Called with the bytes that there are so far.
-
-    Attributes:
-        done: The message, or the unfolder's TooLargeError or ValueError. Cancelling it ends the work.
+        share: Shares it.
     """
 
-    def __init__(self, unfolder: Unfolder, keep: Callable[[int], None]) -> None:
-        self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._unfolder = unfolder
-        self._keep = keep
+    def __init__(self, share: TimeShare) -> None:
+        self._share = share
+        self._waiting: OrderedDict[Hashable, deque[_Work]] = OrderedDict()
+        """By caller, the one first whose turn it is; none of them is empty."""
+
+    async def unfold(self, caller: Hashable, unfolder: Unfolder, keep: Callable[[int], None]) -> bytes:
+        """The message.
+
+        Args:
+            caller: Whose it is.
+            unfolder: Of the message, which has begun.
+            keep: Told how many bytes there are by now.
+
+        Raises:
+            TooLargeError, ValueError: As the unfolder does.
+        """
+        work = _Work(unfolder, keep, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(caller, deque()).append(work)
+        self._share.add(self)
+        return await work.done
 
     def go_on(self, until: float) -> bool:
-        while not self.done.done():
-            try:
-                whole = self._unfolder.step()
-            except (TooLargeError, ValueError) as error:
-                self.done.set_exception(error)
-                break
-            if whole is not None:
-                self.done.set_result(whole)
-                break
-            self._keep(self._unfolder.size)
-            if time.perf_counter() >= until:
-                return not self.done.done()
-        return False
+        while self._waiting and self._share.clock() < until:
+            caller, works = next(iter(self._waiting.items()))
+            if not _go_on(works[0]):
+                continue
+            works.popleft()
+            if works:
+                self._waiting.move_to_end(caller)
+            else:
+                del self._waiting[caller]
+        return bool(self._waiting)
+
+
+def _go_on(work: _Work) -> bool:
+    """A step; says whether it was the last."""
+    if work.done.done():  # nobody waits for it
+        return True
+    try:
+        whole = work.unfolder.step()
+    except (TooLargeError, ValueError) as error:
+        work.done.set_exception(error)
+        return True
+    if whole is not None:
+        work.done.set_result(whole)
+        return True
+    work.keep(work.unfolder.size)
+    return False

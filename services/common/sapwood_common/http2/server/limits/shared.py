@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 from sapwood_common.http2.server.limits.stream_total import StreamTotal
 from sapwood_common.http2.server.turnstile import Turnstile
+from sapwood_common.http2.server.unfolding import Unfoldings
 from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.time_share import TimeShare
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SharedLimits:
     """The limits that all connections of one server share.
 
@@ -27,3 +28,7 @@ class SharedLimits:
     breaths: Turnstile = field(default_factory=Turnstile)
     exits: Turnstile = field(default_factory=Turnstile)
     calls: StreamTotal = field(default_factory=StreamTotal)
+    unfoldings: Unfoldings = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unfoldings = Unfoldings(self.time)

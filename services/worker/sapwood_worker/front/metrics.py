@@ -58,6 +58,8 @@ class WorkerMetrics:
             "pages": ("Pages of the KV cache.", lambda now: now.num_pages),
             "used_pages": ("Of these, held by requests or the prefix cache.", lambda now: now.used_pages),
             "evictable_pages": ("Of these, held by the prefix cache only.", lambda now: now.evictable_pages),
+            "window_pages": ("Pages of layers that see a window only.", lambda now: now.window_pages),
+            "used_window_pages": ("Of these, held by requests or the prefix cache.", lambda now: now.used_window_pages),
         }
         for name, (text, read) in gauges.items():
             self._metrics.polled("gauge", f"sapwood_worker_{name}", text, _reader(load, read))
@@ -66,6 +68,12 @@ class WorkerMetrics:
             "sapwood_worker_prompt_tokens_total",
             "Prompt tokens of requests that have run.",
             _reader(load, lambda now: now.prompt_tokens),
+        )
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_passed_window_pages_total",
+            "Pages that have slid out of the windows of running requests: freed, or left to the prefix cache.",
+            _reader(load, lambda now: now.passed_window_pages),
         )
         self._metrics.polled(
             "counter",

@@ -16,6 +16,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         used_pages: Pages held by requests or by the prefix cache.
         evictable_pages: Of these, pages that only the prefix cache holds.
         num_pages: Pages in the pool.
+        window_pages: Pages of layers that see a window of tokens only.
+        used_window_pages: Of these, pages held by requests or by the prefix cache.
+        passed_window_pages: Pages that have slid out of the windows of running requests so far.
         prompt_tokens: Prompt tokens of all requests that have run so far.
         cached_tokens: Of these, tokens found in the prefix cache.
         device_hit_tokens: Tokens found in its first tier at each start of a request; a retracted request starts again.
@@ -55,3 +58,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     store_timeouts: int = 0
     storage_id: str = ""
     running_tokens: int = 0
+    window_pages: int = 0
+    used_window_pages: int = 0
+    passed_window_pages: int = 0

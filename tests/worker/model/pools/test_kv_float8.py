@@ -64,8 +64,8 @@ def test_only_a_layer_of_very_large_or_small_numbers_is_scaled(largest: float, s
     assert scale_for(largest) == scale
 
 
-def test_pages_of_two_shapes_come_back_from_the_host_as_they_went():
-    float8, wide = KVComponent((0, 2), 2, 2, 8, "float8_e4m3fn"), KVComponent((1,), 1, 1, 24, "float32")
+def test_pages_of_two_groups_come_back_from_the_host_as_they_went():
+    float8, wide = KVComponent((0, 2), 2, 2, 8, "float8_e4m3fn"), KVComponent((1,), 1, 1, 24, "float32", needed=8)
     layout = KVLayout((float8, wide), page_size=4)
     pool = DevicePool(layout, 6, torch.device("cpu"), KVScales((1.0, 1.0, 2.0), (0.5, 1.0, 1.0)))
     for pages in pool.pages.values():
@@ -74,11 +74,13 @@ def test_pages_of_two_shapes_come_back_from_the_host_as_they_went():
     assert layout.page_bytes == 2 * (2 * 2 * 4 * 8) + 4 * 24 * 4
     transfer = make_transfer(pool, HostPool(4, layout.page_bytes), device_ops("cpu"))
     pages, host = np.array([5, 1], np.int32), np.array([2, 0], np.int32)
-    transfer.start(Copies(store=PageCopy(0, pages, host)))
+    windows = np.array([0, 3], np.int32)
+    transfer.start(Copies(store=PageCopy(0, pages, host, (windows,))))
     for content in pool.pages.values():
         content.view(torch.uint8).zero_()
-    transfer.start(Copies(load=PageCopy(1, pages, host)))
+    # Of the window only the second page is wanted.
+    transfer.start(Copies(load=PageCopy(1, pages, host, (np.array([-1, 3], np.int32),))))
     for layer, content in pool.pages.items():
-        now = content.view(torch.uint8)
-        assert torch.equal(now[[5, 1]], before[layer][[5, 1]])
-        assert not now[[0, 2, 3, 4]].any()
+        now, loaded = content.view(torch.uint8), [3] if layer == 1 else [5, 1]
+        assert torch.equal(now[loaded], before[layer][loaded])
+        assert not now[[page for page in range(6) if page not in loaded]].any()

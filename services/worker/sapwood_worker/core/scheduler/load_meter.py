@@ -38,6 +38,9 @@ def measure_load(
         cached_tokens=admission.cached_tokens,
         device_hit_tokens=admission.cached_tokens,
         forced_tokens=forced_tokens,
+        window_pages=sum(window.num_pages for window in cache.windows),
+        used_window_pages=sum(window.num_used for window in cache.windows),
+        passed_window_pages=sum(window.num_freed for window in cache.windows),
     )
     if tiers is None:
         return load

@@ -39,13 +39,15 @@ def test_what_is_no_shard_is_refused(shard, wrong: str) -> None:
         shard({}, wrong)
 
 
-def test_every_commit_names_a_shard() -> None:
-    """CI's own line, with commits of all kinds."""
-    (line,) = re.findall(r"^shard=.*$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+def test_every_commit_names_a_shard_of_the_slow_tests_and_one_of_the_containers() -> None:
+    """CI's own lines, with commits of all kinds."""
+    script = (ROOT / ".ci" / "run").read_text()
+    (part,) = re.findall(r"^part=.*$", script, re.MULTILINE)
+    shards = re.findall(r'SHARD="([^"]*)"', script)
     seen = set()
     for commit in ("0" * 40, "f" * 40, "8" * 39 + "9", "123456789abcdef0" * 2 + "01234567", "deadbeef" * 5):
-        script = f"commit={commit}\n{line}\necho $shard"
-        done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True, timeout=60)
-        assert re.fullmatch(r"[123]/3\n", done.stdout)
+        lines = f'commit={commit}\n{part}\necho "{" ".join(shards)}"'
+        done = subprocess.run(["bash", "-euc", lines], capture_output=True, text=True, check=True, timeout=60)
+        assert re.fullmatch(r"[1-6]/6 [12]/2\n", done.stdout)
         seen.add(done.stdout)
     assert len(seen) > 1

@@ -71,11 +71,16 @@ CONVERSATIONS = {
 
 
 def theirs(source: str, messages: list[dict[str, Any]], **options: Any) -> str | None:
-    """What transformers renders; None where it refuses."""
+    """What transformers renders, with "" for absent content where the template trips over it; None where it refuses."""
     from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds
 
     try:
         rendered, _ = render_jinja_template([messages], chat_template=source, **options)
+    except TypeError:
+        if all(message["content"] is not None for message in messages):
+            return None
+        filled = [{**message, "content": message["content"] or ""} for message in messages]
+        return theirs(source, filled, **options)
     except Exception:
         return None
     text: str = rendered[0]

@@ -17,7 +17,7 @@ _POLL = 0.25
 
 
 class _Line:
-    """What is before the workers of one model.
+    """The requests that are to choose a worker of one model.
 
     Attributes:
         queue: Who waits.
@@ -38,7 +38,7 @@ class _Line:
         for worker in self._registry.available(self._model):
             if worker.breaker.admits():
                 any_admits = True
-                # Of a half-open one only its probe: others would be given to workers that have no room.
+                # A half-open breaker admits one probe only: more would go to other workers, which have no room.
                 closed = worker.breaker.state is BreakerState.CLOSED
                 room += worker.room if closed else min(1.0, worker.room)
                 if room > taken:  # the first worker mostly has it
@@ -46,7 +46,7 @@ class _Line:
         return not any_admits
 
     def pump(self) -> None:
-        """Lets go as many as fit. Those that come keep nothing free: preparing one may take long."""
+        """Lets go as many as fit. No room is kept for requests that are still being prepared: that may take long."""
         while self.queue.waiting and self.has_room(self.let_go) and self.queue.release():
             pass
 

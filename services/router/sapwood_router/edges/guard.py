@@ -62,7 +62,7 @@ class Guard:
         try:
             priority = priority_of(fields.get(PRIORITY_KEY.encode(), b"").decode("latin-1"))
         except InvalidArgumentError:
-            priority = 0  # it will be told so
+            priority = 0  # the handler will refuse it with the field's name
         if self._keys is None:
             return priority, fields.get(TENANT_KEY.encode(), fields.get(_AUTHORIZATION))
         if tenant is None:
@@ -70,9 +70,9 @@ class Guard:
         return min(priority, tenant.settings.priority), tenant.name
 
     def rank_request(self, headers: Headers) -> Rank:
-        """The same of an HTTP request that was not let in yet. Takes nothing.
+        """The rank of an HTTP request whose key was not checked yet. Counts nothing against the key's rates.
 
-        Those without a key, such as probes, have a turn of their own, and so have those with one that is not known.
+        Requests without a key, such as probes, share one turn, and those with an unknown key share another.
         """
         authorization = dict(headers).get(_AUTHORIZATION)
         if self._keys is None or authorization is None:

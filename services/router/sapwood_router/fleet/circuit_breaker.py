@@ -40,7 +40,7 @@ class BreakerState(enum.Enum):
 
 
 class Permit:
-    """One request's passage. Whoever has it ends it; the first end counts, and a fault after a success."""
+    """One request that the breaker let pass. Its holder calls :meth:`end`; the first call counts, and a fault after a success."""
 
     __slots__ = ("_answered", "_breaker", "_generation", "_open", "is_probe")
 
@@ -134,10 +134,10 @@ class CircuitBreaker:
             case BreakerState.HALF_OPEN:
                 self._reopen()
             case BreakerState.OPEN:
-                pass  # known
+                pass  # it is out of the choice already
 
     def reset(self) -> None:
-        """The worker is a new one: nothing is known against it."""
+        """The worker has restarted: its earlier failures count no more."""
         was_closed = self._open_until is None
         self._close(quiet=was_closed)
 

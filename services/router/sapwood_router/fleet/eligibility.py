@@ -12,7 +12,7 @@ from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.worker import Worker
 
 _OVERLONG_STEP = 10.0
-"""Seconds after which a step may be one that hangs. A long one that does not, as on a slow CPU, costs nothing but a detour."""
+"""Seconds at one step after which a worker may hang: others are preferred. One that is only slow just gets fewer requests."""
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class Eligible(msgspec.Struct, frozen=True):
 def eligible(workers: Iterable[Worker], demand: Demand) -> Eligible:
     """Sorts workers out.
 
-    Where all that could take the request are full, it is they: it would have to wait for one of them.
+    If every worker that fits is full, the full ones are returned: the request has to wait for one of them.
 
     Raises:
         UnavailableError: None can be asked now.

@@ -70,13 +70,15 @@ class KvEventFollower:
             raise DriftError(f"after change {message.seq} the worker holds something else")
 
     def agrees(self, load: Load) -> bool:
-        """Whether a worker's report may belong to what was heard: an older one may, a newer one or another digest not."""
+        """Whether a worker's report does not contradict the events heard. An older report says nothing; one that is newer, or of
+        another digest, shows that events were lost.
+        """
         if not self._whole or (load.epoch, load.kv_seq) < (self._epoch, self._seq):
             return True
         return (load.epoch, load.kv_seq, load.kv_digest) == (self._epoch, self._seq, self._digest)
 
     def _begins_anew(self, message: worker_pb2.SubscribeKvEventsResponse) -> bool:
-        """Whether a scheduler has been started anew behind the same front: all is gone, which it says first."""
+        """Whether a new scheduler has started behind the same front: its first event says that nothing is cached."""
         return (
             message.epoch != self._epoch and bool(message.events) and message.events[0].HasField("all_blocks_cleared")
         )
@@ -96,7 +98,7 @@ class KvEventFollower:
             self._digest = 0
 
     def _digested(self, hashes: Iterable[bytes], medium: int) -> Tier:
-        """The tier of an event, whose pages come into the digest or go out of it."""
+        """Adds an event's pages to the digest, or takes them out (it is an exclusive or), and returns the event's tier."""
         tier = _TIERS.get(medium)
         if tier is None:
             raise DriftError(f"medium {medium} is unknown")

@@ -14,7 +14,7 @@ class ServedModel:
         max_running: Requests that it runs at once; 0 if it does not say.
         embedded_tokens: The worker cuts inputs to embed to so many tokens; 0: longer ones than the context are refused.
         eos_token_ids: The model's own end tokens.
-        shortened: To which numbers of them embeddings may be cut; empty: any; None: they are not.
+        shortened: Lengths that embeddings may be cut to; empty: any length; None: they cannot be cut.
     """
 
     model: str

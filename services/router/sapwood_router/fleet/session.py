@@ -23,18 +23,18 @@ from sapwood_router.transport.stream_error import stream_error
 
 _METHOD = "/sapwood.v1.Worker/Session"
 MOST_TOKENS = 4 * 1024 * 1024
-"""Of one request: with 5 bytes each they fit into a message. One that is too large would end the session of all requests."""
+"""The most tokens of one request: at 5 bytes each they fit into a message. One too large would end the session for all."""
 _CHECK_INTERVAL = 0.1
 
 WorkerRequest: TypeAlias = worker_pb2.WorkerGenerateRequest | worker_pb2.WorkerEmbedRequest
-"""What a stream begins with."""
+"""The message that opens a stream."""
 
 
 class StreamSink(Protocol):
     """Takes what comes of a request. Called from the session's reader: it must not wait, and not raise."""
 
     def token(self, token_id: int) -> None:
-        """One new token, with nothing else to be said: a shorter way for what comes most often."""
+        """Takes one new token that comes with nothing else. Most outputs are such, so they skip :meth:`output`'s record."""
         ...
 
     def output(self, output: WorkerOutput) -> None:
@@ -112,11 +112,11 @@ class WorkerSession(SharedCall):
         self._ids = itertools.count(1)
         self._sinks: dict[int, StreamSink] = {}
         self._submits: dict[int, tuple[WorkerRequest, int]] = {}
-        """What is to be sent, and the milliseconds it has."""
+        """Requests that are yet to be sent, each with its timeout in milliseconds; by stream id."""
         self._aborts: list[int] = []
         self._pauses: dict[int, bool] = {}
         self._problem: str | None = None
-        """Why the call was given up here."""
+        """Why this side gave the call up; None: it did not."""
 
     @property
     def load(self) -> int:

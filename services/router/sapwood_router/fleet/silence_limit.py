@@ -5,20 +5,20 @@ from __future__ import annotations
 from sapwood_common.pacing.loop_lag import LoopLag
 
 LAGS = 4.0
-"""Times both ends' lag of late by which the limit exceeds its base: what was late by so much may well be late by more."""
+"""The limit is its base plus this many times the recent lags of both event loops: the next lag may well be longer."""
 MOST = 3.0
-"""Times its base that the limit is at most: a worker that is gone has to be noticed on the slowest machine."""
+"""The limit is at most this many times its base: a lost worker must be noticed on the slowest machine, too."""
 
 
 class SilenceLimit:
     """The limit for each of a router's workers.
 
     Args:
-        base: Seconds, where nothing runs late.
-        own_lag: That of the router's event loop.
+        base: The limit in seconds while neither event loop runs late.
+        own_lag: The lag of the router's event loop.
 
     Attributes:
-        base: The same.
+        base: The argument.
     """
 
     def __init__(self, base: float, own_lag: LoopLag) -> None:
@@ -26,5 +26,5 @@ class SilenceLimit:
         self._own_lag = own_lag
 
     def seconds(self, worker_lag: float) -> float:
-        """As of now, for a worker whose event loop has been late by ``worker_lag`` seconds, as it says itself."""
+        """The limit now for a worker that reports a lag of ``worker_lag`` seconds of its event loop."""
         return min(self.base + LAGS * (worker_lag + self._own_lag.recent), MOST * self.base)

@@ -68,13 +68,14 @@ class Worker:
         self.session: WorkerSession | None = None
         self.model: ServedModel | None = None
         self.available = False
-        """Whether it is connected and takes requests; ``draining``: whether an operator wants it to get none."""
+        """Whether it is connected and takes requests."""
         self.draining = False
+        """Whether an operator wants it to get no new requests."""
         self.leaving = False
         """Whether no source names it any more: it finishes what it has."""
         self.problem: str | None = "not reached yet"
         self.most_requests = math.inf
-        """Requests that this router gives it at a time."""
+        """The most requests that this router has running on it at a time."""
         self.in_flight = 0
         self.pending_tokens = 0
         self.step_seconds = 0.0

@@ -52,21 +52,21 @@ class Attempts(ABC):
         self._deadline = deadline
         self._failover = shared.failover()
         self._variables = copy_context()
-        """Of the task that asks: what is logged and sent for the request, from whichever callback, belongs to it."""
+        """The asking task's context variables (request id, trace): tasks that go on with the request log and send under them."""
         self._place: Place | None = None
         self._task: asyncio.Task[None] | None = None
         self._worker: Worker | None = None
-        """Of the latest try."""
+        """The worker of the latest try."""
         self._execution: Execution | None = None
         self._closed = False
 
     @abstractmethod
     def _choose(self) -> tuple[Worker, Choice]:
-        """The worker for a try. Raises SapwoodError: there is none."""
+        """Chooses the worker for the next try. Raises SapwoodError: there is none."""
 
     @abstractmethod
     def _acquire(self, worker: Worker, choice: Choice) -> Execution:
-        """A try on the worker, counted there; :meth:`_tried` is to hear how it ends."""
+        """Begins a try: counts it in the worker's load. The try calls :meth:`_tried` when it ends."""
 
     @abstractmethod
     def _send(self, worker: Worker, execution: Execution) -> None:
@@ -74,11 +74,11 @@ class Attempts(ABC):
 
     @abstractmethod
     def _goes_on(self, error: SapwoodError) -> bool:
-        """Another try is granted after ``error``; returns whether there is anything left to be asked for."""
+        """Prepares the next try, which was granted after ``error``. Returns False if nothing is left to be asked for."""
 
     @abstractmethod
     def _fail_with(self, error: SapwoodError) -> None:
-        """There is no way on."""
+        """Ends the request with ``error``: no further try is granted."""
 
     def close(self) -> None:
         """Ends the try that is under way. May be called again."""
@@ -116,7 +116,9 @@ class Attempts(ABC):
             self._do(lambda: self._go_on(error))
 
     def _do(self, work: Callable[[], Awaitable[None]]) -> None:
-        """What has to wait is a task's. One that is cancelled before its first step never asks for ``work``."""
+        """Runs ``work``, which has to wait, in a task. The task calls it: one that is cancelled before its first step thus
+        leaves no coroutine that was never awaited.
+        """
         self._task = asyncio.get_running_loop().create_task(self._guarded(work), context=self._variables)
 
     async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -127,7 +129,7 @@ class Attempts(ABC):
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, SapwoodError):
-            # Its frames know it: with them it would keep the request until the collector comes.
+            # Its traceback refers to frames that refer to the request: a cycle, which only the garbage collector would free.
             self._fail_with(error.with_traceback(None))
         else:
             logger.error("request %s failed", self._request_id, exc_info=error)
@@ -155,7 +157,7 @@ class Attempts(ABC):
         self._try(*await self._another(error))
 
     async def _another(self, last: SapwoodError | None) -> tuple[Worker, Choice]:
-        """Chooses a worker; after a loss, waits for one if there is none, and so it does if the latest try did not fail."""
+        """Chooses a worker for a further try. Waits up to ``resume_grace`` for one if the last was lost or (None) answered."""
         shared, loop = self._shared, asyncio.get_running_loop()
         give_up = loop.time() + shared.resume_grace
         while True:
@@ -169,7 +171,7 @@ class Attempts(ABC):
                     raise _told(
                         last or error
                     ) from error  # what a worker said tells the client more than that none is left
-                with contextlib.suppress(TimeoutError):  # a breaker's time passes without a change
+                with contextlib.suppress(TimeoutError):  # breakers half-open by time alone, without setting ``changed``
                     await asyncio.wait_for(changed.wait(), min(left, 0.25))
 
 

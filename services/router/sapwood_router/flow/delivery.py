@@ -18,7 +18,7 @@ class Sink(Protocol):
     """Takes runs' output on to their client. Called from callbacks of the event loop: nothing here waits."""
 
     def ready(self) -> bool:
-        """Whether the client takes a delta now. Else what comes is merged, until whoever made the sink says ``Run.flush``."""
+        """Whether the client takes a delta now. If not, the run merges its output until the sink's owner calls ``Run.flush``."""
         ...
 
     def delta(self, index: int, delta: Delta) -> None:
@@ -26,11 +26,11 @@ class Sink(Protocol):
         ...
 
     def token_writer(self, index: int) -> Relay | None:
-        """What sends single token ids of a run past :meth:`delta`; None: there is none yet. Asked after deltas."""
+        """A function that sends one token id without a delta; None: ask again after the next delta."""
         ...
 
     def failed(self, error: SapwoodError) -> None:
-        """A run failed: of it nothing follows."""
+        """A run failed: nothing more comes of it."""
         ...
 
 
@@ -66,7 +66,7 @@ class Client(Protocol):
         ...
 
     def token_writer(self, index: int) -> Relay | None:
-        """What sends single token ids of a run past :meth:`write`; None: there is none yet. Asked after deltas."""
+        """A function that sends one token id without a delta; None: ask again after the next delta."""
         ...
 
 
@@ -110,7 +110,9 @@ class Delivery:
                 try:
                     raise self._error
                 finally:
-                    self._error = None  # its traceback knows this frame: both would wait for the collector
+                    self._error = (
+                        None  # its traceback refers to this frame: a cycle that only the garbage collector would free
+                    )
             elif not self._left:
                 return
             else:
@@ -134,11 +136,11 @@ class Delivery:
             self._wake()
 
     def token_writer(self, index: int) -> Relay | None:
-        """What sends single token ids of a run past :meth:`delta`."""
+        """The client's own function for single token ids."""
         return self._client.token_writer(index)
 
     def failed(self, error: SapwoodError) -> None:
-        """The first error counts."""
+        """Keeps the first error of all runs; :meth:`carry` raises it."""
         self._error = self._error or error
         self._wake()
 

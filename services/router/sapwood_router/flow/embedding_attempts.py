@@ -23,7 +23,7 @@ from sapwood_router.routing.policies.base import Choice, PromptPages
 from sapwood_router.transport.shared_call import TOKENS_A_MESSAGE
 
 _NOT_CACHED = "embeddings"
-"""A cache salt that no worker caches under: to a policy that goes by what workers hold, nobody holds the prompt."""
+"""A cache salt that no worker caches under: to policies that look for cached prefixes, no worker holds any of the prompt."""
 
 
 class EmbeddingAttempts(Attempts):
@@ -77,7 +77,7 @@ class EmbeddingAttempts(Attempts):
 
     def close(self) -> None:
         super().close()
-        self._execution = None  # they know each other: the vectors would wait for the collector
+        self._execution = None  # they refer to each other: a cycle would keep the vectors
 
     def _choose(self) -> tuple[Worker, Choice]:
         shared = self._shared

@@ -88,7 +88,7 @@ class Run:
         self._sent_tokens = 0
         """Tokens that the client got in deltas."""
         self._relayed_tokens = 0
-        """Tokens that the client got one by one, past the deltas."""
+        """Tokens that the client got one by one, without a delta."""
         self._closed = False
 
     @property
@@ -120,11 +120,11 @@ class Run:
                 self._sent_tokens += len(delta.token_ids)
                 sink.delta(self._index, delta)
                 if delta.finish is not None:
-                    # Accounts are made up once the delta is on its way to the client.
+                    # Metrics and shares are counted after the delta is on its way to the client.
                     asyncio.get_running_loop().call_soon(self._finished)
                 elif isinstance(stream, TokenStream) and not stream.relays:
                     self._relay_tokens(stream, sink)
-        except Exception as error:  # is this request's, not that of those whose output came with it
+        except Exception as error:  # fails this request only, not the others whose output came in the same message
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
@@ -137,11 +137,11 @@ class Run:
         sink = self._sink
         self.close()
         if sink is not None:
-            # The frames of its traceback would keep the request until the collector comes.
+            # Its traceback refers to the request: a cycle that only the garbage collector would free.
             sink.failed(error.with_traceback(None))
 
     def _relay_tokens(self, stream: TokenStream, sink: Sink) -> None:
-        """Where there are token ids alone, single ones are handed over past everything that makes a delta, if the sink can."""
+        """Lets single token ids of a request without text go straight to the client, without a delta, if the sink takes them."""
         write = sink.token_writer(self._index)
         if write is None:
             return
@@ -159,7 +159,7 @@ class Run:
 
     def _respond(self, chunk: OutputChunk) -> Delta:
         started = time.perf_counter()
-        chunk.tokens += self._relayed_tokens  # which the stream has not seen
+        chunk.tokens += self._relayed_tokens  # the stream counts only what was pushed into it
         delta = respond(self._context, chunk, self._sent_tokens + self._relayed_tokens)
         self._watch.delta(started, len(delta.token_ids))
         return delta
@@ -177,12 +177,12 @@ class Run:
             self._place.leave()
         if self._stream is not None:
             self._stream.close()
-        self._sink = None  # it knows its runs, and all would wait for the collector
+        self._sink = None  # it refers to its runs: a cycle
         if self._context.caller.account is not None:
             self._context.caller.account.take_output(len(self._context.output_ids))
         self._watch.close()
         self._log()
-        self._context.error = None  # by its traceback it knows the context, and both would wait for the collector
+        self._context.error = None  # its traceback refers to the context: a cycle
 
     async def _start(self) -> None:
         context, pipeline = self._context, self._pipeline

@@ -9,7 +9,7 @@ from sapwood_router.request.output_stream import WINDOW, OutputChunk, OutputStre
 
 
 class TokenStream(OutputStream):
-    """Only counts tokens; they themselves are the request's.
+    """Only counts tokens; their ids are in the request's context.
 
     Args:
         whole: See OutputStream.
@@ -32,7 +32,7 @@ class TokenStream(OutputStream):
         self._ended = end
         self._fresh = self._tokens > self._tokens_taken
         if end or (self._fresh and not self._whole):
-            self.relay = None  # until what came now was taken
+            self.relay = None  # what is pushed now has to be taken before any later token
             if self._listener is not None:
                 self._listener()
             if end:
@@ -41,7 +41,7 @@ class TokenStream(OutputStream):
         return False
 
     def pass_on(self, relay: Relay) -> None:
-        """From now on, single tokens that come while nothing waits may take ``relay``: the stream does not see those."""
+        """From now on the pusher hands single tokens to ``relay`` while none waits here. The stream does not count those."""
         self._relay = relay
         if not self._fresh and not self.over:
             self.relay = relay

@@ -8,7 +8,7 @@ from sapwood_router.request.context import ChatPrompt, RequestContext
 from sapwood_router.request.embed_request import Embeddings, EmbedRequest
 
 _SIGN = 1 << 63
-"""Attributes are signed: the same bits are meant."""
+"""Turns an unsigned 64-bit seed into the signed number of the same bits, which is what attributes can hold."""
 
 PROVIDER = "sapwood"
 
@@ -19,12 +19,12 @@ def operation_of(context: RequestContext) -> str:
 
 
 def span_name(operation: str, model: str | None) -> str:
-    """Of the span of an operation; its model may not be known yet."""
+    """The name of an operation's span; None: its model is not known yet."""
     return operation if model is None else f"{operation} {model}"
 
 
 def asked(context: RequestContext) -> dict[str, Attribute]:
-    """What a client asked for; nothing of what the prompt says."""
+    """The attributes of a request; none tells what the prompt says."""
     sampling = context.sampling
     given: dict[str, Attribute | None] = {
         "gen_ai.operation.name": operation_of(context),
@@ -42,7 +42,7 @@ def asked(context: RequestContext) -> dict[str, Attribute]:
 
 
 def answered(context: RequestContext, code: str) -> dict[str, Attribute]:
-    """What became of it, with the name of its gRPC status."""
+    """The attributes of a generation's end. ``code``: the name of its gRPC status."""
     attributes: dict[str, Attribute] = {
         "gen_ai.response.model": context.model or "-",
         "gen_ai.usage.input_tokens": len(context.token_ids),
@@ -64,7 +64,7 @@ EMBEDDINGS = "embeddings"
 
 
 def asked_to_embed(request: EmbedRequest) -> dict[str, Attribute]:
-    """What a client wants embedded: how much, not what."""
+    """The attributes of an embedding request: how much is to be embedded, not what."""
     given: dict[str, Attribute | None] = {
         "gen_ai.operation.name": EMBEDDINGS,
         "gen_ai.provider.name": PROVIDER,
@@ -77,7 +77,7 @@ def asked_to_embed(request: EmbedRequest) -> dict[str, Attribute]:
 
 
 def embedded(found: Embeddings) -> dict[str, Attribute]:
-    """What came of it."""
+    """The attributes of an embedding request's answer."""
     return {
         "gen_ai.response.model": found.model,
         "gen_ai.usage.input_tokens": found.prompt_tokens,

@@ -76,7 +76,7 @@ class RouterState:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all workers."""
+        """Tokens that all workers generate a second."""
         return sum(worker.tokens_per_second for worker in self.workers)
 
 

@@ -34,7 +34,7 @@ class OutputChunk(msgspec.Struct):
 
 
 Relay = Callable[[int], bool]
-"""Sends a token to the client at once and keeps account of it, or says no. Must not raise."""
+"""Sends a token id to the client at once and counts it; returns False if it did not. Must not raise."""
 
 
 class OutputStream(ABC):
@@ -44,14 +44,14 @@ class OutputStream(ABC):
         whole: The output is taken in one piece, at its end: nothing holds the pusher back.
 
     Attributes:
-        relay: Where the pusher may take a single token instead of pushing it, as things stand; None: nowhere.
+        relay: A function that the pusher may give a single token instead of pushing it; None: it has to push.
     """
 
     def __init__(self, *, whole: bool) -> None:
         self.relay: Relay | None = None
         self._whole = whole
         self._tokens = 0
-        """Of the output so far."""
+        """How many tokens the output so far stands for."""
         self._tokens_taken = 0
         self._fresh = False
         """Whether there is output that nobody has taken."""

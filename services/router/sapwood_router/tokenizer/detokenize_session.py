@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 _METHOD = "/sapwood.v1.Tokenizer/Detokenize"
 _SETTLED_AFTER = 0.5
 _GATHERING = 0.002
-"""Seconds from a message with inputs of ``_MANY`` streams to the next: there are more, whose workers step at other times."""
+"""Seconds to the next message after one with inputs of ``_MANY`` streams. So many streams are on several workers, whose steps
+end at different times: a short wait puts their tokens into one message."""
 _MANY = 8
 
 
@@ -123,7 +124,7 @@ class DetokenizeSession(SharedCall):
             self._stands = True
 
     def _gather(self) -> None:
-        """Sends what there is in this turn, or a moment later where many come."""
+        """Sends what there is at the end of this turn of the event loop, or ``_GATHERING`` later while many streams send."""
         busy = self._last_inputs >= _MANY and asyncio.get_running_loop().time() - self._sent < _GATHERING
         self._schedule(_GATHERING if busy else 0.0)
 

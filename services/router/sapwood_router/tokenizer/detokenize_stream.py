@@ -10,7 +10,7 @@ from sapwood_router.request.output import Output, OutputBuffer, OutputOptions
 from sapwood_router.request.output_stream import OutputChunk, OutputStream
 
 _BATCH = 1024
-"""Tokens of an answer that is taken whole that are written together."""
+"""Tokens that are written in one go where the answer is taken whole."""
 
 
 class DetokenizeStream(OutputStream):
@@ -41,7 +41,7 @@ class DetokenizeStream(OutputStream):
         """Everything pushed: what a lost session is replayed from."""
         self.end_pushed = False
         self.opened = False
-        """Whether the current call knows the stream (the session's to set, like the next two)."""
+        """Whether the current call knows the stream. The session writes this and the next two."""
         self.written = 0
         self.end_written = False
         self._on_dirty = on_dirty

@@ -87,7 +87,7 @@ class EncodeSession(SharedCall):
         return result
 
     def _opened(self, call: DuplexCall) -> None:
-        """Nothing goes before the items."""
+        """The call needs no first message: items may be sent at once."""
 
     def _stopped(self) -> None:
         self._fail_all("this router stops")
@@ -115,7 +115,7 @@ class EncodeSession(SharedCall):
                 answer.set_exception(UnavailableError(problem, retry_after=1.0))
 
     def _cancel(self, item_id: int) -> None:
-        """Its request left, or its deadline passed."""
+        """Nobody waits for this item any more: its request was closed, or its deadline passed."""
         if self._unsent.pop(item_id, None) is None:
             self._unsent[item_id] = tokenizer_pb2.EncodeItem(id=item_id, cancel=True)
             self._schedule()

@@ -28,7 +28,7 @@ class Tokenizer:
 
 
 class Tokenizers:
-    """All of them.
+    """The tokenizer services that this router uses.
 
     Args:
         usual: For models that have none of their own.

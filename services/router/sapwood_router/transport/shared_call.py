@@ -21,9 +21,10 @@ logger = logging.getLogger(__name__)
 RETRY_INTERVAL = 0.1
 OPEN_TIMEOUT = 2.0
 TOKENS_A_MESSAGE = 256 * 1024
-"""Beyond these a message takes no further request: far from what a service takes, also where each brings a grammar or tools."""
+"""A message with so many tokens takes no further request. It stays far below the size that a service accepts, even where each
+request brings a grammar or tools."""
 BYTES_A_TOKEN = 4
-"""What a grammar or tools are counted as, beside tokens."""
+"""Bytes of a grammar or of tools that count as one token in :data:`TOKENS_A_MESSAGE`."""
 
 
 class SharedCall(ABC):
@@ -41,7 +42,7 @@ class SharedCall(ABC):
         self._dialer = dialer
         self._call: DuplexCall | None = None
         self._stands = False
-        """Whether the peer was heard on it."""
+        """Whether the peer has answered on the call that is open."""
         self._flushing = False
         self._finishing = False
 
@@ -52,15 +53,15 @@ class SharedCall(ABC):
 
     @abstractmethod
     def _opened(self, call: DuplexCall) -> None:
-        """There is a call: what goes before all else is to be written to it."""
+        """A call was opened. Writes what the peer needs before any request."""
 
     @abstractmethod
     def _next_message(self) -> bytes | None:
-        """What there is to be sent, or as much of it as a message may hold; None if there is nothing."""
+        """The next message: all that waits to be sent, or as much as one message may hold. None: nothing waits."""
 
     @abstractmethod
     def _take(self, message: bytes) -> None:
-        """A message has come. An exception ends the call."""
+        """Handles a message from the peer. An exception ends the call."""
 
     @abstractmethod
     def _lost(self, end: CallEndedError) -> float:
@@ -115,7 +116,7 @@ class SharedCall(ABC):
             self.abandon(self._told(error))
 
     def _told(self, error: Exception) -> str:
-        """A fault of ours costs a call, not its peer for as long as this process lives."""
+        """Logs an error of our own, which ends this call but not those that are opened later; returns it in words."""
         logger.error("the call %s at %s failed", self._method, self._address, exc_info=error)
         return f"{type(error).__name__}: {error}"
 

@@ -39,7 +39,7 @@ from sapwood_router.request.request_ids import accept_request_id, unique_id
 
 SERVICE_NAME = "sapwood.v1.Router"
 TRACED = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed"))
-"""Where a trace begins, if the caller has none."""
+"""Methods that begin a trace if the caller sends none."""
 PUBLIC_METHODS = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed", "ListModels"))
 """What clients call; everything else is for operators."""
 WORKER_KEY = "x-sapwood-worker"

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 _REST = 9
-"""Renderings of a kind are this many times as long apart as the last one took."""
+"""The pause between two renderings of one content type, as a multiple of the time the last one took."""
 
 
 class MetricsPage:

@@ -26,9 +26,9 @@ _MOST_DROPPED = 64 * 1024
 _MOST_LINGERED = 256 * 1024
 """Bytes that are read after the last answer: with some of them unread, the kernel would take the answer back."""
 _MOST_REFUSED = 32 * 1024 * 1024
-"""The same where they are a body that was refused."""
+"""The same after a refused body: its client mostly sends all of it before it reads the answer."""
 _LIGHT = 4 * 1024
-"""Bytes that may wait uncounted."""
+"""Up to so many waiting bytes a connection are not counted against the memory of all."""
 _EMPTY_LINE = b"\r\n\r\n"
 _PLAIN = [(b"content-type", b"text/plain; charset=utf-8")]
 
@@ -54,23 +54,23 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._encrypted = False
         self._data = b""
-        """What has come; read up to ``_at``."""
+        """Bytes received; those before ``_at`` are handled."""
         self._at = 0
         self._counted = 0
-        """Bytes of it that are counted among what all connections hold."""
+        """Bytes of ``_data`` that count against the memory of all connections together."""
         self._request: Request | None = None
-        """The one being answered, or whose body is still coming."""
+        """The request that is being answered, or whose body is still coming."""
         self._place: Place | None = None
-        """Where the last request that could not begin at once waited to."""
+        """The place in the queue of the latest request that had to wait before it began."""
         self._queued = False
-        """Whether it goes on in a later turn of the event loop."""
+        """Whether this connection waits for its turn to handle more of ``_data``."""
         self._reading = True
         self._breathes = False
-        """Whether it filled the buffer: it reads on after its next step."""
+        """Whether it filled the shared buffer and so pauses reading until its next step."""
         self._lingers = False
-        """Whether the last answer was given."""
+        """Whether the last answer was sent, and what still comes is dropped."""
         self._lingering = 0
-        """Bytes that are still read then."""
+        """Bytes that may still be dropped before the connection is closed anyway."""
         self._timer: asyncio.TimerHandle | None = None
         """Ends the wait for a head, for more of a body, or for the client to leave."""
         self._drained: asyncio.Event | None = None
@@ -99,7 +99,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if request is not None:
             request.lose_client()
         self.resume_writing()
-        # uvloop's TLS knows this one for ever: the two would wait for the collector, with half a megabyte.
+        # uvloop's TLS transport keeps its reference to this object: a cycle of half a megabyte until the collector runs.
         self._transport = None
 
     def eof_received(self) -> bool:
@@ -173,14 +173,14 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._regulate()
 
     def abort(self) -> None:
-        # In the next turn: what calls this may write yet, if it is uvloop's TLS.
+        # In the next turn of the loop: uvloop's TLS may be what calls this, and it writes after the call.
         if self._transport is not None:
             asyncio.get_running_loop().call_soon(self._transport.abort)
             self._breathes = True
             self._regulate()
 
     def fail(self, error: SapwoodError) -> None:
-        """All connections hold too much that waits, and none more than this one."""
+        """Gives up what this connection holds: all of them together hold too much, and this one the most."""
         self._counted = 0
         if self._request is None and not self._lingers:
             self._refuse(HttpError(503, error.message))

@@ -28,9 +28,9 @@ _INPUT_BYTES = 64 * 1024
 _STOP_SECONDS = 1.0
 _SWEEP_SECONDS = 5.0
 _TLS_SECONDS = 10.0
-"""For a handshake."""
+"""Seconds that a TLS handshake may take."""
 _TLS_END_SECONDS = 1.0
-"""For the end of a connection that is idle."""
+"""Seconds that the goodbye of an idle TLS connection may take."""
 _FAILED = b"internal error\n"
 
 Handler = Callable[[Request], Awaitable[None]]
@@ -81,7 +81,7 @@ class HttpServer:
         self._keep_alive = keep_alive
         self._connections: set[HostedConnection] = set()
         self._idle: dict[HostedConnection, None] = {}
-        """Those that rest, the longest first."""
+        """Connections without a request, in the order in which they became idle."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.TimerHandle | None = None
         self._alone: asyncio.Future[None] | None = None
@@ -89,7 +89,7 @@ class HttpServer:
 
     @property
     def connections(self) -> frozenset[HostedConnection]:
-        """Those that are open now."""
+        """The connections that are open now."""
         return frozenset(self._connections)
 
     async def start(self) -> int:

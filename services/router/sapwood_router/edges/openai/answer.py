@@ -52,11 +52,11 @@ class _WholeClient:
         self._wholes = [Delta(Output(), [], logprobs=[]) for _ in range(count)]
 
     def writable(self) -> bool:
-        """Whatever comes is kept."""
+        """Always: there is no client to wait for."""
         return True
 
     async def drained(self) -> None:
-        """Nothing is waited for."""
+        """Returns at once: there is no client to wait for."""
 
     def write(self, index: int, delta: Delta) -> bool:
         """Takes a delta."""
@@ -69,7 +69,7 @@ class _WholeClient:
         return True
 
     def token_writer(self, index: int) -> Relay | None:
-        """Tokens come in deltas."""
+        """None: tokens are kept as deltas only."""
         return None
 
     def wholes(self) -> list[Delta]:
@@ -134,16 +134,16 @@ class _EventClient:
         """Choices that have a tool call."""
         self._usages: dict[int, Usage] = {}
         self._sent = [0] * len(runs)
-        """Tokens, where the usage so far is told."""
+        """Tokens sent of each choice; counted only where every chunk tells the usage so far."""
         self._pending: tuple[int, Delta] | None = None
-        """What takes waiting."""
+        """A choice and its delta that cannot be sent without awaiting something: :meth:`drained` sends it."""
 
     def writable(self) -> bool:
-        """Whether nothing is waited for, and the client reads."""
+        """Whether no delta is pending, and the client reads."""
         return self._pending is None and self._exchange.writable()
 
     async def drained(self) -> None:
-        """Sends what took waiting, or waits for the client."""
+        """Sends the pending delta; if there is none, waits until the client has read enough."""
         if self._pending is None:
             await self._exchange.drained()
             return

@@ -13,12 +13,12 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.openai.other_parameters import Neutral
 
 _MOST_PARTS, _MOST_VALUES = 262_144, 2_097_152
-"""Strings, arrays and objects of a body, each alike, and all values: 16 MB of them would keep the event loop for half a
-second, and take 400 MB.
+"""The most strings, the most arrays and the most objects of a body, and the most values in all. A body of 16 MB without these
+bounds would keep the event loop for half a second and take 400 MB.
 """
 
 _MOST_EXPLAINED = 1024 * 1024
-"""Bytes of a body in which bad Unicode is looked for."""
+"""In bodies of up to so many bytes the parameter with bad Unicode is named."""
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -45,7 +45,9 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def _check_size(body: bytes) -> None:
-    """What stands in texts counts, too: those with as many signs are longer than any context."""
+    """Refuses bodies with too many values. It counts commas and brackets within texts, too: a text with as many of them is longer
+    than any context.
+    """
     if len(body) < 2 * _MOST_PARTS:
         return
     commas = body.count(b",")

@@ -70,7 +70,7 @@ COMPLETION_NEUTRAL: Neutral = {
     "prompt_embeds": ([],),
     "add_special_tokens": (True,),
 }
-"""Of completions."""
+"""Parameters of completions."""
 
 CHAT_NEUTRAL: Neutral = {
     **_NEUTRAL,
@@ -95,14 +95,14 @@ CHAT_NEUTRAL: Neutral = {
     # TGI
     "tool_prompt": ("",),
 }
-"""Of chat."""
+"""Parameters of chats."""
 
 EMBEDDING_NEUTRAL: Neutral = {
     "add_special_tokens": (True,),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
 }
-"""Of embeddings."""
+"""Parameters of embeddings."""
 
 STREAM_NEUTRAL: Neutral = {"include_obfuscation": (False,)}
-"""Of ``stream_options``."""
+"""Parameters inside ``stream_options``."""

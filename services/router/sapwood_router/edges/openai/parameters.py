@@ -64,16 +64,16 @@ def output_of(request: GenerationRequest) -> OutputOptions:
 
 
 class StreamWish(enum.Enum):
-    """How an answer is to be told."""
+    """How an answer is to be sent."""
 
     WHOLE = enum.auto()
-    """In one piece."""
+    """In one body."""
     STREAM = enum.auto()
-    """As it comes."""
+    """As events."""
     WITH_USAGE = enum.auto()
-    """So, with the usage at the end."""
+    """As events, the last of which has the usage."""
     WITH_USAGE_SO_FAR = enum.auto()
-    """So, and in every chunk."""
+    """As events, each of which has the usage so far."""
 
 
 def stream_wish(request: GenerationRequest) -> StreamWish:

@@ -76,11 +76,11 @@ class CompletionChunks:
 
     @staticmethod
     def with_usage(events: bytes, usage: UsageObject) -> bytes:
-        """The same chunks with the usage so far: no text can look like the end of an event."""
+        """The chunks with the usage so far in each. JSON escapes quotes in texts, so no text is taken for the end of an event."""
         return events.replace(_NO_USAGE, b',"usage":' + _encode(usage) + b"}\n\n")
 
     def _written(self, index: int, delta: Delta) -> bytes:
-        """The text and what comes right after it."""
+        """A delta's text in JSON; subclasses add the fields that follow it."""
         return _encode(delta.output.text)
 
     def _chunk(self, index: int, text: bytes, reason: bytes, logprobs: bytes) -> bytes:

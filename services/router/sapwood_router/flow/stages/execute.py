@@ -48,7 +48,8 @@ class Generating(Execution):
     def output(self, output: WorkerOutput) -> None:
         context, token_ids = self._context, output.token_ids
         if token_ids:
-            if context.whole and context.first_token is None:  # who reads the whole learns of it at the end only
+            # A client that takes the answer whole is sent nothing at its first token: that moment is noted here.
+            if context.whole and context.first_token is None:
                 context.first_token = time.perf_counter()
             if not self._begun:
                 self._answers()

@@ -14,11 +14,11 @@ from sapwood_router.fleet.worker import Lease
 
 
 class Execution:
-    """Implements ``StreamSink``: takes what comes without a task of its own. Each kind of request overrides what it asked for.
+    """Implements ``StreamSink`` without a task of its own. Each kind of request overrides what takes the answers it asked for.
 
     Args:
         lease: The request's share of the worker's load; released when the try is over.
-        permit: From the worker's breaker; ended with the first that comes, or with the failure.
+        permit: From the worker's breaker; ended by the first output, or by the failure.
         on_over: Called once, when the try is over: with None if the worker finished the request or the try was given up, else
             with what went wrong. Must not raise.
     """
@@ -47,17 +47,17 @@ class Execution:
         self._end(outcome_of(error), error)
 
     def close(self, error: SapwoodError | None = None) -> None:
-        """Gives the try up, for ``error`` if it was not the client who left. May be called again, and after its end."""
+        """Gives the try up because of ``error``; None: the client left. May be called again, and after its end."""
         self._end(Outcome.NEUTRAL, error)
 
     def _answers(self) -> None:
-        """The first of the answer is there: the prompt is computed, and the worker is well."""
+        """The first output has come: the prompt is computed, and the worker is well."""
         self._begun = True
         self._lease.prefilled()
         self._permit.end(Outcome.SUCCESS)
 
     def _end(self, outcome: Outcome, error: SapwoodError | None) -> None:
-        # Who is called knows this try: if it knew them, too, the request's tokens would wait for the collector.
+        # The callback's owner refers to this try. Keeping the callback would make a cycle that keeps the request's tokens.
         on_over, self._on_over = self._on_over, None
         if on_over is None:
             return

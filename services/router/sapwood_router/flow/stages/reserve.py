@@ -9,15 +9,15 @@ from sapwood_router.fleet.registry import Registry
 from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt
 
 _USUAL_TOKENS = 256
-"""What a request that sets no max_tokens is taken to generate, where shares are counted."""
+"""Tokens that a request without max_tokens is assumed to generate, when its share is counted."""
 _MOST_TOKENS = 4096
-"""Nor more: who sets the largest max_tokens there is wants no limit, and mostly gets no more than others."""
+"""At most so many are assumed: clients set a huge max_tokens to mean "no limit", and mostly get no more than others."""
 CHARACTERS_A_TOKEN = 4
-"""About: of a text that is not tokenized yet."""
+"""A rough mean, for text that is not tokenized yet."""
 
 
 def reserve(context: RequestContext, registry: Registry, admission: AdmissionControl) -> Place | None:
-    """A place for a request; None if it is not known which model it means, at least not yet.
+    """A place for a request; None if its model is not known, or not yet.
 
     Raises:
         ResourceExhaustedError: It is refused.
@@ -30,7 +30,7 @@ def reserve(context: RequestContext, registry: Registry, admission: AdmissionCon
 
 
 def _cost(context: RequestContext) -> int:
-    """In tokens; of a text an estimate, for it was not tokenized."""
+    """What the request counts against its tenant's share, in tokens: prompt and answer, both estimated."""
     prompt, tokens = context.prompt, context.sampling.max_tokens
     tokens = _USUAL_TOKENS if tokens == AS_MANY_AS_FIT else min(tokens, _MOST_TOKENS)
     if isinstance(prompt, TextPrompt):

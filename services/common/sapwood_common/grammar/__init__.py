@@ -1,4 +1,4 @@
-"""Grammars that generated text must match: sources, compiled artefacts, and processes that compile and may be killed.
+"""Grammars that generated text must match: sources, artefacts, and processes that compile. Knows no request and no gRPC.
 
 The tokenizer service compiles (``CompileGrammar``), workers mask with what comes out; a worker that gets a bare source compiles
 it the same way, so the code is shared. Only ``compile`` and what runs in the compile process import llguidance.

@@ -1,1 +1,1 @@
-"""Grammars of whole outputs: tool calls in each family's own format, answers, and the reasoning before them."""
+"""Grammars of whole outputs: reasoning, then tool calls in a family's own format or an answer. Knows no written text."""

@@ -1,1 +1,1 @@
-"""Parsing a text that arrives in pieces, so that the result does not depend on where it was cut."""
+"""Parsing a text that arrives in pieces, with one result wherever it was cut. Knows no family and no tool."""

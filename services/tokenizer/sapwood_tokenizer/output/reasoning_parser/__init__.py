@@ -1,1 +1,1 @@
-"""Telling a model's reasoning from its answer: one family a file, named in ``registry``."""
+"""Telling a model's reasoning from its answer: a family is a row of ``families``. Knows no tool call."""

@@ -1,1 +1,1 @@
-"""Finding tool calls in what a model writes: one family of formats a file, named in ``registry``."""
+"""Finding tool calls in what a model writes: one family a file, named in ``registry``. Knows no grammar."""

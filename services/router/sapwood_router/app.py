@@ -30,7 +30,7 @@ from sapwood_router.edges.grpc.service import PUBLIC_METHODS, SERVICE_NAME, TRAC
 from sapwood_router.edges.guard import Guard
 from sapwood_router.edges.http.origins import Origins
 from sapwood_router.edges.http1.server import HttpServer
-from sapwood_router.edges.openai.app import OpenAIFront
+from sapwood_router.edges.front import HttpFront
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
 from sapwood_router.fleet.connection import WorkerConnection
 from sapwood_router.fleet.fleet import CONFIGURED, Fleet
@@ -156,7 +156,7 @@ class RouterApplication:
                 implementation=config.grpc_server,
             )
             router_pb2_grpc.add_RouterServicer_to_server(service, self._admin.grpc)
-        self._front = OpenAIFront(
+        self._front = HttpFront(
             pipeline,
             self.problem,
             self._server.draining,

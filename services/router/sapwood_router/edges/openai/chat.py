@@ -13,7 +13,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.openai.annotate import Annotator, ChatWriter
 from sapwood_router.edges.openai.answer import Answer, finish_reason, send_stream, send_whole, usage_object
-from sapwood_router.edges.openai.body import convert, decode_object
+from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL, IGNORED
 from sapwood_router.edges.openai.parameters import (
     SAMPLING,

@@ -11,7 +11,7 @@ import msgspec
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
-from sapwood_router.edges.openai.body import convert, decode_object
+from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.openai.other_parameters import EMBEDDING_NEUTRAL, IGNORED
 from sapwood_router.edges.openai.types import AnyRequest
 from sapwood_router.flow.pipeline import Pipeline

@@ -4,11 +4,7 @@ only with the values that ask for nothing. docs/clients.md lists them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-Neutral = Mapping[str, tuple[Any, ...]]
-"""Parameters, each with the values that ask for nothing, beside null."""
+from sapwood_router.edges.http.json_body import Neutral
 
 IGNORED = frozenset(
     {

@@ -8,7 +8,7 @@ from typing import Any
 
 from sapwood_common.contract.sampling import FIELDS, SamplingParams, read_sampling
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_router.edges.openai.body import convert
+from sapwood_router.edges.http.json_body import convert
 from sapwood_router.edges.openai.logprobs import TokenName, number_of, text_of
 from sapwood_router.edges.openai.other_parameters import STREAM_NEUTRAL
 from sapwood_router.edges.openai.types import GenerationRequest, StreamOptions

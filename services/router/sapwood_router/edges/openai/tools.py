@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_router.edges.openai.body import convert
+from sapwood_router.edges.http.json_body import convert
 from sapwood_router.edges.openai.types import ChatRequest, Tool
 from sapwood_router.request.structure import ToolChoice
 

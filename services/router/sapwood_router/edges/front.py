@@ -46,7 +46,7 @@ Generate = Callable[[Exchange, bytes, Pipeline, float], Awaitable[None]]
 class Endpoint:
     """What is around a handler: errors, request ids, the client's leaving, the count of what runs."""
 
-    def __init__(self, front: OpenAIFront, handler: Handler, guard: Guard | None, origins: Origins | None) -> None:
+    def __init__(self, front: HttpFront, handler: Handler, guard: Guard | None, origins: Origins | None) -> None:
         self._front = front
         self._guard = guard
         self._origins = origins
@@ -80,7 +80,7 @@ class Endpoint:
             self._front.end()
 
 
-class OpenAIFront:
+class HttpFront:
     """OpenAI's API over a pipeline.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_router.edges.openai.body import decode_object
+from sapwood_router.edges.http.json_body import decode_object
 
 MANY = 300_000
 

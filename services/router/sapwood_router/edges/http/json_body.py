@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_router.edges.openai.other_parameters import Neutral
+
+Neutral = Mapping[str, tuple[Any, ...]]
+"""Parameters, each with the values that ask for nothing, beside null."""
 
 _MOST_PARTS, _MOST_VALUES = 262_144, 2_097_152
 """The most strings, the most arrays and the most objects of a body, and the most values in all. A body of 16 MB without these

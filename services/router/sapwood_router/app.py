@@ -26,11 +26,12 @@ from sapwood_common.tenants.api_keys import ApiKeys
 from sapwood_router.admission.control import AdmissionControl
 from sapwood_router.admission.fair_queue import AdmissionSettings
 from sapwood_router.config import RouterConfig
+from sapwood_router.edges.front import HttpFront
 from sapwood_router.edges.grpc.service import PUBLIC_METHODS, SERVICE_NAME, TRACED, RouterService
 from sapwood_router.edges.guard import Guard
 from sapwood_router.edges.http.origins import Origins
 from sapwood_router.edges.http1.server import HttpServer
-from sapwood_router.edges.front import HttpFront
+from sapwood_router.edges.table import all_routes
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
 from sapwood_router.fleet.connection import WorkerConnection
 from sapwood_router.fleet.fleet import CONFIGURED, Fleet
@@ -158,15 +159,18 @@ class RouterApplication:
             router_pb2_grpc.add_RouterServicer_to_server(service, self._admin.grpc)
         self._front = HttpFront(
             pipeline,
-            self.problem,
+            all_routes(
+                pipeline,
+                self.problem,
+                self._metrics.registry if config.metrics_port is None else None,
+                self.status if config.shows_status else None,
+            ),
             self._server.draining,
             request_timeout=config.request_timeout,
             max_body_bytes=config.max_body_bytes,
-            registry=self._metrics.registry if config.metrics_port is None else None,
             tracing=self._tracing,
             guard=guard,
             origins=Origins(config.cors_origins),
-            status=self.status if config.shows_status else None,
         )
         self._http = HttpServer(
             self._front.serve,

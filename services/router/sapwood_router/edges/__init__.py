@@ -1,1 +1,1 @@
-"""What clients speak: gRPC and OpenAI's HTTP API, and who may. Knows requests and their flow, but no worker."""
+"""What clients speak: gRPC and several HTTP APIs, and who may. Knows requests and their flow, but no worker."""

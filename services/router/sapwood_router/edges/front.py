@@ -1,14 +1,10 @@
-"""The HTTP application: routes, and what all of them have in common."""
+"""The HTTP front: finds who answers a path, and has what all answers have in common."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable
-
-import msgspec
-from prometheus_client import CollectorRegistry
+from collections.abc import Iterable
 
 from sapwood_common.errors import (
     DeadlineExceededError,
@@ -20,41 +16,44 @@ from sapwood_common.errors import (
 from sapwood_common.telemetry.logs import TRACEPARENT_KEY, is_valid_traceparent, request_id_var, traceparent_var
 from sapwood_common.telemetry.tracing import Tracing, child_span
 from sapwood_router.edges.guard import Guard
+from sapwood_router.edges.http.errors import OPENAI, Dialect
 from sapwood_router.edges.http.exchange import Exchange
-from sapwood_router.edges.http.metrics_page import MetricsPage
 from sapwood_router.edges.http.origins import Origins, check_content_type
-from sapwood_router.edges.http.status_page import HEADERS, render
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.http1.request import Request
-from sapwood_router.edges.openai.chat import chat
-from sapwood_router.edges.openai.completions import complete
-from sapwood_router.edges.openai.embeddings import embed
-from sapwood_router.edges.openai.models import get_model, list_models
+from sapwood_router.edges.routes import Handler, Post, Route
 from sapwood_router.flow.pipeline import Pipeline
-from sapwood_router.observe.status import RouterState
 
 logger = logging.getLogger(__name__)
 
-_MODEL = "/v1/models/"
-"""Followed by a model's name, which may have slashes."""
 _TRACEPARENT_HEADER = TRACEPARENT_KEY.encode()
-
-Handler = Callable[[Exchange], Awaitable[None]]
-Generate = Callable[[Exchange, bytes, Pipeline, float], Awaitable[None]]
 
 
 class Endpoint:
     """What is around a handler: errors, request ids, the client's leaving, the count of what runs."""
 
-    def __init__(self, front: HttpFront, handler: Handler, guard: Guard | None, origins: Origins | None) -> None:
+    def __init__(
+        self,
+        front: HttpFront,
+        handler: Handler,
+        guard: Guard | None,
+        origins: Origins | None,
+        dialect: Dialect = OPENAI,
+    ) -> None:
         self._front = front
         self._guard = guard
         self._origins = origins
         self._handler = handler
+        self.dialect = dialect
+
+    @property
+    def public(self) -> bool:
+        """Whether any page of any origin may ask."""
+        return self._origins is None
 
     async def __call__(self, request: Request) -> None:
         """Answers a request."""
-        exchange = Exchange(request)
+        exchange = Exchange(request, self.dialect)
         self._front.begin()
         try:
             exchange.accept_request_id()
@@ -81,67 +80,51 @@ class Endpoint:
 
 
 class HttpFront:
-    """OpenAI's API over a pipeline.
+    """All HTTP APIs over a pipeline.
 
     Args:
         pipeline: Runs the requests.
-        problem: Says why requests cannot be served now, or None.
+        routes: What is served.
         draining: Set when new requests are to be refused.
         request_timeout: Seconds a request may take.
         max_body_bytes: Largest request body.
-        registry: The metrics that /metrics shows; None: they are shown elsewhere.
         tracing: Where spans go.
-        guard: Asks for API keys, but not for /health, /metrics and /status.
+        guard: Asks for API keys, but not for what is public.
         origins: Whose web pages may ask for what the guard guards.
-        status: What /status shows; None: there is no such page.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
-        problem: Callable[[], str | None],
+        routes: Iterable[Route],
         draining: asyncio.Event,
         *,
         request_timeout: float,
         max_body_bytes: int,
-        registry: CollectorRegistry | None,
         tracing: Tracing,
         guard: Guard,
         origins: Origins,
-        status: Callable[[], RouterState] | None = None,
     ) -> None:
         self._guard = guard
         self._origins = origins
         self._pipeline = pipeline
-        self._problem = problem
         self._draining = draining
         self._request_timeout = request_timeout
         self._max_body_bytes = max_body_bytes
         self._tracing = tracing
-        self._created = int(time.time())
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._endpoints = {
-            ("POST", "/v1/completions"): self._guarded(self._generates(complete)),
-            ("POST", "/v1/chat/completions"): self._guarded(self._generates(chat)),
-            ("POST", "/v1/embeddings"): self._guarded(self._generates(embed)),
-            ("GET", "/v1/models"): self._guarded(self._list_models),
-            ("GET", _MODEL): self._guarded(self._get_model),
-            ("GET", "/health"): Endpoint(self, self._health, None, None),
-        }
-        if status is not None:
-            self._endpoints["GET", "/status"] = Endpoint(self, _show_status(status), None, None)
-        if registry is not None:
-            self._endpoints["GET", "/metrics"] = Endpoint(self, _show(MetricsPage(registry)), None, None)
+        self._endpoints = dict(map(self._endpoint, routes))
+        self._prefixes = tuple({path for _, path in self._endpoints if path.endswith("/")})
         self._unknown = Endpoint(self, self._refuse, None, None)
         self._options = Endpoint(self, self._permit, None, origins)
 
     async def serve(self, request: Request) -> None:
         """Answers a request."""
         method, path = request.head.method, request.head.path
-        endpoint = self._endpoints.get(("GET" if method == "HEAD" else method, _route(path)), self._unknown)
-        if method == "OPTIONS" and path.startswith("/v1/"):
+        endpoint = self._endpoints.get(("GET" if method == "HEAD" else method, self._route(path)), self._unknown)
+        if method == "OPTIONS" and not all(known.public for known in self._methods(path).values()):
             endpoint = self._options
         await endpoint(request)
 
@@ -160,10 +143,15 @@ class HttpFront:
         """Returns once no request is being answered."""
         await self._idle.wait()
 
-    def _guarded(self, handler: Handler) -> Endpoint:
-        return Endpoint(self, handler, self._guard, self._origins)
+    def _endpoint(self, route: Route) -> tuple[tuple[str, str], Endpoint]:
+        if isinstance(route, Post):
+            return ("POST", route.path), Endpoint(
+                self, self._takes_json(route), self._guard, self._origins, route.dialect
+            )
+        guard, origins = (None, None) if route.public else (self._guard, self._origins)
+        return (route.method, route.path), Endpoint(self, route.handler, guard, origins, route.dialect)
 
-    def _generates(self, generate: Generate) -> Handler:
+    def _takes_json(self, route: Post) -> Handler:
         async def handle(exchange: Exchange) -> None:
             if self._draining.is_set():
                 raise UnavailableError("this service is shutting down", retry_after=1.0)
@@ -179,33 +167,18 @@ class HttpFront:
             given = exchange.headers.get(_TRACEPARENT_HEADER, b"").decode("latin-1")
             traceparent_var.set(given if given and is_valid_traceparent(given) else None)
             if not self._tracing.on:
-                await generate(exchange, body, self._pipeline, deadline)
+                await route.answer(exchange, body, self._pipeline, deadline)
                 return
-            asked = {"http.request.method": "POST", "http.route": exchange.path}
-            with child_span(self._tracing, f"POST {exchange.path}", kind="server", attributes=asked):
-                await generate(exchange, body, self._pipeline, deadline)
+            asked = {"http.request.method": "POST", "http.route": route.path}
+            with child_span(self._tracing, f"POST {route.path}", kind="server", attributes=asked):
+                await route.answer(exchange, body, self._pipeline, deadline)
 
         return handle
-
-    async def _list_models(self, exchange: Exchange) -> None:
-        await exchange.send_body(200, list_models(self._pipeline.registry.context_lengths(), self._created))
-
-    async def _get_model(self, exchange: Exchange) -> None:
-        contexts = self._pipeline.registry.context_lengths()
-        await exchange.send_body(200, get_model(contexts, self._created, exchange.path.removeprefix(_MODEL)))
-
-    async def _health(self, exchange: Exchange) -> None:
-        problem = self._problem()
-        if problem is None:
-            await exchange.send_body(200, b'{"status":"ok"}')
-        else:
-            body = msgspec.json.encode({"status": "unavailable", "reason": problem})
-            await exchange.send_body(503, body, [(b"retry-after", b"1")])
 
     async def _permit(self, exchange: Exchange) -> None:
         """A browser's question whether it may ask."""
         permission = self._origins.permission(exchange.headers)
-        if permission is None or not self._methods(exchange.path):
+        if permission is None:
             await self._refuse(exchange)
         else:
             await exchange.send_page(204, permission, b"")
@@ -218,24 +191,10 @@ class HttpFront:
         error = HttpError(405, f"{exchange.path} does not take {exchange.method}")
         await exchange.send_error(error, [(b"allow", ", ".join(methods).encode())])
 
-    def _methods(self, path: str) -> list[str]:
-        return [method for method, known in self._endpoints if known == _route(path)]
+    def _methods(self, path: str) -> dict[str, Endpoint]:
+        route = self._route(path)
+        return {method: endpoint for (method, known), endpoint in self._endpoints.items() if known == route}
 
-
-def _route(path: str) -> str:
-    return _MODEL if path.startswith(_MODEL) else path
-
-
-def _show_status(status: Callable[[], RouterState]) -> Handler:
-    async def show(exchange: Exchange) -> None:
-        await exchange.send_page(200, HEADERS, render(status()))
-
-    return show
-
-
-def _show(page: MetricsPage) -> Handler:
-    async def show(exchange: Exchange) -> None:
-        body, content_type = await page.render(exchange.headers.get(b"accept", b"").decode("latin-1"))
-        await exchange.send_page(200, [(b"content-type", content_type.encode())], body)
-
-    return show
+    def _route(self, path: str) -> str:
+        """The path as its route has it."""
+        return next((prefix for prefix in self._prefixes if path.startswith(prefix)), path)

@@ -41,9 +41,15 @@ class EncodedGap:
 
 
 @dataclass(frozen=True, slots=True)
-class Parsers:
-    """The tokenizer's names of the parsers that fit the model; "" where none does."""
+class TokenizerInfo:
+    """What the service says of itself.
 
+    Attributes:
+        vocab_size: Every token id is below it.
+        tool_parser, reasoning_parser: Its names of the parsers that fit the model; "" where none does.
+    """
+
+    vocab_size: int
     tool_parser: str
     reasoning_parser: str
 
@@ -60,7 +66,7 @@ class TokenizerClient:
         self._replicas = replicas
         self._grace = grace
         self._turn = 0
-        self._parsers: Parsers | None = None
+        self._info: TokenizerInfo | None = None
         self._token_bytes = TokenTable()
 
     @property
@@ -87,12 +93,20 @@ class TokenizerClient:
         return encoded
 
     async def encode_texts(
-        self, texts: Sequence[str], request_id: str, deadline: float, cache_salt: str = "", *, bare: bool = False
+        self,
+        texts: Sequence[str],
+        request_id: str,
+        deadline: float,
+        cache_salt: str = "",
+        *,
+        bare: bool = False,
+        add_special: bool = True,
     ) -> list[list[int]]:
         """The tokens of several texts; arguments as of :meth:`encode_text`.
 
         Args:
             bare: No special tokens are added, nor read out of the text.
+            add_special: Whether the model's own are added; not where ``bare``.
 
         Raises:
             SapwoodError: As :meth:`encode_text`.
@@ -100,6 +114,8 @@ class TokenizerClient:
         request = tokenizer_pb2.TokenizeRequest(texts=texts, cache_salt=cache_salt)
         if bare:
             request.add_special_tokens = request.parse_special_tokens = False
+        elif not add_special:
+            request.add_special_tokens = False
         answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
         return [list(sequence.ids) for sequence in answer.sequences]
 
@@ -137,18 +153,18 @@ class TokenizerClient:
         reasoning_open = answer.reasoning_open if answer.HasField("reasoning_open") else None
         return EncodedChat(list(answer.tokens.ids), reasoning_open)
 
-    async def parsers(self, request_id: str, deadline: float) -> Parsers:
-        """The parsers that fit the model. The service is asked once, and again after :meth:`forget`.
+    async def info(self, request_id: str, deadline: float) -> TokenizerInfo:
+        """What it says of itself. The service is asked once, and again after :meth:`forget`.
 
         Raises:
             SapwoodError: As :meth:`encode_text`.
         """
-        if self._parsers is not None:
-            return self._parsers
+        if self._info is not None:
+            return self._info
         request = tokenizer_pb2.GetInfoRequest()
         answer = await self._call(lambda replica: replica.stub.GetInfo, request, request_id, deadline)
-        self._parsers = Parsers(answer.tool_parser, answer.reasoning_parser)
-        return self._parsers
+        self._info = TokenizerInfo(answer.vocab_size, answer.tool_parser, answer.reasoning_parser)
+        return self._info
 
     async def compile_grammar(
         self, request: tokenizer_pb2.CompileGrammarRequest, request_id: str, deadline: float
@@ -179,7 +195,7 @@ class TokenizerClient:
 
     def forget(self) -> None:
         """The service may have been replaced: what it said of itself holds no longer."""
-        self._parsers = None
+        self._info = None
         self._token_bytes = TokenTable()
 
     async def _call(

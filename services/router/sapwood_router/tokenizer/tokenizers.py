@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sapwood_common.errors import SapwoodError
+from sapwood_common.errors import DeadlineExceededError, SapwoodError
 from sapwood_router.fleet.registry import Registry
+from sapwood_router.request.output import OutputOptions
 from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_router.tokenizer.detokenize_pool import DetokenizePool
 from sapwood_router.tokenizer.replicas import TokenizerReplicas
@@ -25,6 +27,25 @@ class Tokenizer:
     replicas: TokenizerReplicas
     client: TokenizerClient
     outputs: DetokenizePool
+
+    async def text_of(self, token_ids: Sequence[int], deadline: float, *, skip_special_tokens: bool) -> str:
+        """What tokens say where a model writes them. ``deadline`` is on the event loop's clock.
+
+        Raises:
+            SapwoodError: The service's own error; UnavailableError if it is gone; DeadlineExceededError.
+        """
+        stream = self.outputs.open(OutputOptions(skip_special_tokens=skip_special_tokens), whole=True)
+        written = asyncio.Event()
+        stream.follow(written.set)
+        stream.push(token_ids, end=True)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await written.wait()
+            return stream.take().output.text
+        except TimeoutError:
+            raise DeadlineExceededError("the deadline passed before the tokens were text") from None
+        finally:
+            stream.close()
 
 
 class Tokenizers:

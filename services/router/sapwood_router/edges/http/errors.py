@@ -1,9 +1,9 @@
-"""Errors as OpenAI's API shows them."""
+"""Errors as clients are told them: OpenAI's way, unless an API has its own."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -25,6 +25,38 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+
+
+class Dialect(Protocol):
+    """How an API tells errors."""
+
+    def status(self, error: errors.SapwoodError) -> int:
+        """The HTTP status of an error."""
+        ...
+
+    def body(self, error: errors.SapwoodError, request_id: str) -> bytes:
+        """The body of an error response, as JSON."""
+        ...
+
+    def event(self, error: errors.SapwoodError, request_id: str) -> bytes:
+        """The last event of a stream that failed."""
+        ...
+
+
+class OpenAIDialect:
+    """Implements :class:`Dialect` as OpenAI's API does."""
+
+    def status(self, error: errors.SapwoodError) -> int:
+        return http_status(error)
+
+    def body(self, error: errors.SapwoodError, request_id: str) -> bytes:
+        return error_body(error)
+
+    def event(self, error: errors.SapwoodError, request_id: str) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n"
+
+
+OPENAI = OpenAIDialect()
 
 
 def http_status(error: errors.SapwoodError) -> int:

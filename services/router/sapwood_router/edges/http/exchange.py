@@ -1,4 +1,4 @@
-"""One HTTP request of OpenAI's API and its response: a body or events out, the client's leaving in."""
+"""One HTTP request and its response: a body or events out, the client's leaving in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sapwood_common.errors import InvalidArgumentError, RequestCancelledError, S
 from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, request_id_var
 from sapwood_common.tenants.tenant import mint_salt
 from sapwood_router.edges.guard import tenant_var
-from sapwood_router.edges.http.errors import error_body, http_status, retry_headers
+from sapwood_router.edges.http.errors import Dialect, retry_headers
 from sapwood_router.edges.http.timeouts import asked_timeout, client_timeout
 from sapwood_router.edges.http1.head import Headers
 from sapwood_router.edges.http1.request import Request
@@ -46,12 +46,14 @@ class Exchange:
 
     Args:
         request: As it came.
+        dialect: How its errors are told.
 
     Attributes:
         extra_headers: Of the response, whatever it is.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, dialect: Dialect) -> None:
+        self.dialect = dialect
         self.headers: dict[bytes, bytes] = request.head.fields
         self.method = request.head.method
         self.path = request.head.path
@@ -176,10 +178,11 @@ class Exchange:
     async def send_error(self, error: SapwoodError, headers: Headers = ()) -> None:
         """An error response; within a stream of events an error event, after which the stream ends."""
         if not self.started:
-            await self.send_body(http_status(error), error_body(error), [*retry_headers(error), *headers])
+            status, body = self.dialect.status(error), self.dialect.body(error, self.request_id)
+            await self.send_body(status, body, [*retry_headers(error), *headers])
             return
         with contextlib.suppress(RequestCancelledError):  # nobody is there to be told
-            await self.send_events(b"data: " + error_body(error) + b"\n\n", last=True)
+            await self.send_events(self.dialect.event(error, self.request_id), last=True)
 
     async def send_events(self, events: bytes, *, last: bool = False) -> None:
         """Encoded events; the first call starts the response.

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
 
-from sapwood_common.errors import DeadlineExceededError
 from sapwood_router.edges.openai.logprobs import PromptLogprobs, TokenName, chat_object, chat_tokens, prompt_object
 from sapwood_router.request.context import ChatPrompt, Delta, RequestContext, TextPrompt
 from sapwood_router.request.logprobs import TokenLogprobs
-from sapwood_router.request.output import Output, OutputOptions
+from sapwood_router.request.output import Output
 from sapwood_router.request.token_table import TokenTable
 from sapwood_router.tokenizer.tokenizers import Tokenizer
 
@@ -128,17 +126,6 @@ class Annotator:
         assert not isinstance(prompt, ChatPrompt), "chats are not echoed"
         if isinstance(prompt, TextPrompt):
             return prompt.text
-        stream = self._tokenizer.outputs.open(
-            OutputOptions(skip_special_tokens=context.output.skip_special_tokens), whole=True
+        return await self._tokenizer.text_of(
+            context.token_ids, context.deadline, skip_special_tokens=context.output.skip_special_tokens
         )
-        written = asyncio.Event()
-        stream.follow(written.set)
-        stream.push(context.token_ids, end=True)
-        try:
-            async with asyncio.timeout_at(context.deadline):
-                await written.wait()
-            return stream.take().output.text
-        except TimeoutError:
-            raise DeadlineExceededError("the deadline passed before the prompt was text again") from None
-        finally:
-            stream.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,9 @@ import msgspec
 from sapwood_common.contract.sampling import MOST_LOGPROBS
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.openai.annotate import Annotator, ChatWriter
 from sapwood_router.edges.openai.answer import Answer, finish_reason, send_stream, send_whole, usage_object
-from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL, IGNORED
 from sapwood_router.edges.openai.parameters import (
     SAMPLING,
@@ -43,6 +44,17 @@ from sapwood_router.request.request_ids import unique_id
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles that are taken; OpenAI renamed system to developer for its newer models."""
+
+CHAT_FIELDS = FieldNames(
+    prompt="messages",
+    sampling="",
+    max_tokens="max_tokens",
+    call="function.",
+    reasoning="reasoning_content",
+    tool_name="tool_choice.function.name",
+    template_variables="chat_template_kwargs",
+)
+"""How clients of chats spell the fields of errors."""
 
 
 async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
@@ -114,25 +126,10 @@ def _contexts(request: ChatRequest, given: dict[str, Any], request_id: str, dead
     newer = request.max_completion_tokens is not None
     max_tokens = request.max_completion_tokens if newer else request.max_tokens
     grammar, grammar_field = answer_grammar(request)
-    fields = FieldNames(
-        prompt="messages",
-        sampling="",
-        max_tokens="max_completion_tokens" if newer else "max_tokens",
-        call="function.",
-        reasoning="reasoning_content",
-        grammar=grammar_field,
-        tool_name="tool_choice.function.name",
-        template_variables="chat_template_kwargs",
-    )
+    max_name = "max_completion_tokens" if newer else "max_tokens"
+    fields = replace(CHAT_FIELDS, max_tokens=max_name, grammar=grammar_field)
     count = 1 if request.n is None else request.n
-    turns = tuple(_turn(message, f"messages[{i}]") for i, message in enumerate(request.messages))
-    prompt = ChatPrompt(
-        turns,
-        tools_of(request, given.get("tools")),
-        _template_variables(request),
-        request.add_generation_prompt,
-        request.continue_final_message is True,
-    )
+    prompt = chat_prompt(request, given.get("tools"))
     sampling = sampling_of(given, fields, max_tokens=max_tokens, logprobs=_logprobs(request))
     choice = tool_choice_of(request)
     return [
@@ -154,6 +151,25 @@ def _contexts(request: ChatRequest, given: dict[str, Any], request_id: str, dead
         )
         for own in continuations(sampling, count, fields)
     ]
+
+
+def chat_prompt(request: ChatRequest, tools: Any) -> ChatPrompt:
+    """The conversation as the tokenizer takes it.
+
+    Args:
+        request: The checked request.
+        tools: Its ``tools`` as they came.
+
+    Raises:
+        InvalidArgumentError: A message or a tool is none.
+    """
+    return ChatPrompt(
+        tuple(_turn(message, f"messages[{i}]") for i, message in enumerate(request.messages)),
+        tools_of(request, tools),
+        _template_variables(request),
+        request.add_generation_prompt,
+        request.continue_final_message is True,
+    )
 
 
 def _template_variables(request: ChatRequest) -> str:

@@ -11,9 +11,9 @@ import msgspec
 from sapwood_common.contract.limits import MOST_CONTINUATIONS
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.answer import Answer, send_stream, send_whole, usage_object
-from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.openai.logprobs import CompletionWriter
 from sapwood_router.edges.openai.other_parameters import COMPLETION_NEUTRAL, IGNORED
 from sapwood_router.edges.openai.parameters import (

@@ -100,21 +100,21 @@ async def _prepare_gap(context: RequestContext, prompt: TextPrompt, tokenizer: T
 
 
 async def _prepare_chat(context: RequestContext, prompt: ChatPrompt, tokenizer: TokenizerClient) -> None:
-    parsers = await tokenizer.parsers(context.request_id, context.deadline)
+    info = await tokenizer.info(context.request_id, context.deadline)
     choice = context.tool_choice
     encoded = await tokenizer.encode_chat(prompt, context.request_id, context.deadline, context.caller.cache_salt)
     context.token_ids = encoded.token_ids
     context.output = replace(
         context.output,
-        tool_parser=parsers.tool_parser if prompt.tools else "",
-        reasoning_parser=parsers.reasoning_parser,
+        tool_parser=info.tool_parser if prompt.tools else "",
+        reasoning_parser=info.reasoning_parser,
         reasoning_open=encoded.reasoning_open,
         tools=prompt.tools,
         # Clients may use a request id twice, even in one conversation, in which each call's id must be its own.
         call_id_seed=context.worker_request_id,
     )
     # Where no parser finds calls that are the model's own choice, they are text like any other.
-    strict = bool(parsers.tool_parser) and has_strict_tool(prompt.tools)
+    strict = bool(info.tool_parser) and has_strict_tool(prompt.tools)
     constrained = bool(prompt.tools) and (choice.required or strict)
     if constrained or context.grammar is not None:
         await _compile(context, tokenizer)

@@ -1,0 +1,137 @@
+"""``POST /tokenize`` and ``POST /detokenize``, shaped as in vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
+from sapwood_router.edges.openai.chat import CHAT_FIELDS, chat_prompt
+from sapwood_router.edges.openai.logprobs import text_of
+from sapwood_router.edges.openai.types import AnyRequest, ChatRequest, Message, Tool
+from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.request.context import ChatPrompt, FieldNames
+from sapwood_router.request.field_names import to_client_field
+from sapwood_router.request.validation import check_prompt, check_token_ids
+
+CHAT_NEUTRAL: Neutral = {
+    "add_special_tokens": (False,),  # the template writes them
+    "chat_template": ("",),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+}
+"""Parameters of conversations that are taken only with the values that ask for nothing."""
+
+_TEXT_FIELDS = FieldNames(prompt="prompt")
+
+
+class TokenizeTextRequest(AnyRequest, kw_only=True):
+    """A text to make tokens of."""
+
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(AnyRequest, kw_only=True):
+    """A conversation to make tokens of."""
+
+    messages: list[Message]
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(msgspec.Struct):
+    """The answer; ``token_strs`` are the texts that the tokens stand for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(AnyRequest, kw_only=True):
+    """Tokens to make a text of."""
+
+    tokens: list[int]
+
+
+class DetokenizeResponse(msgspec.Struct):
+    """The answer; special tokens are shown."""
+
+    prompt: str
+
+
+async def tokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+    """Answers ``/tokenize``.
+
+    Raises:
+        SapwoodError: It is wrong, or it failed.
+    """
+    given = decode_object(body)
+    request: TokenizeTextRequest | TokenizeChatRequest
+    if given.get("messages") is not None:
+        request = convert(given, TokenizeChatRequest, CHAT_NEUTRAL)
+    else:
+        request = convert(given, TokenizeTextRequest, {})
+    exchange.accept_body_id(request)
+    deadline, salt = exchange.sooner(deadline), exchange.caller(request, given).cache_salt
+    exchange.on_disconnect(lambda: None)
+    model = pipeline.registry.resolve(request.model)
+    client, own = pipeline.tokenizers.of(model).client, (exchange.request_id, deadline)
+    is_text = isinstance(request, TokenizeTextRequest)
+    try:
+        if isinstance(request, TokenizeTextRequest):
+            special = request.add_special_tokens is not False
+            (ids,) = await client.encode_texts([request.prompt], *own, salt, add_special=special)
+        else:
+            prompt = _prompt(request, given)
+            check_prompt(prompt, CHAT_FIELDS)
+            ids = (await client.encode_chat(prompt, *own, salt)).token_ids
+    except SapwoodError as error:
+        raise to_client_field(error, _TEXT_FIELDS if is_text else CHAT_FIELDS) from error
+    shown = None
+    if request.return_token_strs:
+        table = await client.token_bytes(ids, *own)
+        shown = [text_of(token, table) for token in ids]
+    answer = TokenizeResponse(len(ids), pipeline.registry.context_length(model), ids, shown)
+    await exchange.send_body(200, msgspec.json.encode(answer))
+
+
+async def detokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+    """Answers ``/detokenize``.
+
+    Raises:
+        SapwoodError: It is wrong, or it failed.
+    """
+    request = convert(decode_object(body), DetokenizeRequest, {})
+    exchange.accept_body_id(request)
+    deadline = exchange.sooner(deadline)
+    exchange.on_disconnect(lambda: None)
+    model = pipeline.registry.resolve(request.model)
+    tokenizer = pipeline.tokenizers.of(model)
+    text = ""
+    if request.tokens:
+        check_token_ids(request.tokens, "tokens")
+        size = (await tokenizer.client.info(exchange.request_id, deadline)).vocab_size
+        if max(request.tokens) >= size:
+            raise InvalidArgumentError(f"token ids must be below {size}, the vocabulary's size", field="tokens")
+        text = await tokenizer.text_of(request.tokens, deadline, skip_special_tokens=False)
+    await exchange.send_body(200, msgspec.json.encode(DetokenizeResponse(text)))
+
+
+def _prompt(request: TokenizeChatRequest, given: dict[str, Any]) -> ChatPrompt:
+    chat = ChatRequest(
+        messages=request.messages,
+        tools=request.tools,
+        chat_template_kwargs=request.chat_template_kwargs,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+    )
+    return chat_prompt(chat, given.get("tools"))

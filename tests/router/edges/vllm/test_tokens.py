@@ -1,0 +1,62 @@
+"""vLLM's endpoints beside OpenAI's: tokens of texts and conversations, texts of tokens, the version."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+
+import pytest
+
+from sapwood_testing.router.fake_tokenizer import BOS, encode
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+async def test_a_text_becomes_tokens_and_they_become_the_text_again(cluster) -> None:
+    text = "Grüße 你好"
+    found = (await cluster.http.post("/tokenize", json={"model": "fake", "prompt": text})).json()
+    assert found == {"count": len(encode(text)), "max_model_len": 100_000, "tokens": encode(text), "token_strs": None}
+    again = (await cluster.http.post("/detokenize", json={"model": "fake", "tokens": found["tokens"]})).json()
+    assert again == {"prompt": text}
+    bare = await cluster.http.post("/tokenize", json={"prompt": "ab", "add_special_tokens": False})
+    assert bare.json()["tokens"] == encode("ab")[1:]
+    shown = await cluster.http.post("/tokenize", json={"prompt": "ab", "return_token_strs": True})
+    assert shown.json()["token_strs"] == [f"<{BOS}>", "a", "b"]
+    assert (await cluster.http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+
+
+async def test_a_conversation_is_rendered_as_a_chat_would_be(cluster) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "x": 1}}]
+    asked = {"messages": HI, "tools": tools, "chat_template_kwargs": {"a": 1}, "add_generation_prompt": False}
+    found = (await cluster.http.post("/tokenize", json=asked)).json()
+    assert found["tokens"] == encode("<user>hi<assistant>")
+    seen = cluster.tokenizer.chats[-1]
+    assert (json.loads(seen.tools), json.loads(seen.template_variables)) == (tools, {"a": 1})
+    assert seen.add_generation_prompt is False
+    assert not cluster.calls()
+
+
+async def test_the_version_is_the_packages(cluster) -> None:
+    assert (await cluster.http.get("/version")).json() == {"version": version("sapwood")}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "promt": "b"}, 400, "promt"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"messages": HI, "add_special_tokens": True}, 400, "add_special_tokens"),
+        ("/tokenize", {"messages": [*HI, {"role": "system", "content": "late"}]}, 400, "messages[1].role"),
+        ("/tokenize", {"messages": HI, "chat_template_kwargs": {"messages": 1}}, 400, "chat_template_kwargs"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [5, 259]}, 400, "tokens"),
+    ],
+)
+async def test_a_wrong_parameter_is_named(cluster, path, body, status, param) -> None:
+    answer = await cluster.http.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text

@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.network.socket_folder import SocketFolder
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.ipc.child_process import ChildProcess
 from sapwood_worker.ipc.messages import (
@@ -25,7 +26,6 @@ from sapwood_worker.ipc.messages import (
     from_scheduler_decoder,
 )
 from sapwood_worker.ipc.progress import PROGRESS_FILE, ProgressView
-from sapwood_worker.ipc.socket_folder import SocketFolder
 from sapwood_worker.records.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class SchedulerProcess:
     def __init__(self, config: WorkerConfig, runner: str = MODEL_RUNNER) -> None:
         self._config = config
         self._runner = runner
-        self._folder = SocketFolder()
+        self._folder = SocketFolder("sapwood-worker-")
         self.progress = ProgressView(self._folder.path / PROGRESS_FILE)
         """For how long the process has been at its current step."""
         self._context = zmq.asyncio.Context()

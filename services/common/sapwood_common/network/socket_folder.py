@@ -1,4 +1,4 @@
-"""The folder of a worker's sockets. Its process removes it; if that was killed, the next worker to start does.
+"""A folder of Unix sockets. Its process removes it; if that was killed, the next one that makes such a folder does.
 
 A living process holds a lock (flock) on its folder, which the kernel releases when the process dies. The lock is taken before
 the folder gets the name under which others look for it, so that no starting process's folder looks abandoned.
@@ -12,25 +12,25 @@ import shutil
 import tempfile
 from pathlib import Path
 
-_PREFIX = "sapwood-worker-"
 _LOCK = "lock"
 
 
 class SocketFolder:
-    """A new folder that only this user may enter. Removes those that killed workers of this user have left.
+    """A new folder that only this user may enter. Removes those of the same prefix that killed processes of this user have left.
 
     Args:
+        prefix: Begins its name.
         root: Where the folders are; None is the system's place for temporary files.
 
     Attributes:
         path: The folder.
     """
 
-    def __init__(self, root: Path | None = None) -> None:
+    def __init__(self, prefix: str, root: Path | None = None) -> None:
         root = Path(tempfile.gettempdir()) if root is None else root
-        for left in root.glob(f"{_PREFIX}*"):
+        for left in root.glob(f"{prefix}*"):
             _remove_if_dead(left)
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
         unnamed = self.path / "unlocked"
         self._lock = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from sapwood_worker.ipc.socket_folder import SocketFolder
+from sapwood_common.network.socket_folder import SocketFolder
 
 HOLD = """
 import sys
 from pathlib import Path
-from sapwood_worker.ipc.socket_folder import SocketFolder
-folder = SocketFolder(Path(sys.argv[1]))
+from sapwood_common.network.socket_folder import SocketFolder
+folder = SocketFolder("sapwood-test-", Path(sys.argv[1]))
 print(folder.path, flush=True)
 sys.stdin.read()
 """
@@ -37,7 +37,7 @@ def hold(tmp_path):
 
 
 def test_the_next_one_removes_what_a_killed_process_left_and_nothing_else(tmp_path, hold) -> None:
-    strange = tmp_path / "sapwood-worker-unlocked"
+    strange = tmp_path / "sapwood-test-unlocked"
     strange.mkdir()
     killed, left = hold()
     _, living = hold()
@@ -45,7 +45,7 @@ def test_the_next_one_removes_what_a_killed_process_left_and_nothing_else(tmp_pa
     assert left.is_dir()
     killed.kill()
     killed.wait()
-    folder = SocketFolder(tmp_path)
+    folder = SocketFolder("sapwood-test-", tmp_path)
     assert not left.exists()
     assert living.is_dir() and strange.is_dir() and folder.path.is_dir()
     assert folder.path.stat().st_mode & 0o777 == 0o700

@@ -56,6 +56,7 @@ class Options(TypedDict, total=False):
         truncate_prompt_tokens: A longer prompt is cut to its last so many tokens; -1: to as many as leave room for the answer.
         truncate_right: Whether the first tokens are kept instead.
         suffix: What comes after the answer, which fills the gap between the text and this. Only with text, and models that can.
+        whole: The answer comes as one delta for each continuation, which costs less than a stream. Default False.
         json_schema: The text is JSON that matches this schema (a mapping, or JSON text).
         regex: The text matches this expression.
         ebnf: The text matches these rules; ``root`` is the first.
@@ -96,6 +97,7 @@ class Options(TypedDict, total=False):
     truncate_prompt_tokens: int
     truncate_right: bool
     suffix: str
+    whole: bool
     json_schema: Mapping[str, Any] | str
     regex: str
     ebnf: str

@@ -55,6 +55,7 @@ def build_request(
         truncate_prompt_tokens=options.get("truncate_prompt_tokens"),
         truncate_right=options.get("truncate_right", False),
         suffix=options.get("suffix", ""),
+        whole=options.get("whole", False),
         template_variables="" if variables is None else json.dumps(dict(variables), ensure_ascii=False),
     )
     if text is not None:

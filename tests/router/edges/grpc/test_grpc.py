@@ -66,6 +66,20 @@ async def test_a_stop_string_ends_the_text_and_the_workers_call(cluster) -> None
     assert call.sent_tokens < 5000
 
 
+async def test_who_wants_the_answer_whole_gets_one_message_for_each_continuation(cluster) -> None:
+    streamed = await cluster.generate("one two", sampling=common_pb2.SamplingParams(logprobs=1))
+    (whole,) = await cluster.generate("one two", sampling=common_pb2.SamplingParams(logprobs=1), whole=True)
+    assert len(streamed) > 1
+    assert whole.text == text_of(streamed) == "one two"
+    assert list(whole.token_ids) == [token for part in streamed for token in part.token_ids]
+    assert len(whole.logprobs) == len(whole.token_ids)
+    assert (whole.finish_reason, whole.usage) == (streamed[-1].finish_reason, streamed[-1].usage)
+    two = await cluster.generate("one two", sampling=common_pb2.SamplingParams(n=2), whole=True)
+    assert sorted(each.index for each in two) == [0, 1]
+    (ids,) = await cluster.generate("one two", detokenize=False, whole=True)
+    assert (ids.text, ids.token_ids) == ("", whole.token_ids)
+
+
 async def test_the_request_id_is_echoed_and_handed_on(cluster) -> None:
     for given, metadata in (("mine-1", None), ("", (("x-request-id", "mine-2"),)), ("", None)):
         call = cluster.stub.Generate(router_pb2.RouterGenerateRequest(request_id=given, text="a"), metadata=metadata)

@@ -178,6 +178,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 ),
                 fields=fields,
                 deadline=deadline,
+                whole=request.whole,
                 detokenize=request.detokenize if request.HasField("detokenize") else True,
                 model=request.model if request.HasField("model") else None,
                 truncation=truncation_of(request),

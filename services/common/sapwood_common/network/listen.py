@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.unix_socket import is_unix, listen_unix
 
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
@@ -18,13 +19,19 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """A listening socket, for an event loop.
 
     Args:
-        host: Address or name. Of a name's addresses the first of IPv4 is taken, or the first if it has none.
+        host: Address or name. Of a name's addresses the first of IPv4 is taken, or the first if it has none. Or ``unix:PREFIX``.
         port: 0 takes a free one.
         reuse_port: Whether other processes listen on it, too.
 
     Raises:
         ConfigError: It cannot be listened on.
     """
+    if is_unix(host):
+        if reuse_port:
+            raise ConfigError(f"{host}:{port} is a Unix socket, on which one process listens")
+        listener = listen_unix(host, port, BACKLOG)
+        listener.setblocking(False)
+        return listener
     try:
         found = socket.getaddrinfo(
             host.removeprefix("[").removesuffix("]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from sapwood_common.network.acceptor import Acceptor, Encryption
 from sapwood_common.network.listen import listen
 from sapwood_common.network.tls import ServerContext, ServerTls
+from sapwood_common.unix_socket import port_of
 
 
 class Port:
     """An address to listen on.
 
     Args:
-        host: Address or name.
+        host: Address or name, or ``unix:PREFIX``.
         number: 0 takes a free one.
         tls: Certificate, key and the clients' CA, taken up anew when the files change; None is plain text.
         alpn: Protocols to agree on with clients, over TLS.
@@ -53,7 +54,7 @@ class Port:
             ConfigError: The address cannot be listened on.
         """
         listener = listen(self.host, self.number, reuse_port=self.reuse)
-        number: int = listener.getsockname()[1]
+        number = port_of(listener)
         context = self._context
         encryption = None if context is None else Encryption(context.context, self.handshake, self._shutdown)
         self._acceptor = Acceptor(listener, make, encryption)

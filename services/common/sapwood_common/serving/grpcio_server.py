@@ -19,6 +19,7 @@ from sapwood_common.network.port import Port
 from sapwood_common.network.tls import ServerTls
 from sapwood_common.serving.grpcio_call import GrpcioCall
 from sapwood_common.status import rpc_status
+from sapwood_common.unix_socket import is_unix, listen_unix, port_of
 
 Handler = Any
 """``grpc.RpcMethodHandler``, whose attributes the stubs do not know."""
@@ -65,8 +66,7 @@ class GrpcioServer:
         self._server = server = grpc.aio.server(options=_options(self._most_bytes, port, Timeouts()))
         for name, handlers in self._services.items():
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
-        host = port.host if port.host.startswith("[") or ":" not in port.host else f"[{port.host}]"
-        address = f"{host}:{port.number}"
+        address, number = _address(port)
         try:
             if port.tls is None:
                 chosen = server.add_insecure_port(address)
@@ -75,7 +75,7 @@ class GrpcioServer:
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {address}: {error}; is the port in use?") from error
         await server.start()
-        return chosen
+        return number or chosen
 
     async def stop(self, grace: float) -> None:
         """Listens no more, and gives running calls ``grace`` seconds before their clients lose them."""
@@ -118,6 +118,16 @@ class GrpcioServer:
             (True, True): grpc.stream_stream_rpc_method_handler,
         }[handler.request_streaming, handler.response_streaming]
         return make(answer, None, handler.response_serializer)
+
+
+def _address(port: Port) -> tuple[str, int]:
+    """Where grpcio listens, and the number if that is known before."""
+    if is_unix(port.host):
+        with listen_unix(port.host, port.number, 1) as found:  # grpcio takes its place
+            number = port_of(found)
+        return f"{port.host}:{number}", number
+    host = port.host if port.host.startswith("[") or ":" not in port.host else f"[{port.host}]"
+    return f"{host}:{port.number}", port.number
 
 
 def _parse(parse: Callable[[bytes], Any], message: bytes) -> Any:

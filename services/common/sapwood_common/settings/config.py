@@ -42,7 +42,10 @@ class ServiceConfig(BaseSettings):
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
+    host: str = Field(
+        "127.0.0.1",
+        description="Address to listen on; 0.0.0.0 for all; unix:PREFIX for Unix sockets, where port N is the socket PREFIX:N.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")
     log_format: Literal["text", "json"] = Field(
         "text", description="Log lines for people (text) or for machines (json: one object a line, with trace ids)."

@@ -5,10 +5,12 @@ A label takes only values that it knows; anything else is counted under ``other`
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
+from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -16,6 +18,8 @@ from prometheus_client.registry import Collector
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.telemetry.series import Counter, Gauge, Histogram, Series
+from sapwood_common.telemetry.unix_metrics import serve_on_socket
+from sapwood_common.unix_socket import is_unix
 
 OTHER = "other"
 
@@ -235,12 +239,16 @@ def metrics_port(given: int | None, usual: int, service_port: int) -> int:
     return usual if service_port else 0
 
 
+def _serve_on_port(registry: CollectorRegistry, host: str, port: int) -> tuple[WSGIServer, threading.Thread]:
+    return start_http_server(port, host, registry)
+
+
 class MetricsServer:
     """Serves a registry under ``/metrics`` on a port of its own, in a thread.
 
     Args:
         registry: What is served.
-        host: Address to listen on.
+        host: Address to listen on, or ``unix:PREFIX``.
         port: 0 takes a free one.
 
     Raises:
@@ -249,7 +257,8 @@ class MetricsServer:
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            start = serve_on_socket if is_unix(host) else _serve_on_port
+            self._server, self._thread = start(registry, host, port)
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port} for metrics: {error.strerror or error}") from error
         self.port = int(self._server.server_port)

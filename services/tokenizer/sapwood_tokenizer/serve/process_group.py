@@ -23,6 +23,7 @@ from multiprocessing.context import ForkProcess
 from types import FrameType
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.unix_socket import is_unix
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ def reserve_port(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: The address cannot be listened on, or another process listens there.
     """
+    if is_unix(host):
+        raise ConfigError(f"--processes: {host}:{port} is a Unix socket, on which one process listens")
     address = host.strip("[]")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:

@@ -194,6 +194,8 @@ class ServerConnection(asyncio.Protocol):
         name = transport.get_extra_info("peername")
         if isinstance(name, tuple):
             self.peer = f"ipv6:[{name[0]}]:{name[1]}" if ":" in name[0] else f"ipv4:{name[0]}:{name[1]}"
+        else:
+            self.peer = "unix:"
         tls = transport.get_extra_info("ssl_object")
         if tls is not None and tls.selected_alpn_protocol() != "h2":
             logger.info("%s does not offer h2 in its TLS handshake (ALPN)", self.peer)

@@ -47,6 +47,7 @@ class WindowPages:
         tail: Pages before the next query's that it may see.
         least: Pages with which one request can run.
         ledger: Who owns its pages.
+        num_freed: Pages that have slid out of their rows' windows so far.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class WindowPages:
         self.num_pages = group.num_pages
         self.tail, self.least = group.tail(page_size), group.least(page_size)
         self.table = np.full((rows, width), group.num_pages, np.int32)
+        self.num_freed = 0
         self._reach = group.reach
         self._page_size = page_size
         self._dropped = dropped
@@ -149,6 +151,7 @@ class WindowPages:
         self._leave(gone[left:cached], self._passed)
         self.table[slot, old:new] = self.num_pages
         self._first[slot], self._end[slot] = new, max(end, new)
+        self.num_freed += len(gone)
 
     def extend(self, slot: int, tokens: int, keep: int = 0) -> int:
         """Gives a row pages for its first ``tokens`` tokens, or as many as there are; returns the tokens it has pages for.

@@ -18,6 +18,7 @@ Prints a line of JSON for each, then a table in Markdown for docs/security.md.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -32,6 +33,7 @@ from typing import Any
 
 from floods.attacker import Fate
 from floods.flood import Flood
+from floods.neighbour import neighbour
 from floods.outcome import Outcome, read_outcomes
 from floods.table import render
 from floods.tables import FLOODS
@@ -98,12 +100,13 @@ def _flood(target: Target, others: Others, flood: Flood, connections: int, secon
     others.measure(0.5)  # new paths are warm
     calm, before_failed = others.measure(seconds)
     before, spent, began = resident_mb(pid), cpu_seconds(pid), time.monotonic()
-    port = target.grpc_port if flood.front == "grpc" else target.http_port
-    command = [sys.executable, "-m", "floods.attacker", flood.name, "--port", str(port)] + ["--tls"] * target.tls
+    ports = {"grpc": target.grpc_port, "http": target.http_port}
+    command = [sys.executable, "-m", "floods.attacker", flood.name] + ["--tls"] * target.tls
     command += ["--connections", str(connections), "--seconds", str(seconds + 1)]
     command += [f"--key={target.key}"] if flood.keyed and target.key else []
-    with MemoryWatch(pid) as memory:
-        attacker = subprocess.Popen(command, cwd=_HERE, stdout=subprocess.PIPE, text=True)
+    with MemoryWatch(pid) as memory, contextlib.ExitStack() as stack:
+        port = ports[flood.front] if flood.front in ports else stack.enter_context(neighbour())
+        attacker = subprocess.Popen([*command, "--port", str(port)], cwd=_HERE, stdout=subprocess.PIPE, text=True)
         time.sleep(1)  # it starts, and has its first burst behind it
         flooded, failed = others.measure(seconds)
         assert attacker.stdout is not None
@@ -157,7 +160,7 @@ def _flood_all(
         with _attacked(TARGETS[name], tls) as (target, others):
             while cases and target.process.handle.poll() is None:
                 flood, connections = cases.pop(0)
-                if flood.front == "grpc" or target.http_port:
+                if flood.front != "http" or target.http_port:
                     write(_flood(target, others, flood, connections, seconds))
 
 

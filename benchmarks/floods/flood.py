@@ -16,7 +16,7 @@ class Flood:
 
     Attributes:
         name: In tables.
-        front: The port that it goes to: ``grpc`` speaks HTTP/2, ``http`` HTTP/1.1.
+        front: The port that it goes to: ``grpc`` speaks HTTP/2, ``http`` HTTP/1.1; ``neighbour`` is another program's.
         chunks: What a connection sends from its first byte on, by the number of the connection; sent as fast as the socket
             takes it. A connection whose chunks are over stays open; one that the server closes is opened anew.
         reads: Whether the attacker reads what it is answered.
@@ -28,7 +28,7 @@ class Flood:
     """
 
     name: str
-    front: Literal["grpc", "http"]
+    front: Literal["grpc", "http", "neighbour"]
     chunks: Callable[[int], Iterator[bytes]]
     reads: bool = True
     pause: float = 0.0

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+
 from floods.flood import Flood
 from floods.http1_floods import HTTP1_FLOODS
 from floods.http2_floods import HTTP2_FLOODS
 from floods.idle_floods import IDLE_FLOODS
 from floods.keyed_floods import KEYED_FLOODS
 
-FLOODS: tuple[Flood, ...] = (*HTTP2_FLOODS, *HTTP1_FLOODS, *IDLE_FLOODS, *KEYED_FLOODS)
+CONTROLS = (
+    Flood("control: a stream to another program", "neighbour", lambda _: itertools.repeat(bytes(64 * 1024)), raw=True),
+    Flood("control: small writes to another program", "neighbour", lambda _: itertools.repeat(bytes(64)), raw=True),
+    Flood(
+        "control: connections to another program",
+        "neighbour",
+        lambda _: iter((bytes(64),)),
+        hang_up=0.0,
+        raw=True,
+    ),
+)
+"""What an attacker costs who does not touch the server."""
+FLOODS: tuple[Flood, ...] = (*CONTROLS, *HTTP2_FLOODS, *HTTP1_FLOODS, *IDLE_FLOODS, *KEYED_FLOODS)

@@ -13,6 +13,8 @@ from sapwood_common.tenants.tenant import Tenant
 from sapwood_router.request.caller import PRIORITY_KEY, TENANT_KEY, priority_of
 
 _AUTHORIZATION = AUTHORIZATION_KEY.encode()
+_API_KEY = b"x-api-key"
+"""Anthropic's header for a key, over HTTP; where both are there the other one counts."""
 Headers = Sequence[tuple[bytes, bytes]]
 
 tenant_var: contextvars.ContextVar[Tenant | None] = contextvars.ContextVar("tenant", default=None)
@@ -54,7 +56,7 @@ class Guard:
 
     def check_headers(self, headers: Mapping[bytes, bytes]) -> None:
         """Checks an HTTP request in its task. Raises SapwoodError as :meth:`ApiKeys.check`."""
-        self._check(headers.get(AUTHORIZATION_KEY.encode(), b""))
+        self._check(_authorization(headers) or b"")
 
     def rank(self, headers: Headers, tenant: Tenant | None) -> Rank:
         """Calls begin by priority; among equals, tenants take turns."""
@@ -74,7 +76,7 @@ class Guard:
 
         Requests without a key, such as probes, share one turn, and those with an unknown key share another.
         """
-        authorization = dict(headers).get(_AUTHORIZATION)
+        authorization = _authorization(dict(headers))
         if self._keys is None or authorization is None:
             return self.rank(headers, None)
         try:
@@ -89,3 +91,9 @@ class Guard:
         if isinstance(authorization, bytes):
             authorization = authorization.decode("latin-1")
         tenant_var.set(self._keys.check(authorization))
+
+
+def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """What an HTTP request has for an ``authorization`` header; None if it has no key."""
+    given, key = headers.get(_AUTHORIZATION), headers.get(_API_KEY)
+    return b"Bearer " + key if given is None and key is not None else given

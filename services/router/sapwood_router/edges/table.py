@@ -9,6 +9,8 @@ from importlib.metadata import version
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from sapwood_router.edges.anthropic.errors import AnthropicDialect
+from sapwood_router.edges.anthropic.messages import count_tokens, create_message
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.metrics_page import MetricsPage
 from sapwood_router.edges.http.status_page import HEADERS, render
@@ -48,12 +50,15 @@ def all_routes(
         contexts = pipeline.registry.context_lengths()
         await exchange.send_body(200, get_model(contexts, created, exchange.path.removeprefix(_MODEL)))
 
+    anthropic = AnthropicDialect()
     routes: list[Route] = [
         Post("/v1/completions", complete),
         Post("/v1/chat/completions", chat),
         Post("/v1/embeddings", embed),
         Ask("/v1/models", show_models),
         Ask(_MODEL, show_model),
+        Post("/v1/messages", create_message, anthropic),
+        Post("/v1/messages/count_tokens", count_tokens, anthropic),
         Post("/tokenize", tokenize),
         Post("/detokenize", detokenize),
         Ask("/version", _show_version),

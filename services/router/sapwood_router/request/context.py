@@ -90,6 +90,10 @@ class FieldNames:
         grammar: The full name of what the text must match; "" where it is named as in ``common.proto``.
         tool_name: The full name of the tool that is to be called.
         template_variables: The full name of further variables for the chat template.
+        stop: The full name of the stop strings.
+        turns: The full name of each of a conversation's turns; empty: they are the items of ``prompt``.
+        tool: Prefix of what is said of a tool within it: ``function.`` or empty.
+        parameters: The name of a tool's parameters within that.
     """
 
     prompt: str
@@ -100,6 +104,10 @@ class FieldNames:
     grammar: str = ""
     tool_name: str = "tool_choice_function"
     template_variables: str = "template_variables"
+    stop: str = "stop"
+    turns: tuple[str, ...] = ()
+    tool: str = "function."
+    parameters: str = "parameters"
 
 
 class FinishReason(enum.Enum):

@@ -43,7 +43,7 @@ def _translate(field: str, fields: FieldNames) -> str | None:
         return fields.max_tokens if name == "max_tokens" else fields.sampling + name
     if field.startswith(_TOOL_CALLS):
         name = field.removeprefix(_TOOL_CALLS)
-        return fields.tool_name if name == "name" else name
+        return fields.tool_name if name == "name" else _in_tool(name, fields)
     if field.startswith("grammar"):
         return None if field == "grammar.compiled" else fields.grammar or field
     stem, bracket, rest = field.partition("[")
@@ -54,8 +54,12 @@ def _translate(field: str, fields: FieldNames) -> str | None:
             return fields.prompt
         case "messages":
             name = _PART_OF_CALL.sub(rf"\1{fields.call}", bracket + rest)
-            return fields.prompt + _REASONING.sub(fields.reasoning, name)
-        case "suffix" | "stop" | "tools" | "continue_final_message" | "bad_words":
+            return _in_turn(_REASONING.sub(fields.reasoning, name), fields)
+        case "tools":
+            return _in_tool(field, fields)
+        case "stop":
+            return fields.stop
+        case "suffix" | "continue_final_message" | "bad_words":
             return field
         case "template_variables":
             return fields.template_variables
@@ -63,3 +67,21 @@ def _translate(field: str, fields: FieldNames) -> str | None:
             return fields.grammar or "grammar"
         case _:
             return None
+
+
+def _in_turn(name: str, fields: FieldNames) -> str:
+    """``[2].content`` of a conversation."""
+    number, bracket, rest = name.removeprefix("[").partition("]")
+    if not fields.turns or not bracket:
+        return fields.prompt + name
+    return fields.turns[int(number)] + rest
+
+
+def _in_tool(name: str, fields: FieldNames) -> str:
+    """``tools[2].function.parameters``, and what is in it."""
+    tool, function, inner = name.partition("].function.")
+    if not function:
+        return name
+    if inner.startswith("parameters"):
+        inner = fields.parameters + inner.removeprefix("parameters")
+    return f"{tool}].{fields.tool}{inner}"

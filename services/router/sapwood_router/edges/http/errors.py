@@ -28,7 +28,13 @@ _TYPES = {
 
 
 class Dialect(Protocol):
-    """How an API tells errors."""
+    """How an API tells errors.
+
+    Attributes:
+        id_header: Where its clients look for the request's id, beside ``x-request-id``; None: nowhere.
+    """
+
+    id_header: bytes | None
 
     def status(self, error: errors.SapwoodError) -> int:
         """The HTTP status of an error."""
@@ -45,6 +51,8 @@ class Dialect(Protocol):
 
 class OpenAIDialect:
     """Implements :class:`Dialect` as OpenAI's API does."""
+
+    id_header: bytes | None = None
 
     def status(self, error: errors.SapwoodError) -> int:
         return http_status(error)

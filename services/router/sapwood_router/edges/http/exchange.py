@@ -224,5 +224,8 @@ class Exchange:
         return self._request.number_writer(before, after)
 
     async def _send_first(self, status: int, headers: Headers, body: bytes, *, chunked: bool, last: bool) -> None:
-        headers = (*headers, *self.extra_headers, (_REQUEST_ID_HEADER, self.request_id.encode("ascii")))
+        request_id = self.request_id.encode("ascii")
+        headers = (*headers, *self.extra_headers, (_REQUEST_ID_HEADER, request_id))
+        if self.dialect.id_header is not None:
+            headers = (*headers, (self.dialect.id_header, request_id))
         await self._request.respond(status, headers, body, chunked=chunked, last=last)

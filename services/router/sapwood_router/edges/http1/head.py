@@ -20,7 +20,16 @@ _OTHER_VERSION = re.compile(rb"[A-Z]+ [^ \r\n]+ HTTP/(?!1\.[01]\r)[0-9.]+\r\n")
 _HOST = re.compile(rb"[A-Za-z0-9._~%:\[\]-]*")
 _METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"TRACE"})
 _ONCE = frozenset(
-    {b"host", b"content-length", b"transfer-encoding", b"content-type", b"authorization", b"expect", b"origin"}
+    {
+        b"host",
+        b"content-length",
+        b"transfer-encoding",
+        b"content-type",
+        b"authorization",
+        b"x-api-key",
+        b"expect",
+        b"origin",
+    }
 )
 """Of two with different values, one would be believed here and the other elsewhere."""
 

@@ -9,6 +9,12 @@ from email.utils import formatdate
 
 from sapwood_router.edges.http1.head import Headers
 
+_PHRASES = {status.value: status.phrase for status in http.HTTPStatus} | {
+    499: "Client Closed Request",
+    529: "Overloaded",
+}
+"""What the status is in words; the last two are no standard's: a request that was cancelled, and Anthropic's for an overload."""
+
 
 class ResponseHeads:
     """Makes them: what is the same for all of a second is made once.
@@ -37,7 +43,7 @@ class ResponseHeads:
             self._begins.clear()
         begin = self._begins.get(status)
         if begin is None:
-            line = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ndate: {formatdate(second, usegmt=True)}\r\n"
+            line = f"HTTP/1.1 {status} {_PHRASES[status]}\r\ndate: {formatdate(second, usegmt=True)}\r\n"
             begin = self._begins[status] = line.encode("ascii")
         parts = [begin]
         for name, value in headers:

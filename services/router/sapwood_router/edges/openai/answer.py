@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 
 from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.http.sse import with_field
 from sapwood_router.edges.openai.annotate import Annotator
-from sapwood_router.edges.openai.sse import NULL, CompletionChunks, with_field
+from sapwood_router.edges.openai.sse import NULL, CompletionChunks
 from sapwood_router.edges.openai.types import PromptTokensDetails, UsageObject
+from sapwood_router.edges.whole import RESUMPTIONS_HEADER, collect, told_headers
 from sapwood_router.flow.delivery import Delivery
 from sapwood_router.flow.pipeline import Run
 from sapwood_router.request.context import Delta, Finish, FinishReason, RequestContext, Usage
-from sapwood_router.request.output import Output, OutputBuffer
+from sapwood_router.request.output import Output
 from sapwood_router.request.output_stream import Relay
-
-_WORKER_HEADER, _RESUMPTIONS_HEADER = b"x-sapwood-worker", b"x-sapwood-resumptions"
 
 
 class Answer(msgspec.Struct):
@@ -44,41 +44,6 @@ def usage_object(usages: Sequence[Usage], continuations: int = 1) -> UsageObject
     return UsageObject(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
 
-class _WholeClient:
-    """Keeps the output of a request's runs until all of it is there."""
-
-    def __init__(self, count: int) -> None:
-        self._outputs = [OutputBuffer() for _ in range(count)]
-        self._wholes = [Delta(Output(), [], logprobs=[]) for _ in range(count)]
-
-    def writable(self) -> bool:
-        """Always: there is no client to wait for."""
-        return True
-
-    async def drained(self) -> None:
-        """Returns at once: there is no client to wait for."""
-
-    def write(self, index: int, delta: Delta) -> bool:
-        """Takes a delta."""
-        self._outputs[index].add(delta.output)
-        whole = self._wholes[index]
-        whole.token_ids += delta.token_ids
-        whole.text_tokens += delta.text_tokens
-        whole.logprobs = [*whole.logprobs, *delta.logprobs] if delta.logprobs else whole.logprobs
-        whole.finish = delta.finish
-        return True
-
-    def token_writer(self, index: int) -> Relay | None:
-        """None: tokens are kept as deltas only."""
-        return None
-
-    def wholes(self) -> list[Delta]:
-        """Each run's output as one delta."""
-        for output, whole in zip(self._outputs, self._wholes, strict=True):
-            whole.output = output.take()
-        return self._wholes
-
-
 async def send_whole(
     exchange: Exchange,
     contexts: Sequence[RequestContext],
@@ -91,18 +56,14 @@ async def send_whole(
     Raises:
         SapwoodError: One of the requests failed; the others are ended.
     """
-    client = _WholeClient(len(runs))
-    await Delivery(client).carry(runs)
     answers = []
-    for index, whole in enumerate(client.wholes()):
+    for index, whole in enumerate(await collect(runs)):
         likelihoods = whole.logprobs
         logprobs = await annotator.annotate(index, whole)
         assert whole.finish is not None, "each run ends with a finish or an error"
         mean = sum(found.logprob for found in likelihoods) / max(1, len(likelihoods))
         answers.append(Answer(index, whole.output, whole.token_ids, whole.finish, logprobs, mean))
-    resumptions = sum(context.resumptions for context in contexts)
-    headers = ((_WORKER_HEADER, contexts[0].worker.encode()), (_RESUMPTIONS_HEADER, b"%d" % resumptions))
-    await exchange.send_body(200, msgspec.json.encode(await make_body(answers)), headers)
+    await exchange.send_body(200, msgspec.json.encode(await make_body(answers)), told_headers(contexts))
 
 
 class _EventClient:
@@ -158,7 +119,7 @@ class _EventClient:
         last = len(self._usages) == len(self._runs)
         if last:
             if resumptions := sum(run.resumptions for run in self._runs):
-                events = with_field(events, _RESUMPTIONS_HEADER, resumptions)
+                events = with_field(events, RESUMPTIONS_HEADER, resumptions)
             ordered = [self._usages[number] for number in range(len(self._runs))]
             events += self._chunks.closing(usage_object(ordered, self._continuations))
         if events:

@@ -19,11 +19,6 @@ _NO_USAGE = b',"usage":null}\n\n'
 _encode = msgspec.json.encode
 
 
-def with_field(events: bytes, name: bytes, value: int) -> bytes:
-    """The same events, the last of them with one more field: clients skip a field they do not know, few skip an event."""
-    return b'%b,"%b":%d}\n\n' % (events.removesuffix(b"}\n\n"), name, value)
-
-
 class CompletionChunks:
     """The events of a streamed completion.
 

@@ -35,7 +35,7 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
         SapwoodError: As the tokenizer service answers.
     """
     check_prompt(context.prompt, context.fields)
-    check_stop(context.output.stop)
+    check_stop(context.output.stop, context.fields.stop)
     check_bad_words(context.bad_words)
     if context.truncation is not None:
         check_truncation(context.truncation.tokens)

@@ -1,0 +1,1 @@
+"""Anthropic's API as requests and answers. Knows no gRPC and no worker."""

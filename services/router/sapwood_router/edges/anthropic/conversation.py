@@ -1,0 +1,172 @@
+"""Anthropic's messages and tools as the tokenizer takes a conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.edges.anthropic.types import Block, CountRequest, Message, Tool
+from sapwood_router.request.context import ChatPrompt, ToolCall, Turn
+from sapwood_router.request.structure import ToolChoice
+
+BETWEEN_TEXTS = "\n"
+"""Stands between a message's blocks of text, and between messages of a user's that follow each other: they are one turn."""
+
+
+def prompt_of(request: CountRequest) -> tuple[ChatPrompt, tuple[str, ...]]:
+    """The conversation, and how the client calls each of its turns.
+
+    A last message of the assistant's is gone on with.
+
+    Raises:
+        InvalidArgumentError: It has what is not understood.
+    """
+    turns = _Turns()
+    if request.system:
+        turns.add("system", Turn("system", _text(request.system, "system")))
+    for index, message in enumerate(request.messages):
+        turns.take(message, f"messages[{index}]")
+    last = turns.made[-1] if turns.made else None
+    goes_on = last is not None and last.role == "assistant" and bool(last.content) and not last.tool_calls
+    tools = "" if request.tool_choice is not None and request.tool_choice.type == "none" else _tools(request.tools)
+    prompt = ChatPrompt(tuple(turns.made), tools, _template_variables(request), continue_final_message=goes_on)
+    return prompt, tuple(turns.paths)
+
+
+def tool_choice_of(request: CountRequest) -> tuple[ToolChoice, bool]:
+    """Which calls there must be, and whether there may be several.
+
+    Raises:
+        InvalidArgumentError: It asks for a tool that is not on offer.
+    """
+    choice = request.tool_choice
+    if choice is None:
+        return ToolChoice(), True
+    parallel = not choice.disable_parallel_tool_use
+    if choice.type in ("auto", "none"):
+        return ToolChoice(), parallel
+    if not request.tools:
+        raise InvalidArgumentError("tool_choice is only allowed with tools", field="tool_choice")
+    if choice.type == "any":
+        return ToolChoice(required=True), parallel
+    if not choice.name:
+        raise InvalidArgumentError("name is required", field="tool_choice.name")
+    if choice.name not in {tool.name for tool in request.tools}:
+        raise InvalidArgumentError(f"there is no tool {choice.name!r} among the tools", field="tool_choice.name")
+    return ToolChoice(required=True, name=choice.name), parallel
+
+
+class _Turns:
+    """The turns so far; a message may be several, and several may be one."""
+
+    def __init__(self) -> None:
+        self.made: list[Turn] = []
+        self.paths: list[str] = []
+        self._tool_names: dict[str, str] = {}
+
+    def add(self, path: str, turn: Turn) -> None:
+        """One more."""
+        self.made.append(turn)
+        self.paths.append(path)
+
+    def take(self, message: Message, path: str) -> None:
+        """What a message says."""
+        if message.role == "assistant":
+            self._take_assistant(message, path)
+        elif message.role == "system":
+            self.add(path, Turn("system", _text(message.content, f"{path}.content")))
+        elif isinstance(message.content, str):
+            self._take_text(message.content, path)
+        else:
+            for index, block in enumerate(message.content):
+                where = f"{path}.content[{index}]"
+                if block.type == "tool_result":
+                    self._take_result(block, where)
+                else:
+                    self._take_text(_text_of(block, where), path)
+
+    def _take_text(self, text: str, path: str) -> None:
+        last = self.made[-1] if self.made else None
+        if last is None or last.role != "user":
+            self.add(path, Turn("user", text))
+        else:
+            self.made[-1] = Turn("user", f"{last.content}{BETWEEN_TEXTS}{text}")
+
+    def _take_result(self, block: Block, where: str) -> None:
+        if not block.tool_use_id:
+            raise InvalidArgumentError(
+                "tool_use_id is required: the call that this answers", field=f"{where}.tool_use_id"
+            )
+        text = "" if block.content is None else _text(block.content, f"{where}.content")
+        name = self._tool_names.get(block.tool_use_id)
+        self.add(where, Turn("tool", text, name=name, tool_call_id=block.tool_use_id))
+
+    def _take_assistant(self, message: Message, path: str) -> None:
+        if isinstance(message.content, str):
+            self.add(path, Turn("assistant", message.content))
+            return
+        texts, thoughts, calls = [], [], []
+        for index, block in enumerate(message.content):
+            where = f"{path}.content[{index}]"
+            if block.type == "tool_use":
+                calls.append(self._call(block, where))
+            elif block.type == "thinking":
+                thoughts.append(block.thinking or "")
+            elif block.type != "redacted_thinking":  # of another server's model: nobody can read it
+                texts.append(_text_of(block, where))
+        content = BETWEEN_TEXTS.join(texts) if texts else None
+        reasoning = BETWEEN_TEXTS.join(thoughts) or None
+        self.add(path, Turn("assistant", content, tool_calls=tuple(calls), reasoning=reasoning))
+
+    def _call(self, block: Block, where: str) -> ToolCall:
+        for name, value in (("id", block.id), ("name", block.name)):
+            if not value:
+                raise InvalidArgumentError(f"{name} is required", field=f"{where}.{name}")
+        assert block.id is not None and block.name is not None
+        self._tool_names[block.id] = block.name
+        return ToolCall(block.id, block.name, msgspec.json.encode(block.input or {}).decode())
+
+
+def _text(content: str | list[Block], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    return BETWEEN_TEXTS.join(_text_of(block, f"{path}[{index}]") for index, block in enumerate(content))
+
+
+def _text_of(block: Block, where: str) -> str:
+    if block.type != "text":
+        raise InvalidArgumentError(f"content of type {block.type!r} is not supported", field=f"{where}.type")
+    if block.text is None:
+        raise InvalidArgumentError("text is required", field=f"{where}.text")
+    return block.text
+
+
+def _tools(tools: list[Tool] | None) -> str:
+    """The tools in the form of OpenAI's API, as templates know them."""
+    made: list[dict[str, Any]] = []
+    for index, tool in enumerate(tools or ()):
+        if tool.type not in (None, "custom"):
+            raise InvalidArgumentError(f"tools of type {tool.type!r} are not supported", field=f"tools[{index}].type")
+        if tool.input_schema is None:
+            raise InvalidArgumentError("input_schema is required", field=f"tools[{index}].input_schema")
+        function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+        if tool.description is not None:
+            function["description"] = tool.description
+        if tool.strict is not None:
+            function["strict"] = tool.strict
+        made.append({"type": "function", "function": function})
+    return msgspec.json.encode(made).decode() if made else ""
+
+
+def _template_variables(request: CountRequest) -> str:
+    """What ``thinking`` and ``effort`` mean to templates, under the names that those of models that reason know."""
+    variables: dict[str, Any] = {}
+    if request.thinking is not None:
+        thinks = request.thinking.type != "disabled"
+        variables = {"enable_thinking": thinks, "thinking": thinks}
+    if request.output_config is not None and request.output_config.effort is not None:
+        variables["reasoning_effort"] = request.output_config.effort
+    variables |= request.chat_template_kwargs or {}
+    return msgspec.json.encode(variables).decode() if variables else ""

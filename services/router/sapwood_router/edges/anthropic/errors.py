@@ -1,0 +1,44 @@
+"""Errors as Anthropic's API tells them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sapwood_common import errors
+from sapwood_router.edges.http.errors import http_status
+
+_OVERLOADED = 529
+_STATUSES = {503: _OVERLOADED}
+"""Anthropic's statuses where they are others; clients wait and ask again at both."""
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    _OVERLOADED: "overloaded_error",
+}
+
+
+class AnthropicDialect:
+    """Implements :class:`Dialect` as Anthropic's API does: the message begins with the field at fault."""
+
+    id_header: bytes | None = b"request-id"
+
+    def status(self, error: errors.SapwoodError) -> int:
+        status = http_status(error)
+        return _STATUSES.get(status, status)
+
+    def body(self, error: errors.SapwoodError, request_id: str) -> bytes:
+        message = error.message
+        if error.field and error.field not in message:
+            message = f"{error.field}: {message}"
+        told = {"type": _TYPES.get(self.status(error), "api_error"), "message": message}
+        return msgspec.json.encode({"type": "error", "error": told, "request_id": request_id})
+
+    def event(self, error: errors.SapwoodError, request_id: str) -> bytes:
+        return b"event: error\ndata: %b\n\n" % self.body(error, request_id)

@@ -1,0 +1,168 @@
+"""``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from sapwood_common.errors import SapwoodError
+from sapwood_router.edges.anthropic.conversation import prompt_of, tool_choice_of
+from sapwood_router.edges.anthropic.events import MessageEvents
+from sapwood_router.edges.anthropic.types import CountRequest, MessageResponse, MessagesRequest, TokenCount, Usage
+from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
+from sapwood_router.edges.openai.parameters import SAMPLING, sampling_of
+from sapwood_router.edges.single_run import send_events, send_whole
+from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.request.context import FieldNames, Finish, FinishReason, RequestContext
+from sapwood_router.request.context import Usage as Counted
+from sapwood_router.request.field_names import to_client_field
+from sapwood_router.request.output import Output, OutputOptions
+from sapwood_router.request.request_ids import unique_id
+from sapwood_router.request.structure import AnswerGrammar
+from sapwood_router.request.validation import check_prompt
+
+IGNORED = frozenset({"service_tier", "cache_control", "inference_geo", "diagnostics"})
+"""Never change an answer here."""
+NEUTRAL: Neutral = {
+    "container": (),
+    "context_management": ({},),
+    "mcp_servers": ([],),
+    "output_format": (),
+    "speed": ("standard",),
+}
+"""Parameters that are taken only with the values that ask for nothing."""
+
+
+async def create_message(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+    """Answers a request.
+
+    Raises:
+        SapwoodError: It is wrong, or it failed.
+    """
+    given = decode_object(body)
+    request = convert(given, MessagesRequest, NEUTRAL, IGNORED | SAMPLING)
+    exchange.accept_body_id(request)
+    stream = request.stream is True
+    context = _context(request, given, exchange.request_id, deadline if stream else exchange.sooner(deadline))
+    context.caller = exchange.caller(request, _sessions(request))
+    make = partial(_message, context)
+    if not stream:
+        await send_whole(exchange, context, pipeline, lambda output, finish: make(finish, _blocks(output)))
+        return
+    events = MessageEvents(
+        lambda: make(None, []), lambda finish, called: make(finish, [{"type": "tool_use"}] if called else [])
+    )
+    await send_events(exchange, context, pipeline, events)
+
+
+async def count_tokens(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+    """Answers a request: how many tokens the prompt of such a message has.
+
+    Raises:
+        SapwoodError: It is wrong, or it failed.
+    """
+    given = decode_object(body)
+    request = convert(given, CountRequest, NEUTRAL, IGNORED)
+    exchange.accept_body_id(request)
+    deadline, salt = exchange.sooner(deadline), exchange.caller(request, {}).cache_salt
+    tool_choice_of(request)
+    prompt, paths = prompt_of(request)
+    fields = _fields(paths)
+    check_prompt(prompt, fields)
+    exchange.on_disconnect(lambda: None)
+    client = pipeline.tokenizers.of(pipeline.registry.resolve(request.model)).client
+    try:
+        encoded = await client.encode_chat(prompt, exchange.request_id, deadline, salt)
+    except SapwoodError as error:
+        raise to_client_field(error, fields) from error
+    await exchange.send_body(200, msgspec.json.encode(TokenCount(len(encoded.token_ids))))
+
+
+def _context(request: MessagesRequest, given: dict[str, Any], request_id: str, deadline: float) -> RequestContext:
+    prompt, paths = prompt_of(request)
+    fields = _fields(paths)
+    choice, parallel = tool_choice_of(request)
+    return RequestContext(
+        request_id=request_id,
+        worker_request_id=unique_id(request_id),
+        prompt=prompt,
+        sampling=sampling_of(given, fields, max_tokens=request.max_tokens),
+        output=OutputOptions(stop=tuple(request.stop_sequences or ())),
+        fields=fields,
+        deadline=deadline,
+        model=request.model,
+        whole=not request.stream,
+        grammar=_grammar(request),
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+    )
+
+
+def _fields(turns: tuple[str, ...]) -> FieldNames:
+    return FieldNames(
+        prompt="messages",
+        sampling="",
+        max_tokens="max_tokens",
+        grammar="output_config.format.schema",
+        tool_name="tool_choice.name",
+        template_variables="chat_template_kwargs",
+        stop="stop_sequences",
+        turns=turns,
+        tool="",
+        parameters="input_schema",
+    )
+
+
+def _grammar(request: MessagesRequest) -> AnswerGrammar | None:
+    if request.output_config is None or request.output_config.format is None:
+        return None
+    return AnswerGrammar("json_schema", msgspec.json.encode(request.output_config.format.schema).decode())
+
+
+def _sessions(request: MessagesRequest) -> dict[str, Any]:
+    user = None if request.metadata is None else request.metadata.user_id
+    return {"user": user} if user else {}
+
+
+def _message(context: RequestContext, finish: Finish | None, content: list[dict[str, Any]]) -> MessageResponse:
+    """The message with some content; without a finish it has just begun."""
+    counted = Counted(len(context.token_ids), 0, context.cached_tokens) if finish is None else finish.usage
+    called = any(block["type"] == "tool_use" for block in content)
+    return MessageResponse(
+        id=f"msg_{context.request_id}",
+        model=context.model or "",
+        content=content,
+        stop_reason=None if finish is None else _stop_reason(finish, called),
+        stop_sequence=None if finish is None else finish.stop_match,
+        usage=Usage(counted.prompt_tokens - counted.cached_tokens, counted.completion_tokens, counted.cached_tokens),
+    )
+
+
+def _stop_reason(finish: Finish, called: bool) -> str:
+    if finish.reason is FinishReason.LENGTH:
+        return "max_tokens"
+    if finish.stop_match is not None:
+        return "stop_sequence"
+    return "tool_use" if called else "end_turn"
+
+
+def _blocks(output: Output) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if output.reasoning:
+        blocks.append({"type": "thinking", "thinking": output.reasoning, "signature": ""})
+    if output.text:
+        blocks.append({"type": "text", "text": output.text})
+    calls = output.tool_calls
+    return blocks + [{"type": "tool_use", "id": c.id, "name": c.name, "input": _input(c.arguments)} for c in calls]
+
+
+def _input(arguments: str) -> Any:
+    """The arguments of a call, as an object; those that were cut short are shown as they came."""
+    try:
+        found = msgspec.json.decode(arguments or "{}")
+    except msgspec.DecodeError:
+        return {"arguments": arguments}
+    return found if isinstance(found, dict) else {"arguments": arguments}

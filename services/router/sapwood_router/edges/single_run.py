@@ -1,0 +1,113 @@
+"""Requests of which each is one run: their answer goes out whole, or as events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.http.sse import with_field
+from sapwood_router.edges.whole import RESUMPTIONS_HEADER, collect, told_headers
+from sapwood_router.flow.delivery import Delivery
+from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.request.context import Delta, Finish, RequestContext
+from sapwood_router.request.output import Output
+from sapwood_router.request.output_stream import Relay
+
+
+class Events(Protocol):
+    """Writes an API's events."""
+
+    def begin(self) -> bytes:
+        """What comes before any output."""
+        ...
+
+    def more(self, output: Output) -> bytes:
+        """What tells of new output; nothing if it is empty."""
+        ...
+
+    def end(self, finish: Finish) -> bytes:
+        """What comes after all output."""
+        ...
+
+
+async def send_whole(
+    exchange: Exchange,
+    context: RequestContext,
+    pipeline: Pipeline,
+    make_body: Callable[[Output, Finish], msgspec.Struct],
+) -> None:
+    """Runs the request and sends its answer as one body.
+
+    Raises:
+        SapwoodError: It failed.
+    """
+    run = pipeline.open(context)
+    exchange.on_disconnect(run.close)
+    try:
+        (whole,) = await collect([run])
+        assert whole.finish is not None, "a run ends with a finish or an error"
+        body = msgspec.json.encode(make_body(whole.output, whole.finish))
+        await exchange.send_body(200, body, told_headers([context]))
+    finally:
+        run.close()
+
+
+async def send_events(exchange: Exchange, context: RequestContext, pipeline: Pipeline, events: Events) -> None:
+    """Runs the request and sends events as output comes. The response starts with the first, so an error before it has a status.
+
+    Raises:
+        SapwoodError: It failed.
+    """
+    run = pipeline.open(context)
+    exchange.on_disconnect(run.close)
+    try:
+        await Delivery(_EventClient(exchange, context, events)).carry([run])
+    finally:
+        run.close()
+
+
+class _EventClient:
+    """Sends the first events and the last in the request's task, those between in the callback that brings their output."""
+
+    def __init__(self, exchange: Exchange, context: RequestContext, events: Events) -> None:
+        self._exchange = exchange
+        self._context = context
+        self._events = events
+        self._begun = False
+        self._pending: Delta | None = None
+
+    def writable(self) -> bool:
+        """Whether no delta is pending, and the client reads."""
+        return self._pending is None and self._exchange.writable()
+
+    async def drained(self) -> None:
+        """Sends the pending delta; if there is none, waits until the client has read enough."""
+        delta = self._pending
+        if delta is None:
+            await self._exchange.drained()
+            return
+        written = b"" if self._begun else self._events.begin()
+        self._begun = True
+        written += self._events.more(delta.output)
+        if delta.finish is not None:
+            written += self._events.end(delta.finish)
+            if self._context.resumptions:
+                written = with_field(written, RESUMPTIONS_HEADER, self._context.resumptions)
+        await self._exchange.send_events(written, last=delta.finish is not None)
+        self._pending = None
+
+    def write(self, index: int, delta: Delta) -> bool:
+        """Takes a delta."""
+        if not self._begun or delta.finish is not None:
+            self._pending = delta
+            return False
+        if written := self._events.more(delta.output):
+            self._exchange.write_events(written)
+        return True
+
+    def token_writer(self, index: int) -> Relay | None:
+        """None: events tell no token ids."""
+        return None

@@ -13,10 +13,9 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from ssl import SSLContext, SSLError
 
-from sapwood_common.pacing.time_share import SLICE
+from sapwood_common.network.tls_connection import INPUT_BYTES, Encryption, TlsConnection
+from sapwood_common.pacing.time_share import SLICE, TimeShare
 
 logger = logging.getLogger(__name__)
 
@@ -32,21 +31,6 @@ _PAUSE = 0.5
 _NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _ESTABLISHED = 1
 """State of a TCP connection whose client has not left."""
-
-
-@dataclass(frozen=True, slots=True)
-class Encryption:
-    """TLS of a listener.
-
-    Attributes:
-        context: Its certificate, key and rules.
-        handshake: Seconds for a handshake.
-        shutdown: Seconds for the end of a connection.
-    """
-
-    context: SSLContext
-    handshake: float
-    shutdown: float
 
 
 class Acceptor:
@@ -65,6 +49,9 @@ class Acceptor:
         self._make = make
         self._encryption = encryption
         self._loop = asyncio.get_running_loop()
+        self._share = TimeShare()
+        """Shares the time that decrypting takes."""
+        self._memory = memoryview(bytearray(INPUT_BYTES))
         self._waiting: deque[socket.socket] = deque()
         self._silent: dict[socket.socket, float] = {}
         """Connections whose clients have sent nothing, each with the loop's time until which they may; the oldest first."""
@@ -195,20 +182,22 @@ class Acceptor:
             self._loop.call_soon(self._begin_some)
 
     async def _begin(self, connection: socket.socket) -> None:
-        encryption = self._encryption
         try:
-            if encryption is None:
+            if self._encryption is None:
                 await self._loop.connect_accepted_socket(self._make, connection)
             else:
-                await self._loop.connect_accepted_socket(
-                    self._make,
-                    connection,
-                    ssl=encryption.context,
-                    ssl_handshake_timeout=encryption.handshake,
-                    ssl_shutdown_timeout=encryption.shutdown,
-                )
-        except (OSError, SSLError) as error:  # the client has left, or speaks no TLS that is spoken here
+                await self._begin_tls(connection, self._encryption)
+        except OSError as error:  # the client has left, or speaks no TLS that is spoken here
             logger.debug("a connection did not begin: %s", error)
+
+    async def _begin_tls(self, connection: socket.socket, encryption: Encryption) -> None:
+        tls = TlsConnection(self._make(), encryption, self._share, self._memory)
+        try:
+            await self._loop.connect_accepted_socket(lambda: tls, connection)
+            await tls.shaken
+        except BaseException:
+            tls.abort()
+            raise
 
 
 def _is_alive(connection: socket.socket) -> bool:

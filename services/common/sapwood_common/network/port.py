@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from sapwood_common.network.acceptor import Acceptor, Encryption
+from sapwood_common.network.acceptor import Acceptor
 from sapwood_common.network.listen import listen
 from sapwood_common.network.tls import ServerContext, ServerTls
+from sapwood_common.network.tls_connection import Encryption
 from sapwood_common.unix_socket import port_of
 
 

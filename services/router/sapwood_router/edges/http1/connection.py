@@ -99,7 +99,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if request is not None:
             request.lose_client()
         self.resume_writing()
-        # uvloop's TLS transport keeps its reference to this object: a cycle of half a megabyte until the collector runs.
+        # A transport over TLS refers to this object: neither is to wait for the collector.
         self._transport = None
 
     def eof_received(self) -> bool:
@@ -173,7 +173,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._regulate()
 
     def abort(self) -> None:
-        # In the next turn of the loop: uvloop's TLS may be what calls this, and it writes after the call.
+        # In the next turn of the loop: what calls this may write after the call.
         if self._transport is not None:
             asyncio.get_running_loop().call_soon(self._transport.abort)
             self._breathes = True
@@ -342,7 +342,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _linger(self) -> None:
         """After the last answer. What the client still sends is read and dropped for a while, or the kernel would take the answer
-        back. Over TLS the client is always waited for: a transport that is closing there reads all that comes, at any speed.
+        back. Over TLS the client is always waited for: what it has sent may not be decrypted yet.
         """
         request, self._request = self._request, None
         unread = self._at < len(self._data) or request is None or not request.body.complete

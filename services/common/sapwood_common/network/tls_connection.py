@@ -1,0 +1,357 @@
+"""TLS on the event loop, a little at a time.
+
+What a client sends over TLS costs time before any protocol sees some of it: a change of keys has 27 bytes and takes 20 us, and a
+byte of content may come in a record of its own. asyncio and uvloop decrypt all that they have read, uvloop up to 8 MB between two
+polls: seconds. Here a connection has its share of the loop's time (:class:`TimeShare`), keeps the rest, and reads no more until
+it is done. A client whose records hold next to nothing is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from sapwood_common.pacing.time_share import TimeShare
+
+logger = logging.getLogger(__name__)
+
+INPUT_BYTES = 16 * 1024
+"""Bytes that are read of a connection in one turn of the event loop."""
+_PIECE = 2048
+"""Bytes that are decrypted before the clock is looked at: at most 76 changes of keys."""
+_MOST_CONTENT = 16 * 1024
+"""Bytes of content in one record."""
+_MOST_FRAMING, _FRAMING_PER_BYTE = 64 * 1024, 8
+"""Bytes that a client may send beside the content, and as many more for each byte of content. A record has 22 beside its own:
+small frames, each in a record, come to 2 a byte."""
+_MOST_ANSWERS = 64 * 1024
+"""Bytes that TLS itself may answer to a client that reads nothing."""
+_MOST_DROPPED = 256 * 1024
+"""Bytes that are read and dropped of a connection that closes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encryption:
+    """TLS of a listener.
+
+    Attributes:
+        context: Its certificate, key and rules.
+        handshake: Seconds for a handshake.
+        shutdown: Seconds for the end of a connection.
+    """
+
+    context: ssl.SSLContext
+    handshake: float
+    shutdown: float
+
+
+class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
+    """The server's end of a connection over TLS: the protocol of its socket, and the transport of what comes out. Implements
+    ``time_share.Worker``.
+
+    Args:
+        protocol: Of the content. It hears nothing before the handshake is over, and of one that fails nothing at all.
+        encryption: Of the listener.
+        share: Shares the event loop's time among the listener's connections.
+        memory: What is read goes there first, whoever sent it.
+
+    Attributes:
+        shaken: Done when the handshake is; fails with OSError if it does.
+    """
+
+    def __init__(
+        self, protocol: asyncio.BaseProtocol, encryption: Encryption, share: TimeShare, memory: memoryview
+    ) -> None:
+        super().__init__()
+        self._loop = asyncio.get_running_loop()
+        self.shaken: asyncio.Future[None] = self._loop.create_future()
+        self._protocol = protocol
+        self._encryption = encryption
+        self._share = share
+        self._memory = memory
+        self._socket: asyncio.Transport | None = None
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = encryption.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._data = b""
+        """Bytes received; those before ``_at`` are decrypted."""
+        self._at = 0
+        self._begun = False
+        """Whether the protocol knows of the connection."""
+        self._reading = True
+        """Whether the socket is read."""
+        self._paused = False
+        """Whether the protocol wants no more for now."""
+        self._breathes = False
+        """Whether all memory was filled, and reading goes on in a later turn."""
+        self._closing = False
+        self._framing = _MOST_FRAMING
+        """Bytes beside the content that may still come."""
+        self._unread = False
+        """Whether the client does not read what was written."""
+        self._answered = 0
+        """Bytes that TLS itself has answered since then."""
+        self._dropped = 0
+        self._timer: asyncio.TimerHandle | None = None
+        """Ends the handshake, or the wait for the client to leave."""
+
+    # What the socket tells (BufferedProtocol).
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._socket = transport = cast(asyncio.Transport, transport)
+        self._timer = self._loop.call_later(self._encryption.handshake, self.abort)
+        if self._closing:  # it was given up before it began
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closing = True
+        self._stop_timer()
+        self._share.drop(self)
+        self._data, self._at = b"", 0
+        if not self.shaken.done():
+            self.shaken.set_exception(exc or ConnectionResetError("the client left in its handshake"))
+        if self._begun:
+            self._begun = False
+            self._protocol.connection_lost(exc)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._memory
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if nbytes == len(self._memory):  # or the event loop would go on reading this one
+            self._breathes = True
+            self._share.add(self)
+        if self._closing:
+            self._dropped += nbytes
+            if self._dropped > _MOST_DROPPED:
+                self.abort()
+        else:
+            waited = self._at < len(self._data)
+            self._data = self._data[self._at :] + self._memory[:nbytes]
+            self._at = 0
+            if not waited:
+                self._work(self._share.is_over)
+                if self._share.measuring:
+                    self._share.end()
+        self._regulate()
+
+    def eof_received(self) -> bool:
+        """Has the connection close, whether or not the client said so in TLS."""
+        if self._begun and not self._closing:
+            cast(asyncio.Protocol, self._protocol).eof_received()
+        return False
+
+    def pause_writing(self) -> None:
+        self._unread = True
+        if self._begun:
+            self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._unread = False
+        self._answered = 0
+        if self._begun:
+            self._protocol.resume_writing()
+
+    # What the protocol asks for (Transport).
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        match name:
+            case "sslcontext":
+                return self._encryption.context
+            case "ssl_object":
+                return self._tls
+        return default if self._socket is None else self._socket.get_extra_info(name, default)
+
+    def is_closing(self) -> bool:
+        return self._closing or self._socket is None or self._socket.is_closing()
+
+    def is_reading(self) -> bool:
+        return not self._paused
+
+    def pause_reading(self) -> None:
+        self._paused = True
+        self._regulate()
+
+    def resume_reading(self) -> None:
+        self._paused = False
+        if self._at < len(self._data):
+            self._share.add(self)
+        self._regulate()
+
+    def get_write_buffer_size(self) -> int:
+        return 0 if self._socket is None else self._socket.get_write_buffer_size()
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self.is_closing():
+            return
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[self._tls.write(view) :]
+        except ssl.SSLError as error:
+            self._fail(error)
+        else:
+            self._send()
+
+    def close(self) -> None:
+        """Closes after what was written, and once the client has closed, too, or has had its time: what is still on its way from
+        it would have the kernel take our last words back.
+        """
+        if self.is_closing():
+            return
+        self._closing = True
+        self._data, self._at = b"", 0
+        self._stop_timer()
+        self._timer = self._loop.call_later(self._encryption.shutdown, self.abort)
+        with contextlib.suppress(ssl.SSLError):  # above all that the client has not said goodbye, too
+            self._tls.unwrap()
+        self._send()
+        assert self._socket is not None
+        if not self._socket.is_closing() and self._socket.can_write_eof():
+            self._socket.write_eof()
+        self._regulate()
+
+    def abort(self) -> None:
+        self._closing = True
+        if self._socket is not None:
+            self._socket.abort()
+
+    # What there is to do, in turn with others.
+
+    def go_on(self, until: float) -> bool:
+        self._breathes = False
+        clock = self._share.clock
+        self._work(lambda: clock() >= until)
+        self._regulate()
+        return self._at < len(self._data) and not self._paused
+
+    def _work(self, is_over: Callable[[], bool]) -> None:
+        """Decrypts as long as there is time, and the rest later."""
+        try:
+            while not is_over():
+                if not self._advance():
+                    return
+        except Exception:
+            logger.exception("a connection is given up")
+            self.abort()
+        else:
+            self._share.add(self)
+
+    def _advance(self) -> bool:
+        """Decrypts a piece; says whether there is another to decrypt now."""
+        if self._paused or self._closing or self._at == len(self._data):
+            return False
+        piece = self._data[self._at : self._at + _PIECE]
+        self._at += len(piece)
+        self._incoming.write(piece)
+        try:
+            if not self._begun:
+                self._shake_hands()
+            else:
+                self._read(len(piece))
+        except ssl.SSLError as error:
+            self._fail(error)
+        return not self._closing and self._at < len(self._data)
+
+    def _shake_hands(self) -> None:
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            self._send()
+            return
+        self._send()
+        self._stop_timer()
+        if self.shaken.done():  # nobody waits for it any more
+            self.abort()
+            return
+        self._begun = True
+        self.shaken.set_result(None)
+        self._protocol.connection_made(self)
+        if not self._closing:
+            self._read(0)
+
+    def _read(self, fed: int) -> None:
+        """Hands over what ``fed`` bytes more have completed."""
+        parts, over = [], False
+        try:
+            while part := self._tls.read(_MOST_CONTENT):
+                parts.append(part)
+            over = True
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLZeroReturnError:
+            over = True
+        self._answer()
+        content = b"".join(parts)
+        self._framing = min(_MOST_FRAMING, self._framing + (_FRAMING_PER_BYTE + 1) * len(content) - fed)
+        if self._framing < 0:
+            logger.info("%s sends records with next to nothing in them", self.get_extra_info("peername"))
+            self.abort()
+            return
+        if content:
+            self._hand_over(content)
+        if over and not self._closing:
+            cast(asyncio.Protocol, self._protocol).eof_received()
+            self.close()
+
+    def _hand_over(self, content: bytes) -> None:
+        protocol = self._protocol
+        if not isinstance(protocol, asyncio.BufferedProtocol):
+            cast(asyncio.Protocol, protocol).data_received(content)
+            return
+        at = 0
+        while at < len(content):
+            memory = memoryview(protocol.get_buffer(len(content) - at))
+            count = min(len(memory), len(content) - at)
+            memory[:count] = content[at : at + count]
+            at += count
+            protocol.buffer_updated(count)
+
+    def _answer(self) -> None:
+        """Sends what TLS itself has to say to what came, such as new keys."""
+        if self._outgoing.pending:
+            if self._unread:
+                self._answered += self._outgoing.pending
+            self._send()
+            if self._answered > _MOST_ANSWERS:
+                self.abort()
+
+    def _send(self) -> None:
+        data = self._outgoing.read()
+        if data and self._socket is not None:
+            self._socket.write(data)
+
+    def _fail(self, error: ssl.SSLError) -> None:
+        """Tells the client what was wrong, and closes."""
+        logger.debug("a connection over TLS failed: %s", error)
+        self._closing = True
+        self._send()
+        if not self.shaken.done():
+            self.shaken.set_exception(error)
+        if self._socket is not None:
+            self._socket.close()
+
+    def _regulate(self) -> None:
+        """Reads on, or does not: only while nothing waits to be decrypted."""
+        if self._socket is None or self._socket.is_closing():
+            return
+        waiting = not self._closing and (self._paused or self._at < len(self._data))
+        reading = not self._breathes and not waiting
+        if reading != self._reading:
+            self._reading = reading
+            if reading:
+                self._socket.resume_reading()
+            else:
+                self._socket.pause_reading()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

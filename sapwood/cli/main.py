@@ -8,7 +8,7 @@ import os
 import sys
 from importlib.metadata import version
 
-from sapwood.cli import cache, chat, generate, key, model, router, up, worker
+from sapwood.cli import bench, cache, chat, generate, key, model, router, up, worker
 from sapwood.cli.errors import EXIT_CODES, INTERRUPTED, CliError
 
 
@@ -30,7 +30,7 @@ def build_parser(verb: str = "") -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sapwood {version('sapwood')}")
     verbs = parser.add_subparsers(metavar="VERB", required=True, title="verbs")
     up.configure(verbs, with_services=verb == "up")
-    for module in (generate, chat, model, key, router, worker, cache):
+    for module in (generate, chat, bench, model, key, router, worker, cache):
         module.configure(verbs)
     return parser
 

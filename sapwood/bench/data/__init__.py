@@ -1,0 +1,1 @@
+"""What is asked for: conversations, made up or read from files. Knows neither servers nor clocks."""

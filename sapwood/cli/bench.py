@@ -1,0 +1,358 @@
+"""`sapwood bench`: load on a server, and what it feels like to its clients."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sapwood.cli.bench_view import BenchView
+from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, UNREACHABLE, CliError
+from sapwood.cli.target import add_target_flags, json_object, positive, where_of
+from sapwood_common.settings.flags import whole_number
+
+if TYPE_CHECKING:  # at run time only where they are used: they need the extra `bench`
+    from sapwood.bench.benchmark import Benchmark, Level, Plan, Result
+    from sapwood.bench.data.source import Source
+
+Found = TypeVar("Found")
+
+_DESCRIPTION = """\
+Puts load on a server and prints what its clients feel: time to first token, time between tokens, throughput, errors.
+
+Any server with OpenAI's API will do, and Sapwood's gRPC; what `sapwood up` starts is asked unless told otherwise.
+"""
+_EXAMPLES = """\
+examples:
+  sapwood bench                                     8 clients at a time, 100 requests
+  sapwood bench --concurrency 1,4,16 --html b.html  how it grows with more of them, as a page
+  sapwood bench --rate 5 --seconds 60               5 requests a second, come what may
+  sapwood bench --dataset multi-turn --api chat     conversations that grow
+  sapwood bench --slo ttft=500ms,itl=50ms           how many requests a second are good ones
+  sapwood bench --url https://api.example.com/v1 --model NAME
+
+Ctrl-C prints what was measured until then.
+
+"""
+
+
+def configure(verbs: Any) -> None:
+    """Adds the verb to the parser."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        "bench",
+        help="put load on a server and measure it",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES + EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_target_flags(parser)
+    _add_load_flags(parser.add_argument_group("how much"))
+    _add_data_flags(parser.add_argument_group("what is asked"))
+    _add_report_flags(parser.add_argument_group("what is told"))
+    parser.set_defaults(run=run)
+
+
+def _add_load_flags(group: argparse._ArgumentGroup) -> None:
+    loads = group.add_mutually_exclusive_group()
+    loads.add_argument(
+        "--concurrency",
+        type=_several(whole_number(1)),
+        metavar="N[,N...]",
+        help="So many clients, each with one request at a time; several numbers are measured one after the other. [default: 8]",
+    )
+    loads.add_argument(
+        "--rate",
+        type=_several(positive),
+        metavar="R[,R...]",
+        help="So many requests a second, or multi-turn conversations, which wait for no answer. [default: --concurrency]",
+    )
+    loads.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="Requests at the times and of the lengths in FILE, JSON lines with timestamp (ms), input_length, output_length and "
+        "hash_ids, as Mooncake's. [default: --concurrency]",
+    )
+    group.add_argument(
+        "--arrivals",
+        choices=("poisson", "constant"),
+        default="poisson",
+        help="How a rate is spread. [default: poisson]",
+    )
+    group.add_argument(
+        "--trace-speed", type=positive, default=1.0, metavar="X", help="How much faster than it was. [default: 1]"
+    )
+    group.add_argument(
+        "--requests",
+        type=whole_number(1),
+        metavar="N",
+        help="Of each load. [default: 100; no limit with --seconds or --trace]",
+    )
+    group.add_argument(
+        "--seconds",
+        type=positive,
+        metavar="S",
+        help="Of each load; what is under way is waited for. [default: no limit]",
+    )
+    group.add_argument(
+        "--warm-up", type=whole_number(0), default=4, metavar="N", help="Requests before, not measured. [default: 4]"
+    )
+
+
+def _add_data_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--dataset",
+        choices=("random", "shared-prefix", "multi-turn", "json-schema", "sharegpt", "file"),
+        default="random",
+        help="random: words; shared-prefix: groups of prompts that begin alike; multi-turn: conversations that grow; "
+        "json-schema: answers must match a schema; sharegpt, file: from --data. [default: random]",
+    )
+    group.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="Of sharegpt a file in ShareGPT's format; of file JSON lines with prompt or messages, and with max_tokens and "
+        "json_schema if wanted. [default: none]",
+    )
+    for flag, default, text in (
+        ("--input-tokens", "128", "Tokens of a prompt or a turn, about: N, or a range A-B"),
+        ("--output-tokens", "32", "Most tokens of an answer: N, or A-B"),
+        ("--prefix-tokens", "512", "Of shared-prefix: tokens that a group's prompts have in common"),
+        ("--turns", "4", "Of multi-turn and sharegpt: turns of a conversation, N or A-B"),
+    ):
+        group.add_argument(flag, type=_lengths, default=default, metavar="N", help=f"{text}. [default: {default}]")
+    group.add_argument(
+        "--groups", type=whole_number(1), default=8, metavar="N", help="Of shared-prefix: how many. [default: 8]"
+    )
+    group.add_argument(
+        "--schema", type=Path, metavar="FILE", help="Of json-schema: the schema. [default: a small record]"
+    )
+    group.add_argument(
+        "--block-tokens", type=whole_number(1), default=512, metavar="N", help="Of a trace's hash_ids. [default: 512]"
+    )
+    group.add_argument(
+        "--token-ids",
+        type=_token_ids,
+        metavar="A-B",
+        help="Prompts are token ids of this range, so that their lengths are exact. [default: words]",
+    )
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="Of all requests. [default: 0]")
+    group.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="Answers go on to their most tokens. Not every server knows it. [default: yes with random, shared-prefix, --trace]",
+    )
+    group.add_argument(
+        "--body", type=json_object, metavar="JSON", help="Further fields of each request, over HTTP. [default: none]"
+    )
+    group.add_argument(
+        "--seed", type=whole_number(0), default=0, metavar="N", help="The same seed, the same load. [default: 0]"
+    )
+
+
+def _add_report_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--slo",
+        type=_slo,
+        metavar="ttft=200ms,...",
+        help="What a good request keeps, of ttft, itl (each gap), tpot and e2e; goodput counts those. [default: none]",
+    )
+    for flag, text in (
+        ("--json", "All figures as JSON; - for standard output instead of lines."),
+        ("--records", "Every request as a line of JSON."),
+        ("--plot", "A picture, PNG."),
+        ("--html", "A page with tables and picture, which needs nothing beside it."),
+    ):
+        group.add_argument(flag, metavar="FILE", help=f"{text} [default: none]")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the verb; returns the exit code, raises CliError."""
+    plan = _plan(arguments)
+    if (arguments.plot or arguments.html) and importlib.util.find_spec("matplotlib") is None:
+        raise CliError("--plot and --html need more packages: pip install 'sapwood[bench]'", REFUSED)
+    to_standard_output = arguments.json == "-"
+    view = BenchView(sys.stderr)
+    from sapwood.bench.benchmark import Benchmark, LevelResult
+    from sapwood.bench.report import level_lines
+
+    def show(found: LevelResult) -> None:
+        view.clear()
+        if not to_standard_output:
+            print("\n".join(level_lines(found, plan.slo)), flush=True)
+
+    def on_progress(level: Level, load: Any) -> None:
+        view.show(level, load)
+
+    benchmark = Benchmark(plan, on_progress=on_progress, on_level=show)
+    try:
+        result = _run(benchmark)
+    finally:
+        view.clear()
+    _report(result, arguments, to_standard_output)
+    if result.interrupted:
+        return INTERRUPTED
+    return FAILED if any(found.measures.succeeded == 0 for found in result.levels) else 0
+
+
+def _run(benchmark: Benchmark) -> Result:
+    """Runs it until its end or Ctrl-C."""
+    from sapwood.bench.data.json_lines import DataError
+    from sapwood.bench.targets.target import TargetError
+
+    async def main() -> Result:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, benchmark.stop)
+        return await benchmark.run()
+
+    try:
+        return run_fast(main())
+    except TargetError as error:
+        raise CliError(str(error), UNREACHABLE) from None
+    except (DataError, ValueError) as error:
+        raise CliError(str(error), REFUSED) from None
+    except OSError as error:
+        raise CliError(f"cannot read {error.filename or 'a file'}: {error.strerror or error}", REFUSED) from None
+
+
+def run_fast(main: Coroutine[Any, Any, Found]) -> Found:
+    """Runs a coroutine on uvloop, where it is installed."""
+    if importlib.util.find_spec("uvloop") is None:
+        return asyncio.run(main)
+    import uvloop
+
+    return uvloop.run(main)
+
+
+def _report(result: Result, arguments: argparse.Namespace, to_standard_output: bool) -> None:
+    from sapwood.bench.report import record_json, sweep_lines, to_json
+
+    if len(result.levels) > 1 and not to_standard_output:
+        print()
+        print("\n".join(sweep_lines(result)))
+    try:
+        if to_standard_output:
+            print(json.dumps(to_json(result), indent=1))
+        elif arguments.json:
+            Path(arguments.json).write_text(json.dumps(to_json(result), indent=1) + "\n", encoding="utf-8")
+        if arguments.records:
+            lines = [json.dumps(record_json(found, record)) for found in result.levels for record in found.run.records]
+            Path(arguments.records).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        if arguments.plot and result.levels:
+            from sapwood.bench.plots import write_png
+
+            write_png(result, Path(arguments.plot))
+        if arguments.html and result.levels:
+            from sapwood.bench.page import write_page
+
+            write_page(result, Path(arguments.html))
+    except OSError as error:
+        raise CliError(f"cannot write {error.filename}: {error.strerror}", FAILED) from None
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    where = where_of(arguments)
+    from sapwood.bench.benchmark import Level, Plan
+    from sapwood.bench.data.json_lines import DataError
+    from sapwood.bench.targets.target import Sampling
+
+    levels: tuple[Level, ...]
+    if arguments.trace is not None:
+        levels = (Level("trace", arguments.trace_speed),)
+    elif arguments.rate is not None:
+        levels = tuple(Level("rate", value) for value in arguments.rate)
+    else:
+        levels = tuple(Level("concurrency", value) for value in arguments.concurrency or (8,))
+    try:
+        source = _source(arguments)
+        source.check(where.api_used)
+    except DataError as error:
+        raise CliError(str(error), REFUSED) from None
+    if where.url is None and arguments.body:
+        raise CliError("--body is for --url", REFUSED)
+    requests = arguments.requests
+    if requests is None and arguments.seconds is None and arguments.trace is None:
+        requests = 100
+    ignore_eos = source.prescribes_lengths if arguments.ignore_eos is None else arguments.ignore_eos
+    return Plan(
+        where=where,
+        source=source,
+        levels=levels,
+        sampling=Sampling(arguments.temperature, ignore_eos, arguments.body),
+        requests=requests,
+        seconds=arguments.seconds,
+        arrivals=arguments.arrivals,
+        warm_up=arguments.warm_up,
+        seed=arguments.seed,
+        slo=arguments.slo,
+    )
+
+
+def _source(arguments: argparse.Namespace) -> Source:
+    from sapwood.bench.data.json_lines import DataError, read_text
+    from sapwood.bench.data.source import Source
+    from sapwood.bench.data.trace import read_trace
+
+    schema = None
+    if arguments.schema is not None:
+        try:
+            schema = json_object(read_text(arguments.schema))
+        except argparse.ArgumentTypeError:
+            raise DataError(f"--schema: {arguments.schema} holds no JSON object") from None
+    return Source(
+        dataset=arguments.dataset,
+        inputs=arguments.input_tokens,
+        outputs=arguments.output_tokens,
+        groups=arguments.groups,
+        prefix=arguments.prefix_tokens,
+        turns=arguments.turns,
+        schema=schema,
+        path=arguments.data,
+        trace=() if arguments.trace is None else tuple(read_trace(arguments.trace)),
+        block_tokens=arguments.block_tokens,
+        token_ids=arguments.token_ids,
+    )
+
+
+def _several(parse: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
+    def parse_all(text: str) -> tuple[float, ...]:
+        return tuple(parse(part) for part in text.split(","))
+
+    return parse_all
+
+
+def _lengths(text: str) -> Any:
+    from sapwood.bench.data.lengths import Lengths
+
+    try:
+        return Lengths.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _token_ids(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    try:
+        least, most = int(low), int(high)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no range such as 1000-30000") from None
+    if not 0 <= least <= most:
+        raise argparse.ArgumentTypeError(f"{text!r}: a range goes up, from at least 0")
+    return least, most
+
+
+def _slo(text: str) -> Any:
+    from sapwood.bench.slo import Slo
+
+    try:
+        return Slo.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,200 @@
+"""`sapwood bench` as a shell sees it, against a real router: lines, files, Ctrl-C, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import signal
+import sys
+from array import array
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sapwood.bench.benchmark import Level
+from sapwood.bench.load import Run
+from sapwood.bench.targets.record import Record, clock
+from sapwood.cli.bench_view import BenchView
+from sapwood.cli.main import main
+
+QUICK = ("--requests", "6", "--warm-up", "1", "--input-tokens", "20", "--output-tokens", "4")
+
+
+async def test_a_sweep_prints_figures_and_writes_every_file(served: Any, sapwood: Any, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("json", "records", "plot", "html")}
+    code, out, err = await sapwood(
+        *("bench", "--url", served.url, *QUICK, "--concurrency", "1,3", "--slo", "ttft=60s"),
+        *(word for name, path in files.items() for word in (f"--{name}", str(path))),
+    )
+    assert code == 0, err
+    for expected in (
+        "concurrency 1: 6 requests",
+        "concurrency 3: 6 requests",
+        "TTFT",
+        "inter-token",
+        "100.0% keep ttft <= 60000 ms",
+    ):
+        assert expected in out
+    assert re.search(r"^ *concurrency 3 +[\d.]+ +[\d.]+ ", out, re.MULTILINE), "the table of the sweep"
+    found = json.loads(files["json"].read_text())
+    assert [level["load"] for level in found["levels"]] == [{"concurrency": 1}, {"concurrency": 3}]
+    assert all(level["succeeded"] == level["good"] == 6 and level["ttft"]["p99"] > 0 for level in found["levels"])
+    records = [json.loads(line) for line in files["records"].read_text().splitlines()]
+    assert len(records) == 12
+    assert all(0 <= each["sent"] <= each["arrivals"][0] <= each["ended"] for each in records)
+    assert files["plot"].read_bytes().startswith(b"\x89PNG")
+    assert_stands_alone(files["html"].read_text())
+
+
+def assert_stands_alone(page: str) -> None:
+    """A page that loads nothing, whose picture and tables are inside."""
+
+    class Reader(HTMLParser):
+        tags: set[str] = set()  # noqa: RUF012
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            self.tags.add(tag)
+            for name, value in attrs:
+                # Within the page only; names of XML's vocabularies are not loaded.
+                assert name not in ("src", "href", "xlink:href") or (value or "").startswith("#"), (tag, name, value)
+
+    reader = Reader()
+    reader.feed(page)
+    assert {"svg", "table", "style"} <= reader.tags
+    assert not reader.tags & {"script", "link", "img", "iframe"}
+    assert "url(http" not in page and "@import" not in page
+    assert "TTFT" in page and "Inter-token latency" in page
+
+
+async def test_json_on_standard_output_is_all_there_is(served: Any, sapwood: Any) -> None:
+    code, out, err = await sapwood("bench", "--grpc", served.grpc, *QUICK, "--rate", "100", "--json", "-")
+    assert code == 0, err
+    (level,) = json.loads(out)["levels"]
+    assert level["succeeded"] == 6
+    assert level["dispatch_lag"]["count"] == 6
+
+
+async def test_ctrl_c_prints_what_was_measured(served: Any, tmp_path: Path) -> None:
+    for worker in served.workers:
+        worker.script.gate = asyncio.Event()
+        worker.script.gate.set()
+    process = await asyncio.create_subprocess_exec(
+        *(
+            sys.executable,
+            "-m",
+            "sapwood.cli.main",
+            "bench",
+            "--url",
+            served.url,
+            "--concurrency",
+            "2",
+            "--requests",
+            "6",
+        ),
+        *("--warm-up", "0", "--json", str(tmp_path / "json")),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(120):
+            calls: list[Any] = []
+            while sum(call.outcome == "finished" for call in calls) < 4:  # two that look at the server, two of the load
+                calls = [call for worker in served.workers for call in worker.calls]
+                await asyncio.sleep(0.001)
+            for worker in served.workers:
+                worker.script.gate.clear()
+            while not any(call.outcome == "running" for call in calls):
+                calls = [call for worker in served.workers for call in worker.calls]
+                await asyncio.sleep(0.001)
+            process.send_signal(signal.SIGINT)
+            out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 130, err.decode()
+    assert "interrupted" in out.decode()
+    found = json.loads((tmp_path / "json").read_text())
+    assert found["interrupted"] is True
+    (level,) = found["levels"]
+    assert level["interrupted"] >= 1
+    assert level["succeeded"] + level["interrupted"] == level["requests"] <= 6
+    assert level["failures"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--url", "localhost"], 2, "is no URL"),
+        (["--dataset", "sharegpt"], 2, "name it with --data"),
+        (["--dataset", "file", "--data", "/nowhere"], 2, "cannot read /nowhere"),
+        (["--trace", "/nowhere"], 2, "cannot read /nowhere"),
+        (["--schema", "/nowhere"], 2, "cannot read /nowhere"),
+        (["--grpc", "127.0.0.1:1", "--body", "{}", "--body", '{"a": 1}'], 2, "--body is for --url"),
+        (["--api", "chat", "--token-ids", "1-5"], 2, "--token-ids"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    assert main(["bench", *arguments]) == code
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--rate", "0"],
+        ["--concurrency", "1,x"],
+        ["--concurrency", "1", "--rate", "1"],
+        ["--slo", "ttft"],
+        ["--body", "[]"],
+        ["--seconds", "inf"],
+    ],
+)
+def test_flags_that_say_nothing_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", *arguments])
+    assert caught.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_exit_code_3(capsys: pytest.CaptureFixture[str], unused_tcp_port: int) -> None:
+    assert main(["bench", "--url", f"http://127.0.0.1:{unused_tcp_port}"]) == 3
+    assert str(unused_tcp_port) in capsys.readouterr().err
+
+
+def test_the_help_shows_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    shown = capsys.readouterr().out
+    for expected in ("examples:", "--concurrency 1,4,16", "--slo", "which server", "exit codes"):
+        assert expected in shown
+
+
+def test_the_live_view_draws_over_what_it_drew_before() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    run = Run(clock(), open_loop=False)
+    for failed in (False, True):
+        record = Record(due=1.0, sent=1.0, arrivals=array("d", [1.1, 1.3]), ended=2.0, completion_tokens=2)
+        record.error = "timeout" if failed else ""
+        run.records.append(record)
+        run.ended.append(record)
+    run.failures = 1
+    for stream, expected in ((Terminal(), ["\x1b[6A\x1b[J"] * 2), (io.StringIO(), [])):
+        view = BenchView(stream)
+        view.show(Level("rate", 2.5), run)
+        view.show(Level("rate", 2.5), run)
+        view.clear()
+        assert re.findall(r"\x1b\[\d+A\x1b\[J", stream.getvalue()) == expected
+        assert ("2 sent, 0 under way, 1 done, 1 failed" in stream.getvalue()) == bool(expected)
+        assert ("TTFT 100 ms (p50)" in stream.getvalue()) == bool(expected)

@@ -14,7 +14,7 @@ from pathlib import Path
 from sapwood_common.pacing.loop_lag import LoopLag
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.telemetry.metrics import MetricSet, MetricSpec
-from sapwood_common.telemetry.tracing import NoTracing
+from sapwood_common.telemetry.tracing import Tracing
 from sapwood_router.admission.control import AdmissionControl
 from sapwood_router.admission.fair_queue import AdmissionSettings
 from sapwood_router.fleet.registry import Registry
@@ -52,7 +52,7 @@ def main() -> None:
 def render() -> str:
     """The whole page."""
     every, router, tokenizer, worker = MetricSet(), MetricSet(), MetricSet(), MetricSet()
-    RpcTelemetry(every, NoTracing())
+    RpcTelemetry(every, Tracing())
     registry, router_metrics = Registry([]), RouterMetrics(router)
     router_metrics.watch(registry, AdmissionControl(registry, AdmissionSettings(), time.monotonic, random.Random()))
     router_metrics.watch_index(BlockIndex(0))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.cli.errors import EXIT_CODES, REFUSED, CliError
+from sapwood_common.contract.limits import MOST_PRIORITY
 from sapwood_common.settings.flags import whole_number
 
 
@@ -29,7 +30,7 @@ def configure(verbs: Any) -> None:
     parser.add_argument("--weight", type=whole_number(1, 1000), metavar="N", help="share of busy workers [default: 1]")
     parser.add_argument(
         "--priority",
-        type=whole_number(-100, 100),
+        type=whole_number(-MOST_PRIORITY, MOST_PRIORITY),
         metavar="N",
         help="highest priority that its requests may have [default: 0]",
     )

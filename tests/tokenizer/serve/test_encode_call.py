@@ -12,7 +12,7 @@ from sapwood_common.errors import InvalidArgumentError, ResourceExhaustedError
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.telemetry.logs import request_id_var, traceparent_var
 from sapwood_common.telemetry.metrics import MetricSet
-from sapwood_common.telemetry.tracing import NoTracing
+from sapwood_common.telemetry.tracing import Tracing
 from sapwood_tokenizer.serve import encode_call
 from sapwood_tokenizer.serve.encode_call import EncodeCall
 
@@ -32,7 +32,7 @@ class Call:
         self.seen: dict[str, tuple[str, str | None]] = {}
         self.read = 0
         self._requests: asyncio.Queue[tokenizer_pb2.EncodeRequest | None] = asyncio.Queue()
-        telemetry = RpcTelemetry(self.metrics, NoTracing())
+        telemetry = RpcTelemetry(self.metrics, Tracing())
         call = EncodeCall(self._tokenize, self._apply, telemetry, self.draining)
         self.responses = call.answer(self._stream())
 

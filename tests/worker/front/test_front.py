@@ -14,7 +14,7 @@ from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.telemetry.logs import request_id_var
 from sapwood_common.telemetry.metrics import MetricSet
-from sapwood_common.telemetry.tracing import NoTracing
+from sapwood_common.telemetry.tracing import Tracing
 from sapwood_worker.front.engine import Engine
 from sapwood_worker.front.metrics import WorkerMetrics
 from sapwood_worker.front.observer import EngineObserver
@@ -93,7 +93,7 @@ async def front() -> AsyncIterator[Front]:
     async def begin_drain() -> None:
         made.draining.set()
 
-    service = WorkerService(engine, made.draining, begin_drain, RpcTelemetry(MetricSet(), NoTracing()))
+    service = WorkerService(engine, made.draining, begin_drain, RpcTelemetry(MetricSet(), Tracing()))
     service.model = ServedModel("fake", INFO, 1, made.grammars, 4)  # type: ignore[arg-type]
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
     await server.start()

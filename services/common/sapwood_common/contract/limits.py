@@ -8,6 +8,8 @@ MOST_EMBEDDED = 2048
 """Inputs of one embedding request."""
 MOST_STOPS = 16
 """Stop strings."""
+MOST_PRIORITY = 100
+"""A request's priority is at most this, and at least its negative."""
 LONGEST_TENANT = 128
 """Characters of a tenant's name."""
 LONGEST_SALT = 256

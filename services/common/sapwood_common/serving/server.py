@@ -26,7 +26,7 @@ from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.status import rpc_status
 from sapwood_common.telemetry.logs import announce
 from sapwood_common.telemetry.metrics import MetricSet
-from sapwood_common.telemetry.tracing import NoTracing
+from sapwood_common.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class ServiceServer:
         implementation: Implementation = "sapwood",
     ) -> None:
         self._names = tuple(service_names)
-        telemetry = telemetry or RpcTelemetry(MetricSet(), NoTracing())
+        telemetry = telemetry or RpcTelemetry(MetricSet(), Tracing())
         self._interceptor = ServiceInterceptor(telemetry, uncounted)
         self._health = HealthServicer()
         self.draining = asyncio.Event()

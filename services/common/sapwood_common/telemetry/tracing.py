@@ -1,4 +1,4 @@
-"""Traces: the part of OpenTelemetry that services use, and a stand-in that does nothing while tracing is off.
+"""Traces: the part of OpenTelemetry that services use; by itself it does nothing, which is tracing that is off.
 
 The context travels as the W3C ``traceparent`` header, in gRPC metadata and HTTP alike, and inside a process as
 :data:`sapwood_common.telemetry.logs.traceparent_var`. A service that does not trace hands the header on, so that a trace stays
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Literal
 
 from sapwood_common.errors import SapwoodError
 from sapwood_common.status import row_of
@@ -19,34 +19,37 @@ SpanKind = Literal["internal", "server", "client"]
 Attribute = str | int | float | bool | list[str]
 
 
-class Span(Protocol):
-    """A span of a trace: a piece of work that takes time."""
+class Span:
+    """A span of a trace: a piece of work that takes time. This one is kept nowhere.
 
-    @property
-    def traceparent(self) -> str | None:
-        """What its children name as their parent; None if there is nothing to name."""
-        ...
+    Args:
+        traceparent: What its children name as their parent; None if there is nothing to name.
+    """
+
+    def __init__(self, traceparent: str | None) -> None:
+        self.traceparent = traceparent
 
     def set(self, name: str, value: Attribute) -> None:
         """Adds an attribute."""
-        ...
 
     def rename(self, name: str) -> None:
         """Changes its name, for when more is known than at the start."""
-        ...
 
     def end(self, *, error: str | None = None, at_ns: int | None = None) -> None:
         """Ends it, as failed if ``error`` says what went wrong. ``at_ns``: Unix time in ns, now unless given."""
-        ...
 
 
-class Tracing(Protocol):
-    """Makes spans."""
+_NO_PARENT = Span(None)
 
-    @property
-    def on(self) -> bool:
-        """Whether spans are sent anywhere; if not, their attributes need not be computed."""
-        ...
+
+class Tracing:
+    """Makes spans. This one is off: it hands the caller's context on and keeps nothing.
+
+    Attributes:
+        on: Whether spans are sent anywhere; if not, their attributes need not be computed.
+    """
+
+    on = False
 
     def start(
         self,
@@ -66,48 +69,10 @@ class Tracing(Protocol):
             attributes: Its first attributes.
             at_ns: Unix time in ns; now unless given.
         """
-        ...
+        return _NO_PARENT if parent is None else Span(parent)
 
     def close(self) -> None:
         """Sends the spans that have not been sent, which may take seconds."""
-        ...
-
-
-class _NoSpan:
-    def __init__(self, traceparent: str | None) -> None:
-        self.traceparent = traceparent
-
-    def set(self, name: str, value: Attribute) -> None:
-        pass
-
-    def rename(self, name: str) -> None:
-        pass
-
-    def end(self, *, error: str | None = None, at_ns: int | None = None) -> None:
-        pass
-
-
-_NO_PARENT = _NoSpan(None)
-
-
-class NoTracing:
-    """Implements :class:`Tracing` when it is off: hands the caller's context on and keeps nothing."""
-
-    on = False
-
-    def start(
-        self,
-        name: str,
-        *,
-        parent: str | None,
-        kind: SpanKind = "internal",
-        attributes: Mapping[str, Attribute] | None = None,
-        at_ns: int | None = None,
-    ) -> Span:
-        return _NO_PARENT if parent is None else _NoSpan(parent)
-
-    def close(self) -> None:
-        pass
 
 
 def error_type(error: BaseException) -> str:

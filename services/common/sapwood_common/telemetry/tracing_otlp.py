@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sapwood_common.errors import ConfigError
-from sapwood_common.telemetry.tracing import Attribute, Span, SpanKind
+from sapwood_common.telemetry.tracing import Attribute, Span, SpanKind, Tracing
 
 try:
     from opentelemetry import trace
@@ -27,11 +27,11 @@ _KINDS: dict[SpanKind, trace.SpanKind] = {
 _EXPORT_INTERVAL_MS = 1_000
 
 
-class _OtlpSpan:
+class _OtlpSpan(Span):
     def __init__(self, span: trace.Span) -> None:
-        self._span = span
         context = span.get_span_context()
-        self.traceparent: str | None = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+        super().__init__(f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}")
+        self._span = span
 
     def set(self, name: str, value: Attribute) -> None:
         self._span.set_attribute(name, value)
@@ -45,8 +45,8 @@ class _OtlpSpan:
         self._span.end(at_ns)
 
 
-class OtlpTracing:
-    """Implements ``Tracing`` over OTLP. Spans wait in a bounded queue and are dropped beyond it."""
+class OtlpTracing(Tracing):
+    """Sends spans over OTLP. They wait in a bounded queue and are dropped beyond it."""
 
     on = True
 

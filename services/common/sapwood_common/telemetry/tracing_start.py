@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sapwood_common.telemetry.tracing import NoTracing, Tracing
+from sapwood_common.telemetry.tracing import Tracing
 
 
 def start_tracing(service: str, endpoint: str | None, ratio: float) -> Tracing:
@@ -17,7 +17,7 @@ def start_tracing(service: str, endpoint: str | None, ratio: float) -> Tracing:
         ConfigError: OpenTelemetry is not installed.
     """
     if not endpoint:
-        return NoTracing()
+        return Tracing()
     from sapwood_common.telemetry.tracing_otlp import OtlpTracing
 
     return OtlpTracing(service, endpoint, ratio)

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sapwood_common.contract.limits import MOST_PRIORITY
 from sapwood_common.errors import ConfigError, UnauthenticatedError
 from sapwood_common.tenants.tenant import Tenant, TenantSettings, mint_salt
 
@@ -173,7 +174,8 @@ def _parse(words: list[str], where: str) -> KeyEntry:
         elif kind == "weight":
             weight = _weight(value, f"{where}: weight= is not followed by a number above 0, at most 1000")
         elif kind == "priority":
-            priority = _priority(value, f"{where}: priority= is not followed by a whole number in -100..100")
+            asked = f"a whole number in -{MOST_PRIORITY}..{MOST_PRIORITY}"
+            priority = _priority(value, f"{where}: priority= is not followed by {asked}")
         else:
             raise ConfigError(
                 f"{where}: after name, SHA-256 and requests a minute come only tokens=, weight= and priority="
@@ -201,7 +203,7 @@ def _priority(text: str, problem: str) -> int:
     try:
         priority = int(text)
     except ValueError:
-        priority = 1000
-    if not -100 <= priority <= 100:
+        priority = MOST_PRIORITY + 1
+    if not -MOST_PRIORITY <= priority <= MOST_PRIORITY:
         raise ConfigError(problem)
     return priority

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sapwood_common.contract.limits import LONGEST_TENANT
+from sapwood_common.contract.limits import LONGEST_TENANT, MOST_PRIORITY
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.tenants.tenant import Tenant, mint_salt
 from sapwood_router.request.spending import Spending
@@ -15,7 +15,6 @@ PRIORITY_KEY = "x-priority"
 SESSION_KEY = "x-session-id"
 
 _LONGEST_SESSION = 128
-MOST_PRIORITY = 100
 
 
 @dataclass(frozen=True, slots=True)

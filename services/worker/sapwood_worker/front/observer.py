@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sapwood_common.telemetry.tracing import NoTracing, Span, Tracing
+from sapwood_common.telemetry.tracing import Span, Tracing
 from sapwood_worker.front.metrics import WorkerMetrics
 from sapwood_worker.records.output import RequestOutput
 from sapwood_worker.records.step_time import LoadTime, StepTime
@@ -34,7 +34,7 @@ class EngineObserver:
 
     def __init__(self, metrics: WorkerMetrics, tracing: Tracing | None = None) -> None:
         self._metrics = metrics
-        self._tracing = tracing or NoTracing()
+        self._tracing = tracing or Tracing()
         self._running: dict[int, _Times] = {}
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+from sapwood_common.contract.limits import MOST_PRIORITY
 from sapwood_common.errors import InvalidArgumentError, RequestCancelledError, SapwoodError
 from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, request_id_var
 from sapwood_common.tenants.tenant import mint_salt
@@ -18,7 +19,7 @@ from sapwood_router.edges.http.timeouts import asked_timeout, client_timeout
 from sapwood_router.edges.http1.head import Headers
 from sapwood_router.edges.http1.request import Request
 from sapwood_router.flow.delivery import READER_SLACK
-from sapwood_router.request.caller import MOST_PRIORITY, PRIORITY_KEY, Caller, caller_of
+from sapwood_router.request.caller import PRIORITY_KEY, Caller, caller_of
 from sapwood_router.request.request_ids import accept_request_id
 
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")

@@ -12,7 +12,7 @@ Any error is a :class:`~sapwood.errors.SapwoodError` with ``status``, ``message`
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from types import TracebackType
+from contextlib import contextmanager
 from typing import Any, Self, Unpack, cast
 
 import grpc
@@ -25,7 +25,7 @@ from sapwood.call_setup import (
     router_address,
     with_trace,
 )
-from sapwood.embedding import Embeddings, Pooling, build_embed_request, to_embeddings
+from sapwood.embedding import Embeddings, EmbedOptions, build_embed_request, to_embeddings
 from sapwood.errors import (
     AlreadyExistsError,
     CancelledError,
@@ -133,7 +133,28 @@ class Generation(Iterator[Delta]):
         self.cancel()
 
 
-class Client:
+class _Calls:
+    """What each call of a client is made with."""
+
+    def __init__(self, address: str | None, timeout: float | None, api_key: str | None) -> None:
+        self.address = router_address(address)
+        self._timeout = timeout
+        self._metadata = call_metadata(api_key)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"timeout": self._timeout, "metadata": with_trace(self._metadata)}
+
+
+@contextmanager
+def _told_as_ours() -> Iterator[None]:
+    """Turns the error of a call into a SapwoodError."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(cast(grpc.Call, error)) from None
+
+
+class Client(_Calls):
     """A connection to a router, for threads. Safe to share between them.
 
     Args:
@@ -151,9 +172,7 @@ class Client:
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        self.address = router_address(address)
-        self._timeout = timeout
-        self._metadata = call_metadata(api_key)
+        super().__init__(address, timeout, api_key)
         if credentials is None:
             self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         else:
@@ -182,59 +201,32 @@ class Client:
             TypeError: A value is of another type than its field.
         """
         request = build_request(text, messages, token_ids, options)
-        return Generation(self._stub.Generate(request, timeout=self._timeout, metadata=with_trace(self._metadata)))
+        return Generation(self._stub.Generate(request, **self._settings()))
 
-    def embed(
-        self,
-        inputs: str | Iterable[str | Iterable[int]],
-        *,
-        model: str | None = None,
-        pooling: Pooling | None = None,
-        normalize: bool | None = None,
-        dimensions: int | None = None,
-        truncate_prompt_tokens: int | None = None,
-    ) -> Embeddings:
+    def embed(self, inputs: str | Iterable[str | Iterable[int]], **options: Unpack[EmbedOptions]) -> Embeddings:
         """The vectors of a text, or of several texts and token sequences.
 
         Args:
             inputs: A text, or texts and token sequences.
-            model: The model's name; the only one there is if left out.
-            pooling: How a sequence becomes one vector; the model's own way if left out.
-            normalize: Whether each vector has length 1; as the model has it if left out.
-            dimensions: Cuts each vector to so many numbers, where the model's files say that they may be cut.
-            truncate_prompt_tokens: Cuts longer inputs to so many tokens; -1: to what the context holds.
+            options: The fields of :class:`~sapwood.embedding.EmbedOptions`.
 
         Raises:
             SapwoodError: The call failed.
-            ValueError, TypeError: An input is neither text nor token ids.
+            ValueError, TypeError: An input is neither text nor token ids, or an option is wrong.
         """
-        request = build_embed_request(inputs, model, pooling, normalize, dimensions, truncate_prompt_tokens)
-        try:
-            return to_embeddings(self._stub.Embed(request, timeout=self._timeout, metadata=with_trace(self._metadata)))
-        except grpc.RpcError as error:
-            raise from_rpc_error(cast(grpc.Call, error)) from None
+        request = build_embed_request(inputs, options)
+        with _told_as_ours():
+            return to_embeddings(self._stub.Embed(request, **self._settings()))
 
     def list_models(self) -> list[Model]:
         """The models that can be asked for. Raises SapwoodError."""
-        try:
-            return to_models(
-                self._stub.ListModels(
-                    router_pb2.ListModelsRequest(), timeout=self._timeout, metadata=with_trace(self._metadata)
-                )
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(cast(grpc.Call, error)) from None
+        with _told_as_ours():
+            return to_models(self._stub.ListModels(router_pb2.ListModelsRequest(), **self._settings()))
 
     def list_workers(self) -> list[WorkerStatus]:
         """The workers and their load. Raises SapwoodError."""
-        try:
-            return to_workers(
-                self._stub.ListWorkers(
-                    router_pb2.ListWorkersRequest(), timeout=self._timeout, metadata=with_trace(self._metadata)
-                )
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(cast(grpc.Call, error)) from None
+        with _told_as_ours():
+            return to_workers(self._stub.ListWorkers(router_pb2.ListWorkersRequest(), **self._settings()))
 
     def close(self) -> None:
         """Closes the connection; running generations end with :class:`CancelledError`."""
@@ -289,7 +281,7 @@ class AsyncGeneration(AsyncIterator[Delta]):
         self.cancel()
 
 
-class AsyncClient:
+class AsyncClient(_Calls):
     """A connection to a router, for asyncio. Belongs to the event loop it is first used in.
 
     Args:
@@ -307,9 +299,7 @@ class AsyncClient:
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        self.address = router_address(address)
-        self._timeout = timeout
-        self._metadata = call_metadata(api_key)
+        super().__init__(address, timeout, api_key)
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
         else:
@@ -326,48 +316,23 @@ class AsyncClient:
     ) -> AsyncGeneration:
         """Does what :meth:`Client.generate` does."""
         request = build_request(text, messages, token_ids, options)
-        return AsyncGeneration(self._stub.Generate(request, timeout=self._timeout, metadata=with_trace(self._metadata)))
+        return AsyncGeneration(self._stub.Generate(request, **self._settings()))
 
-    async def embed(
-        self,
-        inputs: str | Iterable[str | Iterable[int]],
-        *,
-        model: str | None = None,
-        pooling: Pooling | None = None,
-        normalize: bool | None = None,
-        dimensions: int | None = None,
-        truncate_prompt_tokens: int | None = None,
-    ) -> Embeddings:
+    async def embed(self, inputs: str | Iterable[str | Iterable[int]], **options: Unpack[EmbedOptions]) -> Embeddings:
         """Does what :meth:`Client.embed` does."""
-        request = build_embed_request(inputs, model, pooling, normalize, dimensions, truncate_prompt_tokens)
-        try:
-            return to_embeddings(
-                await self._stub.Embed(request, timeout=self._timeout, metadata=with_trace(self._metadata))
-            )
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+        request = build_embed_request(inputs, options)
+        with _told_as_ours():
+            return to_embeddings(await self._stub.Embed(request, **self._settings()))
 
     async def list_models(self) -> list[Model]:
         """The models that can be asked for. Raises SapwoodError."""
-        try:
-            return to_models(
-                await self._stub.ListModels(
-                    router_pb2.ListModelsRequest(), timeout=self._timeout, metadata=with_trace(self._metadata)
-                )
-            )
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+        with _told_as_ours():
+            return to_models(await self._stub.ListModels(router_pb2.ListModelsRequest(), **self._settings()))
 
     async def list_workers(self) -> list[WorkerStatus]:
         """The workers and their load. Raises SapwoodError."""
-        try:
-            return to_workers(
-                await self._stub.ListWorkers(
-                    router_pb2.ListWorkersRequest(), timeout=self._timeout, metadata=with_trace(self._metadata)
-                )
-            )
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+        with _told_as_ours():
+            return to_workers(await self._stub.ListWorkers(router_pb2.ListWorkersRequest(), **self._settings()))
 
     async def close(self) -> None:
         """Closes the connection; running generations end with :class:`CancelledError`."""
@@ -376,7 +341,5 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

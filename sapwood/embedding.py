@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypedDict
 
 from sapwood.v1 import common_pb2, router_pb2, worker_pb2
 
@@ -22,29 +22,40 @@ class Embeddings:
     model: str
 
 
+class EmbedOptions(TypedDict, total=False):
+    """How inputs become vectors; what is left out, or None, is as the model has it.
+
+    Attributes:
+        model: The model's name; the only one there is if left out.
+        pooling: How a sequence becomes one vector.
+        normalize: Whether each vector has length 1.
+        dimensions: Cuts each vector to so many numbers, where the model's files say that they may be cut.
+        truncate_prompt_tokens: Cuts longer inputs to so many tokens; -1: to what the context holds.
+    """
+
+    model: str | None
+    pooling: Pooling | None
+    normalize: bool | None
+    dimensions: int | None
+    truncate_prompt_tokens: int | None
+
+
 def build_embed_request(
-    inputs: str | Iterable[str | Iterable[int]],
-    model: str | None,
-    pooling: Pooling | None,
-    normalize: bool | None,
-    dimensions: int | None,
-    truncate_prompt_tokens: int | None,
+    inputs: str | Iterable[str | Iterable[int]], options: EmbedOptions
 ) -> router_pb2.RouterEmbedRequest:
     """The request message.
 
     Raises:
-        ValueError: There is no such pooling, or a token id is beyond what its field can hold.
+        ValueError: There is no such option or pooling, or a token id is beyond what its field can hold.
         TypeError: An input is neither text nor token ids.
     """
-    if pooling is not None and pooling not in _POOLING:
+    given: dict[str, Any] = dict(options)
+    if (pooling := given.pop("pooling", None)) is not None and pooling not in _POOLING:
         raise ValueError(f"pooling is one of {', '.join(_POOLING)}, not {pooling!r}")
     return router_pb2.RouterEmbedRequest(
-        model=model,
         input=[_input(item) for item in ([inputs] if isinstance(inputs, str) else inputs)],
         pooling=None if pooling is None else _POOLING[pooling],
-        normalize=normalize,
-        dimensions=dimensions,
-        truncate_prompt_tokens=truncate_prompt_tokens,
+        **given,
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+from sapwood_common.grammar.source import GrammarKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sapwood.v1 import common_pb2, tokenizer_pb2
 from sapwood_router.request.context import ChatPrompt, RequestContext, Turn
 from sapwood_router.request.output import Output, OutputOptions, ToolCallDelta
@@ -11,15 +13,8 @@ from sapwood_router.request.structure import AnswerGrammar
 def to_grammar(grammar: AnswerGrammar) -> common_pb2.Grammar:
     """A grammar as a message."""
     options = common_pb2.GrammarOptions(any_whitespace=grammar.any_whitespace, lenient=grammar.lenient)
-    match grammar.kind:
-        case "json_schema":
-            return common_pb2.Grammar(json_schema=grammar.text, options=options)
-        case "regex":
-            return common_pb2.Grammar(regex=grammar.text, options=options)
-        case "ebnf":
-            return common_pb2.Grammar(ebnf=grammar.text, options=options)
-        case "structural_tag":
-            return common_pb2.Grammar(structural_tag=grammar.text, options=options)
+    kind: dict[str, Any] = {grammar.kind: grammar.text}
+    return common_pb2.Grammar(options=options, **kind)
 
 
 def to_compile_request(context: RequestContext) -> tokenizer_pb2.CompileGrammarRequest:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sapwood.v1 import common_pb2, router_pb2, worker_pb2
 from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.grammar.convert import to_grammar
 from sapwood_router.request.caller import Caller
 from sapwood_router.request.context import (
     ChatPrompt,
@@ -100,21 +101,10 @@ def grammar_of(request: router_pb2.RouterGenerateRequest) -> AnswerGrammar | Non
     """
     if not request.HasField("grammar"):
         return None
-    message = request.grammar
-    kind = message.WhichOneof("grammar")
-    if kind is None:
-        raise InvalidArgumentError("grammar is empty", field="grammar")
-    if kind == "compiled":
+    source = to_grammar(request.grammar)
+    if isinstance(source, bytes):
         raise InvalidArgumentError("grammar.compiled is taken from services only", field="grammar.compiled")
-    text = {
-        "json_schema": message.json_schema,
-        "regex": message.regex,
-        "ebnf": message.ebnf,
-        "structural_tag": message.structural_tag,
-    }[kind]
-    options = message.options
-    whitespace = options.any_whitespace if options.HasField("any_whitespace") else True
-    return AnswerGrammar(kind, text, whitespace, options.lenient)
+    return AnswerGrammar(source.kind, source.text, source.options.any_whitespace, source.options.lenient)
 
 
 def _turn_of(message: common_pb2.ChatMessage) -> Turn:

@@ -88,7 +88,7 @@ def test_a_package_can_bring_a_family(plugin, parse_every_way):
         MARKERS = CallMarkers.of(openers=("-->",), closers=("<--",))
 
         def script(source, out, tools):
-            def attempt(marker):
+            def attempt():
                 yield from source.whitespace()
                 return (yield from parse_call_object(source, out))
 

@@ -67,7 +67,17 @@ class CallFormat:
 
 def _object(name_key: str, arguments_key: str, tool: OfferedTool, before: str = "", after: str = "") -> Format:
     begin = f'{before}{{"{name_key}": {json.dumps(tool.name, ensure_ascii=False)}, "{arguments_key}": '
-    return tag(begin, json_value(tool.schema, not tool.strict), "}" + after)
+    return _json_call(begin, tool, "}" + after)
+
+
+def _json_call(begin: str, tool: OfferedTool, end: str = "") -> Format:
+    """A call whose arguments are JSON."""
+    return tag(begin, json_value(tool.schema, not tool.strict), end)
+
+
+def _section(begin: str, calls: Sequence[Format], end: str, parallel: bool, separator: str = "") -> Format:
+    """Calls in a bracket of their own: one, or several where they may be parallel."""
+    return tag(begin, repeated(calls, separator, least=True, single=not parallel), end)
 
 
 def _hermes(tools: Sequence[OfferedTool], _parallel: bool) -> list[Format]:
@@ -80,33 +90,24 @@ def _llama(tools: Sequence[OfferedTool], _parallel: bool) -> list[Format]:
 
 def _mistral(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
     calls = [_object("name", "arguments", tool) for tool in tools]
-    return [tag("[TOOL_CALLS][", repeated(calls, ", ", least=True, single=not parallel), "]")]
+    return [_section("[TOOL_CALLS][", calls, "]", parallel, ", ")]
 
 
 def _deepseek_v3(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
     calls = [
-        tag(
-            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{tool.name}\n```json\n",
-            json_value(tool.schema, not tool.strict),
-            "\n```<｜tool▁call▁end｜>",
+        _json_call(
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{tool.name}\n```json\n", tool, "\n```<｜tool▁call▁end｜>"
         )
         for tool in tools
     ]
-    body = repeated(calls, "\n", least=True, single=not parallel)
-    return [tag("<｜tool▁calls▁begin｜>", body, "<｜tool▁calls▁end｜>")]
+    return [_section("<｜tool▁calls▁begin｜>", calls, "<｜tool▁calls▁end｜>", parallel, "\n")]
 
 
 def _deepseek_v31(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
     calls = [
-        tag(
-            f"<｜tool▁call▁begin｜>{tool.name}<｜tool▁sep｜>",
-            json_value(tool.schema, not tool.strict),
-            "<｜tool▁call▁end｜>",
-        )
-        for tool in tools
+        _json_call(f"<｜tool▁call▁begin｜>{tool.name}<｜tool▁sep｜>", tool, "<｜tool▁call▁end｜>") for tool in tools
     ]
-    body = repeated(calls, "", least=True, single=not parallel)
-    return [tag("<｜tool▁calls▁begin｜>", body, "<｜tool▁calls▁end｜>")]
+    return [_section("<｜tool▁calls▁begin｜>", calls, "<｜tool▁calls▁end｜>", parallel)]
 
 
 def _deepseek_v32(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
@@ -120,8 +121,7 @@ def _deepseek_v32(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
             "</｜DSML｜parameter>\n",
         )
         calls.append(tag(f'<｜DSML｜invoke name="{tool.name}">\n', arguments, "</｜DSML｜invoke>\n"))
-    body = repeated(calls, "", least=True, single=not parallel)
-    return [tag("<｜DSML｜function_calls>\n", body, "</｜DSML｜function_calls>")]
+    return [_section("<｜DSML｜function_calls>\n", calls, "</｜DSML｜function_calls>", parallel)]
 
 
 def _kimi_k2(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
@@ -135,8 +135,7 @@ def _kimi_k2(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
         )
         for tool in tools
     ]
-    body = repeated(calls, "", least=True, single=not parallel)
-    return [tag("<|tool_calls_section_begin|>", body, "<|tool_calls_section_end|>")]
+    return [_section("<|tool_calls_section_begin|>", calls, "<|tool_calls_section_end|>", parallel)]
 
 
 def _glm45(tools: Sequence[OfferedTool], _parallel: bool) -> list[Format]:
@@ -171,16 +170,13 @@ def _qwen3_coder(tools: Sequence[OfferedTool], _parallel: bool) -> list[Format]:
 
 def _pythonic(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
     calls = [tag(f"{tool.name}(", keywords(arguments_of(tool)), ")") for tool in tools]
-    return [tag("[", repeated(calls, ", ", least=True, single=not parallel), "]")]
+    return [_section("[", calls, "]", parallel, ", ")]
 
 
 def _gpt_oss(tools: Sequence[OfferedTool], _parallel: bool) -> list[Format]:
     # The model ends a call with <|call|>, one of its end tokens: where nothing may follow, generation ends.
     return [
-        tag(
-            f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>",
-            json_value(tool.schema, not tool.strict),
-        )
+        _json_call(f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>", tool)
         for tool in tools
     ]
 

@@ -63,31 +63,33 @@ class ToolFamily:
 class CallMarkers:
     """The markers around calls.
 
-    Args:
+    Attributes:
         openers: Literals after which a call may begin.
         closers: Literals that may follow a call and are dropped there. Before the first call they are text.
+        all: Both.
+        section: The first of two openers, after which the second must come before a call may; "" where there is one.
     """
 
     openers: Markers
     closers: Markers
     all: Markers
+    section: str
 
     @classmethod
     def of(cls, openers: tuple[str, ...], closers: tuple[str, ...]) -> CallMarkers:
-        """From the literals."""
-        return cls(Markers(*openers), Markers(*closers), Markers(*openers, *closers))
+        """From the literals; of two openers the first begins a section of calls."""
+        section = openers[0] if len(openers) > 1 else ""
+        return cls(Markers(*openers), Markers(*closers), Markers(*openers, *closers), section)
 
 
-def marked_calls(
-    source: Source, out: Emitter, markers: CallMarkers, attempt: Callable[[str], Steps[bool]]
-) -> Steps[None]:
+def marked_calls(source: Source, out: Emitter, markers: CallMarkers, attempt: Callable[[], Steps[bool]]) -> Steps[None]:
     """Parse an output whose calls are opened by markers.
 
     Args:
         source: The output.
         out: Where its text goes.
         markers: The markers.
-        attempt: Reads on after an opener, while the source records; returns whether a call was started. What the
+        attempt: Reads on after what opens a call, while the source records; returns whether a call was started. What the
             record holds when it returns comes out as text.
     """
     started = False
@@ -98,7 +100,10 @@ def marked_calls(
         if marker in markers.closers.literals:
             continue
         source.start_recording(marker)
-        started = (yield from attempt(marker)) or started
+        if marker == markers.section:
+            yield from source.whitespace()
+        if marker != markers.section or (yield from source.accept(*markers.openers.literals[1:])):
+            started = (yield from attempt()) or started
         out.text(source.stop_recording())
 
 

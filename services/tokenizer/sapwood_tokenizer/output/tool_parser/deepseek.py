@@ -29,11 +29,7 @@ _NAME = re.compile(r"[^\s<`{]+")
 
 
 def _script(source: Source, out: Emitter, _tools: Tools) -> Steps[None]:
-    def attempt(marker: str) -> Steps[bool]:
-        if marker == _SECTION:
-            yield from source.whitespace()
-            if not (yield from source.accept(_CALL)):
-                return False
+    def attempt() -> Steps[bool]:
         yield from source.whitespace()
         name = yield from source.word(_NAME, NAME_LIMIT)
         if not name or not (yield from source.accept(_SEPARATOR)):

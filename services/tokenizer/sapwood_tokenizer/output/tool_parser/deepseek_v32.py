@@ -28,11 +28,7 @@ _TYPES = {_STRING: frozenset(["string"]), _OTHER: frozenset[str]()}
 
 
 def _script(source: Source, out: Emitter, _tools: Tools) -> Steps[None]:
-    def attempt(marker: str) -> Steps[bool]:
-        if marker == _SECTION:
-            yield from source.whitespace()
-            if not (yield from source.accept(_INVOKE)):
-                return False
+    def attempt() -> Steps[bool]:
         name = yield from source.word(_NAME, NAME_LIMIT)
         if not name or not (yield from source.accept('">')):
             return False
@@ -47,13 +43,10 @@ def _script(source: Source, out: Emitter, _tools: Tools) -> Steps[None]:
             kind = yield from source.accept(_STRING, _OTHER)
             if not key or not kind:
                 return True
-            source.stop_recording()
             if not (yield from arguments.copy(key, _TYPES[kind])):
                 return True
-            source.start_recording()
         if tag:
             arguments.close()
-            source.start_recording()
         return True
 
     yield from marked_calls(source, out, _MARKERS, attempt)

@@ -26,7 +26,7 @@ _KEY_TEXT = re.compile(r"[^<]+")
 
 
 def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:
-    def attempt(_marker: str) -> Steps[bool]:
+    def attempt() -> Steps[bool]:
         yield from source.whitespace()
         name = yield from source.word(_NAME, NAME_LIMIT)
         yield from source.whitespace()
@@ -42,16 +42,13 @@ def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:
             yield from source.whitespace()
             if not (yield from source.accept(_VALUE)):
                 return True
-            source.stop_recording()
             if not (yield from arguments.copy(key.strip(), tools.types(name, key.strip()))):
                 return True
-            source.start_recording()
             yield from source.whitespace()
             tag = yield from source.accept(_KEY, _CALL_END)
             if not tag:
                 return True
         arguments.close()
-        source.start_recording()
         return True
 
     yield from marked_calls(source, out, _MARKERS, attempt)

@@ -15,7 +15,7 @@ _MARKERS = CallMarkers.of(openers=("<tool_call>",), closers=("</tool_call>",))
 
 
 def _script(source: Source, out: Emitter, _tools: Tools) -> Steps[None]:
-    def attempt(_marker: str) -> Steps[bool]:
+    def attempt() -> Steps[bool]:
         yield from source.whitespace()
         return (yield from parse_call_object(source, out))
 

@@ -27,11 +27,7 @@ _NUMBER = re.compile(r":[0-9]+$")
 
 
 def _script(source: Source, out: Emitter, _tools: Tools) -> Steps[None]:
-    def attempt(marker: str) -> Steps[bool]:
-        if marker == SECTION:
-            yield from source.whitespace()
-            if not (yield from source.accept(_CALL)):
-                return False
+    def attempt() -> Steps[bool]:
         yield from source.whitespace()
         call_id = yield from source.word(_ID, NAME_LIMIT)
         yield from source.whitespace()

@@ -26,11 +26,7 @@ _NAME = re.compile(r"[^\s<>]+")
 
 
 def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:
-    def attempt(marker: str) -> Steps[bool]:
-        if marker == _CALL:
-            yield from source.whitespace()
-            if not (yield from source.accept(_FUNCTION)):
-                return False
+    def attempt() -> Steps[bool]:
         name = yield from source.word(_NAME, NAME_LIMIT)
         if not name or not (yield from source.accept(">")):
             return False
@@ -44,13 +40,10 @@ def _script(source: Source, out: Emitter, tools: Tools) -> Steps[None]:
             key = yield from source.word(_NAME, NAME_LIMIT)
             if not key or not (yield from source.accept(">")):
                 return True
-            source.stop_recording()
             if not (yield from arguments.copy(key, tools.types(name, key))):
                 return True
-            source.start_recording()
         if tag:
             arguments.close()
-            source.start_recording()
         return True
 
     yield from marked_calls(source, out, _MARKERS, attempt)

@@ -41,8 +41,9 @@ class TaggedArguments:
     def copy(self, key: str, types: frozenset[str]) -> Steps[bool]:
         """Read the value of argument ``key`` and the tag after it. False if the text ended first.
 
-        A value that is cut off is passed on as far as it came.
+        A value that is cut off is passed on as far as it came. The source records, and after it anew.
         """
+        self._source.stop_recording()
         self._out.arguments(f"{self._opening}{json_text(key)}: ")
         self._opening = ", "
         if self._trims_line:
@@ -55,18 +56,21 @@ class TaggedArguments:
             whole = bool((yield from self._source.until(self._end, emit)))
             if whole:
                 self._out.arguments('"')
+                self._source.start_recording()
             return whole
         pieces: list[str] = []
         whole = bool((yield from self._source.until(self._end, pieces.append)))
         value = "".join(pieces)
         if whole:
             value = _json_value(value.removesuffix("\n") if self._trims_line else value, types)
+            self._source.start_recording()
         self._out.arguments(value)
         return whole
 
     def close(self) -> None:
-        """Ends the JSON object."""
+        """Ends the JSON object. What was recorded is part of the call."""
         self._out.arguments("{}" if self._opening == "{" else "}")
+        self._source.start_recording()
 
 
 class _LineTrimmer:

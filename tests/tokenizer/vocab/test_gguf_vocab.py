@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from sapwood_common.models.gguf_file import GgufFile
-from sapwood_tokenizer.vocab.gguf_vocab import VocabularyError, build_tokenizer
+from sapwood_tokenizer.vocab.gguf_vocab import build_tokenizer
 from sapwood_tokenizer.vocab.loader import LoadedTokenizer
+from sapwood_tokenizer.vocab.special_tokens import VocabularyError
 
 
 @pytest.fixture(scope="session")

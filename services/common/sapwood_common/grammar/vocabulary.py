@@ -89,7 +89,7 @@ def vocabulary_of_gguf(metadata: dict[str, Any]) -> TokenVocabulary:
     tokens: Sequence[str] = metadata["tokenizer.ggml.tokens"]
     types: Sequence[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     special = frozenset(index for index, kind in enumerate(types) if kind in _GGUF_SPECIAL)
-    decode = _byte_level if metadata.get("tokenizer.ggml.model") == "gpt2" else _sentencepiece
+    decode = byte_level_bytes if metadata.get("tokenizer.ggml.model") == "gpt2" else sentencepiece_bytes
     added = {index: tokens[index] for index, kind in enumerate(types) if kind == 4 or index in special}
     return TokenVocabulary(_decode_all(list(tokens), added, decode), special)
 
@@ -105,7 +105,7 @@ def vocabulary_of_json(content: dict[str, Any]) -> TokenVocabulary:
     tokens = [by_id.get(index, "") for index in range(size)]
     decoder = json.dumps(content.get("decoder") or {})
     return TokenVocabulary(
-        _decode_all(tokens, added, _byte_level if '"ByteLevel"' in decoder else _sentencepiece), special
+        _decode_all(tokens, added, byte_level_bytes if '"ByteLevel"' in decoder else sentencepiece_bytes), special
     )
 
 
@@ -116,26 +116,26 @@ def _decode_all(tokens: list[str], added: dict[int, str], decode: Any) -> tuple[
     return tuple(decoded)
 
 
-def _sentencepiece(token: str) -> bytes:
-    if token.startswith("<0x"):
-        byte = _BYTE_TOKEN.fullmatch(token)
-        if byte:
-            return bytes([int(byte.group(1), 16)])
+def sentencepiece_bytes(token: str) -> bytes:
+    """The bytes of a token as SentencePiece writes it."""
+    if token.startswith("<0x") and (byte := _BYTE_TOKEN.fullmatch(token)):
+        return bytes([int(byte.group(1), 16)])
     return token.replace(_SPACE, " ").encode("utf-8", "surrogateescape")
 
 
-def _byte_level(token: str) -> bytes:
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes of a token as byte-level BPE writes it."""
     try:
         return bytes([_FROM_PRINTABLE[character] for character in token])
     except KeyError:
         return token.encode("utf-8", "surrogateescape")
 
 
-def _printable_bytes() -> dict[str, int]:
+def printable_bytes() -> dict[int, str]:
     """GPT-2's table: each byte as itself where that is printable, else as the next free character from U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    shifted = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(shifted)}
+    printable = {byte: chr(byte) for byte in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))}
+    others = (byte for byte in range(256) if byte not in printable)
+    return printable | {byte: chr(0x100 + place) for place, byte in enumerate(others)}
 
 
-_FROM_PRINTABLE = _printable_bytes()
+_FROM_PRINTABLE = {character: byte for byte, character in printable_bytes().items()}

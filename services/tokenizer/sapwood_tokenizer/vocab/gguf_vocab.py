@@ -13,15 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers
 
-from sapwood_tokenizer.vocab.sentencepiece_vocab import (
-    NORMAL,
-    UNKNOWN,
-    SentencePieceVocabulary,
-    add_special_tokens,
-    build_sentencepiece,
-)
+from sapwood_tokenizer.vocab.sentencepiece_vocab import SentencePieceVocabulary, build_sentencepiece
+from sapwood_tokenizer.vocab.special_tokens import NORMAL, UNKNOWN, VocabularyError, add_special_tokens, put_around
 from sapwood_tokenizer.vocab.split_patterns import PATTERNS, split_as_gpt2, split_at
 
 # llama.cpp's name of the pre-tokenizer -> the family of expressions; None is GPT-2's own.
@@ -38,10 +33,6 @@ _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "gpt-4o", "llama4",
 """Pre-tokenizers of vocabularies that take a word that is a token whole, whatever the merges say."""
 _BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "llama4", "tekken", "deepseek-v3"})
 """Pre-tokenizers of vocabularies that begin a text with BOS unless the file says otherwise."""
-
-
-class VocabularyError(Exception):
-    """The metadata describe no vocabulary that can be built; the message says why."""
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -69,9 +60,11 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     else:
         raise VocabularyError(f"tokenizer.ggml.model is {kind!r}; 'llama' and 'gpt2' are supported")
     add_special_tokens(tokenizer, names, types)
-    before = ["bos"] if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else []
-    after = ["eos"] if metadata.get("tokenizer.ggml.add_eos_token", False) else []
-    _add_post_processor(tokenizer, metadata, names, before, after)
+    opening, closing = (
+        _named(metadata, names, name) if metadata.get(f"tokenizer.ggml.add_{name}_token", usual) else None
+        for name, usual in (("bos", adds_bos), ("eos", False))
+    )
+    put_around(tokenizer, opening, closing)
     return tokenizer
 
 
@@ -117,21 +110,9 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], pre: str) ->
     return tokenizer
 
 
-def _add_post_processor(
-    tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], before: list[str], after: list[str]
-) -> None:
-    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in (*before, *after)}
-    known = {name: index for name, index in ids.items() if index is not None and index < len(tokens)}
-    special = {tokens[index]: index for index in known.values()}
-    if not special:
-        return
-    opening = [tokens[known[name]] for name in before if name in known]
-    closing = [tokens[known[name]] for name in after if name in known]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*opening, "$A", *closing],
-        pair=[*opening, "$A", *closing, *(f"{token}:1" for token in opening), "$B:1", *(f"{t}:1" for t in closing)],
-        special_tokens=list(special.items()),
-    )
+def _named(metadata: Mapping[str, Any], tokens: Sequence[str], name: str) -> str | None:
+    index = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    return tokens[index] if index is not None and index < len(tokens) else None
 
 
 def _distinct(tokens: Sequence[str]) -> Sequence[str]:

@@ -18,6 +18,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufError, GgufFile
 from sapwood_common.models.model_files import model_name, resolve_model
 from sapwood_tokenizer.vocab.gguf_vocab import build_tokenizer
+from sapwood_tokenizer.vocab.special_tokens import token_text
 from sapwood_tokenizer.vocab.token_bytes import TokenBytes
 from sapwood_tokenizer.vocab.vocabulary_files import load_vocabulary
 
@@ -147,7 +148,7 @@ def _from_files(path: Path, template: _Template | None) -> LoadedTokenizer:
     if template is None:
         template = _template_of_directory(directory, settings)
     texts = vocabulary.special_tokens | {
-        name: text for name in _NAMED_TOKENS if (text := _token_text(settings.get(name))) is not None
+        name: text for name in _NAMED_TOKENS if (text := token_text(settings.get(name))) is not None
     }
     ends = generation.get("eos_token_id", model.get("eos_token_id"))
     # The tokenizer's own end token comes first, as chat templates mean that one.
@@ -238,11 +239,6 @@ def _own_id(tokenizer: Tokenizer, token: str | None) -> int | None:
 
 def _text_of(tokenizer: Tokenizer, index: int) -> str:
     return tokenizer.id_to_token(index) or ""
-
-
-def _token_text(token: Any) -> str | None:
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
 
 
 def _read_text(path: Path, prefix: str = "") -> str:

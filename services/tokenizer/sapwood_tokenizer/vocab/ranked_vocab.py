@@ -19,12 +19,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from sapwood_common.grammar.vocabulary import printable_bytes
+from sapwood_tokenizer.vocab.special_tokens import VocabularyError
 from sapwood_tokenizer.vocab.split_patterns import PATTERNS, split_as_gpt2, split_at
-from sapwood_tokenizer.vocab.token_bytes import printable_bytes
-
-
-class RankedVocabularyError(Exception):
-    """The file holds no vocabulary that can be built; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +96,7 @@ def load_tiktoken(path: Path, special: Mapping[str, int]) -> tuple[Tokenizer, st
 
     Raises:
         OSError: The file cannot be read.
-        RankedVocabularyError: It is not such a file, or of an unknown family.
+        VocabularyError: It is not such a file, or of an unknown family.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
@@ -108,12 +105,12 @@ def load_tiktoken(path: Path, special: Mapping[str, int]) -> tuple[Tokenizer, st
         token, _, rank = line.partition(b" ")
         decoded = _decoded(token)
         if not decoded or not rank.strip().isdigit():
-            raise RankedVocabularyError(f"line {number} is no token in base64 and a rank")
+            raise VocabularyError(f"line {number} is no token in base64 and a rank")
         ranks[decoded] = int(rank)
     family = _FAMILIES.get(len(ranks))
     if family is None:
         known = ", ".join(f"{family.name} with {count}" for count, family in _FAMILIES.items())
-        raise RankedVocabularyError(
+        raise VocabularyError(
             f"it has {len(ranks)} tokens, so how it splits words is not known; known are {known}. "
             "Convert it to a tokenizer.json"
         )
@@ -126,7 +123,7 @@ def load_tekken(path: Path) -> Tokenizer:
 
     Raises:
         OSError: The file cannot be read.
-        RankedVocabularyError: It is not such a file.
+        VocabularyError: It is not such a file.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -137,7 +134,7 @@ def load_tekken(path: Path) -> Tokenizer:
         special = {str(token["token_str"]): int(token["rank"]) for token in content.get("special_tokens") or ()}
         pattern = str(config["pattern"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RankedVocabularyError(f"not a tekken vocabulary: {error!r}") from error
+        raise VocabularyError(f"not a tekken vocabulary: {error!r}") from error
     named = special or _numbered(0, *_TEKKEN_SPECIAL)
     taken = set(named.values())
     named |= {f"<SPECIAL_{index}>": index for index in range(count) if index not in taken}
@@ -184,7 +181,7 @@ def _build(
     ranks: Mapping[bytes, int], offset: int, special: Mapping[str, int], patterns: tuple[str, ...] | None
 ) -> Tokenizer:
     if any(bytes([byte]) not in ranks for byte in range(256)):
-        raise RankedVocabularyError("not every byte is a token")
+        raise VocabularyError("not every byte is a token")
     characters = printable_bytes()
 
     def printable(token: bytes) -> str:
@@ -194,7 +191,7 @@ def _build(
     taken = set(vocabulary.values())
     wrong = next((name for name, index in special.items() if index in taken or name in vocabulary), None)
     if wrong is not None:
-        raise RankedVocabularyError(f"the special token {wrong!r} has the name or id of another token")
+        raise VocabularyError(f"the special token {wrong!r} has the name or id of another token")
     try:
         tokenizer = Tokenizer(
             models.BPE(
@@ -205,7 +202,7 @@ def _build(
         )
         tokenizer.pre_tokenizer = split_at(patterns) if patterns is not None else split_as_gpt2()
     except Exception as error:  # the library raises plain Exception
-        raise RankedVocabularyError(str(error)) from error
+        raise VocabularyError(str(error)) from error
     tokenizer.decoder = decoders.ByteLevel()
     in_order = sorted(special, key=special.__getitem__)
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in in_order])

@@ -16,18 +16,20 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Types of tokens, numbered alike in SentencePiece and GGUF files."""
+from sapwood_tokenizer.vocab.special_tokens import (
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    VocabularyError,
+    add_special_tokens,
+)
 
 _SPACE = "\u2581"  # SentencePiece writes a space as LOWER ONE EIGHTH BLOCK
 _UNIGRAM, _BPE = 1, 2
 _NEVER = 1e6
-
-
-class SentencePieceError(Exception):
-    """The file holds no vocabulary that can be built; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +74,20 @@ def load_sentencepiece(path: Path) -> SentencePieceModel:
 
     Raises:
         OSError: The file cannot be read.
-        SentencePieceError: It is not such a file, or its kind is not supported.
+        VocabularyError: It is not such a file, or its kind is not supported.
     """
     model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at run time
     try:
         model.ParseFromString(path.read_bytes())
     except DecodeError as error:
-        raise SentencePieceError("it is neither a SentencePiece model nor a tiktoken file") from error
+        raise VocabularyError("it is neither a SentencePiece model nor a tiktoken file") from error
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     if not model.pieces:
-        raise SentencePieceError("it is a SentencePiece model without tokens")
+        raise VocabularyError("it is a SentencePiece model without tokens")
     if trainer.model_type not in (_UNIGRAM, _BPE):
-        raise SentencePieceError("its model is neither Unigram nor BPE")
+        raise VocabularyError("its model is neither Unigram nor BPE")
     if trainer.treat_whitespace_as_suffix:
-        raise SentencePieceError("it puts white space after words, which is not supported")
+        raise VocabularyError("it puts white space after words, which is not supported")
     vocabulary = SentencePieceVocabulary(
         tokens=[piece.piece for piece in model.pieces],
         scores=[piece.score for piece in model.pieces],
@@ -100,7 +102,7 @@ def load_sentencepiece(path: Path) -> SentencePieceModel:
     try:
         tokenizer = build_sentencepiece(vocabulary)
     except Exception as error:  # the library raises plain Exception
-        raise SentencePieceError(str(error)) from error
+        raise VocabularyError(str(error)) from error
     add_special_tokens(tokenizer, vocabulary.tokens, vocabulary.types)
     bos, eos, unknown = (
         model.pieces[index].piece if 0 <= index < len(model.pieces) else None
@@ -124,17 +126,6 @@ def build_sentencepiece(vocabulary: SentencePieceVocabulary) -> Tokenizer:
     back = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if vocabulary.adds_prefix else back)
     return tokenizer
-
-
-def add_special_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Adds control tokens as special ones and user-defined ones as others."""
-    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
-        added = [
-            AddedToken(token, special=special, normalized=False)
-            for token, of_kind in zip(tokens, types, strict=True)
-            if of_kind == kind and token
-        ]
-        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
 
 
 def rebuild_merges(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:

@@ -10,14 +10,13 @@ service starts, unless its model makes embeddings only.
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.grammar.vocabulary import byte_level_bytes, sentencepiece_bytes
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
 
 
@@ -52,7 +51,6 @@ class TokenBytes:
             or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
             for step in steps
         )
-        self._from_characters = {character: byte for byte, character in printable_bytes().items()}
 
     def of(self, token_id: int) -> bytes:
         """The bytes of a token; empty for an id that no token has."""
@@ -78,13 +76,7 @@ class TokenBytes:
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
-        if self._byte_level:
-            try:
-                return bytes(self._from_characters[character] for character in token)
-            except KeyError:
-                return token.encode()
-        byte = _BYTE_TOKEN.fullmatch(token)
-        return bytes([int(byte.group(1), 16)]) if byte else token.replace(_SPACE, " ").encode()
+        return byte_level_bytes(token) if self._byte_level else sentencepiece_bytes(token)
 
 
 def _is_understood(step: dict[str, Any]) -> bool:
@@ -105,11 +97,3 @@ def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
         return []
     state = json.loads(tokenizer.decoder.__getstate__())
     return list(state["decoders"]) if state["type"] == "Sequence" else [state]
-
-
-def printable_bytes() -> dict[int, str]:
-    """GPT-2's printable character for each byte: the byte's own where it is printable, else the next free one from U+0100."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(0xAE, 0x100)]
-    characters = {byte: chr(byte) for byte in printable}
-    others = (byte for byte in range(256) if byte not in characters)
-    return characters | {byte: chr(0x100 + index) for index, byte in enumerate(others)}

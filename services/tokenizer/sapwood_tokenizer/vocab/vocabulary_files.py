@@ -12,17 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer
 
 from sapwood_common.errors import ConfigError
-from sapwood_tokenizer.vocab.ranked_vocab import (
-    RankedVocabularyError,
-    is_tiktoken,
-    load_tekken,
-    load_tiktoken,
-    special_ids,
-)
-from sapwood_tokenizer.vocab.sentencepiece_vocab import SentencePieceError, load_sentencepiece
+from sapwood_tokenizer.vocab.ranked_vocab import is_tiktoken, load_tekken, load_tiktoken, special_ids
+from sapwood_tokenizer.vocab.sentencepiece_vocab import load_sentencepiece
+from sapwood_tokenizer.vocab.special_tokens import VocabularyError, put_around, token_text
 
 _TOKENIZER_JSON = "tokenizer.json"
 _TEKKEN = "tekken.json"
@@ -63,7 +58,7 @@ def load_vocabulary(path: Path, settings: Mapping[str, Any]) -> Vocabulary:
         return _from_tiktoken(file, settings) if is_tiktoken(file) else _from_sentencepiece(file, settings)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-    except (RankedVocabularyError, SentencePieceError) as error:
+    except VocabularyError as error:
         raise ConfigError(f"{file}: {error}") from error
 
 
@@ -84,14 +79,14 @@ def _from_sentencepiece(file: Path, settings: Mapping[str, Any]) -> Vocabulary:
     model = load_sentencepiece(file)
     _add_listed(model.tokenizer, special_ids(settings), settings, file)
     named = {"bos_token": model.bos, "eos_token": model.eos, "unk_token": model.unknown}
-    named |= {name: text for name in named if isinstance(text := _text(settings.get(name)), str)}
+    named |= {name: text for name in named if (text := token_text(settings.get(name))) is not None}
     _put_around(model.tokenizer, named["bos_token"], named["eos_token"], settings)
     return Vocabulary(model.tokenizer, file, {name: text for name, text in named.items() if text is not None})
 
 
 def _from_tiktoken(file: Path, settings: Mapping[str, Any]) -> Vocabulary:
     tokenizer, bos = load_tiktoken(file, special_ids(settings))
-    bos = _text(settings.get("bos_token")) or bos
+    bos = token_text(settings.get("bos_token")) or bos
     _put_around(tokenizer, bos, None, settings)
     return Vocabulary(tokenizer, file, {} if bos is None else {"bos_token": bos})
 
@@ -142,19 +137,8 @@ def _add_listed(tokenizer: Tokenizer, listed: Mapping[str, int], settings: Mappi
 
 def _put_around(tokenizer: Tokenizer, bos: str | None, eos: str | None, settings: Mapping[str, Any]) -> None:
     """Has texts begin with BOS unless the settings say otherwise, and end with EOS if the settings say so."""
-    opening = [bos] if bos is not None and settings.get("add_bos_token", True) else []
-    closing = [eos] if eos is not None and settings.get("add_eos_token", False) else []
-    known = {token: tokenizer.token_to_id(token) for token in (*opening, *closing)}
-    special = [(token, index) for token, index in known.items() if index is not None]
-    if special:
-        around = [token for token in opening if known[token] is not None], [t for t in closing if known[t] is not None]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*around[0], "$A", *around[1]],
-            pair=[*around[0], "$A", *around[1], "$B:1"],
-            special_tokens=special,
-        )
-
-
-def _text(token: Any) -> str | None:
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
+    put_around(
+        tokenizer,
+        bos if settings.get("add_bos_token", True) else None,
+        eos if settings.get("add_eos_token", False) else None,
+    )

@@ -325,6 +325,12 @@ def start_cluster(dummy_model: Path) -> StartCluster:
     return lambda *flags: _run_cluster((*tiny, *flags))
 
 
+@pytest.fixture
+def start_cluster_of() -> StartCluster:
+    """Starts a cluster of the test's own, on the model that the flags name."""
+    return lambda *flags: _run_cluster(flags)
+
+
 @pytest.fixture(scope="session")
 def cluster(demo_model: Path) -> Iterator[RunningCluster]:
     """A tokenizer, two workers and a router on the demo model. Tests leave it as they found it, its caches aside."""

@@ -29,7 +29,7 @@ def build_parser(verb: str = "") -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sapwood {version('sapwood')}")
     verbs = parser.add_subparsers(metavar="VERB", required=True, title="verbs")
-    up.configure(verbs, with_services=verb == "up")
+    up.configure(verbs, with_services=verb in up.NAMES)
     for module in (generate, chat, bench, model, key, router, worker, cache):
         module.configure(verbs)
     return parser

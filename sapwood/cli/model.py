@@ -1,36 +1,51 @@
-"""`sapwood model fetch|path`: the demo model on this machine."""
+"""`sapwood model fetch|path|list`: models on this machine."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sapwood.cli.errors import EXIT_CODES, CliError
+from sapwood.cli.errors import EXIT_CODES, FAILED, REFUSED, CliError
 from sapwood.cli.terminal import open_terminal
 
-_HOME = "Models are kept under SAPWOOD_HOME [default: ~/.cache/sapwood]."
+if TYPE_CHECKING:  # at run time only what needs it imports it
+    from sapwood_common.models.model_files import PinnedModel
+
+_KEPT = (
+    "The demo model is kept under SAPWOOD_HOME [default: ~/.cache/sapwood], models of the hub in the cache of its own library, "
+    "under HF_HOME [default: ~/.cache/huggingface]."
+)
+_NAMES = "demo (Gemma 3 270M, 238 MB to download), or a model of the hub: owner/name or owner/name:file.gguf"
 
 
 def configure(verbs: Any) -> None:
     """Adds the verb to the parser."""
     parser: argparse.ArgumentParser = verbs.add_parser(
-        "model", help="fetch the demo model, say where a model lies", description=_HOME, epilog=EXIT_CODES
+        "model", help="fetch models, list them, say where they lie", description=_KEPT, epilog=EXIT_CODES
     )
     nouns = parser.add_subparsers(metavar="VERB", required=True, title="verbs")
-    fetch = nouns.add_parser("fetch", help="fetch a model, unless it is there", description=_HOME)
-    fetch.add_argument("name", choices=["demo"], help="demo: Gemma 3 270M, 238 MB to download")
+    fetch = nouns.add_parser(
+        "fetch", help="fetch a model, unless it is there, and print where it lies", description=_KEPT
+    )
+    fetch.add_argument("name", help=f"{_NAMES}; a file or folder is left as it is")
+    fetch.add_argument("--revision", help="branch, tag or commit of a model of the hub [default: main]")
     fetch.set_defaults(run=run_fetch)
-    path = nouns.add_parser("path", help="print where a model lies", description=_HOME)
-    path.add_argument("name", help="demo, a .gguf file or a Hugging Face directory")
+    path = nouns.add_parser("path", help="print where a model lies; nothing is fetched", description=_KEPT)
+    path.add_argument("name", help=f"{_NAMES}, a .gguf file or a Hugging Face directory")
+    path.add_argument("--revision", help="branch, tag or commit of a model of the hub [default: main]")
     path.set_defaults(run=run_path)
+    listed = nouns.add_parser("list", help="list the models that are here: name, revisions, size", description=_KEPT)
+    listed.set_defaults(run=run_list)
 
 
 def run_fetch(arguments: argparse.Namespace) -> int:
-    """Fetches the demo model and prints its path; returns the exit code, raises CliError."""
-    print(fetch_demo())
+    """Fetches a model and prints its path; returns the exit code, raises CliError."""
+    print(fetch_model(arguments.name, arguments.revision).path)
     return 0
 
 
@@ -40,10 +55,54 @@ def run_path(arguments: argparse.Namespace) -> int:
     from sapwood_common.models.model_files import resolve_model
 
     try:
-        print(resolve_model(arguments.name))
+        print(resolve_model(arguments.name, arguments.revision, may_fetch=False))
     except ConfigError as error:
         raise CliError(str(error).removeprefix("--model: ")) from None
     return 0
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    """Prints a line for each model that is here; returns the exit code."""
+    from sapwood_common.models.model_files import DEMO_NAME, demo_path
+
+    demo = demo_path()
+    rows = [(DEMO_NAME, "", demo.stat().st_size)] if demo.is_file() else []
+    if importlib.util.find_spec("huggingface_hub") is not None:
+        from sapwood_common.models.hub import cached_models
+
+        rows += [(model.name, model.revision, model.size) for model in cached_models()]
+    longest_name = max((len(name) for name, _, _ in rows), default=0)
+    longest_revision = max((len(revision) for _, revision, _ in rows), default=0)
+    for name, revision, size in rows:
+        print(f"{name:<{longest_name}}  {revision:<{longest_revision}}  {size / 1e6:>10.1f} MB")
+    return 0
+
+
+def fetch_model(model: str, revision: str | None = None, *, weights: bool = True) -> PinnedModel:
+    """Makes sure that a model is on this machine, reporting to standard error.
+
+    Args:
+        model: What ``--model`` may name.
+        revision: Of a model of the hub.
+        weights: Whether more is wanted of a model of the hub than a tokenizer needs.
+
+    Raises:
+        CliError: It is not there, or cannot be fetched; the message is one line that says what to do.
+    """
+    from sapwood_common.errors import ConfigError
+    from sapwood_common.models.model_files import DEMO_NAME, is_elsewhere, pin_model
+
+    # What the library warns of, such as each new try, is for its log; what ends the fetch is said in one line below.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    if model == DEMO_NAME:
+        fetch_demo()
+    terminal = open_terminal(sys.stderr)
+    try:
+        return pin_model(model, revision, weights=weights, progress=terminal.progress)
+    except ConfigError as error:
+        raise CliError(str(error), FAILED if is_elsewhere(model) else REFUSED) from None
+    finally:
+        terminal.close()
 
 
 def fetch_demo() -> Path:

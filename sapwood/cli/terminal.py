@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from sapwood_common.models.progress import Quarters
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
     from rich.status import Status
@@ -50,8 +52,7 @@ class PlainTerminal:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._bar = ""
-        self._quarters = 0
+        self._quarters = Quarters()
         if stream.isatty():
             self.line("(for progress bars and colours: pip install 'sapwood[cli]')")
 
@@ -62,13 +63,8 @@ class PlainTerminal:
         """Does nothing: a pipe has no line that changes."""
 
     def progress(self, text: str, done: int, total: int) -> None:
-        if text != self._bar:
-            self._bar, self._quarters = text, 0
-            self.line(f"{text}: {total / 1e6:.0f} MB")
-        quarters = 4 * done // total
-        if quarters > self._quarters:
-            self._quarters = quarters
-            self.line(f"{text}: {25 * quarters} %")
+        for line in self._quarters.line(text, done, total):
+            self.line(line)
 
     def close(self) -> None:
         """Does nothing: nothing is drawn live."""

@@ -22,6 +22,9 @@ if TYPE_CHECKING:  # at run time only this verb imports them, since they need th
     from sapwood.cli.local.cluster import Endpoints
     from sapwood.cli.services import Services
 
+NAMES = ("up", "serve")
+"""What the verb is called; the second is what vLLM calls it."""
+
 # For each extra one package that only it installs.
 _NEEDED = {"httptools": "router", "tokenizers": "tokenizer", "torch": "worker"}
 # Seconds within which two signals count as one: `timeout`, or a terminal and `kill`, send two for one wish to stop.
@@ -39,8 +42,9 @@ def configure(verbs: Any, *, with_services: bool) -> None:
         with_services: Whether to add the services' flags, which takes half a second and the services' packages.
     """
     parser: argparse.ArgumentParser = verbs.add_parser(
-        "up",
-        usage="sapwood up [FLAG ...]",
+        NAMES[0],
+        aliases=NAMES[1:],
+        usage="sapwood up [MODEL] [FLAG ...]",
         help="start tokenizer, workers and router here",
         description="Starts tokenizer, workers and router as processes of this machine, prints where they answer and "
         "follows their logs. A tokenizer or worker that ends is started anew, at most five times in ten minutes. Ctrl-C or "
@@ -51,12 +55,29 @@ def configure(verbs: Any, *, with_services: bool) -> None:
         allow_abbrev=False,
     )
     up = "SAPWOOD_UP_"
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="The same as --model.")
     add_option(
         parser,
         "--model",
-        "Of tokenizer and workers: demo (fetched if missing), a .gguf file or a Hugging Face directory.",
+        "Of tokenizer and workers: demo, a model of the hub (owner/name or owner/name:file.gguf), a .gguf file or a Hugging "
+        "Face directory. demo and models of the hub are fetched if missing.",
         variable=up + "MODEL",
         shown_default="demo",
+    )
+    add_option(
+        parser,
+        "--revision",
+        "Branch, tag or commit of a model of the hub.",
+        variable=up + "REVISION",
+        shown_default="main",
+    )
+    add_option(
+        parser,
+        "--served-model-name",
+        "Name that clients use for the model.",
+        variable=up + "SERVED_MODEL_NAME",
+        shown_default="the hub's, or the file's own",
+        metavar="NAME",
     )
     add_option(parser, "--workers", "How many.", variable=up + "WORKERS", default=2, parse=whole_number(1), metavar="N")
     add_option(
@@ -130,12 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the verb until it is stopped; returns the exit code, raises CliError."""
     services = _services(arguments)
     _check_ports(services)
-    models = (services.worker.config.model, services.tokenizer.config.model)
-    if "demo" in models:
-        from sapwood.cli.model import fetch_demo
-
-        fetch_demo()
-    _check_model(services.worker.config.model)
+    _fetch_models(services)
     terminal = open_terminal(sys.stdout)
     try:
         return asyncio.run(_serve(services, terminal))
@@ -150,7 +166,18 @@ def _services(arguments: argparse.Namespace) -> Services:
     def port(given: int | None) -> int | None:
         return 0 if given is None and arguments.ports == "auto" else given
 
+    if arguments.positional_model is not None:
+        if arguments.model not in (None, os.environ.get("SAPWOOD_UP_MODEL")):
+            raise CliError(
+                f"MODEL ({arguments.positional_model}) and --model ({arguments.model}) are both given", REFUSED
+            )
+        arguments.model = arguments.positional_model
     of_all = {"log_level": arguments.log_level, "drain_timeout": arguments.drain_timeout}
+    of_model = {
+        "model": arguments.model,
+        "revision": arguments.revision,
+        "served_model_name": arguments.served_model_name,
+    }
     services = read_services(
         arguments,
         router={
@@ -160,10 +187,10 @@ def _services(arguments: argparse.Namespace) -> Services:
             "port": port(arguments.port),
             "http_port": port(arguments.http_port),
         },
-        tokenizer={**of_all, "model": arguments.model, "port": port(arguments.tokenizer_port)},
+        tokenizer={**of_all, **of_model, "port": port(arguments.tokenizer_port)},
         worker={
             **of_all,
-            "model": arguments.model,
+            **of_model,
             "port": port(arguments.worker_port),
             "threads": arguments.threads,
         },
@@ -216,14 +243,24 @@ def _check_ports(services: Services) -> None:
                 ) from None
 
 
-def _check_model(model: str) -> None:
-    from sapwood_common.errors import ConfigError
-    from sapwood_common.models.model_files import resolve_model
+def _fetch_models(services: Services) -> None:
+    """Fetches what is not on this machine, so that the services start with what is here, all with the same."""
+    from sapwood.cli.model import fetch_model
+    from sapwood_common.models.model_files import DEMO_NAME, is_elsewhere
 
-    try:
-        resolve_model(model)
-    except ConfigError as error:
-        raise CliError(str(error), REFUSED) from None
+    fetched = fetch_model(
+        services.worker.config.model, services.worker.config.revision, weights=_needs_weights(services)
+    )
+    if is_elsewhere(services.worker.config.model):
+        services.worker.given.update(fetched.settings)
+    of_tokenizer = services.tokenizer.config.model
+    if is_elsewhere(of_tokenizer) or of_tokenizer == DEMO_NAME:
+        fetched = fetch_model(of_tokenizer, services.tokenizer.config.revision, weights=False)
+        services.tokenizer.given.update(fetched.settings)
+
+
+def _needs_weights(services: Services) -> bool:
+    return services.worker.config.load_format != "dummy"
 
 
 async def _serve(services: Services, terminal: Terminal) -> int:

@@ -60,6 +60,24 @@ def test_what_concerns_several_services_is_said_once(tmp_path: Path) -> None:
     assert services.tokenizer.config.model == services.worker.config.model == str(tmp_path)
 
 
+@pytest.mark.parametrize("verb", ["up", "serve"])
+def test_the_model_is_named_by_position_or_by_flag(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SAPWOOD_UP_MODEL", "other/model")
+    words = [verb, "some/model", "--revision", "v1", "--served-model-name", "mine", "--worker-load-format", "dummy"]
+    services = up._services(build_parser(verb).parse_args(words))
+    for config in (services.tokenizer.config, services.worker.config):
+        assert (config.model, config.revision, config.served_model_name) == ("some/model", "v1", "mine")
+    assert main([verb, "some/model", "--model", "another/model"]) == 2
+    assert "MODEL (some/model) and --model (another/model) are both given" in capsys.readouterr().err
+
+
+def test_a_revision_of_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", str(tmp_path), "--revision", "v1"]) == 2
+    assert "--tokenizer-revision / SAPWOOD_TOKENIZER_REVISION: has no effect unless --" in capsys.readouterr().err
+
+
 def test_each_further_worker_has_the_next_ports() -> None:
     services = read("--worker-port", "6000", "--worker-kv-events-port", "7000", "--worker-metrics-port", "0")
     assert services.worker.ports(2) == {"port": 6002, "kv_events_port": 7002, "metrics_port": 0}
@@ -94,7 +112,7 @@ def test_a_wrong_value_is_refused_before_anything_starts(
         ("--worker.max-running", "--worker-max-running"),
         ("--worker-max_running", "--worker-max-running"),
         ("--worker-max-runing=3", "--worker-max-running"),
-        ("--served-model-name", "--tokenizer-served-model-name or --worker-served-model-name"),
+        ("--trace-endpoint", "--router-trace-endpoint or --tokenizer-trace-endpoint or --worker-trace-endpoint"),
     ],
 )
 def test_an_unknown_flag_is_refused_and_what_may_be_meant_is_named(

@@ -23,6 +23,8 @@ REFUSED = [
     (ROUTER, "--trace-ratio 0.1", "--trace-ratio", "--trace-endpoint a:1"),
     (TOKENIZER, "--trace-ratio 0.1", "--trace-ratio", "--trace-endpoint a:1"),
     (WORKER, "--trace-ratio 0.1", "--trace-ratio", "--trace-endpoint a:1"),
+    (TOKENIZER, "--revision v1", "--revision", "--model owner/name"),
+    (WORKER, "--model x.gguf --revision v1", "--revision", "--model owner/name:x.gguf"),
     (WORKER, "--tls-cert c", "--tls-cert", "--tls-key k"),
     (WORKER, "--tls-key k", "--tls-key", "--tls-cert c"),
     (WORKER, "--tls-client-ca a", "--tls-client-ca", "--tls-cert c --tls-key k"),

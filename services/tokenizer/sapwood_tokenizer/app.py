@@ -96,7 +96,7 @@ def load_model(config: TokenizerConfig) -> Model:
         ConfigError: They cannot be used, or a setting would have no effect.
     """
     name = config.served_model_name or tokenizer_name(config.model)
-    path = resolve_tokenizer(config.model)
+    path = resolve_tokenizer(config.model, config.revision)
     loaded = load_tokenizer(path, config.chat_template)
     if loaded.only_encodes:
         refuse_idle(config, OF_ENCODERS)

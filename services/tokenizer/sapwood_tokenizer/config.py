@@ -7,11 +7,14 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from sapwood_common.models.needs import OF_HUB
 from sapwood_common.settings.config import ServiceConfig
 
 
 class TokenizerConfig(ServiceConfig):
     """Flags, variables and defaults of ``python -m sapwood_tokenizer``."""
+
+    needs = (*ServiceConfig.needs, OF_HUB)
 
     model_config = SettingsConfigDict(
         env_prefix="SAPWOOD_TOKENIZER_", extra="forbid", frozen=True, protected_namespaces=()
@@ -19,8 +22,11 @@ class TokenizerConfig(ServiceConfig):
 
     model: str = Field(
         "demo",
-        description="'demo', a .gguf file, a Hugging Face directory or a vocabulary file "
-        "(tokenizer.json, SentencePiece .model, tiktoken, tekken.json).",
+        description="'demo', a .gguf file, a Hugging Face directory, a vocabulary file (tokenizer.json, SentencePiece .model, "
+        "tiktoken, tekken.json), or a model of the hub, of which weights are not fetched: owner/name or owner/name:file.gguf.",
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of a model of the hub; none is its main branch."
     )
     served_model_name: str | None = Field(
         None, description="Name clients use for the model; the file's or folder's own name unless given."

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic_settings import SettingsConfigDict
 
+from sapwood_common.models.needs import OF_HUB
 from sapwood_common.plugins import part_names
 from sapwood_common.settings.config import ServiceConfig
 from sapwood_common.settings.needs import Needs
@@ -41,6 +42,7 @@ class WorkerConfig(ServiceConfig):
 
     needs = (
         *ServiceConfig.needs,
+        OF_HUB,
         Needs(
             ("host_cache_gb", "host_cache_ratio", "host_write_policy", "storage", *_STORE_OPTIONS, "eviction"),
             lambda config: config.prefix_cache,
@@ -98,7 +100,14 @@ class WorkerConfig(ServiceConfig):
 
     model_config = SettingsConfigDict(env_prefix="SAPWOOD_WORKER_", extra="forbid", frozen=True)
 
-    model: str = Field("demo", description="'demo', a .gguf file or a Hugging Face model directory.")
+    model: str = Field(
+        "demo",
+        description="'demo', a .gguf file, a Hugging Face model directory, or a model of the hub, fetched if it is not in "
+        "the hub's cache: owner/name or owner/name:file.gguf.",
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of a model of the hub; none is its main branch."
+    )
     served_model_name: str | None = Field(None, description="Name that clients use; none takes the file's own.")
     port: int = Field(50061, ge=0, le=65535, description="Port to listen on; 0 takes a free one and logs it.")
     metrics_port: int | None = Field(

@@ -1,11 +1,14 @@
-"""Where model files are kept and which file or folder a model name stands for."""
+"""Where model files are kept and which file or folder a model's name stands for. Fetches what is not on this machine."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.models.hub import Hub, HubName, parse_hub_name
+from sapwood_common.models.progress import Progress, unreported
 
 DEMO_NAME = "demo"
 DEMO_FILE = "gemma-3-270m-q4_k_m.gguf"
@@ -21,12 +24,83 @@ def demo_path() -> Path:
     return sapwood_home() / "models" / DEMO_NAME / DEMO_FILE
 
 
-def resolve_model(model: str) -> Path:
-    """The file or folder that ``--model`` names: ``demo``, a ``.gguf`` file or a Hugging Face directory.
+@dataclass(frozen=True, slots=True)
+class PinnedModel:
+    """A model that is on this machine.
+
+    Attributes:
+        path: Its file or folder.
+        model: What ``--model`` has to say for this very file or folder, whatever becomes of the name elsewhere.
+        revision: What ``--revision`` has to say beside it, if anything.
+    """
+
+    path: Path
+    model: str
+    revision: str | None = None
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Both as a service's settings."""
+        return {"model": self.model} | ({} if self.revision is None else {"revision": self.revision})
+
+
+def hub_name(model: str) -> HubName | None:
+    """The model of the Hugging Face hub that ``--model`` names; None if it names a file or folder here, or ``demo``."""
+    return None if Path(model).expanduser().exists() else parse_hub_name(model)
+
+
+def is_elsewhere(model: str) -> bool:
+    """Whether a model has to be fetched by its name before it is on this machine; ``demo`` has a command of its own."""
+    return hub_name(model) is not None
+
+
+def pin_model(
+    model: str,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    may_fetch: bool = True,
+    progress: Progress = unreported,
+) -> PinnedModel:
+    """Finds the model that ``--model`` names, and fetches what of it is not on this machine.
+
+    Args:
+        model: ``demo``, a ``.gguf`` file, a Hugging Face directory, or a name on the hub: ``owner/name`` or
+            ``owner/name:file.gguf``.
+        revision: Of a model of the hub: its branch, tag or commit.
+        weights: Whether more is wanted of a model of the hub than a tokenizer needs.
+        may_fetch: Whether what is not on this machine may be fetched.
+        progress: Told how far fetching is.
 
     Raises:
-        ConfigError: There is nothing there; the message says what to do.
+        ConfigError: There is nothing there, or it cannot be fetched; the message says what to do.
     """
+    name = hub_name(model)
+    if name is None:
+        return PinnedModel(_local(model), model)
+    found = Hub(may_fetch=may_fetch).find(name, revision, weights=weights, progress=progress)
+    return PinnedModel(found.path, model, found.commit)
+
+
+def resolve_model(
+    model: str,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    may_fetch: bool = True,
+    progress: Progress = unreported,
+) -> Path:
+    """The file or folder of :func:`pin_model`; takes and raises what that does."""
+    return pin_model(model, revision, weights=weights, may_fetch=may_fetch, progress=progress).path
+
+
+def model_name(model: str) -> str:
+    """The name clients use for a model unless the configuration gives another: ``demo``, what a model of the hub is called
+    there, or the file's or folder's own name."""
+    return model if model == DEMO_NAME or hub_name(model) is not None else _local(model).name.removesuffix(".gguf")
+
+
+def _local(model: str) -> Path:
     if model == DEMO_NAME:
         path = demo_path()
         if not path.is_file():
@@ -41,9 +115,7 @@ def resolve_model(model: str) -> Path:
         if path.suffix != ".gguf":
             raise ConfigError(f"--model: {path} is neither a .gguf file nor a directory")
         return path
-    raise ConfigError(f"--model: {model!r} is neither 'demo' nor an existing .gguf file or model directory")
-
-
-def model_name(model: str) -> str:
-    """The name clients use for a model unless the configuration gives another: ``demo``, or the file's or folder's own name."""
-    return model if model == DEMO_NAME else resolve_model(model).name.removesuffix(".gguf")
+    raise ConfigError(
+        f"--model: {model!r} is neither 'demo' nor an existing .gguf file or model directory, nor a name on the hub "
+        "(owner/name, or owner/name:file.gguf)"
+    )

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufError, GgufFile
 from sapwood_common.models.model_files import model_name, resolve_model
+from sapwood_common.models.progress import logged
 from sapwood_tokenizer.vocab.gguf_vocab import build_tokenizer
 from sapwood_tokenizer.vocab.special_tokens import token_text
 from sapwood_tokenizer.vocab.token_bytes import TokenBytes
@@ -64,22 +65,25 @@ class LoadedTokenizer:
     only_encodes: bool = False
 
 
-def resolve_tokenizer(model: str) -> Path:
-    """The file or folder that ``--model`` names: a model, a vocabulary file or a folder with one.
+def resolve_tokenizer(model: str, revision: str | None = None) -> Path:
+    """The file or folder that ``--model`` names, fetched if it is of the hub: a model, a vocabulary file or a folder with one.
 
     Raises:
-        ConfigError: There is no such file or folder; the message says what to do.
+        ConfigError: There is no such file or folder, or it cannot be fetched; the message says what to do.
     """
     path = Path(model).expanduser()
-    return path if path.is_dir() or (path.suffix in _VOCABULARY_SUFFIXES and path.is_file()) else resolve_model(model)
+    if path.is_dir() or (path.suffix in _VOCABULARY_SUFFIXES and path.is_file()):
+        return path
+    return resolve_model(model, revision, weights=False, progress=logged(logger))
 
 
 def tokenizer_name(model: str) -> str:
-    """The name clients use for a model unless the configuration gives another: the file's own name, or its folder's."""
-    path = resolve_tokenizer(model)
+    """The name clients use for a model unless the configuration gives another: what it is called on the hub, the file's own name,
+    or its folder's."""
+    path = Path(model).expanduser()
     if path.suffix in _VOCABULARY_SUFFIXES and path.is_file():
         return path.resolve().parent.name if path.stem in ("tokenizer", "tekken", "tiktoken") else path.stem
-    return model_name(model) if path.is_file() else path.resolve().name
+    return path.resolve().name if path.is_dir() else model_name(model)
 
 
 def load_tokenizer(path: Path, chat_template: Path | None = None) -> LoadedTokenizer:

@@ -8,6 +8,7 @@ import torch
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.model_files import resolve_model
+from sapwood_common.models.progress import logged
 from sapwood_common.settings.config import refuse_idle
 from sapwood_common.settings.needs import Needs
 from sapwood_worker.config import WorkerConfig
@@ -54,7 +55,7 @@ def make_runner(config: WorkerConfig) -> ModelRunner | EncoderRunner:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    path = resolve_model(config.model)
+    path = resolve_model(config.model, config.revision, weights=config.load_format != "dummy", progress=logged(logger))
     encodes = is_bert(path)
     if encodes:
         refuse_idle(config, OF_ENCODERS)

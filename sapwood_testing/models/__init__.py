@@ -1,0 +1,1 @@
+"""Stand-ins for places that models come from."""

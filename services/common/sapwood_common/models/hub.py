@@ -1,0 +1,285 @@
+"""Models of the Hugging Face hub: their names, and their files in the cache of the hub's own library.
+
+The library (huggingface_hub) does the work and reads its own variables: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE, those of
+proxies. Its locks let several processes of a host fetch a file once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sapwood_common.errors import ConfigError
+from sapwood_common.models.progress import Progress, unreported
+
+_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:]+\.gguf))?")
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DESCRIPTION = (
+    *("config.json", "generation_config.json", _INDEX),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+    *("vocab.*", "merges.txt", "spiece.model", "sentencepiece*.model", "tiktoken.model", "*.tiktoken", "tekken.json"),
+    *("modules.json", "sentence_bert_config.json", "*_Pooling/config.json"),
+)
+"""Patterns of the files that workers and tokenizers read, weights aside."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A model of the hub.
+
+    Attributes:
+        repo: ``owner/name``.
+        file: The one ``.gguf`` file of it that is meant; None: its safetensors.
+    """
+
+    repo: str
+    file: str | None = None
+
+    def __str__(self) -> str:
+        return self.repo if self.file is None else f"{self.repo}:{self.file}"
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model in the cache.
+
+    Attributes:
+        path: Its folder, or its ``.gguf`` file.
+        commit: The commit that it is of; with it as the revision nothing is asked of the network again.
+    """
+
+    path: Path
+    commit: str
+
+
+def parse_hub_name(text: str) -> HubName | None:
+    """The model that ``owner/name`` or ``owner/name:file.gguf`` names; None if the text has another form."""
+    found = _NAME.fullmatch(text)
+    if found is None or (found["file"] is None and text.endswith(".gguf")):
+        return None
+    return HubName(found["repo"], found["file"])
+
+
+class Hub:
+    """The hub as its library sees it.
+
+    Args:
+        endpoint: Its URL; None: HF_ENDPOINT, else https://huggingface.co.
+        cache: The folder of what is fetched; None: the library's own, which is under HF_HOME.
+        may_fetch: Whether anything may be fetched; if not, nothing is asked of the network.
+
+    Raises:
+        ConfigError: The library is not installed.
+    """
+
+    def __init__(self, endpoint: str | None = None, cache: Path | None = None, *, may_fetch: bool = True) -> None:
+        try:
+            from huggingface_hub import constants
+        except ImportError:
+            raise ConfigError("--model: a model of the hub needs: pip install 'sapwood[models]'") from None
+        self._endpoint = endpoint or constants.ENDPOINT
+        self._cache = cache or Path(constants.HF_HUB_CACHE)
+        self._may_fetch = may_fetch
+        self._options: dict[str, Any] = {
+            "endpoint": self._endpoint,
+            "cache_dir": self._cache,
+            "local_files_only": not may_fetch,
+            "library_name": "sapwood",
+        }
+
+    def find(
+        self, name: HubName, revision: str | None = None, *, weights: bool = True, progress: Progress = unreported
+    ) -> HubModel:
+        """Finds a model's files in the cache, where those that are missing are fetched.
+
+        Args:
+            name: The model.
+            revision: Its branch, tag or commit; None: ``main``.
+            weights: Whether its safetensors are wanted too; without them it is enough for a tokenizer.
+            progress: Told how far it is.
+
+        Raises:
+            ConfigError: They cannot be fetched, or may not; the message is one line that says what to do.
+        """
+        from sapwood_common.models.hub_errors import explain
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # such as of a disk that is too small: what comes of it is said below
+                return self._find(name, revision, weights, progress)
+        except ConfigError:
+            raise
+        except Exception as error:  # the library raises its own errors, its HTTP client's, OSError and ValueError
+            if not self._may_fetch:
+                said = f"{name} is not wholly in the cache at {self._cache}; fetch it: sapwood model fetch {name}"
+                raise ConfigError(f"--model: {said}") from error
+            explained = explain(error, name.repo, name.file, revision, endpoint=self._endpoint, cache=self._cache)
+            if explained is None:
+                raise
+            raise ConfigError(f"--model: {explained}") from error
+
+    def _find(self, name: HubName, revision: str | None, weights: bool, progress: Progress) -> HubModel:
+        if name.file is not None:
+            path = self._file(name.repo, name.file, revision, _Report(f"fetching {name.file}", progress))
+            return HubModel(path, _commit_of(path))
+        model, sizes = self._description(name.repo, revision)
+        if weights:
+            self._weights(name.repo, model, sizes, progress)
+        return model
+
+    def _description(self, repo: str, revision: str | None) -> tuple[HubModel, dict[str, int]]:
+        """The model with all its files but the weights, and the size in bytes of each file that it has on the hub."""
+        from huggingface_hub import snapshot_download
+
+        quiet = _bar_of(_Report("", unreported))
+        folder = Path(
+            snapshot_download(
+                repo, revision=revision, allow_patterns=list(_DESCRIPTION), tqdm_class=quiet, **self._options
+            )
+        )
+        sizes = self._sizes(repo, folder.name)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"--model: {repo} {_what_instead(repo, sizes)}")
+        return HubModel(folder, folder.name), sizes
+
+    def _weights(self, repo: str, model: HubModel, sizes: dict[str, int], progress: Progress) -> None:
+        names = _weights_of(model.path)
+        unknown = next((name for name in names if sizes and name not in sizes), None)
+        if unknown is not None:
+            raise ConfigError(f"--model: {repo} has no {unknown}: weights are read from safetensors or a .gguf file")
+        missing = [name for name in names if not (model.path / name).exists()]
+        if not missing:
+            return
+        total = sum(sizes.get(name, 0) for name in missing)
+        free = shutil.disk_usage(self._cache).free
+        if total > free and self._may_fetch:
+            raise ConfigError(
+                f"--model: {repo} needs {total / 1e6:.0f} MB under {self._cache}, {free / 1e6:.0f} MB are free "
+                "(HF_HOME chooses another place)"
+            )
+        report = _Report(f"fetching {repo}", progress, total)
+        for name in missing:  # one after the other, so that Ctrl-C ends it at once
+            self._file(repo, name, model.commit, report)
+
+    def _file(self, repo: str, file: str, revision: str | None, report: _Report) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(repo, file, revision=revision, tqdm_class=_bar_of(report), **self._options))
+
+    def _sizes(self, repo: str, commit: str) -> dict[str, int]:
+        """The bytes of each file of the model; empty if an older version of the library has filled the cache."""
+        from huggingface_hub import get_cached_repo_tree
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+        try:
+            return {file.path: file.size for file in get_cached_repo_tree(repo, revision=commit, cache_dir=self._cache)}
+        except CachedRepoTreeNotFoundError:
+            return {}
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A revision of a model in the cache.
+
+    Attributes:
+        name: ``owner/name``.
+        revision: Branches and tags that are of this commit, and the commit's first letters.
+        size: Bytes on disk.
+    """
+
+    name: str
+    revision: str
+    size: int
+
+
+def cached_models() -> list[CachedModel]:
+    """The models in the cache of the hub's library that a worker could serve, by name."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    found = [
+        CachedModel(repo.repo_id, " ".join([*sorted(revision.refs), revision.commit_hash[:12]]), revision.size_on_disk)
+        for repo in repos
+        for revision in repo.revisions
+        if repo.repo_type == "model"
+        and any(file.file_name == "config.json" or file.file_name.endswith(".gguf") for file in revision.files)
+    ]
+    return sorted(found, key=lambda model: (model.name, model.revision))
+
+
+def _commit_of(path: Path) -> str:
+    """The commit in a path of the library's cache: ``…/snapshots/COMMIT/file``."""
+    return path.parts[len(path.parts) - 1 - path.parts[::-1].index("snapshots") + 1]
+
+
+def _weights_of(folder: Path) -> list[str]:
+    index = folder / _INDEX
+    if not index.is_file():
+        return [_SINGLE]
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index}: cannot be read: {error!r}") from error
+
+
+def _what_instead(repo: str, files: Sequence[str] | dict[str, int]) -> str:
+    """Says what to ask for in place of a repository that holds no config.json."""
+    found = [name for name in files if name.endswith(".gguf")]
+    if not found:
+        return "holds no config.json, so it is not a model in Hugging Face's format"
+    return f"holds .gguf files; name one: {', '.join(f'{repo}:{name}' for name in found[:8])}"
+
+
+class _Report:
+    """Adds up the bytes of several files; without a total, the total is that of the files begun."""
+
+    def __init__(self, text: str, progress: Progress, total: int = 0) -> None:
+        self._text = text
+        self._progress = progress
+        self._done = 0
+        self._total = total
+        self._grows = total == 0
+
+    def begin(self, total: int, done: int) -> None:
+        """A file is begun, of whose bytes some are there already."""
+        if self._grows:
+            self._total += total
+        self.add(done)
+
+    def add(self, count: int) -> None:
+        """So many bytes have come; negative: are dropped."""
+        self._done += count
+        if self._total:
+            self._progress(self._text, max(0, min(self._done, self._total)), self._total)
+
+
+def _bar_of(report: _Report) -> Any:
+    """A class in place of the library's bars, which draws nothing and reports the bytes of files."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *values: Any, **named: Any) -> None:
+            super().__init__(*values, **{**named, "disable": True})  # type: ignore[no-untyped-call]
+            report.begin(named.get("total") or 0, named.get("initial") or 0)
+
+        def update(self, count: float | None = 1) -> None:
+            report.add(int(count or 0))
+
+        def update_transfer(self, count: float | None = 1) -> None:
+            """Bytes on the wire, which are compressed where the hub stores files in pieces; those of the file are reported."""
+
+        def set_transfer_postfix_str(self, *_: Any, **__: Any) -> None:
+            """Nothing is drawn."""
+
+    return Bar

@@ -1,0 +1,58 @@
+"""A model by its name on a hub: `sapwood up owner/name`, with a hub on this machine and weights made here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sapwood_testing.models.hub_server import HubServer, Repo
+
+
+@pytest.fixture
+def hub_server(dummy_model: Path, tmp_path: Path) -> Iterator[HubServer]:
+    """A hub with a tiny Llama of random weights in several files."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path / "made"
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(dummy_model))
+    model.save_pretrained(folder, max_shard_size="40KB")
+    repo = Repo()
+    tokenizer = {"tokenizer.json": (dummy_model / "tokenizer.json").read_bytes()}
+    first = {file.name: file.read_bytes() for file in folder.iterdir()} | tokenizer
+    assert sum(name.endswith(".safetensors") for name in first) > 1
+    repo.commit(first, ref="v1")
+    repo.commit({"config.json": b"no model at all"})
+    server = HubServer()
+    server.repos["someone/tiny"] = repo
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_is_served_by_its_name(
+    hub_server: HubServer, start_cluster_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", hub_server.url)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    flags = ("someone/tiny", "--revision", "v1", "--workers", "2", "--worker-num-pages", "256")
+    with start_cluster_of(*flags) as cluster:
+        assert "fetching someone/tiny: 100 %" in "\n".join(cluster.lines)
+        assert "on model someone/tiny" in cluster.wait_for_line("^starting tokenizer")
+        with httpx.Client(base_url=f"http://{cluster.http}/v1", timeout=120) as client:
+            assert [model["id"] for model in client.get("/models").json()["data"]] == ["someone/tiny"]
+            asked = {"model": "someone/tiny", "prompt": "abc", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+            answer = client.post("/completions", json=asked).json()
+        assert answer["usage"]["completion_tokens"] == 5
+        pid = cluster.service_pid("sapwood_tokenizer")
+        assert f"--revision={hub_server.repos['someone/tiny'].refs['v1']}" in Path(f"/proc/{pid}/cmdline").read_text()
+    sizes = {name: len(content) for name, content in hub_server.repos["someone/tiny"].files("v1").items()}
+    assert hub_server.sent_bytes == sum(size for name, size in sizes.items() if name.endswith(".safetensors"))
+    asked = [request.path for request in hub_server.asked("GET", "/api/models/someone/tiny/revision/")]
+    assert asked == ["/api/models/someone/tiny/revision/v1"] * 2, "the command asked for both services, they did not"

@@ -349,6 +349,8 @@ ready to answer in {seconds:.1f} s
   tokenizer    {endpoints.tokenizer}
   workers      {" ".join(endpoints.workers)}
 """
+    if config.ui:
+        shown += f"  page         {http}/ui\n"
     if secure or config.api_keys is not None:  # the commands below would need certificates or a key
         return f"{shown}\nCtrl-C stops it.\n"
     return f"""{shown}

@@ -32,6 +32,7 @@ from sapwood_router.edges.guard import Guard
 from sapwood_router.edges.http.origins import Origins
 from sapwood_router.edges.http1.server import HttpServer
 from sapwood_router.edges.table import all_routes
+from sapwood_router.edges.ui.routes import ui_routes
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
 from sapwood_router.fleet.connection import WorkerConnection
 from sapwood_router.fleet.fleet import CONFIGURED, Fleet
@@ -157,20 +158,22 @@ class RouterApplication:
                 implementation=config.grpc_server,
             )
             router_pb2_grpc.add_RouterServicer_to_server(service, self._admin.grpc)
+        origins = Origins(config.cors_origins, own_page=config.ui, any_name=config.api_keys is not None)
+        shown = self.status if config.shows_status else None
+        routes = all_routes(
+            pipeline, self.problem, self._metrics.registry if config.metrics_port is None else None, shown
+        )
+        if config.ui:
+            routes += ui_routes(pipeline, guard, origins, shown)
         self._front = HttpFront(
             pipeline,
-            all_routes(
-                pipeline,
-                self.problem,
-                self._metrics.registry if config.metrics_port is None else None,
-                self.status if config.shows_status else None,
-            ),
+            routes,
             self._server.draining,
             request_timeout=config.request_timeout,
             max_body_bytes=config.max_body_bytes,
             tracing=self._tracing,
             guard=guard,
-            origins=Origins(config.cors_origins),
+            origins=origins,
         )
         self._http = HttpServer(
             self._front.serve,

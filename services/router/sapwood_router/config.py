@@ -185,8 +185,13 @@ class RouterConfig(ServiceConfig):
     )
     status_page: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Whether the HTTP port shows /status, a page on the workers and their load, to whoever asks; auto: unless "
-        "there are API keys, an admin port or a metrics port.",
+        description="Whether the HTTP port shows /status, a page on the workers and their load, to whoever asks, and /ui the "
+        "same and routes, with API keys to those who have one; auto: unless there are API keys, an admin port or a metrics port.",
+    )
+    ui: bool = Field(
+        True,
+        description="Serve /ui on the HTTP port: a page to chat with the models and, as far as --status-page lets it, to look at "
+        "the workers.",
     )
     max_body_bytes: int = Field(
         16 * 1024 * 1024, ge=1024, description="Largest HTTP request body and gRPC request, in bytes."
@@ -199,7 +204,8 @@ class RouterConfig(ServiceConfig):
     )
     cors_origins: tuple[Annotated[str, AfterValidator(_is_origin)], ...] = Field(
         (),
-        description="Origins whose web pages may ask over HTTP, such as https://chat.example:8443; * is all; none: no page may.",
+        description="Origins whose web pages may ask over HTTP, such as https://chat.example:8443; * is all; none: "
+        "no page but /ui may.",
     )
     max_http_connections: int = Field(
         16384,

@@ -1,1 +1,1 @@
-"""What clients speak: gRPC and several HTTP APIs, and who may. Knows requests and their flow, but no worker."""
+"""What clients speak: gRPC, several HTTP APIs and a page for people, and who may. Knows requests and their flow, no worker."""

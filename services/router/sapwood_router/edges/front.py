@@ -116,6 +116,7 @@ class HttpFront:
         self._idle = asyncio.Event()
         self._idle.set()
         self._endpoints = dict(map(self._endpoint, routes))
+        self._paths = frozenset(path for _, path in self._endpoints)
         self._prefixes = tuple({path for _, path in self._endpoints if path.endswith("/")})
         self._unknown = Endpoint(self, self._refuse, None, None)
         self._options = Endpoint(self, self._permit, None, origins)
@@ -197,4 +198,6 @@ class HttpFront:
 
     def _route(self, path: str) -> str:
         """The path as its route has it."""
+        if path in self._paths:
+            return path
         return next((prefix for prefix in self._prefixes if path.startswith(prefix)), path)

@@ -58,6 +58,11 @@ class Guard:
         """Checks an HTTP request in its task. Raises SapwoodError as :meth:`ApiKeys.check`."""
         self._check(_authorization(headers) or b"")
 
+    def recognise(self, headers: Mapping[bytes, bytes]) -> None:
+        """Checks an HTTP request that only looks: takes nothing from its key's rate. Raises as :meth:`ApiKeys.find`."""
+        if self._keys is not None:
+            self._keys.find(headers.get(_AUTHORIZATION, b"").decode("latin-1"))
+
     def rank(self, headers: Headers, tenant: Tenant | None) -> Rank:
         """Calls begin by priority; among equals, tenants take turns."""
         fields = dict(headers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
 
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.http1.head import Headers
@@ -25,10 +26,16 @@ class Origins:
 
     Args:
         allowed: Origins, such as ``https://chat.example``; ``*`` is all.
+        own_page: Whether the router has a page of its own, which then may ask, too.
+        any_name: Whether it may do so under any host name. Else it may only at an IP address, ``localhost`` or an origin that
+            is ``allowed``: whoever owns a name can have his page's name point to this machine, and the browser takes the two
+            for one. Where keys are asked for his page has none.
     """
 
-    def __init__(self, allowed: Sequence[str]) -> None:
+    def __init__(self, allowed: Sequence[str], *, own_page: bool = False, any_name: bool = False) -> None:
         self._allowed = frozenset(origin.encode("latin-1") for origin in allowed)
+        self._own_page = own_page
+        self._any_name = any_name
 
     def check(self, headers: Mapping[bytes, bytes]) -> Headers:
         """What an answer says to the browser that asks; nothing for others than browsers.
@@ -42,6 +49,9 @@ class Origins:
         if b"*" in self._allowed:
             return ((b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", _SHOWN))
         if origin not in self._allowed:
+            if self._own_page and origin.partition(b"://")[2] == headers.get(b"host", b"").lower():
+                self.check_host(headers)
+                return ()
             shown = origin[:100].decode("latin-1")
             raise HttpError(403, f"pages of {shown} may not ask: it is not among --cors-origins", field="origin")
         return (
@@ -49,6 +59,24 @@ class Origins:
             (b"access-control-expose-headers", _SHOWN),
             (b"vary", b"origin"),
         )
+
+    def check_host(self, headers: Mapping[bytes, bytes]) -> None:
+        """Lets the router's own page ask, under the name that the request was sent to. Browsers name no origin where a page
+        only gets something from where it is from.
+
+        Raises:
+            HttpError: It may not under that name: 403.
+        """
+        host = headers.get(b"host", b"").lower()
+        origins = frozenset((b"*", b"http://" + host, b"https://" + host))
+        if not (self._any_name or _is_own_machine(host) or origins & self._allowed):
+            shown = host[:100].decode("latin-1")
+            raise HttpError(
+                403,
+                f"the page may not ask as {shown}: open it at an IP address or localhost, "
+                f"or let the router know the name (--cors-origins http://{shown})",
+                field="host",
+            )
 
     def permission(self, headers: Mapping[bytes, bytes]) -> Headers | None:
         """What is said to a browser that asks, before it asks for anything else, whether it may; None if this does not."""
@@ -61,6 +89,18 @@ class Origins:
             (b"access-control-max-age", _REMEMBERED),
             *allowed,
         )
+
+
+def _is_own_machine(host: bytes) -> bool:
+    """Whether a host, with or without port, is one that nobody can have point elsewhere."""
+    name = re.sub(r":\d*$", "", host.decode("latin-1")).strip("[]")
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def check_content_type(headers: Mapping[bytes, bytes]) -> None:

@@ -69,7 +69,7 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     stream = wish is not StreamWish.WHOLE
     deadline = deadline if stream else exchange.sooner(deadline)
     exchange.accept_body_id(request)
-    contexts = _contexts(request, given, exchange.request_id, deadline)
+    contexts = contexts_of(request, given, exchange.request_id, deadline)
     caller = exchange.caller(request, given)
     for context in contexts:
         context.caller = caller
@@ -120,7 +120,12 @@ def _choice(answer: Answer, shows_ids: bool) -> ChatChoice:
     return ChatChoice(answer.index, message, reason, answer.logprobs, ids)
 
 
-def _contexts(request: ChatRequest, given: dict[str, Any], request_id: str, deadline: float) -> list[RequestContext]:
+def contexts_of(request: ChatRequest, given: dict[str, Any], request_id: str, deadline: float) -> list[RequestContext]:
+    """What the pipeline is to run for a checked request, ``given`` as it came: one for each continuation.
+
+    Raises:
+        InvalidArgumentError: A field makes no sense.
+    """
     if request.max_tokens is not None and request.max_completion_tokens is not None:
         raise InvalidArgumentError("set max_completion_tokens or max_tokens, not both", field="max_tokens")
     newer = request.max_completion_tokens is not None

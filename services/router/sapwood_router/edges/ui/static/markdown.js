@@ -1,0 +1,126 @@
+// A little Markdown: code, headings, lists, quotes, bold, italic. What is no such thing, links and HTML among it, is text.
+
+import { button, copy, el } from "./dom.js";
+
+const FENCE = /^ {0,3}(```+|~~~+)\s*([\w+#.-]*)/;
+const HEADING = /^(#{1,6})\s+(.*)/;
+const ITEM = /^(\s*)(?:[-*+]|(\d{1,9})[.)])\s+(.*)/;
+const QUOTE = /^\s{0,3}>\s?(.*)/;
+const INLINE = /(`+)(.+?)\1(?!`)|\*\*(?=\S)(.+?)\*\*|\*(?=\S)([^*]+?)\*/s;
+const LONGEST = 20_000; // of a block that is looked at: beyond it, time would grow with the square
+const DEEPEST = 6;
+
+/** Cuts a text into blocks. More text changes none but the last. */
+function blocksOf(text) {
+  const blocks = [];
+  let lines = [];
+  let fence = null;
+  const end = () => {
+    if (lines.length) blocks.push(lines.join("\n"));
+    lines = [];
+  };
+  for (const line of text.split("\n")) {
+    if (fence !== null) {
+      lines.push(line);
+      if (line.trim().startsWith(fence) && /^[`~]+$/.test(line.trim())) {
+        end();
+        fence = null;
+      }
+      continue;
+    }
+    const opened = FENCE.exec(line);
+    if (opened || HEADING.test(line) || !line.trim()) end();
+    if (opened) fence = opened[1];
+    if (line.trim()) lines.push(line);
+    if (HEADING.test(line)) end();
+  }
+  end();
+  return blocks;
+}
+
+function inline(text) {
+  const parts = [];
+  let rest = text;
+  for (let found = INLINE.exec(rest); found !== null; found = INLINE.exec(rest)) {
+    const [all, , code, bold, italic] = found;
+    parts.push(rest.slice(0, found.index));
+    if (code !== undefined) parts.push(el("code", {}, code));
+    else if (bold !== undefined) parts.push(el("strong", {}, ...inline(bold)));
+    else parts.push(el("em", {}, italic));
+    rest = rest.slice(found.index + all.length);
+  }
+  return [...parts, rest];
+}
+
+/** A list of `{indent, number, text}`; deeper ones are lists within. */
+function listOf(items, depth = 1) {
+  const [{ indent, number }] = items;
+  const list = number === undefined ? el("ul") : el("ol", { start: Number(number) });
+  for (let at = 0; at < items.length; ) {
+    let next = at + 1;
+    while (depth < DEEPEST && next < items.length && items[next].indent > indent + 1) next++;
+    const inner = items.slice(at + 1, next);
+    list.append(el("li", {}, ...inline(items[at].text), inner.length ? listOf(inner, depth + 1) : null));
+    at = next;
+  }
+  return list;
+}
+
+function codeOf(block, language) {
+  const lines = block.split("\n").slice(1);
+  if (lines.length && /^\s*(```+|~~~+)\s*$/.test(lines.at(-1))) lines.pop();
+  const text = lines.join("\n");
+  const copying = button("Copy", (event) => copy(text, event.currentTarget), { className: "quiet" });
+  const head = el("div", { className: "code-head" }, el("span", {}, language || "code"), copying);
+  return el("div", { className: "code-block" }, head, el("pre", { tabIndex: 0 }, el("code", {}, text)));
+}
+
+function render(block) {
+  if (block.length > LONGEST) return [el("p", {}, block)];
+  const fence = FENCE.exec(block);
+  if (fence) return [codeOf(block, fence[2])];
+  const heading = HEADING.exec(block);
+  if (heading) return [el("p", { className: "heading", role: "heading", "aria-level": heading[1].length + 2 }, ...inline(heading[2]))];
+  const made = [];
+  let kind = null;
+  let held = [];
+  const end = () => {
+    if (kind === "item") made.push(listOf(held));
+    else if (held.length) made.push(el(kind === "quote" ? "blockquote" : "p", {}, ...inline(held.join("\n"))));
+    held = [];
+  };
+  for (const line of block.split("\n")) {
+    const item = ITEM.exec(line);
+    const quote = QUOTE.exec(line);
+    if (kind === "item" && !item && /^\s/.test(line)) {
+      held.at(-1).text += "\n" + line.trim(); // an item's next line
+      continue;
+    }
+    const next = item ? "item" : quote ? "quote" : "text";
+    if (next !== kind) end();
+    kind = next;
+    held.push(item ? { indent: item[1].length, number: item[2], text: item[3] } : quote ? quote[1] : line);
+  }
+  end();
+  return made;
+}
+
+/** Shows a text that grows in an element; what is complete is left as it is. */
+export class MarkdownView {
+  constructor(element) {
+    this.element = element;
+    this.shown = []; // of each block its text and its elements
+  }
+
+  update(text) {
+    const blocks = blocksOf(text);
+    let same = 0;
+    while (same < this.shown.length && this.shown[same].text === blocks[same]) same++;
+    for (const { elements } of this.shown.splice(same)) elements.forEach((element) => element.remove());
+    for (const block of blocks.slice(same)) {
+      const elements = render(block);
+      this.element.append(...elements);
+      this.shown.push({ text: block, elements });
+    }
+  }
+}

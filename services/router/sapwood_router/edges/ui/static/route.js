@@ -1,0 +1,74 @@
+// Where a message would go, and why, worker by worker.
+
+import { ApiError, post } from "./api.js";
+import { byId, el, showError } from "./dom.js";
+import { requestOf } from "./settings.js";
+
+const COLUMNS = ["Worker", "", "Cached of the prompt", "Requests", "Tokens to prefill", "Cost"];
+
+function whyNot(candidate, chosen) {
+  if (candidate.excluded) return candidate.excluded;
+  if (candidate.cost === null || chosen.cost === null) return "could have been";
+  if (candidate.cost > chosen.cost) return "would cost more";
+  return candidate.cost === chosen.cost ? "would cost the same" : "passed over";
+}
+
+const amount = (value) => (value === null ? "–" : Number(value.toFixed(1)).toLocaleString());
+
+function rowOf(candidate, found, chosen) {
+  const here = candidate === chosen;
+  const share = found.prompt_tokens ? Math.round((100 * candidate.cached_tokens) / found.prompt_tokens) : 0;
+  const out = Boolean(candidate.excluded);
+  const cells = [
+    candidate.address,
+    here ? `chosen: ${found.reason.replaceAll("_", " ")}` : whyNot(candidate, chosen),
+    out ? "–" : `${candidate.cached_tokens.toLocaleString()} (${share} %)`,
+    candidate.requests.toLocaleString(),
+    candidate.queued_tokens.toLocaleString(),
+    out ? "–" : amount(candidate.cost),
+  ];
+  return el(
+    "tr",
+    { role: "row", className: here ? "chosen" : out ? "excluded" : "" },
+    ...cells.map((text, index) =>
+      el(index ? "td" : "th", { role: index ? "cell" : "rowheader", "data-label": COLUMNS[index] || "Why" }, text)),
+  );
+}
+
+function resultOf(found) {
+  const chosen = found.candidates.find((candidate) => candidate.address === found.chosen);
+  const rows = [chosen, ...found.candidates.filter((candidate) => candidate !== chosen)];
+  const heads = COLUMNS.map((name) => el("th", { role: "columnheader", scope: "col" }, name || "Why"));
+  const shadows = Object.entries(found.shadows).map(([name, choice]) =>
+    el("li", {}, `${name} would choose ${choice.address} (${choice.reason.replaceAll("_", " ")})`));
+  return [
+    el("p", { className: "verdict" }, el("strong", {}, found.chosen), ` by ${found.policy}, for a prompt of ${found.prompt_tokens.toLocaleString()} tokens.`),
+    el(
+      "table",
+      { role: "table", "aria-label": "Workers and why" },
+      el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, ...heads)),
+      el("tbody", { role: "rowgroup" }, ...rows.map((candidate) => rowOf(candidate, found, chosen))),
+    ),
+    shadows.length ? el("ul", { className: "hint" }, ...shadows) : "",
+  ];
+}
+
+/** Lets the form ask. `chat` has the conversation; `onUnauthorised` as Chat's. */
+export function explainRoutes(chat, onUnauthorised) {
+  byId("route-form").addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const asked = [{ role: "user", content: byId("route-text").value }];
+    try {
+      const request = byId("route-after").checked
+        ? requestOf([...chat.messages(), ...asked])
+        : { model: byId("model").value || undefined, messages: asked };
+      byId("route").replaceChildren(...resultOf(await post("route", request)));
+      showError(byId("route-error"), null);
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      byId("route").replaceChildren();
+      showError(byId("route-error"), error);
+      if (error.status === 401) onUnauthorised(error);
+    }
+  });
+}

@@ -1,0 +1,80 @@
+// What a chat is asked with: the fields beside it, kept in the tab.
+
+import { ApiError } from "./api.js";
+import { byId, el } from "./dom.js";
+
+const STORE = "sapwood-settings";
+const FIELDS = ["model", "system", "temperature", "max_tokens", "seed", "tool_choice", "tools", "schema"];
+const ASKED_AS = { response_format: "schema" }; // how the server calls a field that has another name here
+
+const value = (id) => byId(id).value.trim();
+
+function number(id) {
+  const text = value(id);
+  const read = Number(text);
+  if (text === "") return undefined;
+  if (!Number.isFinite(read)) throw new ApiError(`${text} is not a number`, id);
+  if (Number.isInteger(read) && !Number.isSafeInteger(read)) throw new ApiError(`${text} is more than a browser counts`, id);
+  return read;
+}
+
+function json(id) {
+  try {
+    return value(id) === "" ? undefined : JSON.parse(value(id));
+  } catch (error) {
+    throw new ApiError(`this is not JSON: ${error.message}`, id);
+  }
+}
+
+/** The request for an answer to `messages`. Raises ApiError where a field cannot be read; whether it makes sense the server says. */
+export function requestOf(messages) {
+  const schema = json("schema");
+  const system = byId("system").value;
+  return {
+    model: byId("model").value || undefined,
+    messages: system.trim() ? [{ role: "system", content: system }, ...messages] : messages,
+    temperature: number("temperature"),
+    max_tokens: number("max_tokens"),
+    seed: number("seed"),
+    tools: json("tools"),
+    tool_choice: value("tool_choice") || undefined,
+    response_format: schema && { type: "json_schema", json_schema: { name: "answer", schema } },
+  };
+}
+
+/** Marks the field that an error names, if it is one of these; null marks none. */
+export function markField(field) {
+  const named = field?.split(/[.[]/)[0];
+  for (const id of FIELDS) {
+    const wrong = id === (ASKED_AS[named] ?? named);
+    if (wrong) byId(id).setAttribute("aria-invalid", "true");
+    else byId(id).removeAttribute("aria-invalid");
+    if (wrong && id !== "model") byId("more").open = true;
+  }
+}
+
+/** Offers the models there are; the one that is chosen stays, even while no worker has it. */
+export function offerModels(models) {
+  const select = byId("model");
+  const chosen = select.value || select.dataset.kept || "";
+  const names = models.map((model) => model.id);
+  if (chosen && !names.includes(chosen)) names.unshift(chosen);
+  byId("no-model").hidden = models.length > 0;
+  if (names.join("\n") !== [...select.options].map((option) => option.value).join("\n")) {
+    select.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
+    select.value = chosen || names[0] || "";
+  }
+}
+
+/** Takes up what the tab has kept, and keeps what is changed. */
+export function keepSettings() {
+  const kept = JSON.parse(sessionStorage.getItem(STORE) ?? "{}");
+  for (const id of FIELDS) byId(id).value = kept[id] ?? "";
+  byId("model").dataset.kept = kept.model ?? "";
+  byId("settings").addEventListener("submit", (event) => event.preventDefault());
+  byId("settings").addEventListener("input", () => {
+    const now = Object.fromEntries(FIELDS.map((id) => [id, byId(id).value]));
+    sessionStorage.setItem(STORE, JSON.stringify(now));
+  });
+  byId("more").open = matchMedia("(min-width: 60rem)").matches;
+}

@@ -1,0 +1,26 @@
+"""What an examination finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["ok", "note", "missing"]
+"""There; not there, or not as it could be, but `sapwood up` starts without it; needed for `sapwood up` and not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the answer.
+
+    Attributes:
+        name: What was looked at, such as ``python`` or ``disk``.
+        state: How it is.
+        found: What there is, in words; of what is missing also what it is for.
+        mend: The command or setting that mends it; empty: there is nothing to mend.
+    """
+
+    name: str
+    state: State
+    found: str
+    mend: str = ""

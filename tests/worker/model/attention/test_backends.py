@@ -98,7 +98,7 @@ def served(make_runner, make_driver, tiny, **options):
     for slot, count in ((0, 9), (1, 20), (2, 30)):
         driver.add(slot, [(7 * i + slot) % 50 + 3 for i in range(count)])
     driver.runner.execute(driver.output({0: 8, 1: 19, 2: 18}))
-    return driver.runner.logits(driver.output({0: 1, 1: 1, 2: 12})), driver.runner.info
+    return driver.runner.logits(driver.output({0: 1, 1: 1, 2: 12})).cpu(), driver.runner.info
 
 
 @pytest.mark.parametrize("setting", ["triton", "prefill=torch,decode=triton"])
@@ -111,7 +111,8 @@ def test_triton_gives_the_logits_of_torch(setting, tiny_model, make_runner, make
         "torch",
         "float32 on cpu",
     )
-    got, info = served(make_runner, make_driver, tiny, attention_backend=setting)
+    # On the GPU where there is one, else in Triton's interpreter.
+    got, info = served(make_runner, make_driver, tiny, attention_backend=setting, device=DEVICE, dtype="float32")
     assert {info.prefill_attention, info.decode_attention} <= {"torch", "triton"}
     assert info.attention_reason == "as told"
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)

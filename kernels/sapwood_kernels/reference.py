@@ -102,12 +102,17 @@ def _scales(largest: Tensor) -> Tensor:
     return (largest / torch.finfo(torch.float8_e4m3fn).max).clamp_(min=1e-12)
 
 
+def places(slots: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """The page of each slot, and its place there."""
+    return slots // page_size, slots % page_size
+
+
 def store_kv(
     key: Tensor,
     value: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,
-    slots: Tensor,
+    slots: Tensor | tuple[Tensor, Tensor],
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Writes each token's key and value to its slot, in place.
@@ -117,14 +122,14 @@ def store_kv(
         value: [T, K, D].
         key_pages: [P, page size, K, D] in any order, mutated.
         value_pages: The same for values.
-        slots: int64 [T], no slot twice.
+        slots: int64 [T], no slot twice; or the page of each and its place there.
         scales: What keys and values are divided by on the way into pages of float8_e4m3fn.
     """
+    at = places(slots, key_pages.shape[1]) if isinstance(slots, Tensor) else slots
     if key_pages.dtype == torch.float8_e4m3fn:
         # torch cannot index float8, so the bytes are copied.
         key, value = (quantise(each, scale).view(torch.uint8) for each, scale in ((key, scales[0]), (value, scales[1])))
         key_pages, value_pages = key_pages.view(torch.uint8), value_pages.view(torch.uint8)
-    at = slots // key_pages.shape[1], slots % key_pages.shape[1]
     key_pages[at], value_pages[at] = key, value
 
 

@@ -116,6 +116,8 @@ class DeviceOps:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._slots = torch.empty(0)
+        self._places = self._slots, self._slots
 
     def to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
         """A tensor with the array's contents; the array must not change while the tensor is used."""
@@ -177,7 +179,9 @@ class DeviceOps:
                 query_key = heads_norm(query_key)
             query_key = self.rope(query_key, cos, sin)
             query, key = query_key[:, :num_heads], query_key[:, num_heads:]
-            reference.store_kv(key, heads[:, rotated:], key_pages, value_pages, slots, scales)
+            if slots is not self._slots:  # all layers of a step have the same
+                self._slots, self._places = slots, reference.places(slots, key_pages.shape[1])
+            reference.store_kv(key, heads[:, rotated:], key_pages, value_pages, self._places, scales)
             return query
 
         return store

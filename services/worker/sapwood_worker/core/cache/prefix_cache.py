@@ -142,6 +142,8 @@ class PrefixCache:
         ]
         # The others have a page for each of the page table's, and do whenever that does.
         self.scarce = [window for window in self.windows if window.num_pages < allocator.num_pages]
+        self._tables = page_table.rows, *(each.table for each in self.windows)
+        self._ledgers = allocator, *(each.ledger for each in self.windows)
         if self._below is not None:
             self._below.beside(self.windows)
 
@@ -250,15 +252,14 @@ class PrefixCache:
         The pages are a copy, int32 [rows, tables * most pages]; entries beyond a row's last page are undefined.
         """
         width = int(last.max()) + 1 if len(last) else 0
-        parts = [table[rows, :width] for table in (self._table.rows, *(each.table for each in self.windows))]
-        ends = [part[np.arange(len(rows)), last] for part in parts]
-        ledgers = self._allocator, *(window.ledger for window in self.windows)
-        written = tuple(ledger.handle(end) for ledger, end in zip(ledgers, ends, strict=True))
+        parts = [table[rows, :width] for table in self._tables]
+        at = np.arange(len(rows)), last
+        written = tuple([ledger.handle(part[at]) for ledger, part in zip(self._ledgers, parts, strict=True)])
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1), written
 
     def confirm(self, written: Written) -> None:
         """Checks that the pages are still those that they were; raises LedgerError if not."""
-        for ledger, handle in zip((self._allocator, *(each.ledger for each in self.windows)), written, strict=True):
+        for ledger, handle in zip(self._ledgers, written, strict=True):
             ledger.confirm(handle)
 
     def commit(self, slot: int, token_ids: array[int], computed: int) -> None:

@@ -136,7 +136,7 @@ class DecodeGraphs:
         staged[:, :size] = 0
         staged[0, :count], staged[1, :count] = token_ids, positions
         staged[2, :count] = slots
-        tables = np.split(page_table, len(self._scratch), axis=1)
+        tables = page_table.reshape(count, len(self._scratch), -1).swapaxes(0, 1)
         padded = []
         for row, (own, scratch) in enumerate(zip(tables, self._scratch, strict=True), 3):
             staged[row, :count] = own[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size

@@ -30,7 +30,6 @@ def build_forward_batch(
     np.cumsum(step.counts, out=starts[1:])
     owner = np.repeat(np.arange(count), step.counts)
     positions = np.arange(total) + (step.starts - starts[:-1])[owner]
-    last_rows = step.sampled()
 
     def move(array: IntArray) -> Tensor:
         return ops.to_device(array)
@@ -47,11 +46,11 @@ def build_forward_batch(
             page_table=pages,
             cache_slots=move(pages[owner, positions // page_size].astype(np.int64) * page_size + positions % page_size),
         )
-        for pages in np.split(step.pages, tables, axis=1)
+        for pages in step.pages.reshape(count, tables, -1).swapaxes(0, 1)
     ]
     return ForwardBatch(
         token_ids=tokens,
         positions=move(positions),
         attention=batches[0] if tables == 1 else replace(batches[0], windows=tuple(batches[1:])),
-        logit_rows=None if len(last_rows) == total else move(last_rows),
+        logit_rows=None if step.samples.sum() == total else move(step.sampled()),
     )

@@ -8,9 +8,10 @@ import os
 import sys
 from importlib.metadata import version
 
-from sapwood.cli import bench, cache, chat, generate, key, model, router, up, worker
+from sapwood.cli import cache, chat, generate, key, model, router, up, worker
 from sapwood.cli.doctor import verb as doctor
 from sapwood.cli.errors import EXIT_CODES, INTERRUPTED, CliError
+from sapwood.cli.measure import bench, evaluate
 
 
 def build_parser(verb: str = "") -> argparse.ArgumentParser:
@@ -31,7 +32,7 @@ def build_parser(verb: str = "") -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sapwood {version('sapwood')}")
     verbs = parser.add_subparsers(metavar="VERB", required=True, title="verbs")
     up.configure(verbs, with_services=verb in up.NAMES)
-    for module in (generate, chat, bench, model, doctor, key, router, worker, cache):
+    for module in (generate, chat, bench, evaluate, model, doctor, key, router, worker, cache):
         module.configure(verbs)
     return parser
 

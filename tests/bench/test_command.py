@@ -18,8 +18,8 @@ import pytest
 from sapwood.bench.benchmark import Level
 from sapwood.bench.load import Run
 from sapwood.bench.targets.record import Record, clock
-from sapwood.cli.bench_view import BenchView
 from sapwood.cli.main import main
+from sapwood.cli.measure.bench_view import BenchView
 
 QUICK = ("--requests", "6", "--warm-up", "1", "--input-tokens", "20", "--output-tokens", "4")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Api = Literal["completions", "chat"]
@@ -21,11 +21,13 @@ class Ask:
         prompt: A text, token ids or messages.
         max_tokens: The most tokens to answer with; None for as many as the server likes.
         json_schema: What the answer must match, as JSON text; empty for free text.
+        stop: The answer ends before the first of these.
     """
 
     prompt: Prompt
     max_tokens: int | None
     json_schema: str = ""
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class History:
             prompt = list(self._messages)
         elif isinstance(prompt, str):
             self._text = prompt = f"{self._text}\n{prompt}" if self._text else prompt
-        return Ask(prompt, turn.max_tokens, turn.json_schema)
+        return replace(turn, prompt=prompt)
 
     def answered(self, text: str) -> None:
         """Adds an answer."""

@@ -110,21 +110,6 @@ class OpenAITarget:
         except ValueError:
             raise TargetError(f"{self._base}{path} answers with something else than JSON") from None
 
-    async def post(self, body: dict[str, Any], record: Record) -> Any:
-        """The JSON that the server answers to a request that is not streamed, of this model; None if it failed."""
-        raw = json.dumps({"model": self._model, **body}).encode()
-        found: Any = None
-        async with _noting(record, self._timeout), self._session.post(self._url, data=raw) as response:
-            answer = await response.read()
-            if response.status != 200:
-                record.fail(f"HTTP {response.status}", _error_message(answer))
-            else:
-                try:
-                    found = json.loads(answer)
-                except ValueError:
-                    record.fail("not JSON", answer[:100].decode(errors="replace"))
-        return found
-
     async def ask(self, ask: Ask, record: Record) -> None:
         raw = json.dumps(self._body(ask)).encode()
         async with _noting(record, self._timeout), self._session.post(self._url, data=raw) as response:
@@ -132,6 +117,30 @@ class OpenAITarget:
                 record.fail(f"HTTP {response.status}", _error_message(await response.content.read(_MOST_ERROR_BYTES)))
             else:
                 await self._read(response.content, record)
+
+    async def score(self, text: str, record: Record) -> list[float]:
+        if self._api == "chat":
+            record.sent = record.ended = clock()
+            record.fail("not served", "texts are scored by --api completions only")
+            return []
+        # A token is generated: not every server does with none.
+        asked = {"prompt": text, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+        raw = json.dumps({"model": self._model, **asked}).encode()
+        async with _noting(record, self._timeout), self._session.post(self._url, data=raw) as response:
+            answer = await response.read()
+            if response.status != 200:
+                record.fail(f"HTTP {response.status}", _error_message(answer))
+            else:
+                try:
+                    found = json.loads(answer)
+                    record.prompt_tokens = found["usage"]["prompt_tokens"]
+                    return [
+                        float(each)
+                        for each in found["choices"][0]["logprobs"]["token_logprobs"][1 : record.prompt_tokens]
+                    ]
+                except (ValueError, LookupError, TypeError):
+                    record.fail("no probabilities", answer[:200].decode(errors="replace"))
+        return []
 
     async def close(self) -> None:
         await self._session.close()
@@ -143,6 +152,8 @@ class OpenAITarget:
         body = {"model": self._model, "messages" if self._api == "chat" else "prompt": prompt, **self._common}
         if ask.max_tokens is not None:
             body["max_tokens"] = ask.max_tokens
+        if ask.stop:
+            body["stop"] = list(ask.stop)
         if ask.json_schema:
             schema = {"name": "answer", "schema": json.loads(ask.json_schema), "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}

@@ -84,9 +84,18 @@ class GrpcTarget:
             options["max_tokens"] = ask.max_tokens
         if ask.json_schema:
             options["json_schema"] = ask.json_schema
-        await self.generate(ask, options, record)
+        if ask.stop:
+            options["stop"] = ask.stop
+        await self._generate(ask, options, record)
 
-    async def generate(self, ask: Ask, options: dict[str, Any], record: Record) -> list[float]:
+    async def score(self, text: str, record: Record) -> list[float]:
+        if self._api == "chat":
+            record.sent = record.ended = clock()
+            record.fail("not served", "texts are scored by --api completions only")
+            return []
+        return await self._generate(Ask(text, 1), {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0}, record)
+
+    async def _generate(self, ask: Ask, options: dict[str, Any], record: Record) -> list[float]:
         """Asks with the client's options; returns the log probabilities of the prompt's tokens but its first, if asked for."""
         probabilities: list[float] = []
         try:

@@ -43,6 +43,10 @@ class Target(Protocol):
         """
         ...
 
+    async def score(self, text: str, record: Record) -> list[float]:
+        """The log probabilities of a text's tokens but its first; empty if the record says that it failed."""
+        ...
+
     async def close(self) -> None:
         """Closes the connections."""
         ...

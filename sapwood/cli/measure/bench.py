@@ -8,20 +8,18 @@ import importlib.util
 import json
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from sapwood.cli.bench_view import BenchView
 from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, UNREACHABLE, CliError
-from sapwood.cli.target import add_target_flags, json_object, positive, where_of
+from sapwood.cli.measure.bench_view import BenchView
+from sapwood.cli.measure.target import add_target_flags, json_object, positive, run_fast, where_of
 from sapwood_common.settings.flags import whole_number
 
 if TYPE_CHECKING:  # at run time only where they are used: they need the extra `bench`
     from sapwood.bench.benchmark import Benchmark, Level, Plan, Result
     from sapwood.bench.data.source import Source
-
-Found = TypeVar("Found")
 
 _DESCRIPTION = """\
 Puts load on a server and prints what its clients feel: time to first token, time between tokens, throughput, errors.
@@ -221,15 +219,6 @@ def _run(benchmark: Benchmark) -> Result:
         raise CliError(str(error), REFUSED) from None
     except OSError as error:
         raise CliError(f"cannot read {error.filename or 'a file'}: {error.strerror or error}", REFUSED) from None
-
-
-def run_fast(main: Coroutine[Any, Any, Found]) -> Found:
-    """Runs a coroutine on uvloop, where it is installed."""
-    if importlib.util.find_spec("uvloop") is None:
-        return asyncio.run(main)
-    import uvloop
-
-    return uvloop.run(main)
 
 
 def _report(result: Result, arguments: argparse.Namespace, to_standard_output: bool) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib.util
 import json
 import os
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sapwood.cli.errors import REFUSED, CliError
 from sapwood_common.settings.flags import add_option
 
 if TYPE_CHECKING:  # at run time the libraries are loaded only by the verbs that use them
     from sapwood.bench.targets.open_target import Where
+
+Found = TypeVar("Found")
 
 _NEEDED = "aiohttp"
 
@@ -71,6 +75,15 @@ def where_of(arguments: argparse.Namespace) -> Where:
     except ValueError as error:
         raise CliError(f"--url: {error}", REFUSED) from None
     return where
+
+
+def run_fast(main: Coroutine[Any, Any, Found]) -> Found:
+    """Runs a coroutine on uvloop, where it is installed."""
+    if importlib.util.find_spec("uvloop") is None:
+        return asyncio.run(main)
+    import uvloop
+
+    return uvloop.run(main)
 
 
 def positive(text: str) -> float:

@@ -1,0 +1,1 @@
+"""Verbs that measure a server: `bench` and `eval`."""

@@ -31,6 +31,7 @@ from sapwood_router.edges.grpc.service import PUBLIC_METHODS, SERVICE_NAME, TRAC
 from sapwood_router.edges.guard import Guard
 from sapwood_router.edges.http.origins import Origins
 from sapwood_router.edges.http1.server import HttpServer
+from sapwood_router.edges.responses.store import ResponseStore
 from sapwood_router.edges.table import all_routes
 from sapwood_router.edges.ui.routes import ui_routes
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
@@ -160,9 +161,9 @@ class RouterApplication:
             router_pb2_grpc.add_RouterServicer_to_server(service, self._admin.grpc)
         origins = Origins(config.cors_origins, own_page=config.ui, any_name=config.api_keys is not None)
         shown = self.status if config.shows_status else None
-        routes = all_routes(
-            pipeline, self.problem, self._metrics.registry if config.metrics_port is None else None, shown
-        )
+        responses = ResponseStore(config.stored_responses, config.stored_response_bytes)
+        registry = self._metrics.registry if config.metrics_port is None else None
+        routes = all_routes(pipeline, self.problem, responses, registry, shown)
         if config.ui:
             routes += ui_routes(pipeline, guard, origins, shown)
         self._front = HttpFront(

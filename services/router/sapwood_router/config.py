@@ -55,6 +55,7 @@ class RouterConfig(ServiceConfig):
             "where it is the {policy} that decides",
         ),
         Needs(("queue_wait",), lambda config: config.queue_size > 0, "where {queue_size} is 0"),
+        Needs(("stored_response_bytes",), lambda config: config.stored_responses > 0, "where {stored_responses} is 0"),
         Needs(("retry_budget",), lambda config: config.retry_attempts > 1, "where {retry_attempts} is 1"),
     )
 
@@ -201,6 +202,15 @@ class RouterConfig(ServiceConfig):
         ge=1,
         description="Memory for requests of which a part is still to come, over HTTP and gRPC, and for those over 64 KiB that "
         "gRPC calls are at work on, in bytes: beyond it the largest is refused; none: four times max_body_bytes.",
+    )
+    stored_responses: int = Field(
+        1000,
+        ge=0,
+        description="Answers of /v1/responses that are kept for a tenant, in memory, so that it can ask for them again and go on "
+        "from them; 0 keeps none.",
+    )
+    stored_response_bytes: int = Field(
+        64 * 1024 * 1024, ge=1, description="Memory for those of all tenants together, in bytes."
     )
     cors_origins: tuple[Annotated[str, AfterValidator(_is_origin)], ...] = Field(
         (),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -37,7 +37,7 @@ async def send_whole(
     exchange: Exchange,
     context: RequestContext,
     pipeline: Pipeline,
-    make_body: Callable[[Output, Finish], msgspec.Struct],
+    make_body: Callable[[Output, Finish], msgspec.Struct | dict[str, Any]],
 ) -> None:
     """Runs the request and sends its answer as one body.
 

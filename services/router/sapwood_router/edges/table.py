@@ -18,6 +18,9 @@ from sapwood_router.edges.openai.chat import chat
 from sapwood_router.edges.openai.completions import complete
 from sapwood_router.edges.openai.embeddings import embed
 from sapwood_router.edges.openai.models import get_model, list_models
+from sapwood_router.edges.responses.create import PATH as RESPONSES
+from sapwood_router.edges.responses.create import ResponsesApi
+from sapwood_router.edges.responses.store import ResponseStore
 from sapwood_router.edges.routes import Ask, Handler, Post, Route
 from sapwood_router.edges.vllm.tokens import detokenize, tokenize
 from sapwood_router.flow.pipeline import Pipeline
@@ -30,6 +33,7 @@ _MODEL = "/v1/models/"
 def all_routes(
     pipeline: Pipeline,
     problem: Callable[[], str | None],
+    responses: ResponseStore,
     registry: CollectorRegistry | None,
     status: Callable[[], RouterState] | None,
 ) -> list[Route]:
@@ -38,6 +42,7 @@ def all_routes(
     Args:
         pipeline: Knows the models.
         problem: Says why requests cannot be served now, or None.
+        responses: Keeps what /v1/responses answers.
         registry: The metrics that /metrics shows; None: they are shown elsewhere.
         status: What /status shows; None: there is no such page.
     """
@@ -50,13 +55,16 @@ def all_routes(
         contexts = pipeline.registry.context_lengths()
         await exchange.send_body(200, get_model(contexts, created, exchange.path.removeprefix(_MODEL)))
 
-    anthropic = AnthropicDialect()
+    anthropic, kept = AnthropicDialect(), ResponsesApi(responses)
     routes: list[Route] = [
         Post("/v1/completions", complete),
         Post("/v1/chat/completions", chat),
         Post("/v1/embeddings", embed),
         Ask("/v1/models", show_models),
         Ask(_MODEL, show_model),
+        Post(RESPONSES, kept.create),
+        Ask(f"{RESPONSES}/", kept.show),
+        Ask(f"{RESPONSES}/", kept.delete, method="DELETE"),
         Post("/v1/messages", create_message, anthropic),
         Post("/v1/messages/count_tokens", count_tokens, anthropic),
         Post("/tokenize", tokenize),

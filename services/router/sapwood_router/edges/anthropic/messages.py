@@ -13,7 +13,7 @@ from sapwood_router.edges.anthropic.events import MessageEvents
 from sapwood_router.edges.anthropic.types import CountRequest, MessageResponse, MessagesRequest, TokenCount, Usage
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
-from sapwood_router.edges.openai.parameters import SAMPLING, sampling_of
+from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, sampling_of
 from sapwood_router.edges.single_run import send_events, send_whole
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.context import FieldNames, Finish, FinishReason, RequestContext
@@ -43,7 +43,7 @@ async def create_message(exchange: Exchange, body: bytes, pipeline: Pipeline, de
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
-    request = convert(given, MessagesRequest, NEUTRAL, IGNORED | SAMPLING)
+    request = convert(given, MessagesRequest, NEUTRAL, IGNORED | TEXT_SAMPLING)
     exchange.accept_body_id(request)
     stream = request.stream is True
     context = _context(request, given, exchange.request_id, deadline if stream else exchange.sooner(deadline))

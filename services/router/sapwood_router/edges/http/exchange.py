@@ -146,6 +146,11 @@ class Exchange:
                     return replace(caller, session=session)
         return caller
 
+    @property
+    def tenant(self) -> str:
+        """Whose request it is; "" where nothing says so."""
+        return caller_of(self._header, tenant_var.get()).tenant
+
     def _header(self, key: str) -> str:
         return self.headers.get(key.encode(), b"").decode("latin-1")
 

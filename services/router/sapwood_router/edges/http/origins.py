@@ -12,7 +12,7 @@ from sapwood_router.edges.http1.head import Headers
 _ORIGIN = b"origin"
 _METHOD_ASKED = b"access-control-request-method"
 _HEADERS_ASKED = b"access-control-request-headers"
-_METHODS = b"GET, POST"
+_METHODS = b"GET, POST, DELETE"
 _SHOWN = b"x-request-id, x-sapwood-worker, x-sapwood-resumptions, retry-after, retry-after-ms"
 """Headers of answers that a page may read beside the usual ones."""
 _REMEMBERED = b"600"

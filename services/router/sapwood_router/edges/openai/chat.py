@@ -19,6 +19,7 @@ from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL, IGNORED
 from sapwood_router.edges.openai.parameters import (
     SAMPLING,
     StreamWish,
+    effort_variables,
     output_of,
     sampling_of,
     stream_wish,
@@ -178,14 +179,10 @@ def chat_prompt(request: ChatRequest, tools: Any) -> ChatPrompt:
 
 
 def _template_variables(request: ChatRequest) -> str:
-    """``chat_template_kwargs``, before them what OpenAI's parameters mean to templates.
-
-    Templates of models that reason know ``reasoning_effort``, or one of the others, which turn reasoning on and off.
-    """
+    """``chat_template_kwargs``, before them what OpenAI's parameters mean to templates."""
     variables: dict[str, Any] = {}
     if request.reasoning_effort is not None:
-        thinks = request.reasoning_effort != "none"
-        variables = {"reasoning_effort": request.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        variables = effort_variables(request.reasoning_effort)
     if request.verbosity is not None:
         variables["verbosity"] = request.verbosity
     variables |= request.chat_template_kwargs or {}

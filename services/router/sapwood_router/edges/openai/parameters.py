@@ -11,13 +11,16 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.json_body import convert
 from sapwood_router.edges.openai.logprobs import TokenName, number_of, text_of
 from sapwood_router.edges.openai.other_parameters import STREAM_NEUTRAL
-from sapwood_router.edges.openai.types import GenerationRequest, StreamOptions
+from sapwood_router.edges.openai.types import AnyRequest, GenerationRequest, StreamOptions
 from sapwood_router.request.context import FieldNames, Truncation
 from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.output import OutputOptions
 
 SAMPLING = FIELDS
 """Parameters that are sampling settings, by the same names; those that OpenAI lacks are named as in vLLM and SGLang."""
+
+TEXT_SAMPLING = SAMPLING - {"max_tokens", "logprobs", "prompt_logprobs"}
+"""Those of APIs that name the most tokens themselves and tell no probabilities."""
 
 
 def sampling_of(given: Mapping[str, Any], fields: FieldNames, **own: int | None) -> SamplingParams:
@@ -50,7 +53,7 @@ def sampling_of(given: Mapping[str, Any], fields: FieldNames, **own: int | None)
         raise to_client_field(error, fields) from error
 
 
-def truncation_of(request: GenerationRequest) -> Truncation | None:
+def truncation_of(request: AnyRequest) -> Truncation | None:
     """How a long prompt is cut."""
     if request.truncate_prompt_tokens is None:
         return None
@@ -61,6 +64,12 @@ def output_of(request: GenerationRequest) -> OutputOptions:
     """How tokens become output."""
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or ()
     return OutputOptions(stop=tuple(stop), skip_special_tokens=request.skip_special_tokens is not False)
+
+
+def effort_variables(effort: str) -> dict[str, Any]:
+    """Variables of chat templates: those of models that reason know ``reasoning_effort``, or one of the others."""
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
 
 
 class StreamWish(enum.Enum):

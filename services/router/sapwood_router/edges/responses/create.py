@@ -1,0 +1,300 @@
+"""``/v1/responses``: answers, keeps what it answered, and gives it out again."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import msgspec
+
+from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_router.edges.http.errors import http_status
+from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
+from sapwood_router.edges.openai.other_parameters import IGNORED, STREAM_NEUTRAL
+from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, effort_variables, sampling_of, truncation_of
+from sapwood_router.edges.responses.events import ResponseEvents, StreamDialect
+from sapwood_router.edges.responses.items import Conversation, ItemMaker, turn_of
+from sapwood_router.edges.responses.store import ResponseStore, StoredResponse
+from sapwood_router.edges.responses.tools import tools_of
+from sapwood_router.edges.responses.types import ResponsesRequest, TextFormat
+from sapwood_router.edges.single_run import send_events, send_whole
+from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.request.context import ChatPrompt, FieldNames, Finish, FinishReason, RequestContext, Turn
+from sapwood_router.request.output import Output, OutputOptions, ToolCallDelta
+from sapwood_router.request.request_ids import unique_id
+from sapwood_router.request.structure import AnswerGrammar
+
+PATH = "/v1/responses"
+NEUTRAL: Neutral = {
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "moderation": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+"""Parameters that are taken only with the values that ask for nothing."""
+ALSO_IGNORED = frozenset({"max_tool_calls"})
+"""Of the tools that OpenAI runs itself, which are not here."""
+_LOGPROBS = "message.output_text.logprobs"
+_FORMAT = "text.format"
+
+
+class _NoOptions(msgspec.Struct):
+    """``stream_options``: none of them asks for anything that is served."""
+
+
+class ResponsesApi:
+    """The API over what is kept.
+
+    Args:
+        store: Keeps responses.
+    """
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    async def create(self, exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+        """Answers a request.
+
+        Raises:
+            SapwoodError: It is wrong, or it failed.
+        """
+        given = decode_object(body)
+        request = convert(given, ResponsesRequest, NEUTRAL, (IGNORED | ALSO_IGNORED | TEXT_SAMPLING) - {"metadata"})
+        stream = _wants_stream(request)
+        exchange.accept_body_id(request)
+        tenant = exchange.tenant
+        conversation = Conversation()
+        if request.instructions:
+            conversation.add("instructions", Turn("system", request.instructions))
+        if request.previous_response_id is not None:
+            field = "previous_response_id"
+            for turn in self._store.history(tenant, request.previous_response_id, field):
+                conversation.add(field, turn)
+        own = Conversation()
+        own.take(request.input)
+        for path, turn in zip(own.paths, own.turns, strict=True):
+            conversation.add(path, turn)
+        context = _context(request, given, conversation, exchange.request_id, deadline)
+        context.deadline = deadline if stream else exchange.sooner(deadline)
+        context.caller = exchange.caller(request, given)
+        answer = _Answer(request, context, keeps=request.store is not False and self._store.keeps)
+
+        def keep(output: Output, response: dict[str, Any]) -> None:
+            if answer.keeps:
+                turns = (*own.turns, turn_of(output))
+                kept = StoredResponse(
+                    answer.response_id,
+                    msgspec.json.encode(response),
+                    turns,
+                    request.previous_response_id,
+                    len(body),
+                )
+                self._store.put(tenant, kept)
+
+        if not stream:
+
+            def whole(output: Output, finish: Finish) -> dict[str, Any]:
+                response = answer.ended(finish, answer.items_of(output, finish))
+                keep(output, response)
+                return response
+
+            await send_whole(exchange, context, pipeline, whole)
+            return
+
+        def ended(finish: Finish, items: list[dict[str, Any]]) -> dict[str, Any]:
+            response = answer.ended(finish, items)
+            keep(_output_of(items), response)
+            return response
+
+        events = ResponseEvents(answer.items, answer.begun, ended, answer.failed)
+        exchange.dialect = StreamDialect(events)
+        await send_events(exchange, context, pipeline, events)
+
+    async def show(self, exchange: Exchange) -> None:
+        """Gives out a response that is kept.
+
+        Raises:
+            NotFoundError: It is not.
+        """
+        await exchange.send_body(200, self._store.get(exchange.tenant, _id_in(exchange.path)).body)
+
+    async def delete(self, exchange: Exchange) -> None:
+        """Forgets a response.
+
+        Raises:
+            NotFoundError: It is not kept.
+        """
+        response_id = _id_in(exchange.path)
+        self._store.delete(exchange.tenant, response_id)
+        told = {"id": response_id, "object": "response", "deleted": True}
+        await exchange.send_body(200, msgspec.json.encode(told))
+
+
+class _Answer:
+    """Makes the response of one request, at each moment of its life."""
+
+    def __init__(self, request: ResponsesRequest, context: RequestContext, *, keeps: bool) -> None:
+        secret = secrets.token_hex(16)
+        self.response_id = f"resp_{secret}"
+        self.items = ItemMaker(secret)
+        self.keeps = keeps
+        self._request = request
+        self._context = context
+        self._created = int(time.time())
+
+    def begun(self) -> dict[str, Any]:
+        """Before its first item."""
+        return self._make("in_progress", [])
+
+    def ended(self, finish: Finish, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """At its end."""
+        usage = finish.usage
+        told = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+        if finish.reason is FinishReason.LENGTH:
+            return self._make("incomplete", items, usage=told, incomplete_details={"reason": "max_output_tokens"})
+        return self._make("completed", items, usage=told)
+
+    def failed(self, error: SapwoodError) -> dict[str, Any]:
+        """Where it fails."""
+        code = "rate_limit_exceeded" if http_status(error) == 429 else "server_error"
+        return self._make("failed", [], error={"code": code, "message": error.message})
+
+    def items_of(self, output: Output, finish: Finish) -> list[dict[str, Any]]:
+        """The items of an answer in one piece."""
+        made: list[dict[str, Any]] = []
+        if output.reasoning:
+            made.append(self.items.reasoning(len(made), output.reasoning, "completed"))
+        if output.text or not (made or output.tool_calls):
+            made.append(self.items.message(len(made), output.text, "completed"))
+        for call in output.tool_calls:
+            made.append(self.items.call(len(made), call.id, call.name, call.arguments, "completed"))
+        if finish.reason is FinishReason.LENGTH:
+            made[-1]["status"] = "incomplete"
+        return made
+
+    def _make(self, status: str, items: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        request, sampling = self._request, self._context.sampling
+        reasoning = request.reasoning
+        return {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "model": self._context.model or "",
+            "output": items,
+            "parallel_tool_calls": self._context.parallel_tool_calls,
+            "previous_response_id": request.previous_response_id,
+            "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+            "store": self.keeps,
+            "temperature": sampling.temperature,
+            "text": request.text or {"format": {"type": "text"}},
+            "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
+            "tools": request.tools or [],
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "metadata": request.metadata or {},
+            **more,
+        }
+
+
+def _output_of(items: list[dict[str, Any]]) -> Output:
+    """The output that items tell."""
+    made = Output()
+    for item in items:
+        if item["type"] == "reasoning":
+            made.reasoning += item["content"][0]["text"]
+        elif item["type"] == "message":
+            made.text += item["content"][0]["text"]
+        else:
+            call = ToolCallDelta(len(made.tool_calls), item["call_id"], item["name"], item["arguments"])
+            made.tool_calls.append(call)
+    return made
+
+
+def _id_in(path: str) -> str:
+    return path.removeprefix(f"{PATH}/")
+
+
+def _wants_stream(request: ResponsesRequest) -> bool:
+    if request.stream_options is not None:
+        if not request.stream:
+            raise InvalidArgumentError("stream_options is only allowed with stream", field="stream_options")
+        convert(request.stream_options, _NoOptions, STREAM_NEUTRAL, prefix="stream_options.")
+    if request.include and _LOGPROBS in request.include:
+        raise InvalidArgumentError(f"{_LOGPROBS} is not supported", field="include")
+    return request.stream is True
+
+
+def _context(
+    request: ResponsesRequest,
+    given: dict[str, Any],
+    conversation: Conversation,
+    request_id: str,
+    deadline: float,
+) -> RequestContext:
+    fields = FieldNames(
+        prompt="input",
+        sampling="",
+        max_tokens="max_output_tokens",
+        grammar=f"{_FORMAT}.schema",
+        tool_name="tool_choice.name",
+        template_variables="chat_template_kwargs",
+        turns=tuple(conversation.paths),
+        tool="",
+    )
+    tools, choice = tools_of(request)
+    return RequestContext(
+        request_id=request_id,
+        worker_request_id=unique_id(request_id),
+        prompt=ChatPrompt(tuple(conversation.turns), tools, _template_variables(request)),
+        sampling=sampling_of(given, fields, max_tokens=request.max_output_tokens),
+        output=OutputOptions(),
+        fields=fields,
+        deadline=deadline,
+        model=request.model,
+        truncation=truncation_of(request),
+        whole=not request.stream,
+        grammar=None if request.text is None or request.text.format is None else _grammar(request.text.format),
+        tool_choice=choice,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+    )
+
+
+def _grammar(form: TextFormat) -> AnswerGrammar | None:
+    if form.type == "text":
+        return None
+    if form.type == "json_object":
+        return AnswerGrammar("json_schema", '{"type": "object"}')
+    if form.name is None:
+        raise InvalidArgumentError(f"{_FORMAT}.name is required", field=f"{_FORMAT}.name")
+    if form.schema is None:
+        raise InvalidArgumentError(f"{_FORMAT}.schema is required", field=f"{_FORMAT}.schema")
+    return AnswerGrammar("json_schema", msgspec.json.encode(form.schema).decode(), lenient=form.strict is not True)
+
+
+def _template_variables(request: ResponsesRequest) -> str:
+    """Variables for the chat template, under the names that chats use."""
+    variables: dict[str, Any] = {}
+    if request.reasoning is not None and request.reasoning.effort is not None:
+        variables = effort_variables(request.reasoning.effort)
+    if request.text is not None and request.text.verbosity is not None:
+        variables["verbosity"] = request.text.verbosity
+    variables |= request.chat_template_kwargs or {}
+    return msgspec.json.encode(variables).decode() if variables else ""

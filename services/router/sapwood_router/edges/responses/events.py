@@ -1,0 +1,163 @@
+"""The events of a streamed response. Each item is announced, filled and finished before the next; all events are numbered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sapwood_common.errors import SapwoodError
+from sapwood_router.edges.http.errors import OpenAIDialect
+from sapwood_router.edges.http.sse import event
+from sapwood_router.edges.responses.items import ItemMaker, reasoning_part, text_part
+from sapwood_router.request.context import Finish
+from sapwood_router.request.output import Output, ToolCallDelta
+
+_KINDS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
+_PARTS = {"message": text_part, "reasoning": reasoning_part}
+
+
+class _OpenItem:
+    """The item that is being written; ``call`` is the index of the call that it is."""
+
+    def __init__(self, kind: str, item_id: str, call: ToolCallDelta | None) -> None:
+        self.kind = kind
+        self.item_id = item_id
+        self.call = call
+        self.pieces: list[str] = []
+
+
+class ResponseEvents:
+    """Implements :class:`Events` of one response.
+
+    Args:
+        items: Makes items.
+        begun: Makes the response as it is before its first item.
+        ended: Makes it as it is at its end, of its items.
+        failed: Makes it as it is where it fails.
+    """
+
+    def __init__(
+        self,
+        items: ItemMaker,
+        begun: Callable[[], dict[str, Any]],
+        ended: Callable[[Finish, list[dict[str, Any]]], dict[str, Any]],
+        failed: Callable[[SapwoodError], dict[str, Any]],
+    ) -> None:
+        self._items = items
+        self._begun = begun
+        self._ended = ended
+        self._failed = failed
+        self._number = 0
+        self._done: list[dict[str, Any]] = []
+        self._open: _OpenItem | None = None
+
+    def begin(self) -> bytes:
+        response = self._begun()
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def more(self, output: Output) -> bytes:
+        written = b""
+        if output.reasoning:
+            written += self._text("reasoning", output.reasoning)
+        later = []
+        for call in output.tool_calls:
+            if self._open is not None and self._open.call is not None and self._open.call.index == call.index:
+                written += self._arguments(call)  # the rest of a call comes before the text after it
+            else:
+                later.append(call)
+        if output.text:
+            written += self._text("message", output.text)
+        for call in later:
+            written += self._finish("completed") + self._begin("function_call", call) + self._arguments(call)
+        return written
+
+    def end(self, finish: Finish) -> bytes:
+        written = b""
+        if not self._done and self._open is None:  # an answer of nothing is a message of nothing
+            written = self._begin("message", None)
+        last = self._finish("completed" if finish.reason.value == "stop" else "incomplete")
+        response = self._ended(finish, self._done)
+        return written + last + self._event(f"response.{response['status']}", response=response)
+
+    def fail(self, error: SapwoodError) -> bytes:
+        """What ends a stream that fails."""
+        return self._event("response.failed", response=self._failed(error))
+
+    def _text(self, kind: str, text: str) -> bytes:
+        written = b""
+        if self._open is None or self._open.kind != kind:
+            written = self._finish("completed") + self._begin(kind, None)
+        assert self._open is not None
+        self._open.pieces.append(text)
+        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        return written + self._event(f"{_KINDS[kind]}.delta", **self._at_part(), delta=text, **more)
+
+    def _arguments(self, call: ToolCallDelta) -> bytes:
+        assert self._open is not None
+        if not call.arguments:
+            return b""
+        self._open.pieces.append(call.arguments)
+        return self._event("response.function_call_arguments.delta", **self._at(), delta=call.arguments)
+
+    def _begin(self, kind: str, call: ToolCallDelta | None) -> bytes:
+        item = self._item(kind, call, None, "in_progress")
+        self._open = _OpenItem(kind, item["id"], call)
+        written = self._event("response.output_item.added", output_index=len(self._done), item=item)
+        if kind in _PARTS:
+            written += self._event("response.content_part.added", **self._at_part(), part=_PARTS[kind](""))
+        return written
+
+    def _finish(self, status: str) -> bytes:
+        """Finishes the open item, if there is one."""
+        done = self._open
+        if done is None:
+            return b""
+        text = "".join(done.pieces)
+        if done.kind in _PARTS:
+            more: dict[str, Any] = {"logprobs": []} if done.kind == "message" else {}
+            written = self._event(f"{_KINDS[done.kind]}.done", **self._at_part(), text=text, **more)
+            written += self._event("response.content_part.done", **self._at_part(), part=_PARTS[done.kind](text))
+        else:
+            assert done.call is not None
+            name = done.call.name
+            written = self._event("response.function_call_arguments.done", **self._at(), name=name, arguments=text)
+        item = self._item(done.kind, done.call, text, status)
+        written += self._event("response.output_item.done", output_index=len(self._done), item=item)
+        self._done.append(item)
+        self._open = None
+        return written
+
+    def _item(self, kind: str, call: ToolCallDelta | None, text: str | None, status: str) -> dict[str, Any]:
+        index = len(self._done)
+        if call is not None:
+            return self._items.call(index, call.id, call.name, text or "", status)
+        make = self._items.message if kind == "message" else self._items.reasoning
+        return make(index, text, status)
+
+    def _at(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {"item_id": self._open.item_id, "output_index": len(self._done)}
+
+    def _at_part(self) -> dict[str, Any]:
+        return {**self._at(), "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number = self._number
+        self._number += 1
+        return event(kind, sequence_number=number, **fields)
+
+
+class StreamDialect(OpenAIDialect):
+    """Errors as of any of OpenAI's APIs, but within a stream.
+
+    Args:
+        events: The stream's.
+    """
+
+    def __init__(self, events: ResponseEvents) -> None:
+        self._events = events
+
+    def event(self, error: SapwoodError, request_id: str) -> bytes:
+        return self._events.fail(error)

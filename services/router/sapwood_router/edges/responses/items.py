@@ -1,0 +1,161 @@
+"""Items of an input as turns of a conversation, and an output as items."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.edges.responses.types import Item, Part
+from sapwood_router.request.context import ToolCall, Turn
+from sapwood_router.request.output import Output
+
+BETWEEN_TEXTS = "\n"
+"""Stands between several messages of the assistant's that are one turn, and between instructions and a first such message."""
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+class Conversation:
+    """The turns that items are: what the assistant reasoned, said and called is one turn.
+
+    Attributes:
+        turns: The turns so far.
+        paths: How the client calls each of them.
+    """
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self.paths: list[str] = []
+
+    def add(self, path: str, turn: Turn) -> None:
+        """One more; what the assistant says goes on with what it said before, and so does what the system says at the start."""
+        last = self.turns[-1] if self.turns else None
+        merges = turn.role == "assistant" or (turn.role == "system" and len(self.turns) == 1)
+        if last is None or last.role != turn.role or not merges:
+            self.turns.append(turn)
+            self.paths.append(path)
+            return
+        self.turns[-1] = Turn(
+            turn.role,
+            _joined(last.content, turn.content),
+            tool_calls=(*last.tool_calls, *turn.tool_calls),
+            reasoning=_joined(last.reasoning, turn.reasoning),
+        )
+
+    def take(self, given: str | Sequence[Item]) -> None:
+        """The input of a request.
+
+        Raises:
+            InvalidArgumentError: It has what is not understood.
+        """
+        if isinstance(given, str):
+            self.add("input", Turn("user", given))
+            return
+        for index, item in enumerate(given):
+            self.add(f"input[{index}]", _turn(item, f"input[{index}]"))
+
+
+def _joined(one: str | None, other: str | None) -> str | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return f"{one}{BETWEEN_TEXTS}{other}"
+
+
+def _turn(item: Item, path: str) -> Turn:
+    match item.type:
+        case "message":
+            role = _ROLES.get(item.role or "")
+            if role is None:
+                raise InvalidArgumentError(f"role {item.role!r} is not supported", field=f"{path}.role")
+            return Turn(role, _text(item.content, f"{path}.content"))
+        case "reasoning":  # what another server has encrypted nobody can read
+            return Turn("assistant", None, reasoning=_text(item.content or "", f"{path}.content") or None)
+        case "function_call":
+            call_id, name = _needed(item.call_id, f"{path}.call_id"), _needed(item.name, f"{path}.name")
+            return Turn("assistant", None, tool_calls=(ToolCall(call_id, name, _arguments(item, path)),))
+        case "function_call_output":
+            call_id = _needed(item.call_id, f"{path}.call_id")
+            return Turn("tool", _text(item.output, f"{path}.output"), tool_call_id=call_id)
+        case other:
+            raise InvalidArgumentError(f"items of type {other!r} are not supported", field=f"{path}.type")
+
+
+def _needed(value: str | None, path: str) -> str:
+    if not value:
+        raise InvalidArgumentError(f"{path} is required", field=path)
+    return value
+
+
+def _arguments(item: Item, path: str) -> str:
+    try:
+        found = msgspec.json.decode(item.arguments or "")
+    except (msgspec.DecodeError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise InvalidArgumentError("the arguments of a call are a JSON object", field=f"{path}.arguments")
+    return item.arguments or ""
+
+
+def _text(content: str | list[Part] | None, path: str) -> str:
+    if content is None:
+        raise InvalidArgumentError(f"{path} is required", field=path)
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type != "refusal" and part.type not in _TEXTS:
+            raise InvalidArgumentError(f"content of type {part.type!r} is not supported", field=f"{path}[{index}].type")
+        if text is None:
+            raise InvalidArgumentError("text is required", field=f"{path}[{index}].text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def turn_of(output: Output) -> Turn:
+    """An answer as the turn that a later request goes on from."""
+    calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in output.tool_calls)
+    return Turn("assistant", output.text or None, tool_calls=calls, reasoning=output.reasoning or None)
+
+
+class ItemMaker:
+    """Makes the items of one answer; their ids are made of the answer's.
+
+    Args:
+        secret: What only the answer has in its id.
+    """
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+
+    def reasoning(self, index: int, text: str | None, status: str) -> dict[str, Any]:
+        """The item with this index; of a text that is None nothing is told yet."""
+        content = [] if text is None else [reasoning_part(text)]
+        return {"id": self._id("rs", index), "type": "reasoning", "summary": [], "content": content, "status": status}
+
+    def message(self, index: int, text: str | None, status: str) -> dict[str, Any]:
+        """Likewise."""
+        content = [] if text is None else [text_part(text)]
+        made = {"id": self._id("msg", index), "type": "message", "role": "assistant"}
+        return {**made, "content": content, "status": status}
+
+    def call(self, index: int, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
+        """Likewise."""
+        made = {"id": self._id("fc", index), "type": "function_call", "call_id": call_id, "name": name}
+        return {**made, "arguments": arguments, "status": status}
+
+    def _id(self, kind: str, index: int) -> str:
+        return f"{kind}_{self._secret}{index:04x}"
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """A part of a message."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def reasoning_part(text: str) -> dict[str, Any]:
+    """A part of reasoning."""
+    return {"type": "reasoning_text", "text": text}

@@ -1,0 +1,123 @@
+"""Responses that are kept, for who asks for them again or goes on from them; in memory, and no more than so many."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from sapwood_common.errors import NotFoundError
+from sapwood_router.request.context import Turn
+
+_OVERHEAD = 4096
+"""Bytes that a response is counted beside its texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response.
+
+    Attributes:
+        response_id: Its id.
+        body: It, as JSON.
+        turns: What was asked and answered, without what it goes on from.
+        previous: The id of the response that it goes on from.
+        input_bytes: How long the request was.
+    """
+
+    response_id: str
+    body: bytes
+    turns: tuple[Turn, ...]
+    previous: str | None
+    input_bytes: int
+
+    @property
+    def size(self) -> int:
+        """Bytes that it is counted; its texts are in its body, too."""
+        return 2 * len(self.body) + self.input_bytes + _OVERHEAD
+
+
+class ResponseStore:
+    """Keeps responses, each for the tenant who asked for it. What has not been used for longest goes first.
+
+    Args:
+        most: Responses that a tenant may have; 0: none is kept.
+        most_bytes: Of all tenants together; beyond it, the one that has most gives way.
+    """
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._tenants: dict[str, OrderedDict[str, StoredResponse]] = {}
+        self._sizes: dict[str, int] = {}
+        self._size = 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps any."""
+        return self._most > 0
+
+    @property
+    def size(self) -> int:
+        """Bytes that are kept."""
+        return self._size
+
+    def put(self, tenant: str, response: StoredResponse) -> None:
+        """Keeps a response, in the place of others where there is no room."""
+        if not self.keeps or response.size > self._most_bytes:
+            return
+        kept = self._tenants.setdefault(tenant, OrderedDict())
+        kept[response.response_id] = response
+        self._count(tenant, response.size)
+        if len(kept) > self._most:
+            self._drop(tenant, next(iter(kept)))
+        while self._size > self._most_bytes:
+            largest = max(self._sizes, key=self._sizes.__getitem__)
+            self._drop(largest, next(iter(self._tenants[largest])))
+
+    def get(self, tenant: str, response_id: str, field: str | None = None) -> StoredResponse:
+        """A response.
+
+        Raises:
+            NotFoundError: It is not kept, or not for this tenant.
+        """
+        kept = self._tenants.get(tenant)
+        if kept is None or response_id not in kept:
+            raise NotFoundError(f"there is no response {response_id[:100]!r} here, or no longer", field=field)
+        return kept[response_id]
+
+    def delete(self, tenant: str, response_id: str) -> None:
+        """Forgets a response.
+
+        Raises:
+            NotFoundError: As :meth:`get`.
+        """
+        self.get(tenant, response_id)
+        self._drop(tenant, response_id)
+
+    def history(self, tenant: str, response_id: str, field: str) -> tuple[Turn, ...]:
+        """The conversation up to a response and with it; all of it counts as used.
+
+        Raises:
+            NotFoundError: The response, or one that it goes on from, is not kept; the error names ``field``.
+        """
+        chain: list[StoredResponse] = []
+        following: str | None = response_id
+        while following is not None:
+            chain.append(self.get(tenant, following, field))
+            following = chain[-1].previous
+        kept = self._tenants[tenant]
+        for (
+            response
+        ) in chain:  # the oldest last: it goes after those that go on from it, which are of no use without it
+            kept.move_to_end(response.response_id)
+        return tuple(turn for response in reversed(chain) for turn in response.turns)
+
+    def _drop(self, tenant: str, response_id: str) -> None:
+        kept = self._tenants[tenant]
+        self._count(tenant, -kept.pop(response_id).size)
+        if not kept:
+            del self._tenants[tenant], self._sizes[tenant]
+
+    def _count(self, tenant: str, size: int) -> None:
+        self._sizes[tenant] = self._sizes.get(tenant, 0) + size
+        self._size += size

@@ -1,0 +1,85 @@
+"""The requests of OpenAI's Responses API that are understood; names and shapes are OpenAI's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from sapwood_router.edges.openai.types import AnyRequest
+
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class Part(msgspec.Struct):
+    """A part of an item's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(msgspec.Struct):
+    """An item of the input, of whatever type; one without a type is a message."""
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+
+class Tool(msgspec.Struct, omit_defaults=True):
+    """A tool on offer; only functions are understood."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(msgspec.Struct, omit_defaults=True):
+    """What the answer's text must match."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextConfig(msgspec.Struct, omit_defaults=True):
+    """What the answer's text is to be like."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(msgspec.Struct):
+    """How much the model is to reason; what it reasons is told as it is, without a summary."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(AnyRequest, kw_only=True):
+    """``POST /v1/responses``; ``chat_template_kwargs`` is an extension, named as in vLLM."""
+
+    input: str | list[Item]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None  # a string or an object: told apart in tools.py
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None

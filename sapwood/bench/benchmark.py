@@ -25,15 +25,22 @@ _WARM_UP_SEED = -1
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One load: ``value`` clients, ``value`` requests a second, or a trace ``value`` times as fast as it was."""
+    """One load: ``value`` clients, ``value`` requests a second, or a trace ``value`` times as fast as it was.
+
+    Attributes:
+        kind: Which of these.
+        value: How much.
+        arriving: What comes at a rate.
+    """
 
     kind: Literal["concurrency", "rate", "trace"]
     value: float
+    arriving: Literal["requests", "conversations"] = "requests"
 
     def __str__(self) -> str:
         return {
             "concurrency": f"concurrency {self.value:g}",
-            "rate": f"{self.value:g} requests/s",
+            "rate": f"{self.value:g} {self.arriving}/s",
             "trace": f"trace at {self.value:g} x speed",
         }[self.kind]
 

@@ -41,7 +41,7 @@ def _draw(result: Result) -> Any:
         rows = 3 if sweep else 2
         figure = Figure(figsize=(13, 3.6 * rows))
         # By hand: what lays figures out by itself draws them several times.
-        figure.subplots_adjust(left=0.05, right=0.98, bottom=0.16 / rows, top=1 - 0.22 / rows, wspace=0.24, hspace=0.36)
+        figure.subplots_adjust(left=0.05, right=0.98, bottom=0.16 / rows, top=1 - 0.22 / rows, wspace=0.32, hspace=0.36)
         axes = figure.subplots(rows, 3, squeeze=False)
         if sweep:
             _draw_sweep(result, axes[0])
@@ -53,9 +53,11 @@ def _draw(result: Result) -> Any:
 
 def _draw_sweep(result: Result, axes: Any) -> None:
     values = [found.level.value for found in result.levels]
-    name = {"concurrency": "requests at a time", "rate": "requests/s asked for", "trace": "speed"}[
-        result.levels[0].level.kind
-    ]
+    name = {
+        "concurrency": "requests at a time",
+        "rate": f"{result.levels[0].level.arriving}/s asked for",
+        "trace": "speed",
+    }[result.levels[0].level.kind]
     rates = [found.measures.rate(found.measures.output_tokens) for found in result.levels]
     axes[0].plot(values, rates, marker="o", label="output tokens/s")
     axes[0].set_title("Throughput")

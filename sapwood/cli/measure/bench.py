@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, UNREACHABLE, CliError
 from sapwood.cli.measure.bench_view import BenchView
@@ -257,7 +257,10 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     if arguments.trace is not None:
         levels = (Level("trace", arguments.trace_speed),)
     elif arguments.rate is not None:
-        levels = tuple(Level("rate", value) for value in arguments.rate)
+        arriving: Literal["requests", "conversations"] = (
+            "conversations" if arguments.dataset in ("multi-turn", "sharegpt") else "requests"
+        )
+        levels = tuple(Level("rate", value, arriving) for value in arguments.rate)
     else:
         levels = tuple(Level("concurrency", value) for value in arguments.concurrency or (8,))
     try:

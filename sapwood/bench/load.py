@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 
@@ -74,7 +73,7 @@ class Load:
 
     async def closed(self, concurrency: int) -> Run:
         """``concurrency`` clients, each with one request at a time."""
-        run = _start(open_loop=False)
+        run = Run(clock(), open_loop=False)
 
         async def client() -> None:
             while self._goes_on(run) and (conversation := next(self._conversations, None)) is not None:
@@ -89,7 +88,7 @@ class Load:
 
     async def open(self, arrivals: Iterator[float]) -> Run:
         """Conversations at given times, in seconds after the start, whether or not those before were answered."""
-        run = _start(open_loop=True)
+        run = Run(clock(), open_loop=True)
 
         async def dispatch() -> None:
             started = 0
@@ -125,7 +124,6 @@ class Load:
         finally:
             task.cancel()
             stopped.cancel()
-            gc.unfreeze()
         return run
 
     def _goes_on(self, run: Run) -> bool:
@@ -155,9 +153,3 @@ class Load:
                 run.failures += 1
                 return
             history.answered(record.text)
-
-
-def _start(*, open_loop: bool) -> Run:
-    gc.collect()
-    gc.freeze()  # the collector then only looks at what the load makes
-    return Run(clock(), open_loop)

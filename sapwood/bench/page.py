@@ -26,11 +26,11 @@ pre { background: #f3f6f4; padding: 0.8rem; overflow: auto; max-height: 30rem; f
 
 def write_page(result: Result, path: Path) -> None:
     """Writes the file. Raises OSError."""
-    path.write_text(render(result), encoding="utf-8")
+    path.write_text(render(result, to_svg(result) if result.levels else ""), encoding="utf-8")
 
 
-def render(result: Result) -> str:
-    """The page."""
+def render(result: Result, svg: str) -> str:
+    """The page, with the picture."""
     told = to_json(result)
     title = f"{result.model}: benchmark"
     where = f"{told['target']}, {told['api']}, {told['dataset']}, seed {told['seed']}, {told['written']}"
@@ -41,8 +41,7 @@ def render(result: Result) -> str:
     if len(result.levels) > 1:
         head, *rows = sweep_rows(result)
         parts.append(f"<h2>By load (times in ms)</h2>{_table(head, rows)}")
-    if result.levels:
-        parts.append(to_svg(result))
+    parts.append(svg)
     for found in result.levels:
         spreads = ((title, spread_of(found.measures, name)) for name, title in SPREADS.items())
         rows = [

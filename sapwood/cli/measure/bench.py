@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import importlib.util
 import json
 import signal
@@ -204,6 +205,9 @@ def _run(benchmark: Benchmark) -> Result:
     """Runs it until its end or Ctrl-C."""
     from sapwood.bench.data.json_lines import DataError
     from sapwood.bench.targets.target import TargetError
+
+    gc.collect()
+    gc.freeze()  # the collector then only looks at what the loads make
 
     async def main() -> Result:
         loop = asyncio.get_running_loop()

@@ -7,8 +7,10 @@ import json
 
 import pytest
 
+from sapwood_common.errors import InternalError
 from sapwood_common.tenants.api_keys import hash_key, make_key
 from sapwood_testing.router.fake_tokenizer import encode
+from sapwood_testing.router.fake_worker import Script
 
 pytestmark = pytest.mark.slow
 
@@ -82,10 +84,10 @@ async def test_a_chat_streams_and_no_text_of_it_is_markup(make_cluster, browser,
         await shoot(page, "chat-dark")
         size = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
         await page.send("Emulation.setDeviceMetricsOverride", **size)
-        await shoot(page, "chat-phone")
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         await page.send("Page.reload")
         await page.shows(".turn.assistant .text", "deeper")  # the tab keeps the conversation,
+        await shoot(page, "chat-phone")
         assert await page.evaluate("document.querySelector('#temperature').value") == "0.5"
         await ask(page, "And now?")
         await wait_until(lambda: len(cluster.tokenizer.chats) == 2)
@@ -171,12 +173,18 @@ async def test_errors_are_shown_as_the_router_tells_them_with_their_field(make_c
         (chat,) = (chat for chat in cluster.tokenizer.chats if chat.messages[-1].content == "fourth")
         assert [message.content for message in chat.messages] == ["fourth"]  # what got no answer is no part of it
         assert await page.evaluate(wrong) is None
+        cluster.workers[0].script = Script(
+            tokens=lambda _: encode("half of it")[1:], fail_after=4, error=InternalError("it broke")
+        )
+        await ask(page, "fifth")
+        await page.shows(".turn.assistant:last-child .error", "it broke")
+        assert await page.text(".turn.assistant:last-child .text") == "half"
         refused = [told for told in page.complaints() if "400" not in told]
         assert refused == []
 
 
 async def test_the_fleet_is_live_and_rests_in_a_hidden_tab(make_cluster, browser, wait_until, shoot) -> None:
-    async with make_cluster(2) as cluster:
+    async with make_cluster(2, breaker_open_seconds=600) as cluster:
         page = await browser.open(f"{cluster.url}/ui/#fleet")
         alive, dead = cluster.workers
         alive.load.running_requests, alive.load.waiting_requests = 3, 4
@@ -192,6 +200,9 @@ async def test_the_fleet_is_live_and_rests_in_a_hidden_tab(make_cluster, browser
         await page.shows("#health", "1 of 2 workers up")
         assert "down" in await page.evaluate("document.getElementById('fleet-news').textContent")
         await shoot(page, "fleet-down")
+        for _ in range(5):
+            next(worker for worker in cluster.router.registry.all() if worker.address == alive.address).breaker.fault()
+        await page.shows("tr.up .broken", "open")
         size = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
         await page.send("Emulation.setDeviceMetricsOverride", **size)
         await shoot(page, "fleet-phone")
@@ -210,6 +221,12 @@ async def test_the_fleet_is_live_and_rests_in_a_hidden_tab(make_cluster, browser
         await browser.send("Target.activateTarget", targetId=page.target)
         await page.until(f"!document.hidden && {looks} > {rested}")
         assert page.complaints() == []
+        await page.send("Network.enable")
+        for offline in (True, False):  # as if the router were gone, and came back
+            line = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+            await page.send("Network.emulateNetworkConditions", offline=offline, **line)
+            await page.shows("#health", "the router does not answer" if offline else "1 of 2 workers up")
+            assert await page.evaluate("document.getElementById('fleet').classList.contains('old')") == offline
 
 
 async def test_a_route_is_explained_worker_by_worker(make_cluster, browser, shoot) -> None:
@@ -280,6 +297,9 @@ async def test_where_workers_are_for_operators_the_page_says_so(make_cluster, br
         await page.shows("#fleet", "shows its workers to operators only")
         await page.shows("#fleet", "fake 1 worker")
         assert cluster.workers[0].address not in await page.evaluate("document.body.innerText")
+        await page.click('nav a[href="#route"]')
+        await page.shows("#route-closed", "to operators only")
+        await page.hides("#route-form")
 
 
 async def test_all_of_it_can_be_reached_with_the_keyboard_and_has_a_name(make_cluster, browser) -> None:

@@ -49,7 +49,10 @@ export class Chat {
       }
     });
     byId("chat-view").addEventListener("keydown", (event) => event.key === "Escape" && this.stop());
-    byId("stop").addEventListener("click", () => this.stop());
+    byId("stop").addEventListener("click", () => {
+      byId("text").focus();
+      this.stop();
+    });
     addEventListener("pagehide", () => this.stopAt(this.views.at(-1)));
     byId("clear").addEventListener("click", () => this.clear());
     for (const turn of JSON.parse(sessionStorage.getItem(STORE) ?? "[]")) this.add(turn).finish(false);
@@ -72,6 +75,7 @@ export class Chat {
     const text = byId("text").value;
     if (this.running || !text.trim()) return;
     byId("text").value = "";
+    byId("text").focus(); // the button that was pressed is gone while the answer comes
     this.say({ role: "user", content: text });
     this.answer();
   }

@@ -94,7 +94,8 @@ export class Fleet {
     this.closed = el(
       "div",
       { className: "card" },
-      el("p", {}, "This router shows its workers to operators only: `sapwood top` at its admin port, or this page with --status-page on."),
+      el("p", {}, "This router shows its workers to operators only: ", el("code", {}, "sapwood top"), " at its admin port, or this page with ",
+        el("code", {}, "--status-page on"), "."),
       this.models,
     );
   }

@@ -60,6 +60,7 @@ async function look() {
     fleet.update(state);
     showHealth(state);
     byId("route-form").hidden = state.router === null;
+    byId("route-closed").hidden = state.router !== null;
     byId("fleet").classList.remove("old");
     showError(byId("fleet-error"), null);
     showError(byId("key-error"), null);

@@ -1,8 +1,12 @@
+import contextlib
 import json
 import logging
 import re
+import socket
 import threading
+import time
 import urllib.request
+from collections.abc import Iterator
 
 import prometheus_client
 import pytest
@@ -11,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.telemetry import logs as telemetry
+from sapwood_common.telemetry import metrics_thread
 from sapwood_common.telemetry.metrics import AtMost, MetricSet, MetricsServer, OneOf
 
 
@@ -127,6 +132,40 @@ def test_the_server_shows_the_registry_and_frees_its_port() -> None:
     server.close()
     again = MetricsServer(metrics.registry, "127.0.0.1", server.port)
     again.close()
+
+
+@pytest.fixture
+def metrics_server() -> Iterator[MetricsServer]:
+    metrics = MetricSet()
+    metrics.gauge("level", "Level.").at().set(7)
+    server = MetricsServer(metrics.registry, "127.0.0.1", 0)
+    yield server
+    server.close()
+
+
+def test_beyond_a_few_clients_of_the_metrics_nobody_is_let_in(metrics_server: MetricsServer) -> None:
+    address, before = ("127.0.0.1", metrics_server.port), threading.active_count()
+    held = [socket.create_connection(address, timeout=60) for _ in range(metrics_thread.MOST_AT_ONCE)]
+    while threading.active_count() < before + len(held):
+        time.sleep(0.001)
+    with socket.create_connection(address, timeout=60) as beyond, contextlib.suppress(ConnectionResetError):
+        assert beyond.recv(1) == b""
+    for connection in held:
+        connection.close()
+    while threading.active_count() > before:
+        time.sleep(0.001)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://127.0.0.1:{metrics_server.port}/metrics") as response:
+        assert "level 7.0" in response.read().decode()
+
+
+def test_a_silent_client_of_the_metrics_is_closed_in_time(
+    metrics_server: MetricsServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics_thread._Handler, "timeout", 0.05)
+    with socket.create_connection(("127.0.0.1", metrics_server.port), timeout=60) as client:
+        assert client.recv(1) == b""
+    assert capfd.readouterr().err == ""
 
 
 def test_json_logs_hold_request_and_trace_id(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,20 +5,18 @@ A label takes only values that it knows; anything else is counted under ``other`
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.telemetry.metrics_thread import serve_on_port, serve_on_socket
 from sapwood_common.telemetry.series import Counter, Gauge, Histogram, Series
-from sapwood_common.telemetry.unix_metrics import serve_on_socket
 from sapwood_common.unix_socket import is_unix
 
 OTHER = "other"
@@ -239,12 +237,8 @@ def metrics_port(given: int | None, usual: int, service_port: int) -> int:
     return usual if service_port else 0
 
 
-def _serve_on_port(registry: CollectorRegistry, host: str, port: int) -> tuple[WSGIServer, threading.Thread]:
-    return start_http_server(port, host, registry)
-
-
 class MetricsServer:
-    """Serves a registry under ``/metrics`` on a port of its own, in a thread.
+    """Serves a registry under ``/metrics`` on a port of its own, in threads.
 
     Args:
         registry: What is served.
@@ -257,7 +251,7 @@ class MetricsServer:
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         try:
-            start = serve_on_socket if is_unix(host) else _serve_on_port
+            start = serve_on_socket if is_unix(host) else serve_on_port
             self._server, self._thread = start(registry, host, port)
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port} for metrics: {error.strerror or error}") from error

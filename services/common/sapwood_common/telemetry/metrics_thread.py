@@ -1,0 +1,112 @@
+"""Serves metrics in threads, a few at a time: prometheus_client's own server has one for each client, however long it stays, and
+no Unix sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
+
+from sapwood_common.unix_socket import listen_unix, port_of
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 16
+MOST_AT_ONCE = 32
+"""Clients; who comes beyond them is closed."""
+SILENCE = 10.0
+"""Seconds that a client may be silent."""
+
+
+class _Server(ThreadingWSGIServer):
+    request_queue_size = _BACKLOG
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._places = threading.BoundedSemaphore(MOST_AT_ONCE)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a client of the metrics was not answered", exc_info=True)
+
+
+class _UnixServer(_Server):
+    def get_request(self) -> tuple[Any, Any]:
+        connection, _ = self.socket.accept()
+        return connection, ("unix", 0)  # handlers look into the client's address, which is empty
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SILENCE
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's name
+        """Logs nothing."""
+
+
+def serve_on_port(registry: CollectorRegistry, host: str, port: int) -> tuple[WSGIServer, threading.Thread]:
+    """Begins to serve in a thread; returns server and thread.
+
+    Args:
+        registry: What is served.
+        host: Address or name.
+        port: 0 takes a free one.
+
+    Raises:
+        OSError: It cannot be listened on.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = min(found, key=lambda item: item[0] != socket.AF_INET)
+    server = _Server(address[:2], _Handler, bind_and_activate=False)
+    server.socket.close()
+    server.address_family = family
+    server.socket = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        server.server_bind()
+        server.server_activate()
+    except OSError:
+        server.server_close()
+        raise
+    return server, _start(server, registry)
+
+
+def serve_on_socket(registry: CollectorRegistry, host: str, port: int) -> tuple[WSGIServer, threading.Thread]:
+    """The same on a Unix socket.
+
+    Args:
+        registry: What is served.
+        host: ``unix:PREFIX``.
+        port: 0 takes a free one.
+
+    Raises:
+        ConfigError: It cannot be listened on.
+    """
+    server = _UnixServer((host, port), _Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listen_unix(host, port, _BACKLOG)
+    server.server_name, server.server_port = host, port_of(server.socket)
+    server.setup_environ()
+    return server, _start(server, registry)
+
+
+def _start(server: WSGIServer, registry: CollectorRegistry) -> threading.Thread:
+    server.set_app(make_wsgi_app(registry))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    return thread

@@ -43,6 +43,8 @@ class _Reflection:
     def __init__(self, service_names: list[str], pool: Any) -> None:
         self._service_names = service_names
         self._pool = pool
+        self._described: dict[str, Any] = {}
+        """Answers by file: there are few, and strangers may ask for them without end."""
 
     async def answer_all(
         self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
@@ -60,13 +62,13 @@ class _Reflection:
         """The answer to one request; raises KeyError if there is nothing of that name."""
         match request.WhichOneof("message_request"):
             case "file_by_filename":
-                return _files(self._pool.FindFileByName(request.file_by_filename))
+                return self._files(self._pool.FindFileByName(request.file_by_filename))
             case "file_containing_symbol":
-                return _files(self._file_declaring(request.file_containing_symbol))
+                return self._files(self._file_declaring(request.file_containing_symbol))
             case "file_containing_extension":
                 asked = request.file_containing_extension
                 extended = self._pool.FindMessageTypeByName(asked.containing_type)
-                return _files(self._pool.FindExtensionByNumber(extended, asked.extension_number).file)
+                return self._files(self._pool.FindExtensionByNumber(extended, asked.extension_number).file)
             case "all_extension_numbers_of_type":
                 extended = self._pool.FindMessageTypeByName(request.all_extension_numbers_of_type)
                 numbers = sorted(extension.number for extension in self._pool.FindAllExtensions(extended))
@@ -80,24 +82,25 @@ class _Reflection:
                 return pb.ServerReflectionResponse(list_services_response=pb.ListServiceResponse(service=services))
         return _error(grpc.StatusCode.INVALID_ARGUMENT, "the request asks for nothing")
 
+    def _files(self, file: FileDescriptor) -> Any:
+        """A file and, after it, all that it imports."""
+        if file.name not in self._described:
+            found: dict[str, FileDescriptor] = {}
+            waiting = [file]
+            while waiting:
+                one = waiting.pop()
+                if one.name not in found:
+                    found[one.name] = one
+                    waiting += one.dependencies
+            raw = [one.serialized_pb for one in found.values()]
+            self._described[file.name] = pb.FileDescriptorResponse(file_descriptor_proto=raw)
+        return pb.ServerReflectionResponse(file_descriptor_response=self._described[file.name])
+
     def _file_declaring(self, symbol: str) -> FileDescriptor:
         try:
             return self._pool.FindFileContainingSymbol(symbol)  # type: ignore[no-any-return]
         except KeyError:  # it does not look into services
             return self._pool.FindMethodByName(symbol).containing_service.file  # type: ignore[no-any-return]
-
-
-def _files(file: FileDescriptor) -> Any:
-    """A file and, after it, all that it imports."""
-    found: dict[str, FileDescriptor] = {}
-    waiting = [file]
-    while waiting:
-        one = waiting.pop()
-        if one.name not in found:
-            found[one.name] = one
-            waiting += one.dependencies
-    raw = [one.serialized_pb for one in found.values()]
-    return pb.ServerReflectionResponse(file_descriptor_response=pb.FileDescriptorResponse(file_descriptor_proto=raw))
 
 
 def _error(code: grpc.StatusCode, message: str) -> Any:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:  # at run time only what needs it imports it
     from sapwood_common.models.model_files import PinnedModel
 
 _KEPT = (
-    "The demo model is kept under SAPWOOD_HOME [default: ~/.cache/sapwood], models of the hub in the cache of its own library, "
-    "under HF_HOME [default: ~/.cache/huggingface]."
+    "The demo model and models from URLs are kept under SAPWOOD_HOME [default: ~/.cache/sapwood], models of the hub in the cache "
+    "of its own library, under HF_HOME [default: ~/.cache/huggingface]."
 )
-_NAMES = "demo (Gemma 3 270M, 238 MB to download), or a model of the hub: owner/name or owner/name:file.gguf"
+_NAMES = "demo (Gemma 3 270M, 238 MB to download), a model of the hub (owner/name or owner/name:file.gguf) or a URL"
 
 
 def configure(verbs: Any) -> None:
@@ -63,10 +63,12 @@ def run_path(arguments: argparse.Namespace) -> int:
 
 def run_list(arguments: argparse.Namespace) -> int:
     """Prints a line for each model that is here; returns the exit code."""
-    from sapwood_common.models.model_files import DEMO_NAME, demo_path
+    from sapwood_common.models.model_files import DEMO_NAME, demo_path, url_models
 
     demo = demo_path()
     rows = [(DEMO_NAME, "", demo.stat().st_size)] if demo.is_file() else []
+    for url, folder in url_models().known():
+        rows.append((url, folder.name, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())))
     if importlib.util.find_spec("huggingface_hub") is not None:
         from sapwood_common.models.hub import cached_models
 
@@ -84,7 +86,7 @@ def fetch_model(model: str, revision: str | None = None, *, weights: bool = True
     Args:
         model: What ``--model`` may name.
         revision: Of a model of the hub.
-        weights: Whether more is wanted of a model of the hub than a tokenizer needs.
+        weights: Whether more is wanted of a model from elsewhere than a tokenizer needs.
 
     Raises:
         CliError: It is not there, or cannot be fetched; the message is one line that says what to do.

@@ -59,8 +59,8 @@ def configure(verbs: Any, *, with_services: bool) -> None:
     add_option(
         parser,
         "--model",
-        "Of tokenizer and workers: demo, a model of the hub (owner/name or owner/name:file.gguf), a .gguf file or a Hugging "
-        "Face directory. demo and models of the hub are fetched if missing.",
+        "Of tokenizer and workers: demo, a model of the hub (owner/name or owner/name:file.gguf), a .gguf file, a Hugging "
+        "Face directory or a URL (s3://bucket/folder). What is not here is fetched.",
         variable=up + "MODEL",
         shown_default="demo",
     )

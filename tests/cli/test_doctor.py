@@ -26,6 +26,7 @@ def doctor(environment: dict[str, str], *words: str, python: tuple[str, ...] = (
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_what_this_machine_has_is_listed_and_enough(tmp_path: Path) -> None:
     driver = tmp_path / "nvidia-smi"
     driver.write_text("#!/bin/sh\necho 580.65.06\n")

@@ -6,7 +6,6 @@ proxies. Its locks let several processes of a host fetch a file once.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import warnings
@@ -17,17 +16,9 @@ from typing import Any
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.progress import Progress, unreported
+from sapwood_common.models.wanted import DESCRIPTION, INDEX, weights_named_by
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:]+\.gguf))?")
-
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_DESCRIPTION = (
-    *("config.json", "generation_config.json", _INDEX),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
-    *("vocab.*", "merges.txt", "spiece.model", "sentencepiece*.model", "tiktoken.model", "*.tiktoken", "tekken.json"),
-    *("modules.json", "sentence_bert_config.json", "*_Pooling/config.json"),
-)
-"""Patterns of the files that workers and tokenizers read, weights aside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +132,7 @@ class Hub:
         quiet = _bar_of(_Report("", unreported))
         folder = Path(
             snapshot_download(
-                repo, revision=revision, allow_patterns=list(_DESCRIPTION), tqdm_class=quiet, **self._options
+                repo, revision=revision, allow_patterns=list(DESCRIPTION), tqdm_class=quiet, **self._options
             )
         )
         sizes = self._sizes(repo, folder.name)
@@ -224,13 +215,11 @@ def _commit_of(path: Path) -> str:
 
 
 def _weights_of(folder: Path) -> list[str]:
-    index = folder / _INDEX
-    if not index.is_file():
-        return [_SINGLE]
+    index = folder / INDEX
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index}: cannot be read: {error!r}") from error
+        return list(weights_named_by(index.read_text() if index.is_file() else None))
+    except ValueError as error:
+        raise ConfigError(f"--model: {folder}: {error}") from error
 
 
 def _what_instead(repo: str, files: Sequence[str] | dict[str, int]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.hub import Hub, HubName, parse_hub_name
 from sapwood_common.models.progress import Progress, unreported
+from sapwood_common.models.url_files import UrlModels, is_url
 
 DEMO_NAME = "demo"
 DEMO_FILE = "gemma-3-270m-q4_k_m.gguf"
@@ -51,7 +52,12 @@ def hub_name(model: str) -> HubName | None:
 
 def is_elsewhere(model: str) -> bool:
     """Whether a model has to be fetched by its name before it is on this machine; ``demo`` has a command of its own."""
-    return hub_name(model) is not None
+    return is_url(model) or hub_name(model) is not None
+
+
+def url_models() -> UrlModels:
+    """The models that were fetched from URLs."""
+    return UrlModels(sapwood_home() / "models" / "url")
 
 
 def pin_model(
@@ -65,16 +71,19 @@ def pin_model(
     """Finds the model that ``--model`` names, and fetches what of it is not on this machine.
 
     Args:
-        model: ``demo``, a ``.gguf`` file, a Hugging Face directory, or a name on the hub: ``owner/name`` or
-            ``owner/name:file.gguf``.
+        model: ``demo``, a ``.gguf`` file, a Hugging Face directory, a name on the hub (``owner/name`` or
+            ``owner/name:file.gguf``), or the URL of a file or directory that fsspec reads.
         revision: Of a model of the hub: its branch, tag or commit.
-        weights: Whether more is wanted of a model of the hub than a tokenizer needs.
+        weights: Whether more is wanted of a model from elsewhere than a tokenizer needs.
         may_fetch: Whether what is not on this machine may be fetched.
         progress: Told how far fetching is.
 
     Raises:
         ConfigError: There is nothing there, or it cannot be fetched; the message says what to do.
     """
+    if is_url(model):
+        path = url_models().find(model, weights=weights, may_fetch=may_fetch, progress=progress)
+        return PinnedModel(path, str(path))
     name = hub_name(model)
     if name is None:
         return PinnedModel(_local(model), model)
@@ -97,7 +106,10 @@ def resolve_model(
 def model_name(model: str) -> str:
     """The name clients use for a model unless the configuration gives another: ``demo``, what a model of the hub is called
     there, or the file's or folder's own name."""
-    return model if model == DEMO_NAME or hub_name(model) is not None else _local(model).name.removesuffix(".gguf")
+    if model == DEMO_NAME or hub_name(model) is not None:
+        return model
+    name = model.rstrip("/").rpartition("/")[2] if is_url(model) else _local(model).name
+    return name.removesuffix(".gguf")
 
 
 def _local(model: str) -> Path:
@@ -117,5 +129,5 @@ def _local(model: str) -> Path:
         return path
     raise ConfigError(
         f"--model: {model!r} is neither 'demo' nor an existing .gguf file or model directory, nor a name on the hub "
-        "(owner/name, or owner/name:file.gguf)"
+        "(owner/name, or owner/name:file.gguf), nor a URL"
     )

@@ -1,0 +1,225 @@
+"""Models at a URL that fsspec reads, such as ``s3://bucket/folder``: fetched into Sapwood's own cache.
+
+Each state of what lies at a URL, told by the names, sizes and ETags of its files, has a folder of its own. A file gets its name
+there when it is whole; one that is not is gone on with. A file lock makes concurrent calls wait for the first one.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sapwood_common.errors import ConfigError
+from sapwood_common.models.progress import Progress, unreported
+from sapwood_common.models.wanted import INDEX, description_among, weights_named_by
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://.+")
+_PIECE = 8 << 20
+_VERSION_KEYS = ("e_tag", "ETag", "etag", "LastModified", "mtime", "created")
+"""What file systems of fsspec call that which changes with a file's content."""
+_MOST_TRIES = 3
+_SOURCE = "source.json"
+
+
+def is_url(text: str) -> bool:
+    """Whether this is a URL, rather than a file, a folder or a name."""
+    return _URL.fullmatch(text) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    """A file at the URL.
+
+    Attributes:
+        path: Its path for the file system.
+        size: Its bytes.
+        version: Another for another content.
+    """
+
+    path: str
+    size: int
+    version: str
+
+
+class UrlModels:
+    """The models that were fetched from URLs.
+
+    Args:
+        folder: Where they are kept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def find(self, url: str, *, weights: bool = True, may_fetch: bool = True, progress: Progress = unreported) -> Path:
+        """The folder, or the ``.gguf`` file, with what lies at a URL; what of it is missing here is fetched.
+
+        Args:
+            url: Of a folder in Hugging Face's format, or of a ``.gguf`` file.
+            weights: Whether the safetensors of a folder are wanted too.
+            may_fetch: Whether anything may be asked of the network; if not, it is the state that was fetched last.
+            progress: Told how far it is.
+
+        Raises:
+            ConfigError: It cannot be fetched, or is not here; the message is one line that says what to do.
+        """
+        url = url.rstrip("/")
+        if not may_fetch:
+            return self._fetched_last(url)
+        try:
+            return self._fetch(url, weights, progress)
+        except ConfigError:
+            raise
+        except Exception as error:  # file systems raise errors of their own
+            raise ConfigError(f"--model: {url}: {_explain(error, url, self._folder)}") from error
+
+    def known(self) -> Iterator[tuple[str, Path]]:
+        """URL and folder of each state that was fetched with its weights, the last one first."""
+        sources = self._folder.glob(f"*/{_SOURCE}")
+        for source in sorted(sources, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+            yield json.loads(source.read_text())["url"], source.parent
+
+    def _fetched_last(self, url: str) -> Path:
+        folder = next((folder for known, folder in self.known() if known == url), None)
+        if folder is None:
+            raise ConfigError(f"--model: {url} is not under {self._folder}; fetch it: sapwood model fetch {url}")
+        return folder / _name_of(url)
+
+    def _fetch(self, url: str, weights: bool, progress: Progress) -> Path:
+        system, root = _open(url)
+        files = _list(system, root, url)
+        state = json.dumps([url, sorted((name, file.size, file.version) for name, file in files.items())])
+        folder = self._folder / hashlib.sha256(state.encode()).hexdigest()[:16]
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / _name_of(url)
+        single = list(files) == [""]
+        if not single:
+            target.mkdir(exist_ok=True)
+        with _locked(folder / ".lock"):
+            wanted = list(files) if single else description_among(files)
+            if weights and not single:
+                wanted += _weights(system, files, url)
+            places = {name: target / name if name else target for name in wanted}
+            missing = {place: files[name] for name, place in places.items() if not place.is_file()}
+            _check_space(missing, folder, url)
+            _copy(system, missing, f"fetching {url}", progress)
+            if weights or single:
+                (folder / _SOURCE).write_text(json.dumps({"url": url}))
+        return target
+
+
+def _open(url: str) -> tuple[Any, str]:
+    """The file system and the path in it."""
+    import fsspec
+
+    protocol = url.partition("://")[0]
+    options: dict[str, Any] = {}
+    if protocol == "s3":
+        with suppress(ImportError):  # fsspec then looks for s3fs
+            from obstore.fsspec import register
+
+            register("s3")
+            options["retry_config"] = {"max_retries": _MOST_TRIES}
+    system, root = fsspec.core.url_to_fs(url, **options)
+    return system, str(root).rstrip("/")
+
+
+def _list(system: Any, root: str, url: str) -> dict[str, _Remote]:
+    """What could be wanted of what lies there, by name; a single file has no name.
+
+    Raises:
+        ConfigError: It is no model.
+    """
+    system.invalidate_cache()
+    if url.endswith(".gguf"):
+        return {"": _remote(root, system.info(root))}
+    listed = system.find(root, detail=True)
+    found = {str(path).removeprefix(root).lstrip("/"): _remote(str(path), info) for path, info in listed.items()}
+    names = [*description_among(found), *(name for name in found if name.endswith(".safetensors"))]
+    if "config.json" not in found:
+        raise ConfigError(
+            f"--model: {url} holds no config.json, so it is no folder in Hugging Face's format: check the URL and, where it has "
+            "keys, their rights"
+        )
+    return {name: found[name] for name in names if ".." not in name.split("/")}
+
+
+def _remote(path: str, info: dict[str, Any]) -> _Remote:
+    version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key) is not None), "")
+    return _Remote(path, int(info["size"]), version)
+
+
+def _weights(system: Any, files: dict[str, _Remote], url: str) -> list[str]:
+    index = files.get(INDEX)
+    text = None if index is None else system.cat_file(index.path).decode()
+    names = list(weights_named_by(text))
+    unknown = next((name for name in names if name not in files), None)
+    if unknown is not None:
+        raise ConfigError(f"--model: {url} has no {unknown}: weights are read from safetensors or a .gguf file")
+    return names
+
+
+def _copy(system: Any, missing: dict[Path, _Remote], text: str, progress: Progress) -> None:
+    total = sum(file.size for file in missing.values())
+    done = 0
+    for place, file in missing.items():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = place.with_name(place.name + ".partial")
+        with partial.open("ab") as target, system.open(file.path, "rb") as source:
+            if target.tell() > file.size:
+                target.truncate(0)
+            done += target.tell()
+            source.seek(target.tell())
+            while piece := source.read(_PIECE):
+                target.write(piece)
+                done += len(piece)
+                progress(text, done, total)
+            written = target.tell()
+        if written != file.size:
+            partial.unlink()
+            raise OSError(f"{file.path} has {written} bytes, not {file.size}: it has changed; try again")
+        partial.replace(place)
+
+
+def _check_space(missing: dict[Path, _Remote], folder: Path, url: str) -> None:
+    needed, free = sum(file.size for file in missing.values()), shutil.disk_usage(folder).free
+    if needed > free:
+        raise ConfigError(
+            f"--model: {url} needs {needed / 1e6:.0f} MB under {folder}, {free / 1e6:.0f} MB are free (SAPWOOD_HOME chooses "
+            "another place)"
+        )
+
+
+def _name_of(url: str) -> str:
+    return url.rpartition("/")[2]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _explain(error: Exception, url: str, folder: Path) -> str:
+    protocol = url.partition("://")[0]
+    line = next((line for line in str(error).splitlines() if line), type(error).__name__)
+    if isinstance(error, ImportError):
+        return "needs: pip install 'sapwood[s3]'" if protocol == "s3" else f"needs a package of fsspec's: {line}"
+    if isinstance(error, FileNotFoundError):
+        return "nothing lies there"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"the disk of {folder} is full: make room, or set SAPWOOD_HOME to a folder elsewhere"
+    if isinstance(error, PermissionError) or "403" in line or "Unauthenticated" in line:
+        keys = " (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL)" if protocol == "s3" else ""
+        return f"it may not be read: check the keys{keys}: {line}"
+    return f"it cannot be read: {line}"

@@ -1,0 +1,41 @@
+"""Which files of a model that lies elsewhere are fetched: what workers and tokenizers read, nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DESCRIPTION = (
+    *("config.json", "generation_config.json", INDEX),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+    *("vocab.*", "merges.txt", "spiece.model", "sentencepiece*.model", "tiktoken.model", "*.tiktoken", "tekken.json"),
+    *("modules.json", "sentence_bert_config.json", "*_Pooling/config.json"),
+)
+"""Patterns of all of them but the weights."""
+
+
+def description_among(names: Iterable[str]) -> list[str]:
+    """The names that are none of weights."""
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in DESCRIPTION)]
+
+
+def weights_named_by(index: str | None) -> Sequence[str]:
+    """The files with the weights.
+
+    Args:
+        index: The text of ``model.safetensors.index.json``; None: there is none.
+
+    Raises:
+        ValueError: The text is no such index.
+    """
+    if index is None:
+        return [SINGLE]
+    try:
+        names = sorted(set(json.loads(index)["weight_map"].values()))
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(names)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{INDEX}: cannot be read: {error!r}") from error
+    return names

@@ -41,6 +41,7 @@ REFUSED = [
     (ROUTER, "--no-kv-events --block-index-bytes 9", "--block-index-bytes", None),
     (ROUTER, "--shadow-policies cache_aware", "--shadow-policies", "--model-policies m=random"),
     (ROUTER, "--queue-size 0 --queue-wait 9", "--queue-wait", None),
+    (ROUTER, "--stored-responses 0 --stored-response-bytes 9", "--stored-response-bytes", None),
     (ROUTER, "--retry-attempts 1 --retry-budget 0.5", "--retry-budget", None),
     (WORKER, "--no-prefix-cache --host-cache-gb 1", "--host-cache-gb", None),
     (WORKER, "--no-prefix-cache --host-cache-ratio 1", "--host-cache-ratio", None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from sapwood.bench.data.words import WORDS
 from sapwood.bench.load import Load, Run
 from sapwood.bench.measures import Measures, measure
 from sapwood.bench.slo import Slo
+from sapwood.bench.stopping import unless_stopped
 from sapwood.bench.targets.open_target import Where, open_target
 from sapwood.bench.targets.record import Record
 from sapwood.bench.targets.target import Sampling, Target, TargetError
@@ -122,11 +124,13 @@ class Benchmark:
         self._on_progress = on_progress
         self._on_level = on_level
         self._load: Load | None = None
+        self._stop = asyncio.Event()
         self.result = Result(plan)
 
     def stop(self) -> None:
         """Ends it: :meth:`run` returns soon, with what was measured."""
         self.result.interrupted = True
+        self._stop.set()
         if self._load is not None:
             self._load.stop()
 
@@ -142,8 +146,7 @@ class Benchmark:
         plan, result = self._plan, self.result
         target = open_target(plan.where, plan.sampling)
         try:
-            result.model = await target.connect()
-            result.tokens_a_word = await tokens_a_word(target)
+            await unless_stopped(self._look_at(target), self._stop)
             if plan.warm_up and not result.interrupted:
                 await self._make_load(target, _WARM_UP_SEED, requests=plan.warm_up).closed(min(plan.warm_up, 8))
             for number, level in enumerate(plan.levels):
@@ -157,6 +160,10 @@ class Benchmark:
         finally:
             await target.close()
         return result
+
+    async def _look_at(self, target: Target) -> None:
+        self.result.model = await target.connect()
+        self.result.tokens_a_word = await tokens_a_word(target)
 
     async def _run_level(self, target: Target, level: Level, number: int) -> Run:
         plan = self._plan

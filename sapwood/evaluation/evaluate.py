@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from sapwood.bench.data.conversation import Api, Ask, Prompt
 from sapwood.bench.data.json_lines import DataError
+from sapwood.bench.stopping import unless_stopped
 from sapwood.bench.targets.record import Record
 from sapwood.bench.targets.target import Target
 from sapwood.evaluation.items import Choice, Item, Open
@@ -61,6 +62,7 @@ class Evaluation:
         self._on_progress = on_progress
         self._stop = asyncio.Event()
         self.scored: list[Scored] = []
+        self.model = ""
 
     def stop(self) -> None:
         """Ends it: :meth:`run` returns soon, with what was scored."""
@@ -72,9 +74,10 @@ class Evaluation:
         return self._stop.is_set()
 
     async def run(self, items: Sequence[Item]) -> list[Scored]:
-        """What came of the items, in the order in which they were done.
+        """Connects, and asks; what came of the items, in the order in which they were done.
 
         Raises:
+            TargetError: The server cannot be asked.
             DataError: A task has too few items for the examples, or an example has no answer to show; or choices are asked for
                 by a chat, which cannot score them.
         """
@@ -86,18 +89,13 @@ class Evaluation:
                 self.scored.append(await self._score(item, examples[item.task]))
                 self._on_progress(len(self.scored), len(rest))
 
-        workers = [asyncio.create_task(work()) for _ in range(min(self._concurrency, len(rest)))]
-        all_done = asyncio.gather(*workers)
-        stopped = asyncio.create_task(self._stop.wait())
-        try:
-            await asyncio.wait((all_done, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if all_done.done():
-                all_done.result()
-        finally:
-            stopped.cancel()
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+        async def all_work() -> None:
+            self.model = await self._target.connect()
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._concurrency):
+                    group.create_task(work())
+
+        await unless_stopped(all_work(), self._stop)
         return self.scored
 
     def _split(self, items: Sequence[Item]) -> tuple[dict[str, list[Item]], list[Item]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -55,15 +56,16 @@ async def served() -> AsyncIterator[Served]:
         await tokenizer.kill()
 
 
-Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Handler = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @pytest.fixture
-async def raw_server() -> AsyncIterator[Callable[[Handler], Awaitable[str]]]:
-    """Starts servers that speak HTTP as a test likes; gives their URLs. A handler gets a connection whose request was read."""
+async def raw_server() -> AsyncIterator[Callable[..., Awaitable[str]]]:
+    """Starts servers that speak HTTP as a test likes; gives their URLs. A handler gets a request, head and body,
+    and its connection."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(handler: Handler) -> str:
+        async def start(handler: Handler, context: ssl.SSLContext | None = None) -> str:
             async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 try:
                     head = await reader.readuntil(b"\r\n\r\n")
@@ -75,16 +77,15 @@ async def raw_server() -> AsyncIterator[Callable[[Handler], Awaitable[str]]]:
                         ),
                         0,
                     )
-                    await reader.readexactly(length)
-                    await handler(reader, writer)
+                    await handler(head + await reader.readexactly(length), reader, writer)
                 except (ConnectionError, asyncio.IncompleteReadError):
                     pass
                 finally:
                     writer.close()
 
-            server = await asyncio.start_server(serve, "127.0.0.1", 0)
+            server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
             stack.callback(server.close)
-            return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            return f"http{'s' if context else ''}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
         yield start
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import Callable
 from itertools import islice, repeat
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from sapwood.bench.arrivals import constant
 from sapwood.bench.benchmark import Benchmark, Level, Plan, Result
@@ -216,7 +219,7 @@ BROKEN: dict[str, tuple[bytes, tuple[bytes, ...]]] = {
 async def test_each_way_of_failing_has_its_name(raw_server: Any, expected: str) -> None:
     status, body = BROKEN[expected]
 
-    async def handler(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handler(_: bytes, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 " + status + b"\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
         for part in body:
             writer.write(part)
@@ -241,7 +244,7 @@ async def ask(url: str, timeout: float = 60.0) -> Record:
 
 
 async def test_a_server_that_hangs_is_a_timeout(raw_server: Any) -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handler(_: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + WHOLE[0])
         await reader.read()  # until the client leaves
 
@@ -251,7 +254,7 @@ async def test_a_server_that_hangs_is_a_timeout(raw_server: Any) -> None:
 
 
 async def test_a_server_that_closes_the_connection_at_once(raw_server: Any) -> None:
-    async def handler(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handler(_: bytes, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
     assert (await ask(await raw_server(handler))).error == "connection broke"
@@ -264,8 +267,53 @@ async def test_a_server_that_is_not_there_is_said_to_be_unreachable(kind: str, u
         await bench(Where(f"http://{address}") if kind == "http" else Where(None, address))
 
 
+async def test_key_and_further_fields_go_with_each_request_also_over_tls(raw_server: Any, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    seen: list[bytes] = []
+
+    async def handler(request: bytes, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(request)
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n" + b"".join(WHOLE)
+        )
+
+    url = await raw_server(handler, context)
+    sampling = Sampling(0.5, True, {"min_p": 0.1, "max_tokens": None})
+    target = open_target(Where(url, api="chat", model="m", api_key="k-1", ca=tmp_path / "ca.pem"), sampling)
+    record = Record()
+    await target.ask(Ask("hello", 5, '{"type": "null"}', ("!",)), record)
+    await target.close()
+    assert not record.error, record.message
+    (request,) = seen
+    assert request.startswith(b"POST /v1/chat/completions ") and b"authorization: bearer k-1" in request.lower()
+    body = json.loads(request.partition(b"\r\n\r\n")[2])
+    assert body["response_format"]["json_schema"]["schema"] == {"type": "null"}
+    told = {name: body[name] for name in ("temperature", "ignore_eos", "min_p", "max_tokens", "stop")}
+    assert told == {"temperature": 0.5, "ignore_eos": True, "min_p": 0.1, "max_tokens": None, "stop": ["!"]}
+    assert (await ask(url)).error == "no connection", "nobody vouches for the certificate"
+
+
+async def test_a_server_that_hangs_before_the_load_can_be_left(raw_server: Any) -> None:
+    asked = asyncio.Event()
+
+    async def handler(_: bytes, reader: asyncio.StreamReader, __: asyncio.StreamWriter) -> None:
+        asked.set()
+        await reader.read()  # until the client leaves
+
+    benchmark = Benchmark(Plan(Where(await raw_server(handler)), SHORT, (Level("concurrency", 1),)))
+    running = asyncio.create_task(benchmark.run())
+    async with asyncio.timeout(60):
+        await asked.wait()
+        benchmark.stop()
+        result = await running
+    assert (result.interrupted, result.levels) == (True, [])
+
+
 async def test_a_server_without_usage_gives_times_but_no_tokens(raw_server: Any) -> None:
-    async def handler(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handler(_: bytes, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
         writer.write(WHOLE[0] + WHOLE[2] + WHOLE[4])
 

@@ -110,7 +110,6 @@ async def evaluate(served: Any, kind: str, items: list[Item], api: Any = "comple
     where = Where(served.url, api=api) if kind == "http" else Where(None, served.grpc, api=api)
     target = open_target(where, Sampling())
     try:
-        await target.connect()
         return await Evaluation(target, api, **fields).run(items)
     finally:
         await target.close()
@@ -184,6 +183,9 @@ async def test_an_evaluation_that_is_stopped_returns_what_was_scored() -> None:
         """Answers one item; while the second is asked the evaluation is stopped."""
 
         asked = 0
+
+        async def connect(self) -> str:
+            return "second"
 
         async def ask(self, ask: Ask, record: Record) -> None:
             self.asked += 1

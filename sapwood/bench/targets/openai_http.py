@@ -76,8 +76,8 @@ class OpenAITarget:
             "stream": True,
             "stream_options": {"include_usage": True},
             **({"ignore_eos": True} if sampling.ignore_eos else {}),
-            **(sampling.extra or {}),
         }
+        self._extra = sampling.extra or {}
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
@@ -91,19 +91,20 @@ class OpenAITarget:
     async def connect(self) -> str:
         if self._model is None:
             try:
-                found = await self.get("/models")
+                found = await self._get("/models")
                 self._model = str(found["data"][0]["id"])
             except (KeyError, IndexError, TypeError):
                 raise TargetError(f"{self._base}/models lists no model; name one with --model") from None
         return self._model
 
-    async def get(self, path: str) -> Any:
+    async def _get(self, path: str) -> Any:
         """The JSON that the server answers to a GET. Raises TargetError."""
         try:
             async with asyncio.timeout(_CONNECT_SECONDS), self._session.get(self._base + path) as response:
                 body = await response.content.read(_MOST_EVENT_BYTES)
                 if response.status != 200:
-                    raise TargetError(f"{self._base}{path}: HTTP {response.status}: {_error_message(body)}")
+                    message = f"{self._base}{path}: HTTP {response.status}: {_error_message(body)}"
+                    raise TargetError(f"{message}; name the model with --model" if response.status == 404 else message)
                 return json.loads(body)
         except (aiohttp.ClientError, OSError) as error:
             raise TargetError(f"{self._base}{path}: {error or type(error).__name__}") from None
@@ -157,7 +158,7 @@ class OpenAITarget:
         if ask.json_schema:
             schema = {"name": "answer", "schema": json.loads(ask.json_schema), "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return body
+        return {**body, **self._extra}
 
     async def _read(self, content: aiohttp.StreamReader, record: Record) -> None:
         """Reads server-sent events until ``[DONE]``."""

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, UNREACHABLE, CliError
 from sapwood.cli.measure.bench_view import BenchView
-from sapwood.cli.measure.target import add_target_flags, json_object, positive, run_fast, where_of
+from sapwood.cli.measure.target import (
+    add_target_flags,
+    allow_many_connections,
+    json_object,
+    positive,
+    run_fast,
+    where_of,
+)
 from sapwood_common.settings.flags import whole_number
 
 if TYPE_CHECKING:  # at run time only where they are used: they need the extra `bench`
@@ -206,6 +213,7 @@ def _run(benchmark: Benchmark) -> Result:
     from sapwood.bench.data.json_lines import DataError
     from sapwood.bench.targets.target import TargetError
 
+    allow_many_connections()
     gc.collect()
     gc.freeze()  # the collector then only looks at what the loads make
 

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         items = [item for path in arguments.files for item in read_items(path, arguments.max_tokens)[: arguments.limit]]
-        model, evaluation = run_fast(_evaluate(where, items, arguments))
+        evaluation = run_fast(_evaluate(where, items, arguments))
     except TargetError as error:
         raise CliError(str(error), UNREACHABLE) from None
     except (DataError, ValueError) as error:
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = accuracies(evaluation.scored)
     told = {
         "target": str(where),
-        "model": model,
+        "model": evaluation.model,
         "shots": arguments.shots,
         "interrupted": evaluation.stopped,
         "tasks": {name: dataclasses.asdict(accuracy) for name, accuracy in found.items()},
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     return FAILED if any(accuracy.failed for accuracy in found.values()) else 0
 
 
-async def _evaluate(where: Where, items: list[Item], arguments: argparse.Namespace) -> tuple[str, Evaluation]:
+async def _evaluate(where: Where, items: list[Item], arguments: argparse.Namespace) -> Evaluation:
     from sapwood.bench.targets.open_target import open_target
     from sapwood.bench.targets.target import Sampling
     from sapwood.evaluation.evaluate import Evaluation
@@ -134,11 +134,10 @@ async def _evaluate(where: Where, items: list[Item], arguments: argparse.Namespa
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, evaluation.stop)
-        model = await target.connect()
         await evaluation.run(items)
     finally:
         await target.close()
-    return model, evaluation
+    return evaluation
 
 
 def _rows(found: dict[str, Accuracy]) -> list[tuple[str, ...]]:

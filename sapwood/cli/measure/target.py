@@ -61,6 +61,8 @@ def where_of(arguments: argparse.Namespace) -> Where:
         raise CliError("this needs more packages: pip install 'sapwood[bench]'", REFUSED)
     from sapwood.bench.targets.open_target import Where
 
+    if arguments.ca is not None and not arguments.ca.is_file():
+        raise CliError(f"--ca: cannot read {arguments.ca}", REFUSED)
     where = Where(
         url=None if arguments.grpc else arguments.url,
         grpc=arguments.grpc or "",
@@ -84,6 +86,14 @@ def run_fast(main: Coroutine[Any, Any, Found]) -> Found:
     import uvloop
 
     return uvloop.run(main)
+
+
+def allow_many_connections() -> None:
+    """Lets this process have as many files and connections open as it may: each request under way is one."""
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def positive(text: str) -> float:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.cpu_sampling import SamplingBatch
-from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.ops.device import DeviceOps, KVDestination
 
 pytest.importorskip("triton", reason="Triton is not installed")
 cuda = pytest.importorskip("sapwood_kernels.ops.cuda")
@@ -33,7 +33,7 @@ def test_heads_are_normed_rotated_and_stored_alike(norm: bool):
     for ops in (FAST, PLAIN):
         cache = torch.zeros(2, 1, 5, 1, 16, device=DEVICE)
         store = ops.store_heads(2, 1, weights, torch.float32)
-        results.append((store(qkv.to(DEVICE), *angles, *cache, slots, (1.0, 1.0)), cache))
+        results.append((store(qkv.to(DEVICE), *angles, KVDestination(*cache, slots)), cache))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 

@@ -18,9 +18,16 @@ from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, StoredP
 _WORKSPACE_BYTES = 256 << 20
 
 
-def _arguments(variant: Variant) -> dict[str, Any]:
-    """The kind of a layer as arguments of FlashInfer's ``plan``."""
+def _sizes(shape: AttentionShape) -> tuple[int, int, int, int]:
+    """What all layers share, in the order of FlashInfer's ``plan``."""
+    return shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size
+
+
+def _arguments(shape: AttentionShape, variant: Variant) -> dict[str, Any]:
+    """The dtypes and the kind of a layer as arguments of FlashInfer's ``plan``."""
     return {
+        "q_data_type": shape.dtype,
+        "kv_data_type": shape.dtype,
         "sm_scale": variant.scale,
         "window_left": -1 if variant.window is None else variant.window - 1,
         "logits_soft_cap": variant.softcap,
@@ -46,21 +53,9 @@ class PrefillAttention:
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="auto")
 
     def plan(self, query_indptr: Tensor, keys: PagedKeys) -> None:
-        shape = self._shape
-        self._wrapper.plan(
-            query_indptr,
-            keys.indptr,
-            keys.indices,
-            keys.last_page_len,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.page_size,
-            causal=True,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
-            **_arguments(self._variant),
-        )
+        where = keys.indptr, keys.indices, keys.last_page_len
+        arguments = _arguments(self._shape, self._variant)
+        self._wrapper.plan(query_indptr, *where, *_sizes(self._shape), causal=True, **arguments)
 
     def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:
         assert cache.scales == (1.0, 1.0), "a cache of the queries' dtype has no scales"
@@ -103,19 +98,8 @@ class DecodeAttention:
 
     def plan(self, query_indptr: Tensor, keys: PagedKeys) -> None:
         """Prepares a step: writes FlashInfer's schedule on the current stream, to the fixed addresses if ``batch`` is given."""
-        shape = self._shape
-        self._wrapper.plan(
-            keys.indptr,
-            keys.indices,
-            keys.last_page_len,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.page_size,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
-            **_arguments(self._variant),
-        )
+        where = keys.indptr, keys.indices, keys.last_page_len
+        self._wrapper.plan(*where, *_sizes(self._shape), **_arguments(self._shape, self._variant))
 
     def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:
         assert cache.scales == (1.0, 1.0), "a cache of the queries' dtype has no scales"

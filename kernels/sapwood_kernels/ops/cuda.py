@@ -67,8 +67,9 @@ class CudaOps(DeviceOps):
     def store_heads(
         self, num_heads: int, num_kv_heads: int, norm: tuple[Tensor, Tensor, float] | None, dtype: torch.dtype
     ) -> StoreHeads:
-        weights = None if norm is None else norm[:2]
-        return partial(norm_rope_store, num_heads=num_heads, norm_weights=weights, eps=0.0 if norm is None else norm[2])
+        weights, eps = (None, 0.0) if norm is None else (norm[:2], norm[2])
+        store = partial(norm_rope_store, num_heads=num_heads, norm_weights=weights, eps=eps)
+        return lambda qkv, cos, sin, to: store(qkv, cos, sin, to.keys, to.values, to.slots, to.scales)
 
     def one_row(self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> OneRow | None:
         if weight.shape[1] > _WIDEST_ROW and scales is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
 
@@ -35,34 +36,31 @@ class OneRow(Protocol):
     ) -> Tensor: ...
 
 
-class StoreHeads(Protocol):
-    """All between the QKV projection and attention."""
+@dataclass(frozen=True, slots=True)
+class KVDestination:
+    """Where a layer's keys and values of a step go.
 
-    def __call__(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        slots: Tensor,
-        scales: tuple[float, float],
-    ) -> Tensor:
-        """Norms and rotates query and key heads, writes keys and values to the cache, returns the query heads.
+    Attributes:
+        keys: [P, page size, K, D], in any order but for D: the layer's key pages.
+        values: The same, in the same order, for values.
+        slots: int64 [T]: each token's slot: the page size times its page, plus its place there.
+        scales: What keys and values are divided by on the way into a float8 cache.
+    """
 
-        Args:
-            qkv: [T, (H + 2K) * D]: query, key and value heads side by side.
-            cos: [T, 1, D] as ``reference.rope`` takes it.
-            sin: [T, 1, D] likewise.
-            key_pages: [P, S, K, D] in any order but for D, mutated at ``slots``.
-            value_pages: The same for values.
-            slots: int64 [T]: ``page * S + offset``.
-            scales: What keys and values are divided by on the way into a float8 cache.
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    scales: tuple[float, float] = (1.0, 1.0)
 
-        Returns:
-            [T, H, D].
-        """
-        ...
+    def store(self, key: Tensor, value: Tensor) -> None:
+        """Writes the step's keys and values, [T, K, D] each, to their slots."""
+        reference.store_kv(key, value, self.keys, self.values, self.slots, self.scales)
+
+
+StoreHeads = Callable[[Tensor, Tensor, Tensor, KVDestination], Tensor]
+"""All between the QKV projection and attention: norms and rotates query and key heads, writes keys and values to the cache, and
+returns the query heads [T, H, D]. It takes the projection [T, (H + 2K) * D], where query, key and value heads lie side by side,
+and cos and sin [T, 1, D] as ``reference.rope`` has them."""
 
 
 class HostCopies:
@@ -164,24 +162,16 @@ class DeviceOps:
             parts = norm[0].expand(num_heads, -1), norm[1].expand(num_kv_heads, -1)
             heads_norm = self.rms_norm(torch.cat(parts), norm[2], dtype)
 
-        def store(
-            qkv: Tensor,
-            cos: Tensor,
-            sin: Tensor,
-            key_pages: Tensor,
-            value_pages: Tensor,
-            slots: Tensor,
-            scales: tuple[float, float],
-        ) -> Tensor:
+        def store(qkv: Tensor, cos: Tensor, sin: Tensor, to: KVDestination) -> Tensor:
             heads = qkv.view(len(qkv), rotated + num_kv_heads, -1)
             query_key = heads[:, :rotated]
             if heads_norm is not None:
                 query_key = heads_norm(query_key)
             query_key = self.rope(query_key, cos, sin)
             query, key = query_key[:, :num_heads], query_key[:, num_heads:]
-            if slots is not self._slots:  # all layers of a step have the same
-                self._slots, self._places = slots, reference.places(slots, key_pages.shape[1])
-            reference.store_kv(key, heads[:, rotated:], key_pages, value_pages, self._places, scales)
+            if to.slots is not self._slots:  # all layers of a step have the same
+                self._slots, self._places = to.slots, reference.places(to.slots, to.keys.shape[1])
+            reference.store_kv(key, heads[:, rotated:], to.keys, to.values, self._places, to.scales)
             return query
 
         return store

@@ -8,7 +8,7 @@ In shapes: T tokens of a step, B requests, H query heads, K key/value heads, D e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, Variant
-from sapwood_kernels.ops.device import DeviceOps
-from sapwood_worker.model.pools.device_pool import DevicePool, KVDestination
+from sapwood_kernels.ops.device import DeviceOps, KVDestination
+from sapwood_worker.model.pools.device_pool import DevicePool
 
 Half = Literal["prefill", "decode"]
 
@@ -89,6 +89,11 @@ class AttentionBatch:
                 windows=tuple(each for _, each in windows),
             ),
         )  # fmt: skip
+
+
+def in_tables(batches: Sequence[AttentionBatch]) -> AttentionBatch:
+    """A step as one value, of what it is in each page table."""
+    return batches[0] if len(batches) == 1 else replace(batches[0], windows=tuple(batches[1:]))
 
 
 class AttentionPlan(Protocol):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.attention.planned import PagedKeys, PlannedAttention, StoredPages, Variant
-from sapwood_kernels.ops.device import DeviceOps
+from sapwood_kernels.ops.device import DeviceOps, KVDestination
 from sapwood_worker.model.attention.backend import (
     AttentionBackend,
     AttentionBatch,
@@ -18,8 +18,9 @@ from sapwood_worker.model.attention.backend import (
     AttentionNeeds,
     AttentionParts,
     StepAttention,
+    in_tables,
 )
-from sapwood_worker.model.pools.device_pool import DevicePool, KVDestination
+from sapwood_worker.model.pools.device_pool import DevicePool
 
 
 class KernelAttention:
@@ -184,7 +185,7 @@ class PagedAttention:
         if not self._reads_keys:
             return batch
         tables = [self._with_keys(each, parts.indices) for each, parts in zip(batch.tables, self._parts, strict=True)]
-        return replace(tables[0], windows=tuple(tables[1:]))
+        return in_tables(tables)
 
     def _with_keys(self, batch: AttentionBatch, buffer: Tensor) -> AttentionBatch:
         page_size = self._pool.page_size

@@ -18,13 +18,7 @@ from sapwood_worker.model.layers.rotary import RopeConfig
 
 
 class Gemma3DecoderLayer(DecoderLayer):
-    """Norms before and after attention and MLP.
-
-    Args:
-        config: The model's configuration.
-        index: The layer's index.
-        context: Where and how it is built.
-    """
+    """Norms before and after attention and MLP."""
 
     def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__(config, index, context)

@@ -12,13 +12,7 @@ from sapwood_worker.model.layers.context import LayerContext
 
 
 class LlamaDecoderLayer(DecoderLayer):
-    """Norms before attention and MLP.
-
-    Args:
-        config: The model's configuration.
-        index: The layer's index.
-        context: Where and how it is built.
-    """
+    """Norms before attention and MLP."""
 
     def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__(config, index, context)

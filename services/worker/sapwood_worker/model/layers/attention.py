@@ -97,6 +97,6 @@ class Attention(Layer):
         Writes this step's keys and values to the cache.
         """
         to = plan.destination(self._constants)
-        query = self._store(self.qkv(hidden, norm), *angles, to.keys, to.values, to.slots, to.scales)
+        query = self._store(self.qkv(hidden, norm), *angles, to)
         result: Tensor = self.output(plan.attend_cached(self._constants, query), None, residual)
         return result

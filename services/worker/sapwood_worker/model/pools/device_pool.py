@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import reference
+from sapwood_kernels.ops.device import KVDestination
 from sapwood_worker.records.kv_layout import KVLayout
 
 IntArray = npt.NDArray[np.int64]
@@ -38,27 +39,6 @@ class KVScales:
     def of(self, layer: int) -> tuple[float, float]:
         """The factors of a layer's keys and of its values."""
         return self.keys[layer], self.values[layer]
-
-
-@dataclass(frozen=True, slots=True)
-class KVDestination:
-    """Where a layer's keys and values of a step go.
-
-    Attributes:
-        keys: [P, page size, K, D], in whatever order they are stored: the layer's key pages.
-        values: The same for values.
-        slots: int64 [T]: each token's slot: the page size times its page, plus its place there.
-        scales: What keys and values are divided by as they are stored.
-    """
-
-    keys: Tensor
-    values: Tensor
-    slots: Tensor
-    scales: tuple[float, float] = (1.0, 1.0)
-
-    def store(self, key: Tensor, value: Tensor) -> None:
-        """Writes the step's keys and values, [T, K, D] each, to their slots."""
-        reference.store_kv(key, value, self.keys, self.values, self.slots, self.scales)
 
 
 class DevicePool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_worker.model.attention.backend import AttentionBatch, StepAttention
+from sapwood_worker.model.attention.backend import AttentionBatch, StepAttention, in_tables
 from sapwood_worker.model.attention.paged import PagedAttention, PagedPlan
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.pools.device_pool import DevicePool
@@ -159,10 +159,10 @@ class DecodeGraphs:
         tables: list[npt.NDArray[np.int32]],
     ) -> None:
         starts = np.arange(len(lengths) + 1)
-        first, *windows = (
+        batches = [
             AttentionBatch(starts, lengths, pages, slots) for pages, slots in zip(tables, self._inputs[3:], strict=True)
-        )
-        attention.plan(self._backend.with_keys(replace(first, windows=tuple(windows))))
+        ]
+        attention.plan(self._backend.with_keys(in_tables(batches)))
 
     def _capture(self, size: int, memory: Any) -> _Captured:
         attention = self._make(size)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
-from sapwood_worker.model.attention.backend import AttentionBatch
+from sapwood_worker.model.attention.backend import AttentionBatch, in_tables
 from sapwood_worker.model.runner.forward_batch import ForwardBatch
 from sapwood_worker.records.step import IntArray, Step
 
@@ -51,6 +49,6 @@ def build_forward_batch(
     return ForwardBatch(
         token_ids=tokens,
         positions=move(positions),
-        attention=batches[0] if tables == 1 else replace(batches[0], windows=tuple(batches[1:])),
+        attention=in_tables(batches),
         logit_rows=None if step.samples.sum() == total else move(step.sampled()),
     )

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import reference
+from sapwood_kernels.ops.device import KVDestination
 from sapwood_worker.model.attention.backend import AttentionLayer
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import DecoderModel
-from sapwood_worker.model.pools.device_pool import KVDestination, KVScales
+from sapwood_worker.model.pools.device_pool import KVScales
 from sapwood_worker.records.kv_layout import KVLayout
 
 _TOKENS = 256

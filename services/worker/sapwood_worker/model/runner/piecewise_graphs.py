@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sapwood_kernels.ops.device import KVDestination
 from sapwood_worker.model.attention.backend import AttentionLayer
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.families.decoder import DecoderModel
-from sapwood_worker.model.pools.device_pool import DevicePool, KVDestination
+from sapwood_worker.model.pools.device_pool import DevicePool
 from sapwood_worker.model.runner.forward_batch import ForwardBatch
 
 _LAUNCH_SECONDS, _FLOAT8_LAUNCH_SECONDS = 12.5e-3, 20e-3

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood_worker.core.cache.storage.backend import StorageError
-from sapwood_worker.core.cache.storage.object_folder import ObjectFolder
+from sapwood_worker.core.cache.storage.file import FileStorage
 from sapwood_worker.core.cache.storage.url import StorageUrl
 
 Plugin = Literal["POSIX", "OBJ"]
@@ -182,26 +182,19 @@ def parse_url(url: StorageUrl) -> Callable[[], NixlFileStorage | NixlObjectStora
     return lambda: NixlObjectStorage(bucket, settings)
 
 
-class NixlFileStorage:
-    """Implements :class:`~sapwood_worker.core.cache.storage.backend.StorageBackend` in a folder, by NIXL's plugin POSIX.
-
-    Args:
-        folder: Made if it is not there.
-        capacity: The most bytes of objects it is to hold.
+class NixlFileStorage(FileStorage):
+    """Moves the bytes of a folder's files by NIXL's plugin POSIX.
 
     Raises:
         StorageError: The folder cannot be made, or NIXL is not there.
     """
 
     def __init__(self, folder: Path, capacity: int) -> None:
-        self._folder = ObjectFolder(folder, capacity)
+        super().__init__(folder, capacity)
         self._agent = NixlAgent("POSIX", {})
 
     def register(self, memory: npt.NDArray[np.uint8]) -> None:
         self._agent.register(memory)
-
-    def exists(self, names: Sequence[str]) -> int:
-        return self._folder.exists(names)
 
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
         with self._folder.reading(names, list(map(len, buffers))) as files:
@@ -209,19 +202,9 @@ class NixlFileStorage:
             return [file is not None for file in files]
 
     def put(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
-        """On an error none of the objects is there that was not there before."""
         with self._folder.writing(names, list(map(len, buffers))) as files:
             self._move("WRITE", files, buffers)
         return [True] * len(names)
-
-    def remove(self, names: Sequence[str]) -> None:
-        self._folder.remove(names)
-
-    def clear(self, namespace: str) -> None:
-        self._folder.clear(namespace)
-
-    def close(self) -> None:
-        """Does nothing: the agent goes with its last reference."""
 
     def _move(self, way: Literal["READ", "WRITE"], files: Sequence[int | None], buffers: Sequence[memoryview]) -> None:
         moved = [(file, buffer) for file, buffer in zip(files, buffers, strict=True) if file is not None]

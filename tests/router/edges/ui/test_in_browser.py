@@ -96,6 +96,36 @@ async def test_a_chat_streams_and_no_text_of_it_is_markup(make_cluster, browser,
         assert page.complaints() == []
 
 
+async def test_what_a_model_repeats_without_end_does_not_keep_the_browser(make_cluster, browser) -> None:
+    async with make_cluster(1) as cluster:
+        page = await browser.open(f"{cluster.url}/ui/")
+        cluster.workers[0].script.chunk = 2000
+        nested = "".join(f"{' ' * depth}- deeper\n" for depth in range(60))
+        for text in ("x" + "`" * 15000, "x" + "*" * 15000, "x **`" * 3000, "*x " * 5000, nested, "```" + "`x\n" * 900):
+            says(cluster, text + " and that is all")
+            await ask(page, "go on")
+            await page.shows(".turn.assistant:last-child .text", "and that is all")
+            await page.shows(".turn.assistant:last-child .actions", "Retry")
+            await page.click("#clear")
+        assert page.complaints() == []
+
+
+async def test_an_answer_can_be_copied_also_where_the_browser_has_no_clipboard_for_pages(make_cluster, browser) -> None:
+    async with make_cluster(1) as cluster:
+        page = await browser.open(f"{cluster.url}/ui/")
+        await browser.send("Browser.grantPermissions", permissions=["clipboardReadWrite"], origin=cluster.url)
+        says(cluster, "some *text*")
+        await ask(page, "something")
+        await page.shows(".turn.assistant .actions", "Retry")
+        await page.click(".turn.assistant .actions button")
+        await page.shows(".turn.assistant .actions button", "Copied")
+        assert await page.evaluate("navigator.clipboard.readText()") == "some *text*"
+        await page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")  # as over plain HTTP
+        await page.evaluate("document.addEventListener('copy', () => (window.copied = document.activeElement.value))")
+        await page.click(".turn.user .actions button")
+        await page.until("window.copied === 'something'")
+
+
 async def test_stopping_ends_the_generation_and_retrying_begins_another(make_cluster, browser, wait_until) -> None:
     async with make_cluster(1) as cluster:
         page = await browser.open(f"{cluster.url}/ui/")

@@ -6,7 +6,7 @@ const FENCE = /^ {0,3}(```+|~~~+)\s*([\w+#.-]*)/;
 const HEADING = /^(#{1,6})\s+(.*)/;
 const ITEM = /^(\s*)(?:[-*+]|(\d{1,9})[.)])\s+(.*)/;
 const QUOTE = /^\s{0,3}>\s?(.*)/;
-const INLINE = /(`+)(.+?)\1(?!`)|\*\*(?=\S)(.+?)\*\*|\*(?=\S)([^*]+?)\*/s;
+const INLINE = /(?<!`)(`{1,2})(?!`)(.+?)(?<!`)\1(?!`)|\*\*(?=\S)(.+?)\*\*|\*(?=\S)([^*]+?)\*/s;
 const LONGEST = 20_000; // of a block that is looked at: beyond it, time would grow with the square
 const DEEPEST = 6;
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 
 from sapwood.v1 import common_pb2, worker_pb2
 from sapwood_common.contract.sampling import SamplingParams
@@ -85,25 +86,9 @@ def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
     )
 
 
+_LOAD = frozenset(field.name for field in fields(Load))
+
+
 def load_of(message: worker_pb2.LoadReport) -> Load:
     """A worker's report as plain values."""
-    return Load(
-        running_requests=message.running_requests,
-        waiting_requests=message.waiting_requests,
-        queued_tokens=message.queued_tokens,
-        used_pages=message.used_pages,
-        evictable_pages=message.evictable_pages,
-        num_pages=message.num_pages,
-        prompt_tokens=message.prompt_tokens,
-        cached_tokens=message.cached_tokens,
-        epoch=message.epoch,
-        kv_seq=message.kv_seq,
-        kv_digest=message.kv_digest,
-        host_used_pages=message.host_used_pages,
-        host_num_pages=message.host_num_pages,
-        device_hit_tokens=message.device_hit_tokens,
-        host_hit_tokens=message.host_hit_tokens,
-        storage_hit_tokens=message.storage_hit_tokens,
-        storage_id=message.storage_id,
-        running_tokens=message.running_tokens,
-    )
+    return Load(**{field.name: value for field, value in message.ListFields() if field.name in _LOAD})

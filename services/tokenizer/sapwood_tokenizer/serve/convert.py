@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from sapwood.v1 import common_pb2, tokenizer_pb2
@@ -145,15 +146,7 @@ def add_offsets(response: tokenizer_pb2.TokenizeResponse, offsets: Sequence[tupl
 
 def to_cache_stats(stats: CacheStats) -> tokenizer_pb2.EncodeCacheStats:
     """The statistics of a cache as a message."""
-    return tokenizer_pb2.EncodeCacheStats(
-        hits=stats.hits,
-        misses=stats.misses,
-        evictions=stats.evictions,
-        tokens_reused=stats.tokens_reused,
-        entries=stats.entries,
-        bytes=stats.bytes,
-        capacity_bytes=stats.capacity_bytes,
-    )
+    return tokenizer_pb2.EncodeCacheStats(**asdict(stats))
 
 
 def to_stream_options(options: tokenizer_pb2.DetokenizeOptions, id_seed: str) -> StreamOptions:

@@ -23,8 +23,7 @@ from sapwood_router.edges.grpc.convert import (
     tool_choice_of,
     truncation_of,
 )
-from sapwood_router.edges.grpc.convert_explain import to_explanation
-from sapwood_router.edges.grpc.convert_status import to_status, to_worker_status
+from sapwood_router.edges.grpc.convert_operators import to_explanation, to_status, to_worker_status
 from sapwood_router.flow.delivery import READER_SLACK, Delivery
 from sapwood_router.flow.explain import explain
 from sapwood_router.flow.pipeline import Pipeline, close_all

@@ -1,9 +1,12 @@
-"""A router's state as a message."""
+"""What operators ask of a router, as messages: its state, and its choices explained."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from sapwood.v1 import router_pb2
 from sapwood_router.edges.grpc.convert import to_load
+from sapwood_router.flow.explain import Explanation
 from sapwood_router.observe.status import RouterState, WorkerState
 
 
@@ -34,3 +37,18 @@ def to_worker_status(worker: WorkerState) -> router_pb2.WorkerStatus:
         epoch=worker.epoch,
         tokens_per_second=worker.tokens_per_second,
     )
+
+
+def to_explanation(explanation: Explanation) -> router_pb2.ExplainRouteResponse:
+    """A choice and what it was made from, as a message."""
+    response = router_pb2.ExplainRouteResponse(
+        chosen=explanation.chosen,
+        reason=explanation.reason,
+        prompt_tokens=explanation.prompt_tokens,
+        policy=explanation.policy,
+    )
+    for name, choice in explanation.shadows.items():
+        response.shadows.add(policy=name, chosen=choice.address, reason=choice.reason)
+    for candidate in explanation.candidates:
+        response.candidates.add(**asdict(candidate))
+    return response

@@ -43,40 +43,15 @@ def configure(verbs: Any) -> None:
     attach = actions.add_parser("attach", help="attach a store as the third tier", allow_abbrev=False)
     attach.add_argument("url", metavar="URL", help="as a worker's --storage takes it")
     detach = actions.add_parser("detach", help="detach the store", allow_abbrev=False)
-    for action, run in ((stats, _stats), (clear, _clear), (attach, _attach), (detach, _detach)):
+    for name, action in (("stats", stats), ("clear", clear), ("attach", attach), ("detach", detach)):
         add_worker_option(action)
         action.add_argument("--json", action="store_true", help="One JSON object a tier and line. [default: a table]")
-        action.set_defaults(run=run)
+        action.set_defaults(run=run, action=name)
 
 
-def _stats(arguments: argparse.Namespace) -> int:
-    from sapwood.v1 import worker_pb2
-
-    return _on_each(arguments, lambda worker: worker.GetCacheStats(worker_pb2.GetCacheStatsRequest()).tiers)
-
-
-def _clear(arguments: argparse.Namespace) -> int:
-    from sapwood.v1 import worker_pb2
-
-    tiers = [worker_pb2.CacheTier.Name(_TIERS[tier]) for tier in arguments.tier]
-    return _on_each(arguments, lambda worker: worker.ClearCache(worker_pb2.ClearCacheRequest(tiers=tiers)).tiers)
-
-
-def _attach(arguments: argparse.Namespace) -> int:
-    from sapwood.v1 import worker_pb2
-
-    request = worker_pb2.AttachStorageRequest(url=arguments.url)
-    return _on_each(arguments, lambda worker: worker.AttachStorage(request).tiers)
-
-
-def _detach(arguments: argparse.Namespace) -> int:
-    from sapwood.v1 import worker_pb2
-
-    return _on_each(arguments, lambda worker: worker.DetachStorage(worker_pb2.DetachStorageRequest()).tiers)
-
-
-def _on_each(arguments: argparse.Namespace, call: Call) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Makes the call to every worker and shows the tiers that come back; returns the exit code, raises CliError."""
+    call = _calls(arguments)[arguments.action]
     for address, tiers in each_worker(arguments.worker, lambda worker: list(call(worker))):
         if arguments.json:
             for tier in tiers:
@@ -84,6 +59,22 @@ def _on_each(arguments: argparse.Namespace, call: Call) -> int:
         else:
             _print_table(address, tiers)
     return 0
+
+
+def _calls(given: argparse.Namespace) -> dict[str, Call]:
+    """What each action asks a worker."""
+    from sapwood.v1 import worker_pb2 as pb
+
+    def clear(worker: worker_pb2_grpc.WorkerStub) -> Iterable[worker_pb2.CacheTierStats]:
+        tiers = [pb.CacheTier.Name(_TIERS[tier]) for tier in given.tier]
+        return worker.ClearCache(pb.ClearCacheRequest(tiers=tiers)).tiers
+
+    return {
+        "stats": lambda worker: worker.GetCacheStats(pb.GetCacheStatsRequest()).tiers,
+        "clear": clear,
+        "attach": lambda worker: worker.AttachStorage(pb.AttachStorageRequest(url=given.url)).tiers,
+        "detach": lambda worker: worker.DetachStorage(pb.DetachStorageRequest()).tiers,
+    }
 
 
 def _fields(tier: worker_pb2.CacheTierStats) -> dict[str, object]:

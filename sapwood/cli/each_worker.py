@@ -42,7 +42,7 @@ def each_worker(addresses: str, call: Callable[[worker_pb2_grpc.WorkerStub], Ans
     from sapwood.v1 import worker_pb2_grpc
 
     for address in addresses.split(","):
-        with failing_plainly(address), grpc.insecure_channel(address) as channel:
+        with failing_plainly(address, "worker"), grpc.insecure_channel(address) as channel:
             try:
                 answer = call(worker_pb2_grpc.WorkerStub(channel))
             except grpc.RpcError as error:

@@ -182,8 +182,8 @@ def _sampling(given: list[str]) -> dict[str, Any]:
 
 
 @contextmanager
-def failing_plainly(address: str) -> Iterator[None]:
-    """Turns errors of the client into a :class:`CliError`."""
+def failing_plainly(address: str, service: str = "router") -> Iterator[None]:
+    """Turns errors of the client into a :class:`CliError`, which says what ``service`` is at ``address``."""
     from sapwood.errors import (
         DeadlineExceededError,
         InvalidArgumentError,
@@ -195,7 +195,7 @@ def failing_plainly(address: str) -> Iterator[None]:
     try:
         yield
     except UnavailableError as error:
-        raise CliError(f"{error} (router: {address}; `sapwood up` starts one here)", UNREACHABLE) from None
+        raise CliError(f"{error} ({service}: {address}; `sapwood up` starts one here)", UNREACHABLE) from None
     except DeadlineExceededError as error:
         raise CliError(str(error), UNREACHABLE) from None
     except (InvalidArgumentError, NotFoundError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,7 +135,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
     with _router(arguments) as router:
         workers = router.ListWorkers(router_pb2.ListWorkersRequest(), timeout=_TIMEOUT).workers
-    _print_table(worker_rows(workers))
+    print("\n".join(table(worker_rows(workers))))
     return 0
 
 
@@ -184,15 +184,11 @@ def _explain(arguments: argparse.Namespace) -> int:
         mark = "->" if item.address == answer.chosen else ""
         cached = f"{item.cached_tokens} of {answer.prompt_tokens}"
         rows.append((mark, item.address, cached, str(item.requests), str(item.queued_tokens), cost, item.excluded))
-    _print_table(rows)
+    print("\n".join(table(rows)))
     print(f"reason: {answer.reason} ({answer.policy})")
     for shadow in answer.shadows:
         print(f"{shadow.policy} would choose {shadow.chosen}: {shadow.reason}")
     return 0
-
-
-def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    print("\n".join(table(rows)))
 
 
 def _top(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ A label takes only values that it knows; anything else is counted under ``other`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -149,28 +149,24 @@ Reading = tuple[Sequence[str], float]
 """Label values in order, and the value."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Polled:
-    spec: MetricSpec
-    read: Callable[[], Iterable[Reading]]
+class _Polled(Collector):
+    """A metric whose values are read when the page is rendered."""
 
-
-@dataclass(slots=True, eq=False)
-class _PolledCollector(Collector):
-    polled: list[_Polled] = field(default_factory=list)
+    def __init__(self, spec: MetricSpec, read: Callable[[], Iterable[Reading]]) -> None:
+        self._spec = spec
+        self._read = read
 
     def collect(self) -> Iterable[Any]:
-        for item in self.polled:
-            spec = item.spec
-            make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-            family = make(spec.name, spec.help, labels=list(spec.labels))
-            totals: dict[tuple[str, ...], float] = {}
-            for values, value in item.read():
-                key = tuple(label.bound(text) for label, text in zip(spec.labels.values(), values, strict=True))
-                totals[key] = totals.get(key, 0.0) + value
-            for key, value in totals.items():
-                family.add_metric(list(key), value)
-            yield family
+        spec = self._spec
+        make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+        family = make(spec.name, spec.help, labels=list(spec.labels))
+        totals: dict[tuple[str, ...], float] = {}
+        for values, value in self._read():
+            key = tuple(label.bound(text) for label, text in zip(spec.labels.values(), values, strict=True))
+            totals[key] = totals.get(key, 0.0) + value
+        for key, value in totals.items():
+            family.add_metric(list(key), value)
+        return (family,)
 
 
 class MetricSet:
@@ -186,8 +182,6 @@ class MetricSet:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
         self.specs: list[MetricSpec] = []
-        self._polled = _PolledCollector()
-        self.registry.register(self._polled)
         ProcessCollector(registry=self.registry)
 
     def counter(self, name: str, text: str, **labels: Label) -> Family[Counter]:
@@ -215,7 +209,7 @@ class MetricSet:
             labels: Its labels.
         """
         self._note(name, kind, text, labels)
-        self._polled.polled.append(_Polled(self.specs[-1], read))
+        self.registry.register(_Polled(self.specs[-1], read))
 
     def _add(
         self, make: Callable[[], SeriesT], kind: str, name: str, text: str, labels: Labels, page: Callable[..., Any]

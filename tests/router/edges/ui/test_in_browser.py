@@ -217,11 +217,11 @@ async def test_the_fleet_is_live_and_rests_in_a_hidden_tab(make_cluster, browser
     async with make_cluster(2, breaker_open_seconds=600) as cluster:
         page = await browser.open(f"{cluster.url}/ui/#fleet")
         alive, dead = cluster.workers
-        alive.load.running_requests, alive.load.waiting_requests = 3, 4
+        alive.load.running_requests, alive.load.waiting_requests, alive.load.queued_tokens = 3, 4, 567
         alive.load.used_pages, alive.load.prompt_tokens, alive.load.cached_tokens = 2500, 100, 40
         await page.shows("tbody tr", "25 %")
         row = next(line for line in (await page.text("tbody")).split(alive.address)[1:])
-        for shown in ("fake", "up", "closed", "3", "4", "25 %", "40 %"):
+        for shown in ("fake", "up", "closed", "3", "4", "567 tokens to prefill", "25 %", "40 %"):
             assert shown in row
         await shoot(page, "fleet-light")
         await dead.kill()

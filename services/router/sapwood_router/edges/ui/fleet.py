@@ -31,7 +31,6 @@ class WorkerRow(msgspec.Struct):
     state: str
     problem: str
     breaker: str
-    in_flight: int
     running: int
     waiting: int
     queued_tokens: int
@@ -116,7 +115,6 @@ def _row(worker: WorkerState) -> WorkerRow:
         state=worker.state,
         problem=worker.problem,
         breaker=worker.breaker,
-        in_flight=worker.in_flight,
         running=worker.load.running_requests,
         waiting=worker.load.waiting_requests,
         queued_tokens=worker.load.queued_tokens,

@@ -47,12 +47,15 @@ class WorkerRow {
     this.model = el("span", { className: "hint" });
     this.state = el("span", { className: "state" });
     this.problem = el("span", { className: "hint" });
+    this.waiting = el("span");
+    this.prefill = el("span", { className: "hint" });
     this.used = el("span");
     this.fill = el("span", { className: "fill" });
     this.rate = el("span");
     this.spark = new Sparkline();
     this.cells[0].append(el("span", { className: "address" }, address), this.model);
     this.cells[1].append(this.state, this.problem);
+    this.cells[4].append(this.waiting, this.prefill);
     this.cells[5].append(this.used, el("span", { className: "meter", "aria-hidden": "true" }, this.fill));
     this.cells[7].append(this.rate, this.spark.element);
   }
@@ -66,7 +69,8 @@ class WorkerRow {
     setText(this.cells[2], worker.breaker.replace("_", " "));
     this.cells[2].className = worker.breaker === "closed" ? "" : "broken";
     setText(this.cells[3], String(worker.running));
-    setText(this.cells[4], String(worker.waiting));
+    setText(this.waiting, String(worker.waiting));
+    setText(this.prefill, worker.queued_tokens ? `${worker.queued_tokens.toLocaleString()} tokens to prefill` : "");
     setText(this.used, percent(worker.cache_used));
     this.fill.style.width = `${100 * (worker.cache_used ?? 0)}%`;
     setText(this.cells[6], percent(worker.hit_rate));

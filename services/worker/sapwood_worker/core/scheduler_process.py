@@ -160,7 +160,7 @@ class LazyProfiler:
 
     def start(self, folder: str) -> None:
         if self._profiler is None:
-            from sapwood_worker.model.runner.profiler import TorchProfiler
+            from sapwood_worker.model.profiler import TorchProfiler
 
             self._profiler = TorchProfiler()
         self._profiler.start(folder)

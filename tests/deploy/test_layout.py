@@ -1,0 +1,43 @@
+"""What docs/architecture.md and docs/development.md say of the source folders."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [
+    path
+    for folder in ("services", "sapwood", "kernels", "sapwood_testing")
+    for path in (ROOT / folder).rglob("*.py")
+    if path.parent != ROOT / "sapwood/v1" and not any(part.startswith(".") for part in path.parts)
+]
+COLLECTIONS = {"tool_parser", "families", "policies", "quantization", "attention", "storage"}
+"""Alike parts, one file each, that a registry or factory names."""
+
+
+def test_a_room_has_at_most_fifteen_modules() -> None:
+    modules = Counter(
+        path.parent for path in SOURCES if path.name != "__init__.py" and path.parent.name not in COLLECTIONS
+    )
+    assert len(modules) > 50
+    assert {str(room.relative_to(ROOT)): count for room, count in modules.items() if count > 15} == {}
+
+
+@pytest.mark.parametrize("service", ["router", "tokenizer", "worker"])
+def test_a_services_own_folder_holds_rooms_and_nothing_else_but_its_start(service: str) -> None:
+    folder = ROOT / "services" / service / f"sapwood_{service}"
+    assert {path.name for path in folder.glob("*.py")} == {"__init__.py", "__main__.py", "app.py", "config.py"}
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "development.md"])
+def test_files_that_the_pages_name_exist(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`([a-z0-9_/.]+\.(?:py|proto))`", text) if "/" in name}
+    assert len(named) > 10
+    folders = ("services", "sapwood", "kernels", "protos", "tests")
+    known = [path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    assert {name for name in named if not any(path.endswith(f"/{name}") for path in known)} == set()

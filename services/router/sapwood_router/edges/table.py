@@ -22,6 +22,7 @@ from sapwood_router.edges.responses.create import PATH as RESPONSES
 from sapwood_router.edges.responses.create import ResponsesApi
 from sapwood_router.edges.responses.store import ResponseStore
 from sapwood_router.edges.routes import Ask, Handler, Post, Route
+from sapwood_router.edges.score.answers import rerank, score
 from sapwood_router.edges.vllm.tokens import detokenize, tokenize
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.observe.status import RouterState
@@ -67,6 +68,8 @@ def all_routes(
         Ask(f"{RESPONSES}/", kept.delete, method="DELETE"),
         Post("/v1/messages", create_message, anthropic),
         Post("/v1/messages/count_tokens", count_tokens, anthropic),
+        *(Post(path, score) for path in ("/score", "/v1/score")),
+        *(Post(path, rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         Post("/tokenize", tokenize),
         Post("/detokenize", detokenize),
         Ask("/version", _show_version),

@@ -1,0 +1,161 @@
+"""``/score`` and ``/rerank``, shaped as in vLLM; the second also takes what Jina's and Cohere's clients send."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
+from sapwood_router.edges.openai.types import AnyRequest
+from sapwood_router.edges.score.likeness import cosines, embed_all
+from sapwood_router.flow.pipeline import Pipeline
+
+NEUTRAL: Neutral = {"activation": (), "use_activation": (), "softmax": (), "mm_processor_kwargs": ({},)}
+"""Parameters of the scores that models with a head of their own make; these are cosines."""
+IGNORED = frozenset({"user"})
+
+
+RequestT = TypeVar("RequestT", bound=AnyRequest)
+
+
+class ScoreRequest(AnyRequest, kw_only=True):
+    """One text and others, or as many of the one as of the other."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+
+
+class Score(msgspec.Struct):
+    """How alike the texts of a pair are."""
+
+    index: int
+    score: float
+    object: str = "score"
+
+
+class ScoreUsage(msgspec.Struct):
+    """``usage``; a text that is in several pairs counts once."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class ScoreResponse(msgspec.Struct, kw_only=True):
+    """The answer of ``/score``."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: ScoreUsage
+
+
+class Document(msgspec.Struct):
+    """A text to rank."""
+
+    text: str
+
+
+class RerankRequest(AnyRequest, kw_only=True):
+    """A text, and those to order by how like it they are."""
+
+    query: str
+    documents: list[str | Document]
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
+class Ranked(msgspec.Struct):
+    """A document and how like the query it is; ``index`` is its place in the request."""
+
+    index: int
+    relevance_score: float
+    document: Document | msgspec.UnsetType = msgspec.UNSET
+
+
+class RerankResponse(msgspec.Struct, kw_only=True):
+    """The answer of ``/rerank``, the likest first."""
+
+    id: str
+    model: str
+    usage: ScoreUsage
+    results: list[Ranked]
+
+
+async def score(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+    """Answers a request.
+
+    Raises:
+        SapwoodError: It is wrong, or it failed.
+    """
+    given = decode_object(body)
+    request = _checked(exchange, given, ScoreRequest)
+    caller, deadline = exchange.caller(request, given), exchange.sooner(deadline)
+    ones, others = _named(request.text_1, "text_1"), _named(request.text_2, "text_2")
+    if len(ones) not in (1, len(others)):
+        raise InvalidArgumentError(
+            f"text_1 must be one text or as many as text_2: {len(others)}, got {len(ones)}", field="text_1"
+        )
+    found = await embed_all(exchange, pipeline, request, [*ones, *others], caller, deadline)
+    first, second = found.vectors[: len(ones)], found.vectors[len(ones) :]
+    if len(first) == 1:
+        first *= len(second)
+    scores = await cosines(list(zip(first, second, strict=True)))
+    answer = ScoreResponse(
+        id=f"score-{exchange.request_id}",
+        created=int(time.time()),
+        model=found.model,
+        data=[Score(index, value) for index, value in enumerate(scores)],
+        usage=ScoreUsage(found.prompt_tokens, found.prompt_tokens),
+    )
+    await exchange.send_body(200, msgspec.json.encode(answer))
+
+
+async def rerank(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+    """Answers a request.
+
+    Raises:
+        SapwoodError: It is wrong, or it failed.
+    """
+    given = decode_object(body)
+    request = _checked(exchange, given, RerankRequest)
+    caller, deadline = exchange.caller(request, given), exchange.sooner(deadline)
+    if request.top_n is not None and request.top_n < 0:
+        raise InvalidArgumentError(f"top_n must be at least 0, got {request.top_n}", field="top_n")
+    texts = [item if isinstance(item, str) else item.text for item in request.documents]
+    named = [("query", request.query), *_named(texts, "documents")]
+    found = await embed_all(exchange, pipeline, request, named, caller, deadline)
+    query, *vectors = found.vectors
+    scores = await cosines([(query, vector) for vector in vectors])
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n or None]
+    shows = request.return_documents is not False
+    answer = RerankResponse(
+        id=f"rerank-{exchange.request_id}",
+        model=found.model,
+        usage=ScoreUsage(found.prompt_tokens, found.prompt_tokens),
+        results=[Ranked(index, scores[index], Document(texts[index]) if shows else msgspec.UNSET) for index in order],
+    )
+    await exchange.send_body(200, msgspec.json.encode(answer))
+
+
+def _checked(exchange: Exchange, given: dict[str, Any], cls: type[RequestT]) -> RequestT:
+    request = convert(given, cls, NEUTRAL, IGNORED)
+    if request.truncation_side == "left":
+        raise InvalidArgumentError("inputs to embed are cut at their end", field="truncation_side")
+    exchange.accept_body_id(request)
+    return request
+
+
+def _named(texts: str | Sequence[str], name: str) -> list[tuple[str, str]]:
+    """Texts and the client's name of each."""
+    if isinstance(texts, str):
+        return [(name, texts)]
+    if not texts:
+        raise InvalidArgumentError(f"there is no text in {name}", field=name)
+    return [(f"{name}[{index}]", text) for index, text in enumerate(texts)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from sapwood_router.edges.http.errors import OPENAI, Dialect
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.flow.pipeline import Pipeline
@@ -22,11 +24,21 @@ class Post:
         path: The path; one that ends with a slash stands for all below it.
         answer: Answers.
         dialect: How errors are told.
+        summary: What it does, for the OpenAPI document; "": it is not in there.
+        takes: The types that bodies are checked against, of which each is one; empty: any object.
+        gives: The type of answers; None: some object.
+        settings: Sampling settings that bodies may have beside ``takes``.
+        streams: Whether answers may be events.
     """
 
     path: str
     answer: Answerer
     dialect: Dialect = OPENAI
+    summary: str = ""
+    takes: tuple[type[msgspec.Struct], ...] = ()
+    gives: type[msgspec.Struct] | None = None
+    settings: frozenset[str] = frozenset()
+    streams: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +51,7 @@ class Ask:
         method: The HTTP method.
         public: Whether no API key is asked for, and no page's origin.
         dialect: How errors are told.
+        summary, gives: As of :class:`Post`.
     """
 
     path: str
@@ -46,6 +59,8 @@ class Ask:
     method: str = "GET"
     public: bool = False
     dialect: Dialect = OPENAI
+    summary: str = ""
+    gives: type[msgspec.Struct] | None = None
 
 
 Route = Post | Ask

@@ -11,19 +11,32 @@ from prometheus_client import CollectorRegistry
 
 from sapwood_router.edges.anthropic.errors import AnthropicDialect
 from sapwood_router.edges.anthropic.messages import count_tokens, create_message
+from sapwood_router.edges.anthropic.types import CountRequest, MessageResponse, MessagesRequest, TokenCount
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.metrics_page import MetricsPage
 from sapwood_router.edges.http.status_page import HEADERS, render
 from sapwood_router.edges.openai.chat import chat
 from sapwood_router.edges.openai.completions import complete
-from sapwood_router.edges.openai.embeddings import embed
+from sapwood_router.edges.openai.embeddings import EmbeddingRequest, EmbeddingResponse, embed
 from sapwood_router.edges.openai.models import get_model, list_models
+from sapwood_router.edges.openai.parameters import SAMPLING, TEXT_SAMPLING
+from sapwood_router.edges.openai.types import ChatRequest, ChatResponse, CompletionRequest, CompletionResponse
+from sapwood_router.edges.openapi.routes import ApiPages
 from sapwood_router.edges.responses.create import PATH as RESPONSES
 from sapwood_router.edges.responses.create import ResponsesApi
 from sapwood_router.edges.responses.store import ResponseStore
+from sapwood_router.edges.responses.types import ResponsesRequest
 from sapwood_router.edges.routes import Ask, Handler, Post, Route
-from sapwood_router.edges.score.answers import rerank, score
-from sapwood_router.edges.vllm.tokens import detokenize, tokenize
+from sapwood_router.edges.score.answers import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse, rerank, score
+from sapwood_router.edges.vllm.tokens import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeChatRequest,
+    TokenizeResponse,
+    TokenizeTextRequest,
+    detokenize,
+    tokenize,
+)
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.observe.status import RouterState
 
@@ -58,23 +71,87 @@ def all_routes(
 
     anthropic, kept = AnthropicDialect(), ResponsesApi(responses)
     routes: list[Route] = [
-        Post("/v1/completions", complete),
-        Post("/v1/chat/completions", chat),
-        Post("/v1/embeddings", embed),
-        Ask("/v1/models", show_models),
-        Ask(_MODEL, show_model),
-        Post(RESPONSES, kept.create),
-        Ask(f"{RESPONSES}/", kept.show),
-        Ask(f"{RESPONSES}/", kept.delete, method="DELETE"),
-        Post("/v1/messages", create_message, anthropic),
-        Post("/v1/messages/count_tokens", count_tokens, anthropic),
-        *(Post(path, score) for path in ("/score", "/v1/score")),
-        *(Post(path, rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
-        Post("/tokenize", tokenize),
-        Post("/detokenize", detokenize),
-        Ask("/version", _show_version),
-        Ask("/health", _show_health(problem), public=True),
+        Post(
+            "/v1/completions",
+            complete,
+            summary="Goes on with texts",
+            takes=(CompletionRequest,),
+            gives=CompletionResponse,
+            settings=SAMPLING,
+            streams=True,
+        ),
+        Post(
+            "/v1/chat/completions",
+            chat,
+            summary="Answers a conversation",
+            takes=(ChatRequest,),
+            gives=ChatResponse,
+            settings=SAMPLING,
+            streams=True,
+        ),
+        Post(
+            "/v1/embeddings",
+            embed,
+            summary="Turns texts into vectors",
+            takes=(EmbeddingRequest,),
+            gives=EmbeddingResponse,
+        ),
+        Ask("/v1/models", show_models, summary="Lists the models"),
+        Ask(_MODEL, show_model, summary="Describes a model"),
+        Post(
+            RESPONSES,
+            kept.create,
+            summary="Answers a conversation, OpenAI's newer way",
+            takes=(ResponsesRequest,),
+            settings=TEXT_SAMPLING,
+            streams=True,
+        ),
+        Ask(f"{RESPONSES}/", kept.show, summary="Shows an answer that was kept"),
+        Ask(f"{RESPONSES}/", kept.delete, method="DELETE", summary="Forgets an answer that was kept"),
+        Post(
+            "/v1/messages",
+            create_message,
+            anthropic,
+            summary="Answers a conversation, Anthropic's way",
+            takes=(MessagesRequest,),
+            gives=MessageResponse,
+            settings=TEXT_SAMPLING,
+            streams=True,
+        ),
+        Post(
+            "/v1/messages/count_tokens",
+            count_tokens,
+            anthropic,
+            summary="Counts a conversation's tokens",
+            takes=(CountRequest,),
+            gives=TokenCount,
+        ),
+        *(
+            Post(path, score, summary="Tells how alike texts are", takes=(ScoreRequest,), gives=ScoreResponse)
+            for path in ("/score", "/v1/score")
+        ),
+        *(
+            Post(path, rerank, summary="Orders documents by a query", takes=(RerankRequest,), gives=RerankResponse)
+            for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+        ),
+        Post(
+            "/tokenize",
+            tokenize,
+            summary="Turns a text or a conversation into tokens",
+            takes=(TokenizeTextRequest, TokenizeChatRequest),
+            gives=TokenizeResponse,
+        ),
+        Post(
+            "/detokenize",
+            detokenize,
+            summary="Turns tokens into text",
+            takes=(DetokenizeRequest,),
+            gives=DetokenizeResponse,
+        ),
+        Ask("/version", _show_version, summary="Tells the version"),
+        Ask("/health", _show_health(problem), public=True, summary="Tells whether requests are served"),
     ]
+    routes += ApiPages(tuple(routes)).routes()
     if status is not None:
         routes.append(Ask("/status", _show_status(status), public=True))
     if registry is not None:

@@ -24,9 +24,25 @@ _TYPES = {
 }
 
 
+class Error(msgspec.Struct):
+    """An error."""
+
+    type: str
+    message: str
+
+
+class ErrorResponse(msgspec.Struct, kw_only=True):
+    """What tells an error."""
+
+    type: str = "error"
+    error: Error
+    request_id: str
+
+
 class AnthropicDialect:
     """Implements :class:`Dialect` as Anthropic's API does: the message begins with the field at fault."""
 
+    shape: type[msgspec.Struct] = ErrorResponse
     id_header: bytes | None = b"request-id"
 
     def status(self, error: errors.SapwoodError) -> int:
@@ -37,8 +53,8 @@ class AnthropicDialect:
         message = error.message
         if error.field and error.field not in message:
             message = f"{error.field}: {message}"
-        told = {"type": _TYPES.get(self.status(error), "api_error"), "message": message}
-        return msgspec.json.encode({"type": "error", "error": told, "request_id": request_id})
+        told = Error(_TYPES.get(self.status(error), "api_error"), message)
+        return msgspec.json.encode(ErrorResponse(error=told, request_id=request_id))
 
     def event(self, error: errors.SapwoodError, request_id: str) -> bytes:
         return b"event: error\ndata: %b\n\n" % self.body(error, request_id)

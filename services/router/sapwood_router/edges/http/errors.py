@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -27,13 +27,30 @@ _TYPES = {
 }
 
 
+class Error(msgspec.Struct):
+    """An error; ``param`` is the parameter or header at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct):
+    """What tells an error."""
+
+    error: Error
+
+
 class Dialect(Protocol):
     """How an API tells errors.
 
     Attributes:
+        shape: What its error responses are.
         id_header: Where its clients look for the request's id, beside ``x-request-id``; None: nowhere.
     """
 
+    shape: type[msgspec.Struct]
     id_header: bytes | None
 
     def status(self, error: errors.SapwoodError) -> int:
@@ -52,6 +69,7 @@ class Dialect(Protocol):
 class OpenAIDialect:
     """Implements :class:`Dialect` as OpenAI's API does."""
 
+    shape: type[msgspec.Struct] = ErrorResponse
     id_header: bytes | None = None
 
     def status(self, error: errors.SapwoodError) -> int:
@@ -72,17 +90,11 @@ def http_status(error: errors.SapwoodError) -> int:
     return error.status if isinstance(error, HttpError) else row_of(error).http
 
 
-def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The body of an error response."""
-    return {
-        "error": {"message": message, "type": _TYPES.get(status, "server_error"), "param": param, "code": code},
-    }
-
-
 def error_body(error: errors.SapwoodError) -> bytes:
     """The body of an error response, as JSON."""
     code = "model_not_found" if isinstance(error, errors.NotFoundError) and error.field == "model" else None
-    return msgspec.json.encode(error_object(http_status(error), error.message, error.field, code))
+    kind = _TYPES.get(http_status(error), "server_error")
+    return msgspec.json.encode(ErrorResponse(Error(error.message, kind, error.field, code)))
 
 
 def retry_headers(error: errors.SapwoodError) -> list[tuple[bytes, bytes]]:

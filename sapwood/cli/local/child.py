@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 _LISTENING = re.compile(r"\b(?:(\w+) )?listening on (?:https?://)?(\S+:\d+)")
 _LAST_LINES = 20
 _LONGEST_LINE = 1 << 16
+_END_SECONDS = 0.01
 
 
 class Child:
@@ -28,7 +30,8 @@ class Child:
     def __init__(
         self,
         name: str,
-        process: asyncio.subprocess.Process,
+        process: subprocess.Popen[bytes],
+        output: asyncio.StreamReader,
         on_line: Callable[[str, str], None],
         reworded: Callable[[str], str],
     ) -> None:
@@ -36,6 +39,7 @@ class Child:
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self.exited = asyncio.Event()
         self._process = process
+        self._output = output
         self._on_line = on_line
         self._reworded = reworded
         self._addresses: dict[str, str] = {}
@@ -60,20 +64,16 @@ class Child:
             on_line: Called with name and text of each line it writes; must not raise.
             reworded: Changes each line before it is shown and kept.
         """
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "sapwood.cli.local.tied",
-            module,
-            *flags,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,  # the terminal's Ctrl-C is for the parent, which then stops the services in order
-            limit=_LONGEST_LINE,
-        )
-        return cls(name, process, on_line, reworded)
+        process = _start([sys.executable, "-m", "sapwood.cli.local.tied", module, *flags])
+        output = asyncio.StreamReader(limit=_LONGEST_LINE)
+        try:
+            await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(output), process.stdout
+            )
+        except BaseException:
+            process.kill()
+            raise
+        return cls(name, process, output, on_line, reworded)
 
     @property
     def exit_code(self) -> int | None:
@@ -95,8 +95,7 @@ class Child:
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to the service's main process, which passes it on as it sees fit."""
-        if self._process.returncode is None:
-            self._process.send_signal(number)
+        self._process.send_signal(number)  # nothing happens after its end
 
     def kill(self) -> None:
         """Ends its whole process group at once; after its end, the children that it may have left behind."""
@@ -104,18 +103,18 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _read(self) -> None:
-        assert self._process.stdout is not None
         try:
             while True:
                 try:
-                    raw = await self._process.stdout.readline()
+                    raw = await self._output.readline()
                 except ValueError:  # the line is too long; the rest of it comes as further lines
                     continue
                 if not raw:
                     break
                 self._take(raw.decode(errors="replace").rstrip())
         finally:
-            await self._process.wait()
+            while self._process.poll() is None:  # noqa: ASYNC110 - it has closed its output: it is about to end
+                await asyncio.sleep(_END_SECONDS)
             self.exited.set()
             self._changed.set()
 
@@ -127,3 +126,15 @@ class Child:
             self._addresses.setdefault((found[1] or "").lower(), found[2])
             self._changed.set()
         self._on_line(self.name, line)
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Starts a process. Not asyncio's own way: it asks the program's event loop policy, and uvloop's knows no children."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,  # the terminal's Ctrl-C is for the parent, which then stops the services in order
+    )

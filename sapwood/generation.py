@@ -180,6 +180,9 @@ class Answer:
         token_ids: All tokens.
         finish_reason: None where the answer was cut off.
         usage: None where the answer was cut off.
+        stop_match: The stop string that ended the text.
+        logprobs: One for each token, where asked for.
+        prompt_logprobs: One for each token of the prompt but its first, where asked for.
     """
 
     text: str
@@ -188,6 +191,9 @@ class Answer:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     usage: Usage | None
+    stop_match: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def message(self) -> dict[str, Any]:
@@ -209,11 +215,15 @@ def answer_of(deltas: Iterable[Delta]) -> Answer:
     reasoning: list[str] = []
     token_ids: list[int] = []
     calls: dict[int, ToolCall] = {}
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
     last: Delta | None = None
     for last in deltas:
         text.append(last.text)
         reasoning.append(last.reasoning)
         token_ids += last.token_ids
+        logprobs += last.logprobs
+        prompt_logprobs += last.prompt_logprobs
         for part in last.tool_calls:
             call = calls.get(part.index, ToolCall("", "", ""))
             calls[part.index] = ToolCall(call.id or part.id, call.name or part.name, call.arguments + part.arguments)
@@ -224,6 +234,9 @@ def answer_of(deltas: Iterable[Delta]) -> Answer:
         token_ids=tuple(token_ids),
         finish_reason=last.finish_reason if last is not None else None,
         usage=last.usage if last is not None else None,
+        stop_match=last.stop_match if last is not None else None,
+        logprobs=tuple(logprobs),
+        prompt_logprobs=tuple(prompt_logprobs),
     )
 
 

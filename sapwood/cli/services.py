@@ -7,6 +7,7 @@ Every flag of a service is one of `sapwood up`, with the service's name before i
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -116,12 +117,31 @@ def read_services(
     )
 
 
+def cores() -> int:
+    """CPUs that this process may use, by a container's limit too if the kernel tells it."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def read_service(name: str, cls: type[ConfigT], given: dict[str, Any], file: str | None = None) -> Service[ConfigT]:
+    """One service as asked for.
+
+    Args:
+        name: ``router``, ``tokenizer`` or ``worker``.
+        cls: Its settings.
+        given: Values by field.
+        file: Its YAML file.
+
+    Raises:
+        CliError: A value is wrong.
+    """
+    try:
+        return Service(name, given, file, load_config(cls, given, file, prefix=f"{name}-"))
+    except ConfigError as error:
+        raise CliError(str(error), REFUSED) from None
+
+
 def _read(arguments: argparse.Namespace, name: str, cls: type[ConfigT], own: dict[str, Any]) -> Service[ConfigT]:
     prefix = f"{name}-"
     given = {field: value for field, value in own.items() if value is not None}
     given |= given_settings(cls, arguments, prefix)
-    file = vars(arguments)[f"{prefix}config"]
-    try:
-        return Service(name, given, file, load_config(cls, given, file, prefix=prefix))
-    except ConfigError as error:
-        raise CliError(str(error), REFUSED) from None
+    return read_service(name, cls, given, vars(arguments)[f"{prefix}config"])

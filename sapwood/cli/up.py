@@ -149,9 +149,11 @@ def configure(verbs: Any, *, with_services: bool) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb until it is stopped; returns the exit code, raises CliError."""
+    from sapwood.cli.fetch import fetch_models
+
     services = _services(arguments)
     _check_ports(services)
-    _fetch_models(services)
+    fetch_models(services)
     terminal = open_terminal(sys.stdout)
     try:
         return asyncio.run(_serve(services, terminal))
@@ -161,7 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _services(arguments: argparse.Namespace) -> Services:
     """The services that the flags ask for. Raises CliError."""
-    from sapwood.cli.services import read_services
+    from sapwood.cli.services import cores, read_services
 
     def port(given: int | None) -> int | None:
         return 0 if given is None and arguments.ports == "auto" else given
@@ -197,13 +199,8 @@ def _services(arguments: argparse.Namespace) -> Services:
         workers=arguments.workers,
     )
     if "threads" not in services.worker.config.model_fields_set:
-        services.worker.given["threads"] = max(1, _cores() // arguments.workers)
+        services.worker.given["threads"] = max(1, cores() // arguments.workers)
     return services
-
-
-def _cores() -> int:
-    """CPUs that this process may use, by a container's limit too if the kernel tells it."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_extras() -> None:
@@ -241,26 +238,6 @@ def _check_ports(services: Services) -> None:
                     f"cannot listen on {host}:{port} ({error.strerror}); choose another with {flag}, or free ones with "
                     "--ports auto"
                 ) from None
-
-
-def _fetch_models(services: Services) -> None:
-    """Fetches what is not on this machine, so that the services start with what is here, all with the same."""
-    from sapwood.cli.model import fetch_model
-    from sapwood_common.models.model_files import DEMO_NAME, is_elsewhere
-
-    fetched = fetch_model(
-        services.worker.config.model, services.worker.config.revision, weights=_needs_weights(services)
-    )
-    if is_elsewhere(services.worker.config.model):
-        services.worker.given.update(fetched.settings)
-    of_tokenizer = services.tokenizer.config.model
-    if is_elsewhere(of_tokenizer) or of_tokenizer == DEMO_NAME:
-        fetched = fetch_model(of_tokenizer, services.tokenizer.config.revision, weights=False)
-        services.tokenizer.given.update(fetched.settings)
-
-
-def _needs_weights(services: Services) -> bool:
-    return services.worker.config.load_format != "dummy"
 
 
 async def _serve(services: Services, terminal: Terminal) -> int:

@@ -47,7 +47,7 @@ RUNNABLE = [block for block in BLOCKS if not LARGE.match(block.code)]
 
 
 def _param(block: Block) -> Any:
-    slow = block.page != "README.md"
+    slow = block.page != "README.md" or "import sapwood\n" in block.code  # it loads the model itself
     return pytest.param(block, id=f"{block.page}-{block.code.split()[0]}", marks=[pytest.mark.slow] if slow else [])
 
 

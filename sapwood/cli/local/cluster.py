@@ -14,6 +14,7 @@ from sapwood.cli.errors import CliError
 from sapwood.cli.local.child import Child
 from sapwood.cli.local.restarts import Restarts
 from sapwood.cli.services import Service, Services
+from sapwood_common.unix_socket import is_unix
 
 ResultT = TypeVar("ResultT")
 
@@ -244,6 +245,8 @@ def _ports(service: Service[Any], further: int = 0, port: int | None = None) -> 
     The port of its metrics is derived from its own, or a free one where ordinary users may not use that.
     """
     ports = service.ports(further)
+    if is_unix(service.config.host):  # any number is free in a folder of one's own
+        return ports if port is None else ports | {"port": port}
     beside = ports["port"] - _METRICS_OFFSET
     ports.setdefault("metrics_port", beside if beside >= 1024 else 0)
     return ports if port is None else ports | {"port": port}

@@ -1,0 +1,1 @@
+"""Sapwood inside a program: the services as its child processes. Knows no verb."""

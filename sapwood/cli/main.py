@@ -8,10 +8,11 @@ import os
 import sys
 from importlib.metadata import version
 
-from sapwood.cli import cache, chat, generate, key, model, router, up, worker
+from sapwood.cli import chat, generate, key, model, router, up
 from sapwood.cli.doctor import verb as doctor
 from sapwood.cli.errors import EXIT_CODES, INTERRUPTED, CliError
 from sapwood.cli.measure import bench, evaluate
+from sapwood.cli.workers import cache, worker
 
 
 def build_parser(verb: str = "") -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from sapwood.cli.each_worker import add_worker_option, each_worker
+from sapwood.cli.workers.each_worker import add_worker_option, each_worker
 from sapwood.cli.errors import EXIT_CODES
 from sapwood_common.settings.flags import one_of
 

@@ -1,0 +1,1 @@
+"""Verbs that ask workers, one after the other: `worker` and `cache`."""

@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from sapwood.cli.workers.each_worker import add_worker_option, each_worker
 from sapwood.cli.errors import EXIT_CODES
+from sapwood.cli.workers.each_worker import add_worker_option, each_worker
 from sapwood_common.settings.flags import one_of
 
 if TYPE_CHECKING:  # at run time grpc is loaded only by the verbs that use it

@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sapwood.cli.workers.each_worker import add_worker_option, each_worker
 from sapwood.cli.errors import EXIT_CODES
+from sapwood.cli.workers.each_worker import add_worker_option, each_worker
 
 if TYPE_CHECKING:  # at run time grpc is loaded only by the verbs that use it
     from google.protobuf.message import Message

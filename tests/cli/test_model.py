@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,6 +90,19 @@ def test_several_processes_of_a_host_download_once(hub_server: HubServer, enviro
     assert [process.returncode for process in processes] == [0, 0]
     assert len(paths) == 1
     assert hub_server.sent_bytes == len(WEIGHTS)
+
+
+def test_ctrl_c_ends_a_fetch_and_the_next_one_goes_on(hub_server: HubServer, environment: dict[str, str]) -> None:
+    hub_server.gate.clear()
+    fetch = subprocess.Popen(
+        [*SAPWOOD, "model", "fetch", "someone/tiny"], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    hub_server.wait_for(lambda: bool(hub_server.asked("GET", "/lfs/")))
+    fetch.send_signal(signal.SIGINT)
+    said = fetch.communicate(timeout=120)[1]
+    assert (fetch.returncode, said.strip()) == (130, "")
+    hub_server.gate.set()
+    assert sapwood(environment, "model", "fetch", "someone/tiny").returncode == 0
 
 
 def test_a_full_disk_is_one_line(hub_server: HubServer, environment: dict[str, str], tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,3 +59,47 @@ def test_a_model_of_the_hub_is_served_by_its_name(
     assert hub_server.sent_bytes == sum(size for name, size in sizes.items() if name.endswith(".safetensors"))
     asked = [request.path for request in hub_server.asked("GET", "/api/models/someone/tiny/revision/")]
     assert asked == ["/api/models/someone/tiny/revision/v1"] * 2, "the command asked for both services, they did not"
+
+
+@pytest.mark.slow
+def test_services_that_are_started_by_themselves_fetch_it_once_for_all(hub_server: HubServer, tmp_path: Path) -> None:
+    environment = os.environ | {"HF_ENDPOINT": hub_server.url, "HF_HOME": str(tmp_path / "hf")}
+    flags = ("--model", "someone/tiny", "--revision", "v1", "--port", "0")
+    hub_server.gate.clear()
+    services = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"sapwood_{name}", *flags, *more],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for name, more in (
+            ("worker", ("--num-pages", "64", "--threads", "1")),
+            ("worker", ("--num-pages", "64", "--threads", "1")),
+            ("tokenizer", ()),
+        )
+    ]
+    try:
+        shards = {path for path in hub_server.repos["someone/tiny"].files("v1") if path.endswith(".safetensors")}
+        hub_server.wait_for(
+            lambda: len(hub_server.asked("HEAD", min(shards))) == 2
+        )  # each worker has come to the weights
+        hub_server.gate.set()
+        for service in services:
+            assert service.stdout is not None
+            lines = []
+            for line in service.stdout:
+                lines.append(line)
+                if "listening on" in line:
+                    break
+            else:
+                pytest.fail("".join(lines))
+            assert "someone/tiny" in "".join(lines)
+    finally:
+        for service in services:
+            service.terminate()
+        for service in services:
+            service.communicate(timeout=120)
+    files = hub_server.repos["someone/tiny"].files("v1")
+    assert hub_server.sent_bytes == sum(len(files[name]) for name in shards)

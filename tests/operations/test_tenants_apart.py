@@ -107,6 +107,14 @@ class Service:
         assert self._post("/embeddings", name, input=text)["prompt_tokens"] == LENGTH
         return 0
 
+    def message(self, name: str, text: str) -> int:
+        usage = self._post("/messages", name, messages=[{"role": "user", "content": text}], max_tokens=1)
+        return int(usage["cache_read_input_tokens"])
+
+    def response(self, name: str, text: str) -> int:
+        usage = self._post("/responses", name, input=text, max_output_tokens=1)
+        return int(usage["input_tokens_details"]["cached_tokens"])
+
     def grpc_text(self, name: str, text: str) -> int:
         return self._generate(name, text=text)
 
@@ -155,7 +163,7 @@ class Service:
 KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Service.chat, Service.completion, Service.score, Service.embedding),
+        *(Service.chat, Service.completion, Service.score, Service.embedding, Service.message, Service.response),
         *(Service.grpc_text, Service.grpc_messages, Service.grpc_score, Service.grpc_embed),
     )
 }

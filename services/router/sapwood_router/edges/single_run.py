@@ -100,7 +100,6 @@ class _EventClient:
         self._pending = None
 
     def write(self, index: int, delta: Delta) -> bool:
-        """Takes a delta."""
         if not self._begun or delta.finish is not None:
             self._pending = delta
             return False

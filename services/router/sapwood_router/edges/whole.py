@@ -46,7 +46,6 @@ class _WholeClient:
         """Returns at once: there is no client to wait for."""
 
     def write(self, index: int, delta: Delta) -> bool:
-        """Takes a delta."""
         self._outputs[index].add(delta.output)
         whole = self._wholes[index]
         whole.token_ids += delta.token_ids

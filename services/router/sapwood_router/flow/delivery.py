@@ -121,7 +121,6 @@ class Delivery:
                 self._waiter = None
 
     def ready(self) -> bool:
-        """Whether the client takes a delta now."""
         if self._client.writable():
             return True
         self._behind = True
@@ -129,7 +128,6 @@ class Delivery:
         return False
 
     def delta(self, index: int, delta: Delta) -> None:
-        """Takes the next delta of a run, while :meth:`ready`."""
         if delta.finish is not None:
             self._left -= 1
         if not self._client.write(index, delta) or not self._left:

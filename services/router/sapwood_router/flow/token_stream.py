@@ -25,7 +25,6 @@ class TokenStream(OutputStream):
         return self._relay is not None
 
     def push(self, token_ids: Sequence[int], *, end: bool = False) -> bool:
-        """Hands over new tokens; ``end`` says that these were the last. Returns whether it is :attr:`full` now."""
         if self._ended or self._closed or self._error is not None:
             return False
         self._tokens += len(token_ids)
@@ -47,7 +46,6 @@ class TokenStream(OutputStream):
             self.relay = relay
 
     def close(self) -> None:
-        """Nobody takes any more. May be called again."""
         self._relay = None
         super().close()
 

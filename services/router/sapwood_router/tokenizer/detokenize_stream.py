@@ -50,7 +50,6 @@ class DetokenizeStream(OutputStream):
         self._stop_match: str | None = None
 
     def push(self, token_ids: Sequence[int], *, end: bool = False) -> bool:
-        """Hands over new tokens; ``end`` says that these were the last. Returns whether it is :attr:`full` now."""
         if self.over or self.end_pushed:
             return False
         self.token_ids.extend(token_ids)
@@ -60,13 +59,11 @@ class DetokenizeStream(OutputStream):
         return self.full
 
     def fail(self, error: SapwoodError) -> None:
-        """:meth:`take` raises ``error`` after what is there already; the first error counts."""
         if not self.over:
             self._on_close(self)
             super().fail(error)
 
     def close(self) -> None:
-        """Nobody takes any more. May be called again."""
         if not self.over:
             self._on_close(self)
         super().close()

@@ -126,13 +126,11 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     async def Tokenize(
         self, request: tokenizer_pb2.TokenizeRequest, context: Context
     ) -> tokenizer_pb2.TokenizeResponse:
-        """Encodes a batch of texts."""
         return await self._tokenize(request)
 
     async def ApplyChatTemplate(
         self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: Context
     ) -> tokenizer_pb2.ApplyChatTemplateResponse:
-        """Renders and encodes a conversation."""
         return await self._apply_chat_template(request)
 
     def Encode(
@@ -248,7 +246,6 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     async def GetTokenBytes(
         self, request: tokenizer_pb2.GetTokenBytesRequest, context: Context
     ) -> tokenizer_pb2.GetTokenBytesResponse:
-        """The bytes of tokens."""
         if len(request.token_ids) > _MOST_TOKENS:
             raise InvalidArgumentError(f"more than {_MOST_TOKENS} tokens in one request", field="token_ids")
         if self._table is None:
@@ -259,7 +256,6 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         )
 
     async def GetInfo(self, request: tokenizer_pb2.GetInfoRequest, context: Context) -> tokenizer_pb2.GetInfoResponse:
-        """Describes the tokenizer."""
         loaded = self._loaded
         return tokenizer_pb2.GetInfoResponse(
             model=self._model,

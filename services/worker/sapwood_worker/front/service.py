@@ -101,7 +101,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             generation.close()
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Context) -> worker_pb2.AbortResponse:
-        """Ends a request by its id."""
         if not request.request_id:
             raise InvalidArgumentError("request_id is missing", field="request_id")
         return worker_pb2.AbortResponse(found=self._engine.abort(request.request_id))
@@ -109,13 +108,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def GetModelInfo(
         self, request: worker_pb2.GetModelInfoRequest, context: Context
     ) -> worker_pb2.GetModelInfoResponse:
-        """Describes the model."""
         return self._info()
 
     async def Session(
         self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
-        """Many generations and embedding requests over one call."""
         session = Session(
             self._start,
             self._embed_measured,
@@ -222,21 +219,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def FlushCache(
         self, request: worker_pb2.FlushCacheRequest, context: Context
     ) -> worker_pb2.FlushCacheResponse:
-        """Empties the prefix cache."""
         self._loaded()
         return worker_pb2.FlushCacheResponse(freed_pages=await self._engine.flush_cache())
 
     async def GetCacheStats(
         self, request: worker_pb2.GetCacheStatsRequest, context: Context
     ) -> worker_pb2.GetCacheStatsResponse:
-        """Shows the tiers of the KV cache."""
         self._loaded()
         return worker_pb2.GetCacheStatsResponse(tiers=to_tier_stats(await self._engine.cache_command("stats")))
 
     async def ClearCache(
         self, request: worker_pb2.ClearCacheRequest, context: Context
     ) -> worker_pb2.ClearCacheResponse:
-        """Empties tiers."""
         self._loaded()
         reports: list[TierReport] = []
         for tier in to_tier_names(request):
@@ -257,7 +251,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def DetachStorage(
         self, request: worker_pb2.DetachStorageRequest, context: Context
     ) -> worker_pb2.DetachStorageResponse:
-        """Detaches the store."""
         self._loaded()
         return worker_pb2.DetachStorageResponse(tiers=to_tier_stats(await self._engine.cache_command("detach")))
 
@@ -286,7 +279,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         raise UnavailableError("this worker is shutting down", retry_after=1.0)
 
     async def PinPrefix(self, request: worker_pb2.PinPrefixRequest, context: Context) -> worker_pb2.PinPrefixResponse:
-        """Keeps a cached prefix."""
         self._loaded()
         if not 0 < len(request.name) <= MOST_NAME:
             raise InvalidArgumentError(f"name must have 1 to {MOST_NAME} characters", field="name")
@@ -298,24 +290,20 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def UnpinPrefix(
         self, request: worker_pb2.UnpinPrefixRequest, context: Context
     ) -> worker_pb2.UnpinPrefixResponse:
-        """Lets go of a pinned prefix."""
         self._loaded()
         return worker_pb2.UnpinPrefixResponse(found=await self._engine.unpin(request.name))
 
     async def Pause(self, request: worker_pb2.PauseRequest, context: Context) -> worker_pb2.PauseResponse:
-        """Stops computing."""
         self._loaded()
         await self._engine.pause(retract=request.retract)
         return worker_pb2.PauseResponse()
 
     async def Resume(self, request: worker_pb2.ResumeRequest, context: Context) -> worker_pb2.ResumeResponse:
-        """Goes on computing."""
         self._loaded()
         await self._engine.resume()
         return worker_pb2.ResumeResponse()
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:
-        """Refuses what is new and waits for what runs."""
         await self._begin_drain()
         await self._engine.wait_idle()
         return worker_pb2.DrainResponse()
@@ -323,7 +311,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def StartProfile(
         self, request: worker_pb2.StartProfileRequest, context: Context
     ) -> worker_pb2.StartProfileResponse:
-        """Begins to record."""
         self._loaded()
         folder = request.folder or tempfile.mkdtemp(prefix="sapwood-profile-")
         await self._engine.start_profile(folder)
@@ -332,7 +319,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def StopProfile(
         self, request: worker_pb2.StopProfileRequest, context: Context
     ) -> worker_pb2.StopProfileResponse:
-        """Ends a recording."""
         self._loaded()
         return worker_pb2.StopProfileResponse(path=await self._engine.stop_profile())
 

@@ -66,17 +66,11 @@ class _CallClient:
         """Whose prompt's log probabilities are still to be told."""
 
     async def drained(self) -> None:
-        """Returns once the client has read enough for more.
-
-        Raises:
-            CancelledError: It has left.
-        """
         await self._call.drained()
         if self._call.done():
             raise asyncio.CancelledError
 
     def write(self, index: int, delta: Delta) -> bool:
-        """Sends a delta."""
         response = to_response(delta, index)
         if self._untold is not None and index == 0:
             add_logprobs(response.prompt_logprobs, self._untold.prompt_logprobs)
@@ -112,7 +106,7 @@ class Members(Protocol):
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
-    """Messages in, messages out; everything else is the pipeline's.
+    """Implements ``sapwood.v1.Router``; the proto says what each method does. Everything but messages is the pipeline's.
 
     Args:
         pipeline: Runs the requests.
@@ -130,7 +124,6 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._request_timeout = request_timeout
 
     async def Generate(self, request: router_pb2.RouterGenerateRequest, context: Context) -> None:  # type: ignore[override]
-        """Writes the continuation of a prompt as it comes."""
         call = _as_push_call(context)
         metadata = dict(_metadata(context))
         request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
@@ -191,7 +184,6 @@ class RouterService(router_pb2_grpc.RouterServicer):
         ]
 
     async def Embed(self, request: router_pb2.RouterEmbedRequest, context: Context) -> router_pb2.RouterEmbedResponse:
-        """Turns texts or token sequences into vectors."""
         metadata = dict(_metadata(context))
         request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
         request_id_var.set(request_id)
@@ -211,7 +203,6 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def ListModels(
         self, request: router_pb2.ListModelsRequest, context: Context
     ) -> router_pb2.ListModelsResponse:
-        """The models that can be asked for."""
         response = router_pb2.ListModelsResponse()
         registry = self._pipeline.registry
         for model, workers in sorted(registry.models().items()):
@@ -221,17 +212,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def ListWorkers(
         self, request: router_pb2.ListWorkersRequest, context: Context
     ) -> router_pb2.ListWorkersResponse:
-        """The workers and what the router knows of each."""
         return router_pb2.ListWorkersResponse(workers=map(to_worker_status, self._status().workers))
 
     async def GetStatus(self, request: router_pb2.GetStatusRequest, context: Context) -> router_pb2.GetStatusResponse:
-        """How the router and its workers are now."""
         return to_status(self._status())
 
     async def RegisterWorker(
         self, request: router_pb2.RegisterWorkerRequest, context: Context
     ) -> router_pb2.RegisterWorkerResponse:
-        """Adds a worker, or renews its lease."""
         host, colon, port = request.address.rpartition(":")
         if not host or not colon or not port.isdigit():
             raise InvalidArgumentError(f"{request.address!r} is not host:port", field="address")
@@ -244,21 +232,18 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def DrainWorker(
         self, request: router_pb2.DrainWorkerRequest, context: Context
     ) -> router_pb2.DrainWorkerResponse:
-        """A worker gets no new requests, or gets them again."""
         in_flight = self._fleet.drain(request.address, not request.undo)
         return router_pb2.DrainWorkerResponse(in_flight=in_flight)
 
     async def RemoveWorker(
         self, request: router_pb2.RemoveWorkerRequest, context: Context
     ) -> router_pb2.RemoveWorkerResponse:
-        """Forgets a worker."""
         self._fleet.remove(request.address)
         return router_pb2.RemoveWorkerResponse()
 
     async def ExplainRoute(
         self, request: router_pb2.ExplainRouteRequest, context: Context
     ) -> router_pb2.ExplainRouteResponse:
-        """Where a request would go now, and why."""
         pipeline = self._pipeline
         caller = _caller(context, dict(_metadata(context)))
         asked = self._contexts(request.request, new_request_id(), caller, context.time_remaining())[0]

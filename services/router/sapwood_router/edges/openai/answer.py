@@ -127,7 +127,6 @@ class _EventClient:
         self._pending = None
 
     def write(self, index: int, delta: Delta) -> bool:
-        """Takes a delta."""
         if self._chunks is None or index not in self._opened or delta.finish is not None or not self._annotator.silent:
             self._pending = index, delta
             return False

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sapwood_common.errors import ConfigError
-from sapwood_common.settings.flags import Kind, add_flag
+from sapwood_common.settings.flags import Kind, add_option
 from sapwood_common.settings.needs import Needs, idle_settings
 
 ConfigT = TypeVar("ConfigT", bound="ServiceConfig")
@@ -114,7 +114,7 @@ def add_settings(
         if name in without:
             continue
         choices, kind = _choices(field.annotation), _kind(field.annotation)
-        add_flag(
+        add_option(
             parser,
             flag_of(name, prefix),
             str(field.description),
@@ -123,6 +123,7 @@ def add_settings(
             kind=kind,
             metavar="{" + ",".join(choices) + "}" if choices and kind == "value" else None,
             dest=f"{prefix}{name}",
+            reads_variable=False,
         )
 
 

@@ -19,18 +19,19 @@ def service_flag(service: str, name: str) -> str:
     return f"the {service}'s --{name} (--{service}-{name} of `sapwood up`)"
 
 
-def add_flag(
+def add_option(
     parser: argparse._ActionsContainer,
     flag: str,
     text: str,
     *,
     variable: str,
-    shown_default: str,
-    kind: Kind = "value",
     default: Any = None,
+    shown_default: str | None = None,
+    kind: Kind = "value",
     parse: Callable[[str], Any] = str,
     metavar: str | None = None,
     dest: str | None = None,
+    reads_variable: bool = True,
 ) -> None:
     """Adds a flag, whose help ends with the variable and the default.
 
@@ -39,58 +40,27 @@ def add_flag(
         flag: Such as ``--max-tokens``.
         text: A sentence; variable and default are added to it.
         variable: The environment variable of the same meaning.
-        shown_default: The default in words.
-        kind: What follows the flag.
         default: The value without the flag.
+        shown_default: What the help says instead of ``default``.
+        kind: What follows the flag.
         parse: Parses a value; raises ``argparse.ArgumentTypeError`` or ValueError.
         metavar: The value's name in the help; the flag's last word unless given.
         dest: The name among the parsed arguments; the flag's own unless given.
+        reads_variable: Whether the variable's value is the default where it is set; else it is read elsewhere.
     """
-    explained = f"{text} [{variable}; default: {shown_default}]".replace("%", "%%")
-    name = dest or flag.strip("-").replace("-", "_")
+    words = shown_default if shown_default is not None else "none" if default is None else str(default)
     shown = metavar or flag.rsplit("-", 1)[-1].upper()
-    if kind == "switch":
-        parser.add_argument(flag, dest=name, default=default, action=argparse.BooleanOptionalAction, help=explained)
-    elif kind == "list":
-        parser.add_argument(flag, dest=name, default=default, type=parse, nargs="*", metavar=shown, help=explained)
-    else:
-        parser.add_argument(flag, dest=name, default=default, type=parse, metavar=shown, help=explained)
-
-
-def add_option(
-    parser: argparse._ActionsContainer,
-    flag: str,
-    text: str,
-    *,
-    variable: str,
-    default: Any = None,
-    parse: Callable[[str], Any] = str,
-    metavar: str | None = None,
-    shown_default: str | None = None,
-) -> None:
-    """Adds a flag of the ``sapwood`` command. Its value is the flag's, else the variable's, else ``default``.
-
-    Args:
-        parser: Gets the flag.
-        flag: Such as ``--max-tokens``.
-        text: A sentence; variable and default are added to it.
-        variable: The environment variable.
-        default: Used where neither is given.
-        parse: Parses the value; raises ``argparse.ArgumentTypeError`` or ValueError.
-        metavar: The value's name in the help; the flag's last word unless given.
-        shown_default: What the help says instead of ``default``.
-    """
-    add_flag(
-        parser,
-        flag,
-        text,
-        variable=variable,
-        shown_default=shown_default or ("none" if default is None else str(default)),
+    if reads_variable:
         # argparse parses a text default as if it had been typed, so a wrong variable is reported like a wrong flag.
-        default=os.environ.get(variable, default),
-        parse=parse,
-        metavar=metavar,
-    )
+        default = os.environ.get(variable, default)
+    how: dict[str, Any] = {"type": parse, "metavar": shown}
+    if kind == "switch":
+        how = {"action": argparse.BooleanOptionalAction}
+    elif kind == "list":
+        how["nargs"] = "*"
+    explained = f"{text} [{variable}; default: {words}]".replace("%", "%%")
+    name = dest or flag.strip("-").replace("-", "_")
+    parser.add_argument(flag, dest=name, default=default, help=explained, **how)
 
 
 def one_of(*choices: str) -> Callable[[str], str]:

@@ -80,6 +80,7 @@ class HubServer(ThreadingHTTPServer):
         cuts: After so many bytes of an answer with a large file the connection breaks; one entry an answer, then none.
         gate: Large files are given out only once it is set.
         lost: Large files, by sha256, for which 500 is answered.
+        answers: While it is not set, questions about repositories wait for it.
         failing: While set, every request is answered with this status.
     """
 
@@ -96,6 +97,8 @@ class HubServer(ThreadingHTTPServer):
         self.gate = threading.Event()
         self.gate.set()
         self.lost: set[str] = set()
+        self.answers = threading.Event()
+        self.answers.set()
         self.failing: int | None = None
 
     @property
@@ -130,6 +133,7 @@ class HubServer(ThreadingHTTPServer):
     def stop(self) -> None:
         """Ends that."""
         self.gate.set()
+        self.answers.set()
         self.shutdown()
         self.server_close()
 
@@ -197,6 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
         return repo, commit
 
     def _info(self, name: str, revision: str) -> None:
+        self.server.answers.wait()
         repo, commit = self._repo(name, revision)
         siblings = [{"rfilename": path} for path in repo.commits[commit]]
         self._json({"id": name, "sha": commit, "private": repo.private, "gated": repo.gated, "siblings": siblings})

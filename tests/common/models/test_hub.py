@@ -83,6 +83,20 @@ def test_what_is_there_is_not_fetched_again_nor_needs_the_hub(hub_server: HubSer
     assert Hub("http://127.0.0.1:9", cache).find(TINY) == found
 
 
+def test_a_hub_that_does_not_answer_is_not_waited_for(hub_server: HubServer, cache: Path) -> None:
+    hub_server.answers.clear()
+    hub = Hub(hub_server.url, cache, patience=0.2)
+    said = refusal(hub)
+    assert (
+        f"someone/tiny is not wholly in the cache at {cache}, and {hub_server.url} cannot be reached (timed out)"
+        in said
+    )
+    hub_server.answers.set()
+    found = Hub(hub_server.url, cache).find(TINY)
+    hub_server.answers.clear()
+    assert hub.find(TINY) == found
+
+
 def test_a_download_that_is_cut_goes_on_where_it_was(hub_server: HubServer, cache: Path) -> None:
     piece = 10 << 20  # the library writes whole pieces of this size to the disk; of what came after them it asks again
     weights = bytes(range(256)) * (12 << 12)

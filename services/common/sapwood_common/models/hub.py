@@ -19,6 +19,7 @@ from sapwood_common.models.progress import Progress, unreported
 from sapwood_common.models.wanted import DESCRIPTION, INDEX, weights_named_by
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:]+\.gguf))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +66,20 @@ class Hub:
         endpoint: Its URL; None: HF_ENDPOINT, else https://huggingface.co.
         cache: The folder of what is fetched; None: the library's own, which is under HF_HOME.
         may_fetch: Whether anything may be fetched; if not, nothing is asked of the network.
+        patience: Seconds after which a hub that does not answer counts as one that cannot be reached.
 
     Raises:
         ConfigError: The library is not installed.
     """
 
-    def __init__(self, endpoint: str | None = None, cache: Path | None = None, *, may_fetch: bool = True) -> None:
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        cache: Path | None = None,
+        *,
+        may_fetch: bool = True,
+        patience: float = 30.0,
+    ) -> None:
         try:
             from huggingface_hub import constants
         except ImportError:
@@ -78,6 +87,7 @@ class Hub:
         self._endpoint = endpoint or constants.ENDPOINT
         self._cache = cache or Path(constants.HF_HUB_CACHE)
         self._may_fetch = may_fetch
+        self._patience = patience
         self._options: dict[str, Any] = {
             "endpoint": self._endpoint,
             "cache_dir": self._cache,
@@ -129,16 +139,35 @@ class Hub:
         """The model with all its files but the weights, and the size in bytes of each file that it has on the hub."""
         from huggingface_hub import snapshot_download
 
+        silence = self._silence(repo, revision)
+        options = self._options if silence is None else self._options | {"local_files_only": True}
         quiet = _bar_of(_Report("", unreported))
-        folder = Path(
-            snapshot_download(
-                repo, revision=revision, allow_patterns=list(DESCRIPTION), tqdm_class=quiet, **self._options
+        try:
+            found = snapshot_download(
+                repo, revision=revision, allow_patterns=list(DESCRIPTION), tqdm_class=quiet, **options
             )
-        )
+        except FileNotFoundError as error:
+            raise error from (silence or error.__cause__)
+        folder = Path(found)
         sizes = self._sizes(repo, folder.name)
         if not (folder / "config.json").is_file():
             raise ConfigError(f"--model: {repo} {_what_instead(repo, sizes)}")
         return HubModel(folder, folder.name), sizes
+
+    def _silence(self, repo: str, revision: str | None) -> Exception | None:
+        """Asks the hub for the model; None unless it does not answer in time. The library's own question has no time limit."""
+        import httpx2
+        from huggingface_hub import HfApi
+
+        if not self._may_fetch or (revision is not None and _COMMIT.fullmatch(revision)):
+            return None
+        try:
+            HfApi(self._endpoint, library_name="sapwood").model_info(repo, revision=revision, timeout=self._patience)
+        except httpx2.TimeoutException as error:
+            return error
+        except (httpx2.HTTPError, OSError):
+            pass  # the library meets the same, and looks into the cache
+        return None
 
     def _weights(self, repo: str, model: HubModel, sizes: dict[str, int], progress: Progress) -> None:
         names = _weights_of(model.path)

@@ -54,7 +54,7 @@ def explain(
                 return f"{repo}: what answers at {endpoint} is not a hub: check HF_ENDPOINT and proxies"
             case httpx2.ProxyError():
                 return f"{repo}: the proxy refuses ({cause}): check HTTPS_PROXY, HTTP_PROXY and NO_PROXY"
-            case httpx2.ConnectError() | httpx2.ConnectTimeout():
+            case httpx2.ConnectError() | httpx2.TimeoutException():
                 return (
                     f"{repo} is not wholly in the cache at {cache}, and {endpoint} cannot be reached ({cause}): check "
                     "the network, HTTPS_PROXY and HF_ENDPOINT"

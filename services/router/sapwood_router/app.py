@@ -37,6 +37,7 @@ from sapwood_router.edges.ui.routes import ui_routes
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
 from sapwood_router.fleet.connection import WorkerConnection
 from sapwood_router.fleet.fleet import CONFIGURED, Fleet
+from sapwood_router.fleet.flush import CacheFlusher
 from sapwood_router.fleet.kv_event_monitor import KvEventMonitor
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
@@ -162,8 +163,9 @@ class RouterApplication:
         origins = Origins(config.cors_origins, own_page=config.ui, any_name=config.api_keys is not None)
         shown = self.status if config.shows_status else None
         responses = ResponseStore(config.stored_responses, config.stored_response_bytes)
+        flush = None if config.separates_operators else CacheFlusher(self.registry, self._worker_dialer).flush
         registry = self._metrics.registry if config.metrics_port is None else None
-        routes = all_routes(pipeline, self.problem, responses, registry, shown)
+        routes = all_routes(pipeline, self.problem, responses, flush, registry, shown)
         if config.ui:
             routes += ui_routes(pipeline, guard, origins, shown)
         self._front = HttpFront(

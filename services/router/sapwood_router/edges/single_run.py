@@ -24,8 +24,8 @@ class Events(Protocol):
         """What comes before any output."""
         ...
 
-    def more(self, output: Output) -> bytes:
-        """What tells of new output; nothing if it is empty."""
+    def more(self, delta: Delta) -> bytes:
+        """What tells of new output; nothing if it is empty. The last delta comes here, too, then its finish to :meth:`end`."""
         ...
 
     def end(self, finish: Finish) -> bytes:
@@ -91,7 +91,7 @@ class _EventClient:
             return
         written = b"" if self._begun else self._events.begin()
         self._begun = True
-        written += self._events.more(delta.output)
+        written += self._events.more(delta)
         if delta.finish is not None:
             written += self._events.end(delta.finish)
             if self._context.resumptions:
@@ -103,7 +103,7 @@ class _EventClient:
         if not self._begun or delta.finish is not None:
             self._pending = delta
             return False
-        if written := self._events.more(delta.output):
+        if written := self._events.more(delta):
             self._exchange.write_events(written)
         return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 
 import msgspec
@@ -28,6 +28,7 @@ from sapwood_router.edges.responses.store import ResponseStore
 from sapwood_router.edges.responses.types import ResponsesRequest
 from sapwood_router.edges.routes import Ask, Handler, Post, Route
 from sapwood_router.edges.score.answers import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse, rerank, score
+from sapwood_router.edges.sglang.routes import sglang_routes
 from sapwood_router.edges.vllm.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -48,6 +49,7 @@ def all_routes(
     pipeline: Pipeline,
     problem: Callable[[], str | None],
     responses: ResponseStore,
+    flush: Callable[[], Awaitable[int]] | None,
     registry: CollectorRegistry | None,
     status: Callable[[], RouterState] | None,
 ) -> list[Route]:
@@ -57,6 +59,7 @@ def all_routes(
         pipeline: Knows the models.
         problem: Says why requests cannot be served now, or None.
         responses: Keeps what /v1/responses answers.
+        flush: Empties the workers' caches; None: that is for operators.
         registry: The metrics that /metrics shows; None: they are shown elsewhere.
         status: What /status shows; None: there is no such page.
     """
@@ -151,6 +154,7 @@ def all_routes(
         Ask("/version", _show_version, summary="Tells the version"),
         Ask("/health", _show_health(problem), public=True, summary="Tells whether requests are served"),
     ]
+    routes += sglang_routes(pipeline, flush)
     routes += ApiPages(tuple(routes)).routes()
     if status is not None:
         routes.append(Ask("/status", _show_status(status), public=True))

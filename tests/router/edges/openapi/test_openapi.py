@@ -19,6 +19,7 @@ GOOD = [
     ("/v1/messages/count_tokens", {"messages": HI}),
     ("/v1/score", {"text_1": "a", "text_2": ["b"]}),
     ("/v1/rerank", {"query": "a", "documents": ["b", {"text": "c"}]}),
+    ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 1}}),
     ("/tokenize", {"prompt": "a"}),
     ("/tokenize", {"messages": HI}),
     ("/detokenize", {"tokens": [5]}),

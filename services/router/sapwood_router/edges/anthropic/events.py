@@ -7,8 +7,7 @@ from typing import Any
 
 from sapwood_router.edges.anthropic.types import MessageResponse
 from sapwood_router.edges.http.sse import event
-from sapwood_router.request.context import Finish
-from sapwood_router.request.output import Output
+from sapwood_router.request.context import Delta, Finish
 
 
 class MessageEvents:
@@ -30,8 +29,8 @@ class MessageEvents:
     def begin(self) -> bytes:
         return event("message_start", message=self._begun()) + event("ping")
 
-    def more(self, output: Output) -> bytes:
-        written = b""
+    def more(self, delta: Delta) -> bytes:
+        output, written = delta.output, b""
         if output.reasoning:
             written += self._change("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             written += self._delta({"type": "thinking_delta", "thinking": output.reasoning})

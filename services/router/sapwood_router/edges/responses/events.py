@@ -9,8 +9,8 @@ from sapwood_common.errors import SapwoodError
 from sapwood_router.edges.http.errors import OpenAIDialect
 from sapwood_router.edges.http.sse import event
 from sapwood_router.edges.responses.items import ItemMaker, reasoning_part, text_part
-from sapwood_router.request.context import Finish
-from sapwood_router.request.output import Output, ToolCallDelta
+from sapwood_router.request.context import Delta, Finish
+from sapwood_router.request.output import ToolCallDelta
 
 _KINDS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
 _PARTS = {"message": text_part, "reasoning": reasoning_part}
@@ -57,8 +57,8 @@ class ResponseEvents:
             "response.in_progress", response=response
         )
 
-    def more(self, output: Output) -> bytes:
-        written = b""
+    def more(self, delta: Delta) -> bytes:
+        output, written = delta.output, b""
         if output.reasoning:
             written += self._text("reasoning", output.reasoning)
         later = []

@@ -1,0 +1,125 @@
+"""``POST /generate``: the text so far, and what is known of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.http.json_body import convert, decode_object
+from sapwood_router.edges.sglang.request import IGNORED, NEUTRAL, GenerateRequest, contexts_of
+from sapwood_router.edges.single_run import send_events
+from sapwood_router.edges.whole import collect, told_headers
+from sapwood_router.flow.pipeline import Pipeline, close_all
+from sapwood_router.request.context import Delta, Finish, FinishReason, RequestContext
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class MetaInfo(msgspec.Struct, kw_only=True):
+    """What is known of an answer; ``finish_reason`` is null while it goes on."""
+
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    e2e_latency: float
+
+
+class Generated(msgspec.Struct):
+    """An answer, or all of it so far."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+
+
+async def generate(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+    """Answers a request.
+
+    Raises:
+        SapwoodError: It is wrong, or it failed.
+    """
+    given = decode_object(body)
+    request = convert(given, GenerateRequest, NEUTRAL, IGNORED)
+    exchange.accept_body_id(request)
+    deadline = deadline if request.stream else exchange.sooner(deadline)
+    contexts, is_list = contexts_of(request, exchange.request_id, deadline)
+    caller = exchange.caller(request, given)
+    for context in contexts:
+        context.caller = caller
+    if not request.stream:
+        await _send_whole(exchange, contexts, pipeline, is_list=is_list)
+        return
+    if len(contexts) > 1:
+        raise InvalidArgumentError("a stream is of one prompt and one answer", field="stream")
+    await send_events(exchange, contexts[0], pipeline, _TextSoFar(contexts[0]))
+
+
+async def _send_whole(
+    exchange: Exchange, contexts: Sequence[RequestContext], pipeline: Pipeline, *, is_list: bool
+) -> None:
+    runs = [pipeline.open(context) for context in contexts]
+    exchange.on_disconnect(lambda: close_all(runs))
+    try:
+        answers = []
+        for context, whole in zip(contexts, await collect(runs), strict=True):
+            assert whole.finish is not None, "a run ends with a finish or an error"
+            answers.append(_generated(context, whole.output.text, whole.token_ids, whole.finish))
+        body = msgspec.json.encode(answers if is_list else answers[0])
+        await exchange.send_body(200, body, told_headers(contexts))
+    finally:
+        close_all(runs)
+
+
+class _TextSoFar:
+    """Implements :class:`Events`: each event has the whole text so far, as SGLang sends it."""
+
+    def __init__(self, context: RequestContext) -> None:
+        self._context = context
+        self._text = ""
+        self._ids: list[int] = []
+
+    def begin(self) -> bytes:
+        return b""
+
+    def more(self, delta: Delta) -> bytes:
+        self._text += delta.output.text
+        self._ids += delta.token_ids
+        if delta.finish is not None or not delta.token_ids:  # the last event comes with the finish
+            return b""
+        return self._event(None)
+
+    def end(self, finish: Finish) -> bytes:
+        return self._event(finish) + _DONE
+
+    def _event(self, finish: Finish | None) -> bytes:
+        return b"data: %b\n\n" % msgspec.json.encode(_generated(self._context, self._text, self._ids, finish))
+
+
+def _generated(context: RequestContext, text: str, token_ids: list[int], finish: Finish | None) -> Generated:
+    return Generated(
+        text,
+        token_ids,
+        MetaInfo(
+            id=context.request_id,
+            finish_reason=None if finish is None else _reason(finish, token_ids),
+            prompt_tokens=len(context.token_ids),
+            completion_tokens=len(token_ids) if finish is None else finish.usage.completion_tokens,
+            cached_tokens=context.cached_tokens,
+            e2e_latency=time.perf_counter() - context.started,
+        ),
+    )
+
+
+def _reason(finish: Finish, token_ids: list[int]) -> dict[str, Any]:
+    """Why it ended; where it did so by itself, with the stop string or the token that it ended at."""
+    if finish.reason is FinishReason.LENGTH:
+        return {"type": "length", "length": finish.usage.completion_tokens}
+    matched = finish.stop_match if finish.stop_match is not None else next(reversed(token_ids), None)
+    return {"type": "stop", "matched": matched}

@@ -1,0 +1,182 @@
+"""What ``/generate`` is asked for, as requests of the pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_common.grammar.source import GrammarKind
+from sapwood_router.edges.http.json_body import Neutral, convert
+from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, sampling_of
+from sapwood_router.edges.openai.types import AnyRequest
+from sapwood_router.request.context import FieldNames, Prompt, RequestContext, TextPrompt, TokenPrompt
+from sapwood_router.request.continuations import continuations
+from sapwood_router.request.output import OutputOptions
+from sapwood_router.request.request_ids import unique_id
+from sapwood_router.request.structure import AnswerGrammar
+
+_SETTINGS = "sampling_params."
+DEFAULT_MAX_NEW_TOKENS = 128
+MOST_CHOICES = 1024
+NEUTRAL: Neutral = {
+    "return_logprob": (False,),
+    "logprob_start_len": (-1,),
+    "top_logprobs_num": (0,),
+    "token_ids_logprob": (),
+    "input_embeds": (),
+    "image_data": ([],),
+    "audio_data": ([],),
+    "video_data": ([],),
+    "modalities": ([],),
+    "lora_path": ("",),
+    "session_params": ({},),
+    "custom_logit_processor": ("",),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "data_parallel_rank": (),
+}
+"""Parameters that are taken only with the values that ask for nothing."""
+IGNORED = frozenset({"return_text_in_logprobs", "log_metrics", "no_logs"})
+"""Never change an answer here."""
+SETTINGS_NEUTRAL: Neutral = {
+    "spaces_between_special_tokens": (True,),
+    "no_stop_trim": (False,),
+    "stop_regex": ([], ""),
+    "custom_params": ({},),
+    "stream_interval": (),
+}
+"""The same within ``sampling_params``."""
+_RENAMED = {"min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+"""SGLang's names of sampling settings that are called otherwise here."""
+
+
+class GenerateRequest(AnyRequest, kw_only=True):
+    """``POST /generate``; ``model`` is an extension."""
+
+    text: str | list[str] | None = None
+    input_ids: list[Any] | None = None  # token ids, or lists of them: told apart below
+    sampling_params: dict[str, Any] | None = None
+    stream: bool | None = None
+
+
+class _Settings(msgspec.Struct):
+    """``sampling_params``, but for those that are sampling settings by the same name."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    sampling_seed: int | None = None
+    stop: str | list[str] | None = None
+    skip_special_tokens: bool | None = None
+    n: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+
+
+def contexts_of(request: GenerateRequest, request_id: str, deadline: float) -> tuple[list[RequestContext], bool]:
+    """One context for each answer, those of a prompt together; and whether the answer is a list of them.
+
+    Raises:
+        InvalidArgumentError: Something is wrong; the field is named.
+    """
+    given = request.sampling_params or {}
+    settings = convert(given, _Settings, SETTINGS_NEUTRAL, TEXT_SAMPLING, prefix=_SETTINGS)
+    grammar, grammar_field = _grammar(settings)
+    stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop or ()
+    named = _prompts(request)
+    count = 1 if settings.n is None else settings.n
+    if len(named) * max(1, count) > MOST_CHOICES:
+        raise InvalidArgumentError(f"at most {MOST_CHOICES} answers a request", field=named[-1][0])
+    contexts = []
+    for name, prompt in named:
+        fields = FieldNames(
+            prompt=name,
+            sampling=_SETTINGS,
+            max_tokens=f"{_SETTINGS}max_new_tokens",
+            grammar=grammar_field,
+            stop=f"{_SETTINGS}stop",
+        )
+        own = {ours: given[theirs] for theirs, ours in _RENAMED.items() if theirs in given}
+        wanted = DEFAULT_MAX_NEW_TOKENS if settings.max_new_tokens is None else settings.max_new_tokens
+        try:
+            sampling = sampling_of(given, fields, max_tokens=wanted, **own)
+        except InvalidArgumentError as error:
+            raise _renamed(error, given) from error
+        contexts += [
+            RequestContext(
+                request_id=request_id,
+                worker_request_id=unique_id(request_id),
+                prompt=prompt,
+                sampling=each,
+                output=OutputOptions(stop=tuple(stop), skip_special_tokens=settings.skip_special_tokens is not False),
+                fields=fields,
+                deadline=deadline,
+                model=request.model,
+                whole=not request.stream,
+                grammar=grammar,
+            )
+            for each in continuations(sampling, count, fields)
+        ]
+    is_list = (
+        count > 1 or isinstance(request.text, list) or (request.text is None and not _is_tokens(request.input_ids))
+    )
+    return contexts, is_list
+
+
+def _renamed(error: InvalidArgumentError, given: dict[str, Any]) -> InvalidArgumentError:
+    """The same with the field as SGLang calls it."""
+    for theirs, ours in _RENAMED.items():
+        if theirs in given and error.field == f"{_SETTINGS}{ours}":
+            return InvalidArgumentError(error.message, field=f"{_SETTINGS}{theirs}")
+    return error
+
+
+def _grammar(settings: _Settings) -> tuple[AnswerGrammar | None, str]:
+    kinds: tuple[tuple[GrammarKind, str | None], ...] = (
+        ("json_schema", settings.json_schema),
+        ("regex", settings.regex),
+        ("ebnf", settings.ebnf),
+        ("structural_tag", settings.structural_tag),
+    )
+    wanted = [(kind, text) for kind, text in kinds if text is not None]
+    if not wanted:
+        return None, ""
+    if len(wanted) > 1:
+        names = ", ".join(kind for kind, _ in wanted)
+        raise InvalidArgumentError(f"only one of {names} can be set", field=f"{_SETTINGS}{wanted[1][0]}")
+    ((kind, text),) = wanted
+    return AnswerGrammar(kind, text, lenient=kind == "json_schema"), f"{_SETTINGS}{kind}"
+
+
+def _prompts(request: GenerateRequest) -> list[tuple[str, Prompt]]:
+    """The prompts, each with the client's name of it."""
+    if (request.text is None) == (request.input_ids is None):
+        raise InvalidArgumentError("either text or input_ids is required", field="text")
+    if isinstance(request.text, str):
+        return [("text", TextPrompt(request.text))]
+    if request.text is not None:
+        _check_some(request.text, "text")
+        return [(f"text[{index}]", TextPrompt(text)) for index, text in enumerate(request.text)]
+    assert request.input_ids is not None
+    if _is_tokens(request.input_ids):
+        return [("input_ids", TokenPrompt(request.input_ids))]
+    _check_some(request.input_ids, "input_ids")
+    for index, item in enumerate(request.input_ids):
+        if not _is_tokens(item):
+            raise InvalidArgumentError("it must be token ids", field=f"input_ids[{index}]")
+    return [(f"input_ids[{index}]", TokenPrompt(item)) for index, item in enumerate(request.input_ids)]
+
+
+def _check_some(prompts: list[Any], field: str) -> None:
+    if not 0 < len(prompts) <= MOST_CHOICES:
+        raise InvalidArgumentError(f"1 to {MOST_CHOICES} prompts, got {len(prompts)}", field=field)
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)

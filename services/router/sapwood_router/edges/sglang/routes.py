@@ -1,0 +1,61 @@
+"""SGLang's paths."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.routes import Ask, Post, Route
+from sapwood_router.edges.sglang.generate import Generated, generate
+from sapwood_router.edges.sglang.request import GenerateRequest
+from sapwood_router.flow.pipeline import Pipeline
+
+
+class ModelInfo(msgspec.Struct):
+    """What ``/get_model_info`` tells of the only model there is."""
+
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool = True
+
+
+def sglang_routes(pipeline: Pipeline, flush: Callable[[], Awaitable[int]] | None) -> list[Route]:
+    """The routes.
+
+    Args:
+        pipeline: Knows the models.
+        flush: Empties the workers' caches and tells how many pages were freed; None: that is for operators.
+    """
+
+    async def show_model(exchange: Exchange) -> None:
+        model = pipeline.registry.resolve(None)
+        await exchange.send_body(200, msgspec.json.encode(ModelInfo(model, model)))
+
+    routes: list[Route] = [
+        Post(
+            "/generate",
+            generate,
+            summary="Goes on with texts, SGLang's way",
+            takes=(GenerateRequest,),
+            gives=Generated,
+            streams=True,
+        ),
+        *(
+            Ask(path, show_model, summary="Tells the model's name", gives=ModelInfo)
+            for path in ("/get_model_info", "/model_info")
+        ),
+    ]
+    if flush is not None:
+        empty = flush
+
+        async def flush_cache(exchange: Exchange) -> None:
+            freed = await empty()
+            body = f"Cache flushed: {freed} pages freed.\n".encode()
+            await exchange.send_page(200, ((b"content-type", b"text/plain; charset=utf-8"),), body)
+
+        summary = "Empties the workers' caches of prefixes"
+        # Not by GET, which any web page has a browser send without saying whose page it is.
+        routes.append(Ask("/flush_cache", flush_cache, "POST", summary=summary))
+    return routes

@@ -1,0 +1,164 @@
+"""SGLang's own API, called as its tools call it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+from sapwood_common.tenants.api_keys import hash_key, make_key
+from sapwood_router.edges.sglang.request import NEUTRAL, SETTINGS_NEUTRAL, GenerateRequest
+from sapwood_testing.router.fake_tokenizer import encode
+
+GENERATE = "/generate"
+
+
+async def test_a_text_is_gone_on_with(cluster) -> None:
+    answer = (await cluster.http.post(GENERATE, json={"text": "hello", "rid": "mine"})).json()
+    latency = answer["meta_info"].pop("e2e_latency")
+    assert latency > 0
+    assert answer["text"] == "hello"
+    assert answer["output_ids"] == [*encode("hello")[1:], 1]
+    assert answer["meta_info"] == {
+        "id": "mine",
+        "finish_reason": {"type": "stop", "matched": 1},
+        "prompt_tokens": 6,
+        "completion_tokens": 6,
+        "cached_tokens": 0,
+    }
+    ids = (
+        await cluster.http.post(GENERATE, json={"input_ids": encode("abc"), "sampling_params": {"stop": ["b"]}})
+    ).json()
+    assert (ids["text"], ids["meta_info"]["finish_reason"]) == ("a", {"type": "stop", "matched": "b"})
+
+
+async def test_several_prompts_and_several_answers_are_a_list(cluster) -> None:
+    settings = {"max_new_tokens": 2}
+    for prompts in ({"text": ["abc", "def"]}, {"input_ids": [encode("abc"), encode("def")]}):
+        answers = (await cluster.http.post(GENERATE, json={**prompts, "sampling_params": settings})).json()
+        assert [answer["text"] for answer in answers] == ["ab", "de"]
+        assert answers[0]["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
+    answers = (await cluster.http.post(GENERATE, json={"text": "abc", "sampling_params": {"n": 3}})).json()
+    assert [answer["text"] for answer in answers] == ["abc"] * 3
+    assert isinstance((await cluster.http.post(GENERATE, json={"text": ["abc"]})).json(), list)
+
+
+async def test_a_stream_tells_the_text_so_far(cluster) -> None:
+    for worker in cluster.workers:
+        worker.script.delay = 0.002
+    answer = await cluster.http.post(GENERATE, json={"text": "hello you", "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    told = [json.loads(event) for event in events]
+    assert done == "[DONE]" and len(told) > 3
+    for one, other in pairwise(told):
+        assert other["text"].startswith(one["text"])
+        assert one["meta_info"]["finish_reason"] is None
+        assert one["meta_info"]["completion_tokens"] == len(one["output_ids"]) <= len(other["output_ids"])
+    assert (told[-1]["text"], told[-1]["meta_info"]["finish_reason"]["type"]) == ("hello you", "stop")
+
+
+async def test_settings_reach_the_worker_and_grammars_the_tokenizer(cluster) -> None:
+    settings = {
+        "temperature": 0.5, "top_k": -1, "min_new_tokens": 2, "max_new_tokens": 9, "sampling_seed": 5, "ignore_eos": True,
+        "regex": "[a-z]+", "skip_special_tokens": False, "frequency_penalty": 1.5,
+    }  # fmt: skip
+    answer = await cluster.http.post(GENERATE, json={"text": "abcdefghijk", "sampling_params": settings})
+    assert answer.status_code == 200, answer.text
+    (call,) = cluster.calls()
+    sampling = call.request.sampling
+    assert (sampling.temperature, sampling.min_tokens, sampling.max_tokens, sampling.seed) == (0.5, 2, 9, 5)
+    assert (sampling.ignore_eos, sampling.frequency_penalty, sampling.HasField("top_k")) == (True, 1.5, False)
+    assert cluster.tokenizer.grammars[-1].grammar.regex == "[a-z]+"
+    assert cluster.tokenizer.options[-1].skip_special_tokens is False
+
+
+WRONG = [
+    ({}, "text"),
+    ({"text": "a", "input_ids": [1]}, "text"),
+    ({"text": ""}, "text"),
+    ({"text": []}, "text"),
+    ({"text": ["a", ""]}, "text[1]"),
+    ({"text": 5}, "text"),
+    ({"input_ids": []}, "input_ids"),
+    ({"input_ids": [[5], ["a"]]}, "input_ids[1]"),
+    ({"input_ids": [-1]}, "input_ids"),
+    ({"text": "a", "sampling_params": []}, "sampling_params"),
+    ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+    ({"text": "a", "sampling_params": {"min_new_tokens": -1}}, "sampling_params.min_new_tokens"),
+    ({"text": "a", "sampling_params": {"max_tokens": 5}}, "sampling_params.max_tokens"),
+    ({"text": "a", "sampling_params": {"n": 0}}, "sampling_params.n"),
+    ({"text": "a", "sampling_params": {"stop": ""}}, "sampling_params.stop"),
+    ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf"),
+    ({"text": "a", "sampling_params": {"regex": "bad"}}, "sampling_params.regex"),
+    ({"text": ["a", "b"], "stream": True}, "stream"),
+    ({"text": "a", "streams": True}, "streams"),
+    *(({"text": "a", name: "wanted"}, name) for name in NEUTRAL),
+    *(({"text": "a", "sampling_params": {name: "x"}}, f"sampling_params.{name}") for name in SETTINGS_NEUTRAL),
+]
+
+
+async def test_a_wrong_parameter_is_named(cluster) -> None:
+    for body, param in WRONG:
+        answer = await cluster.http.post(GENERATE, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (body, answer.text)
+    neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
+    settings = {name: values[0] for name, values in SETTINGS_NEUTRAL.items() if values}
+    body = {"text": "a", **dict.fromkeys(NEUTRAL), **neutral, "sampling_params": settings}
+    assert (await cluster.http.post(GENERATE, json=body)).status_code == 200
+
+
+async def test_no_value_of_any_parameter_is_the_servers_fault(cluster) -> None:
+    junk = [{"x": 1}, {}, [], [[]], 1.5, "text", "", -1, 2**70, True, [None], [1, "a"]]
+    for name in GenerateRequest.__struct_fields__:
+        for value in junk:
+            body = json.dumps({"text": "hi", "sampling_params": {"max_new_tokens": 1}, name: value})
+            answer = await cluster.http.post(GENERATE, content=body)
+            assert answer.status_code in (200, 400, 404), (body, answer.text)
+    await cluster.idle()
+
+
+async def test_a_client_that_leaves_ends_the_request(cluster) -> None:
+    for worker in cluster.workers:
+        worker.script.gate, worker.script.gate_after = asyncio.Event(), 1
+    async with cluster.http.stream("POST", GENERATE, json={"text": "abc", "stream": True}) as answer:
+        assert '"text":"a"' in await anext(answer.aiter_text())
+    await cluster.idle()
+    assert [call.outcome for call in cluster.calls()] == ["cancelled"]
+
+
+async def test_the_model_is_named_and_the_cache_flushed(cluster) -> None:
+    for path in ("/get_model_info", "/model_info"):
+        found = (await cluster.http.get(path)).json()
+        assert found == {"model_path": "fake", "tokenizer_path": "fake", "is_generation": True}
+    body = {"text": "a prompt of several pages", "sampling_params": {"max_new_tokens": 1}}
+
+    async def cached() -> int:
+        return sum(
+            [(await cluster.http.post(GENERATE, json=body)).json()["meta_info"]["cached_tokens"] for _ in range(3)]
+        )
+
+    assert await cached() > 0
+    foreign = await cluster.http.post("/flush_cache", headers={"origin": "https://evil.example"})
+    assert (foreign.status_code, (await cluster.http.get("/flush_cache")).status_code) == (403, 405)
+    answer = await cluster.http.post("/flush_cache")
+    assert (answer.status_code, answer.text[:13]) == (200, "Cache flushed")
+    assert not any(worker._seen_pages for worker in cluster.workers)
+
+
+async def test_where_operators_have_a_port_of_their_own_no_client_flushes(make_cluster, tmp_path) -> None:
+    key, path = make_key(), tmp_path / "keys"
+    path.write_text(f"alice {hash_key(key)}\n")
+    async with make_cluster(1, api_keys=path) as cluster:
+        headers = {"authorization": f"Bearer {key}"}
+        assert (await cluster.http.post("/flush_cache", headers=headers)).status_code == 404
+        assert (await cluster.http.post(GENERATE, json={"text": "a"})).status_code == 401
+
+
+def test_the_documentation_names_what_is_not_served() -> None:
+    text = (Path(__file__).parents[4] / "docs" / "clients.md").read_text()
+    (row,) = re.findall(r"^\| the same: `/generate` \|(.*)\|$", text, re.M)
+    assert {*re.findall(r"`(\w+)`", row)} == {*NEUTRAL, *SETTINGS_NEUTRAL}

@@ -8,8 +8,10 @@ import torch
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ConfigError
+from sapwood_kernels.ops.cpu import CpuOps
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.steps import Part, make_step, step_for
+from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.input_builder import build_forward_batch
 from sapwood_worker.model.runner.options import RunnerOptions
@@ -104,6 +106,14 @@ def test_masks_are_waited_for_only_once_the_model_has_been_launched(runner, make
     assert events == ["model", "masks"]
     assert second == [5]
     assert first == make_driver(runner).generate({0: [3, 4]}, 1)[0]
+
+
+def test_on_a_gpu_a_decode_and_a_prompt_are_computed_before_the_first_request(tiny_model, make_runner, monkeypatch):
+    planned, plan = [], PagedAttention.plan
+    monkeypatch.setattr(PagedAttention, "plan", lambda self, batch: (planned.append(batch), plan(self, batch))[1])
+    monkeypatch.setattr(CpuOps, "asynchronous", True)
+    make_runner(tiny_model("gemma3").path)
+    assert [np.diff(batch.query_starts).tolist() for batch in planned] == [[1, 2]]
 
 
 def test_pages_of_other_requests_are_left_alone(runner, make_driver):

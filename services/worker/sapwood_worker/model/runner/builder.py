@@ -103,6 +103,9 @@ class _Builder:
         pool = self._build_pool(self._page_counts())
         host_pool = _build_host_pool(options, pool)
         backend, graphs = self._build_backend(config, pool, None)
+        if self._ops.asynchronous:
+            # A decode and a prompt: kernels that libraries compile when they are first used, in minutes, are there for requests.
+            self._compute([1, 2], pool, backend)
         length = min(config.max_position, (pool.num_pages - _SCRATCH_PAGES) * pool.page_size)
         return ModelRunner(
             info=self._info(config, pool, length),
@@ -224,33 +227,37 @@ class _Builder:
 
     @torch.inference_mode()
     def _try_largest_step(self) -> int:
-        """Computes a step with the most tokens and samples beside the largest decode graph, in a trial pool.
-
-        Returns the bytes of that pool. Libraries also load here what a first request needs.
-        """
+        """Computes a step with the most tokens and samples beside the largest decode graph; returns the bytes of its pool."""
         options, config = self._options, self._config
         longest = config.max_position
         prompts = [min(longest, options.max_step_tokens)]
         while sum(prompts) < options.max_step_tokens and len(prompts) < options.max_running:
             prompts.append(min(longest, options.max_step_tokens - sum(prompts)))
-        needed = [-(-length // options.page_size) for length in prompts]
-        pool = self._build_pool([max(sum(needed), options.max_running)] * len(self._layout.groups))
+        needed = sum(-(-length // options.page_size) for length in prompts)
+        pool = self._build_pool([max(needed, options.max_running)] * len(self._layout.groups))
         backend, graphs = self._build_backend(config, pool, [self._largest_graph])
         pieces = self._build_pieces(backend, pool, whole_ladder=False)
-        table = np.zeros((len(prompts), max(needed)), np.int32)
-        table[np.arange(max(needed)) < np.array(needed)[:, None]] = np.arange(sum(needed))
-        counts = np.array(prompts, np.int64)
-        slots, zeros = np.arange(len(prompts)), np.zeros_like(counts)
-        tokens = np.zeros(sum(prompts), np.int64)
-        step = Step(0, slots, starts=zeros, counts=counts, samples=zeros + 1, token_ids=tokens)
-        step.pages = np.tile(table, (1, len(pool.counts)))
-        batch = build_forward_batch(step, options.page_size, self._ops, tables=len(pool.counts))
-        hidden: Tensor = self._model(batch.token_ids, batch.positions, backend.plan(batch.attention))
+        hidden = self._compute(prompts, pool, backend)
         rows = hidden.index_select(0, torch.zeros(options.max_running, dtype=torch.int64, device=self._device))
         self._model.logits(rows).float().softmax(-1)
         torch.cuda.synchronize(self._device)
         del graphs, pieces
         return pool.num_bytes
+
+    @torch.inference_mode()
+    def _compute(self, prompts: Sequence[int], pool: DevicePool, backend: PagedAttention) -> Tensor:
+        """The hidden states of prompts of so many tokens, made up, in the pool's first pages."""
+        counts = np.array(prompts, np.int64)
+        needed = -(-counts // pool.page_size)
+        table = np.zeros((len(counts), needed.max()), np.int32)
+        table[np.arange(needed.max()) < needed[:, None]] = np.arange(needed.sum())
+        slots, zeros = np.arange(len(counts)), np.zeros_like(counts)
+        tokens = np.zeros(counts.sum(), np.int64)
+        step = Step(0, slots, starts=zeros, counts=counts, samples=zeros + 1, token_ids=tokens)
+        step.pages = np.tile(table, (1, len(pool.counts)))
+        batch = build_forward_batch(step, pool.page_size, self._ops, tables=len(pool.counts))
+        hidden: Tensor = self._model(batch.token_ids, batch.positions, backend.plan(batch.attention))
+        return hidden
 
 
 def _build_host_pool(options: RunnerOptions, pool: DevicePool) -> HostPool | None:

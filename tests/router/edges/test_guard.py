@@ -43,6 +43,8 @@ def test_with_keys_the_keys_owner_and_at_most_its_priority_count(keys) -> None:
     assert rank(of(authorization=mine, tenant="bob")) == (0, "alice")
     assert rank(of(authorization=mine, priority="100")) == (5, "alice")
     assert rank(of(authorization=mine, priority="-3")) == (-3, "alice")
+    assert rank(of(**{"api-key": KEY, "priority": "100"})) == (5, "alice")
+    assert rank(of(**{"api-key": KEY, "authorization": "Bearer other"})) != (0, "alice")
     assert rank(of(priority="100")) == (0, None)
     # Whoever makes keys up has one turn for all of them, and not that of the probes, which have none.
     strangers = {rank(of(authorization=f"Bearer {number}", priority="100")) for number in range(3)}

@@ -19,7 +19,7 @@ from sapwood.bench.slo import Slo
 from sapwood.bench.stopping import unless_stopped
 from sapwood.bench.targets.open_target import Where, open_target
 from sapwood.bench.targets.record import Record
-from sapwood.bench.targets.target import Sampling, Target, TargetError
+from sapwood.bench.targets.target import Asked, Sampling, Target, TargetError
 
 _FEW_WORDS, _MANY_WORDS = 32, 160
 _WARM_UP_SEED = -1
@@ -153,8 +153,7 @@ class Benchmark:
                 if result.interrupted:
                     break
                 run = await self._run_level(target, level, number)
-                expects_json = plan.source.dataset == "json-schema" and not plan.source.trace
-                found = LevelResult(level, run, measure(run, plan.slo, expects_json=expects_json))
+                found = LevelResult(level, run, measure(run, plan.slo, expects_json=plan.source.expects_json))
                 result.levels.append(found)
                 self._on_level(found)
         finally:
@@ -190,11 +189,19 @@ class Benchmark:
     ) -> Load:
         api = self._plan.where.api_used
         conversations = self._plan.source.open(api, self.result.tokens_a_word or 1.0, seed)
-        self._load = Load(target, conversations, api, requests=requests, seconds=seconds, on_progress=on_progress)
+        self._load = Load(
+            target,
+            conversations,
+            api,
+            requests=requests,
+            seconds=seconds,
+            keep_texts=self._plan.source.expects_json,
+            on_progress=on_progress,
+        )
         return self._load
 
 
-async def tokens_a_word(target: Target) -> float | None:
+async def tokens_a_word(target: Asked) -> float | None:
     """How many tokens a word of :data:`~sapwood.bench.data.words.WORDS` comes to, by the server's usage; None if it tells none.
 
     Raises:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from sapwood.bench.data.conversation import Api, Conversation, Conversations, History
 from sapwood.bench.lag import LagMeter
 from sapwood.bench.targets.record import INTERRUPTED, Record, clock
-from sapwood.bench.targets.target import Target
+from sapwood.bench.targets.target import Asked
 
 _PROGRESS_SECONDS = 0.25
 
@@ -46,17 +46,19 @@ class Load:
         api: How the turns of a conversation follow each other.
         requests: After so many no more are sent; None for no limit.
         seconds: After so many no more are sent; None for no limit. What was sent is waited for.
+        keep_texts: Whether the records keep the answers, which take more memory than all else.
         on_progress: Called a few times a second while the load runs.
     """
 
     def __init__(
         self,
-        target: Target,
+        target: Asked,
         conversations: Conversations,
         api: Api,
         *,
         requests: int | None = None,
         seconds: float | None = None,
+        keep_texts: bool = False,
         on_progress: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self._target = target
@@ -64,6 +66,7 @@ class Load:
         self._api = api
         self._requests = requests
         self._seconds = seconds
+        self._keep_texts = keep_texts
         self._on_progress = on_progress
         self._stop = asyncio.Event()
 
@@ -153,3 +156,5 @@ class Load:
                 run.failures += 1
                 return
             history.answered(record.text)
+            if not self._keep_texts:
+                record.pieces.clear()

@@ -136,11 +136,12 @@ def to_json(result: Result) -> dict[str, Any]:
         "slo": None if plan.slo is None else dict(plan.slo.limits),
         "tokens_a_word": result.tokens_a_word,
         "interrupted": result.interrupted,
-        "levels": [_level_json(found) for found in result.levels],
+        "levels": [level_json(found) for found in result.levels],
     }
 
 
-def _level_json(found: LevelResult) -> dict[str, Any]:
+def level_json(found: LevelResult) -> dict[str, Any]:
+    """A load's figures; times in seconds."""
     measures = found.measures
     return {
         "load": {found.level.kind: found.level.value},

@@ -26,6 +26,7 @@ from sapwood.bench.targets.openai_http import parse_url
 from sapwood.bench.targets.record import Record
 from sapwood.bench.targets.target import Sampling, TargetError
 from sapwood_common.errors import InternalError
+from sapwood_testing.router.fake_tokenizer import encode
 
 SHORT = Source(inputs=Lengths(20, 40), outputs=Lengths(4, 8))
 
@@ -56,6 +57,7 @@ async def test_every_request_is_answered_and_counted_by_the_servers_usage(served
         assert measures.ttft is not None and measures.itl is not None and measures.tpot is not None
         assert measures.ttft.count == measures.tpot.count == 12
         assert measures.ttft.max <= measures.e2e.max  # type: ignore[union-attr]
+    assert not any(record.pieces for found in result.levels for record in found.run.records), "texts are not kept"
     closed, opened = result.levels
     assert closed.measures.dispatch_lag is None
     assert opened.measures.dispatch_lag is not None
@@ -89,10 +91,12 @@ async def test_a_conversations_turns_hold_what_was_said_before(served: Any, kind
 
 
 async def test_grammars_reach_the_server_and_answers_are_looked_at(served: Any) -> None:
-    for kind in ("http", "grpc"):
+    for kind, answer, invalid in (("http", "[1]", 0), ("grpc", "[1", 3)):  # the fake workers keep to no grammar
+        for worker in served.workers:
+            worker.script.tokens = lambda prompt, answer=answer: encode(answer)[1:]
         source = Source("json-schema", outputs=Lengths(4, 4))
         result = await bench(where(served, kind), source, warm_up=0, requests=3)
-        assert result.levels[0].measures.invalid_json == 3  # the fake worker keeps to no grammar
+        assert result.levels[0].measures.invalid_json == invalid
     grammars = [call.request.grammar for worker in served.workers for call in worker.calls]
     assert sum(bool(grammar.compiled) for grammar in grammars) == 6
 

@@ -70,6 +70,11 @@ class Source:
         """Whether answers are to be as long as asked for, rather than as the model ends them."""
         return self.dataset in ("random", "shared-prefix")
 
+    @property
+    def expects_json(self) -> bool:
+        """Whether all answers are to be JSON."""
+        return self.dataset == "json-schema"
+
     def open(self, api: Api, tokens_a_word: float, seed: int) -> Conversations:
         """The conversations; the same seed gives the same ones.
 

@@ -28,12 +28,8 @@ class Sampling:
     extra: dict[str, Any] | None = None
 
 
-class Target(Protocol):
-    """A server."""
-
-    async def connect(self) -> str:
-        """Finds the model and returns its name. Raises TargetError."""
-        ...
+class Asked(Protocol):
+    """What answers requests."""
 
     async def ask(self, ask: Ask, record: Record) -> None:
         """Sends a request and notes what comes back; failures are noted, too.
@@ -41,6 +37,14 @@ class Target(Protocol):
         Raises:
             asyncio.CancelledError: It was cancelled; the server is told.
         """
+        ...
+
+
+class Target(Asked, Protocol):
+    """A server."""
+
+    async def connect(self) -> str:
+        """Finds the model and returns its name. Raises TargetError."""
         ...
 
     async def score(self, text: str, record: Record) -> list[float]:

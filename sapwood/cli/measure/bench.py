@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, UNREACHABLE, CliError
 from sapwood.cli.measure.bench_view import BenchView
+from sapwood.cli.measure.data import add_data_flags, sampling_of, source_of
 from sapwood.cli.measure.target import (
     add_target_flags,
     allow_many_connections,
@@ -27,7 +28,6 @@ from sapwood_common.settings.flags import whole_number
 
 if TYPE_CHECKING:  # at run time only where they are used: they need the extra `bench`
     from sapwood.bench.benchmark import Benchmark, Level, Plan, Result
-    from sapwood.bench.data.source import Source
 
 _DESCRIPTION = """\
 Puts load on a server and prints what its clients feel: time to first token, time between tokens, throughput, errors.
@@ -52,6 +52,7 @@ def configure(verbs: Any) -> None:
     """Adds the verb to the parser."""
     parser: argparse.ArgumentParser = verbs.add_parser(
         "bench",
+        usage="sapwood bench [FLAG ...]",
         help="put load on a server and measure it",
         description=_DESCRIPTION,
         epilog=_EXAMPLES + EXIT_CODES,
@@ -60,7 +61,11 @@ def configure(verbs: Any) -> None:
     )
     add_target_flags(parser)
     _add_load_flags(parser.add_argument_group("how much"))
-    _add_data_flags(parser.add_argument_group("what is asked"))
+    data = parser.add_argument_group("what is asked")
+    add_data_flags(data)
+    data.add_argument(
+        "--body", type=json_object, metavar="JSON", help="Further fields of each request, over HTTP. [default: none]"
+    )
     _add_report_flags(parser.add_argument_group("what is told"))
     parser.set_defaults(run=run)
 
@@ -109,57 +114,6 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--warm-up", type=whole_number(0), default=4, metavar="N", help="Requests before, not measured. [default: 4]"
-    )
-
-
-def _add_data_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--dataset",
-        choices=("random", "shared-prefix", "multi-turn", "json-schema", "sharegpt", "file"),
-        default="random",
-        help="random: words; shared-prefix: groups of prompts that begin alike; multi-turn: conversations that grow; "
-        "json-schema: answers must match a schema; sharegpt, file: from --data. [default: random]",
-    )
-    group.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        help="Of sharegpt a file in ShareGPT's format; of file JSON lines with prompt or messages, and with max_tokens and "
-        "json_schema if wanted. [default: none]",
-    )
-    for flag, default, text in (
-        ("--input-tokens", "128", "Tokens of a prompt or a turn, about: N, or a range A-B"),
-        ("--output-tokens", "32", "Most tokens of an answer: N, or A-B"),
-        ("--prefix-tokens", "512", "Of shared-prefix: tokens that a group's prompts have in common"),
-        ("--turns", "4", "Of multi-turn and sharegpt: turns of a conversation, N or A-B"),
-    ):
-        group.add_argument(flag, type=_lengths, default=default, metavar="N", help=f"{text}. [default: {default}]")
-    group.add_argument(
-        "--groups", type=whole_number(1), default=8, metavar="N", help="Of shared-prefix: how many. [default: 8]"
-    )
-    group.add_argument(
-        "--schema", type=Path, metavar="FILE", help="Of json-schema: the schema. [default: a small record]"
-    )
-    group.add_argument(
-        "--block-tokens", type=whole_number(1), default=512, metavar="N", help="Of a trace's hash_ids. [default: 512]"
-    )
-    group.add_argument(
-        "--token-ids",
-        type=_token_ids,
-        metavar="A-B",
-        help="Prompts are token ids of this range, so that their lengths are exact. [default: words]",
-    )
-    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="Of all requests. [default: 0]")
-    group.add_argument(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        help="Answers go on to their most tokens. Not every server knows it. [default: yes with random, shared-prefix, --trace]",
-    )
-    group.add_argument(
-        "--body", type=json_object, metavar="JSON", help="Further fields of each request, over HTTP. [default: none]"
-    )
-    group.add_argument(
-        "--seed", type=whole_number(0), default=0, metavar="N", help="The same seed, the same load. [default: 0]"
     )
 
 
@@ -263,7 +217,6 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     where = where_of(arguments)
     from sapwood.bench.benchmark import Level, Plan
     from sapwood.bench.data.json_lines import DataError
-    from sapwood.bench.targets.target import Sampling
 
     levels: tuple[Level, ...]
     if arguments.trace is not None:
@@ -276,7 +229,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     else:
         levels = tuple(Level("concurrency", value) for value in arguments.concurrency or (8,))
     try:
-        source = _source(arguments)
+        source = source_of(arguments, arguments.trace)
         source.check(where.api_used)
     except DataError as error:
         raise CliError(str(error), REFUSED) from None
@@ -285,12 +238,11 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     requests = arguments.requests
     if requests is None and arguments.seconds is None and arguments.trace is None:
         requests = 100
-    ignore_eos = source.prescribes_lengths if arguments.ignore_eos is None else arguments.ignore_eos
     return Plan(
         where=where,
         source=source,
         levels=levels,
-        sampling=Sampling(arguments.temperature, ignore_eos, arguments.body),
+        sampling=sampling_of(arguments, source, arguments.body),
         requests=requests,
         seconds=arguments.seconds,
         arrivals=arguments.arrivals,
@@ -300,57 +252,11 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     )
 
 
-def _source(arguments: argparse.Namespace) -> Source:
-    from sapwood.bench.data.json_lines import DataError, read_text
-    from sapwood.bench.data.source import Source
-    from sapwood.bench.data.trace import read_trace
-
-    schema = None
-    if arguments.schema is not None:
-        try:
-            schema = json_object(read_text(arguments.schema))
-        except argparse.ArgumentTypeError:
-            raise DataError(f"--schema: {arguments.schema} holds no JSON object") from None
-    return Source(
-        dataset=arguments.dataset,
-        inputs=arguments.input_tokens,
-        outputs=arguments.output_tokens,
-        groups=arguments.groups,
-        prefix=arguments.prefix_tokens,
-        turns=arguments.turns,
-        schema=schema,
-        path=arguments.data,
-        trace=() if arguments.trace is None else tuple(read_trace(arguments.trace)),
-        block_tokens=arguments.block_tokens,
-        token_ids=arguments.token_ids,
-    )
-
-
 def _several(parse: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
     def parse_all(text: str) -> tuple[float, ...]:
         return tuple(parse(part) for part in text.split(","))
 
     return parse_all
-
-
-def _lengths(text: str) -> Any:
-    from sapwood.bench.data.lengths import Lengths
-
-    try:
-        return Lengths.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _token_ids(text: str) -> tuple[int, int]:
-    low, _, high = text.partition("-")
-    try:
-        least, most = int(low), int(high)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no range such as 1000-30000") from None
-    if not 0 <= least <= most:
-        raise argparse.ArgumentTypeError(f"{text!r}: a range goes up, from at least 0")
-    return least, most
 
 
 def _slo(text: str) -> Any:

@@ -31,7 +31,7 @@ class BenchView:
         self._stream = stream
         self._live = stream.isatty()
         self._drawn = 0
-        self._next_line = time.monotonic() + _PLAIN_SECONDS
+        self._next_line = 0.0
 
     def show(self, level: Level, run: Run) -> None:
         """Shows how the load stands; without a terminal only if the last line was some seconds ago."""
@@ -40,12 +40,16 @@ class BenchView:
             lines = [str(level), *(f"  {line}" for line in progress(run))]
             self._write(self._erasure() + "".join(f"{line[:width]}\n" for line in lines))
             self._drawn = len(lines)
-        elif time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + _PLAIN_SECONDS
+            return
+        now = time.monotonic()
+        self._next_line = self._next_line or now + _PLAIN_SECONDS
+        if now >= self._next_line:
+            self._next_line = now + _PLAIN_SECONDS
             self._write(f"{level}: {'; '.join(progress(run))}\n")
 
     def clear(self) -> None:
-        """Removes what is drawn live."""
+        """Removes what is drawn live; what is shown next is another load."""
+        self._next_line = 0.0
         if self._drawn:
             self._write(self._erasure())
             self._drawn = 0

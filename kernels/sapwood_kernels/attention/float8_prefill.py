@@ -61,11 +61,11 @@ class Float8PrefillAttention:
         shape: What all layers share.
         variant: The kind of layer.
         buffer: The buffer for widened pages.
-        device: The CUDA device.
+        workspace: As ``PrefillAttention`` takes it.
     """
 
-    def __init__(self, shape: AttentionShape, variant: Variant, buffer: WideningBuffer, device: torch.device) -> None:
-        self._shape, self._variant, self._buffer, self._device = shape, variant, buffer, device
+    def __init__(self, shape: AttentionShape, variant: Variant, buffer: WideningBuffer, workspace: Tensor) -> None:
+        self._shape, self._variant, self._buffer, self._workspace = shape, variant, buffer, workspace
         self._attentions: list[PrefillAttention] = []
         self._groups: list[_Group] = []
 
@@ -79,7 +79,7 @@ class Float8PrefillAttention:
             while last + 1 < len(ends) and ends[last + 1] - ends[first] <= self._buffer.num_pages:
                 last += 1
             if len(self._groups) == len(self._attentions):
-                self._attentions.append(PrefillAttention(self._shape, self._variant, self._device))
+                self._attentions.append(PrefillAttention(self._shape, self._variant, self._workspace))
             attention = self._attentions[len(self._groups)]
             count = ends[last] - ends[first]
             widened = PagedKeys(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -176,12 +176,15 @@ class AttentionParts:
         ops: The device's operations.
         indices: int32 buffer on the device: every step's ``PagedKeys.indices`` lie at its beginning; empty if nothing reads
             keys.
+        shared: What a backend keeps for all page tables and both halves of a model, under names of its own; one plan's layers are
+            computed one after the other.
     """
 
     needs: AttentionNeeds
     pool: DevicePool
     ops: DeviceOps
     indices: Tensor
+    shared: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from sapwood_kernels.attention.planned import PlannedAttention, Variant
 from sapwood_kernels.ops.device import DeviceOps
@@ -26,14 +27,26 @@ def _prefill(parts: AttentionParts) -> StepAttention:
     from sapwood_kernels.attention.flashinfer import PrefillAttention
     from sapwood_kernels.attention.float8_prefill import Float8PrefillAttention, WideningBuffer
 
-    needs, device = parts.needs, parts.ops.device
+    needs, shared, workspace = parts.needs, parts.shared, _workspace(parts)
     kernels: dict[Variant, PlannedAttention]
     if needs.cache_dtype != needs.shape.dtype:
-        buffer = WideningBuffer(needs.shape, needs.longest, parts.pool.key_pages(0))
-        kernels = {kind: Float8PrefillAttention(needs.shape, kind, buffer, device) for kind in needs.kinds}
+        if "widened" not in shared:
+            shared["widened"] = WideningBuffer(needs.shape, needs.longest, parts.pool.key_pages(0))
+        kernels = {
+            kind: Float8PrefillAttention(needs.shape, kind, shared["widened"], workspace) for kind in needs.kinds
+        }
     else:
-        kernels = {kind: PrefillAttention(needs.shape, kind, device) for kind in needs.kinds}
+        kernels = {kind: PrefillAttention(needs.shape, kind, workspace) for kind in needs.kinds}
     return KernelAttention(parts.pool, kernels)
+
+
+def _workspace(parts: AttentionParts) -> Tensor:
+    from sapwood_kernels.attention.flashinfer import make_workspace
+
+    if "workspace" not in parts.shared:
+        parts.shared["workspace"] = make_workspace(parts.ops.device)
+    workspace: Tensor = parts.shared["workspace"]
+    return workspace
 
 
 def _decode(parts: AttentionParts) -> StepAttention:
@@ -41,13 +54,13 @@ def _decode(parts: AttentionParts) -> StepAttention:
 
 
 def _decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention]:
-    """Makes the attention of so many decodes at fixed addresses, or of any number (None), all in one workspace."""
+    """Makes the attention of so many decodes at fixed addresses, or of any number (None)."""
     from sapwood_kernels.attention.flashinfer import DecodeAttention
     from sapwood_kernels.attention.split_decode import MOST_SPLIT, SplitDecodeAttention
 
     needs = parts.needs
     float8 = needs.cache_dtype != needs.shape.dtype
-    workspace = DecodeAttention.workspace(parts.ops.device)
+    workspace = _workspace(parts)
 
     def kernel(batch: int | None, kind: Variant) -> PlannedAttention:
         if float8 or (batch is not None and batch <= MOST_SPLIT):

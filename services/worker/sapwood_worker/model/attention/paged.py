@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,9 +145,10 @@ class PagedAttention:
         self._reads_keys = prefill.reads_keys or decode.reads_keys
         # Requests may share pages, so a step can name more pages than the pool has.
         count = 4 * pool.num_pages if self._reads_keys else 0
+        shared: dict[str, Any] = {}
         self._parts = [
             AttentionParts(
-                replace(needs, kinds=each), pool, ops, torch.zeros(count, dtype=torch.int32, device=ops.device)
+                replace(needs, kinds=each), pool, ops, torch.zeros(count, dtype=torch.int32, device=ops.device), shared
             )
             for each in kinds or (needs.kinds,)
         ]

@@ -40,7 +40,8 @@ def refusal(hub: Hub, name: HubName = TINY, revision: str | None = None) -> str:
         ("/models/x", None),
         ("./a/b", None),
         ("a/b/c", None),
-        ("a/b:Q4_K_M", None),
+        ("a/b:Q4_K_M", HubName("a/b", "Q4_K_M")),
+        ("a/b:", None),
         ("~/models", None),
     ],
 )
@@ -144,14 +145,33 @@ def test_one_gguf_file_of_many_is_fetched(hub_server: HubServer, cache: Path) ->
     assert (found.path.name, found.commit) == ("a-Q4_0.gguf", commit)
     assert found.path.read_bytes() == b"4" * 1_000_000
     assert hub_server.sent_bytes == 1_000_000
-    assert told[-1] == ("fetching a-Q4_0.gguf", 1_000_000, 1_000_000)
+    assert told[-1] == ("fetching someone/many:a-Q4_0.gguf", 1_000_000, 1_000_000)
     hub_server.requests.clear()
     assert Hub(hub_server.url, cache).find(name, commit) == found
     assert hub_server.requests == []
     said = refusal(Hub(hub_server.url, cache), HubName("someone/many"))
     assert "name one: someone/many:a-Q4_0.gguf, someone/many:a-Q8_0.gguf" in said
     said = refusal(Hub(hub_server.url, cache), HubName("someone/many", "a-Q2_K.gguf"))
-    assert "has no file a-Q2_K.gguf: its files are listed at" in said
+    assert said == (
+        "--model: someone/many has no file 'a-Q2_K.gguf'; name one: someone/many:a-Q4_0.gguf, someone/many:a-Q8_0.gguf"
+    )
+
+
+def test_a_part_of_a_gguf_files_name_is_enough_if_one_file_has_it(hub_server: HubServer, cache: Path) -> None:
+    repo = hub_server.repos["someone/many"] = Repo()
+    repo.commit({"a-Q4_K_M.gguf": b"m", "a-Q4_K_S.gguf": b"s", "a-F16.gguf": b"f"})
+    hub = Hub(hub_server.url, cache)
+    found = hub.find(HubName("someone/many", "q4_k_m"))
+    assert found.path.read_bytes() == b"m"
+    hub_server.requests.clear()
+    assert hub.find(HubName("someone/many", "q4_k_m"), found.commit) == found
+    assert Hub(hub_server.url, cache, may_fetch=False).find(HubName("someone/many", "Q4_K_M")) == found
+    assert hub_server.requests == []
+    assert "has 2 .gguf files with 'Q4_K' in their names; name one: " in refusal(hub, HubName("someone/many", "Q4_K"))
+    assert "someone/tiny has no file 'Q4_K'; it has no .gguf file" in refusal(hub, HubName("someone/tiny", "Q4_K"))
+    repo.claimed = {"a-F16.gguf": 10**17}
+    repo.commit({"a-F16.gguf": b"g"})
+    assert "someone/many:F16 needs 100000000000 MB under" in refusal(hub, HubName("someone/many", "F16"))
 
 
 def test_a_gated_model_needs_a_token_that_is_admitted(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.models.progress import Progress, unreported
 from sapwood_common.models.wanted import DESCRIPTION, INDEX, weights_named_by
 
-_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:]+\.gguf))?")
+_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:]+\.gguf|\w[\w.-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -28,7 +28,7 @@ class HubName:
 
     Attributes:
         repo: ``owner/name``.
-        file: The one ``.gguf`` file of it that is meant; None: its safetensors.
+        file: The one ``.gguf`` file of it that is meant, or a part of its name, such as ``Q4_K_M``; None: its safetensors.
     """
 
     repo: str
@@ -52,7 +52,7 @@ class HubModel:
 
 
 def parse_hub_name(text: str) -> HubName | None:
-    """The model that ``owner/name`` or ``owner/name:file.gguf`` names; None if the text has another form."""
+    """The model that ``owner/name``, ``owner/name:file.gguf`` or ``owner/name:Q4_K_M`` names; None for other texts."""
     found = _NAME.fullmatch(text)
     if found is None or (found["file"] is None and text.endswith(".gguf")):
         return None
@@ -127,32 +127,31 @@ class Hub:
             raise ConfigError(f"--model: {explained}") from error
 
     def _find(self, name: HubName, revision: str | None, weights: bool, progress: Progress) -> HubModel:
+        folder = self._described(name.repo, revision, [] if name.file is not None else list(DESCRIPTION))
+        commit = folder.name
+        sizes = self._sizes(name.repo, commit)
         if name.file is not None:
-            path = self._file(name.repo, name.file, revision, _Report(f"fetching {name.file}", progress))
-            return HubModel(path, _commit_of(path))
-        model, sizes = self._description(name.repo, revision)
+            file = _gguf_meant(name, sizes)
+            self._fetch(name, folder, [file], sizes, progress)
+            return HubModel(folder / file, commit)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"--model: {name} {_what_instead(name.repo, sizes)}")
         if weights:
-            self._weights(name.repo, model, sizes, progress)
-        return model
+            self._fetch(name, folder, _weights_of(folder), sizes, progress)
+        return HubModel(folder, commit)
 
-    def _description(self, repo: str, revision: str | None) -> tuple[HubModel, dict[str, int]]:
-        """The model with all its files but the weights, and the size in bytes of each file that it has on the hub."""
+    def _described(self, repo: str, revision: str | None, patterns: list[str]) -> Path:
+        """The folder of the model's commit, with the files that the patterns name."""
         from huggingface_hub import snapshot_download
 
         silence = self._silence(repo, revision)
         options = self._options if silence is None else self._options | {"local_files_only": True}
-        quiet = _bar_of(_Report("", unreported))
+        quiet = _bar_of(_Report("", unreported, 0))
         try:
-            found = snapshot_download(
-                repo, revision=revision, allow_patterns=list(DESCRIPTION), tqdm_class=quiet, **options
-            )
+            found = snapshot_download(repo, revision=revision, allow_patterns=patterns, tqdm_class=quiet, **options)
         except FileNotFoundError as error:
             raise error from (silence or error.__cause__)
-        folder = Path(found)
-        sizes = self._sizes(repo, folder.name)
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"--model: {repo} {_what_instead(repo, sizes)}")
-        return HubModel(folder, folder.name), sizes
+        return Path(found)
 
     def _silence(self, repo: str, revision: str | None) -> Exception | None:
         """Asks the hub for the model; None unless it does not answer in time. The library's own question has no time limit."""
@@ -169,29 +168,26 @@ class Hub:
             pass  # the library meets the same, and looks into the cache
         return None
 
-    def _weights(self, repo: str, model: HubModel, sizes: dict[str, int], progress: Progress) -> None:
-        names = _weights_of(model.path)
-        unknown = next((name for name in names if sizes and name not in sizes), None)
+    def _fetch(
+        self, name: HubName, folder: Path, files: Sequence[str], sizes: dict[str, int], progress: Progress
+    ) -> None:
+        """Fetches large files, those that are not in the folder of their commit."""
+        from huggingface_hub import hf_hub_download
+
+        unknown = next((file for file in files if sizes and file not in sizes), None)
         if unknown is not None:
-            raise ConfigError(f"--model: {repo} has no {unknown}: weights are read from safetensors or a .gguf file")
-        missing = [name for name in names if not (model.path / name).exists()]
-        if not missing:
-            return
-        total = sum(sizes.get(name, 0) for name in missing)
+            raise ConfigError(f"--model: {name} has no {unknown}: weights are read from safetensors or a .gguf file")
+        missing = [file for file in files if not (folder / file).exists()]
+        total = sum(sizes.get(file, 0) for file in missing)
         free = shutil.disk_usage(self._cache).free
         if total > free and self._may_fetch:
             raise ConfigError(
-                f"--model: {repo} needs {total / 1e6:.0f} MB under {self._cache}, {free / 1e6:.0f} MB are free "
+                f"--model: {name} needs {total / 1e6:.0f} MB under {self._cache}, {free / 1e6:.0f} MB are free "
                 "(HF_HOME chooses another place)"
             )
-        report = _Report(f"fetching {repo}", progress, total)
-        for name in missing:  # one after the other, so that Ctrl-C ends it at once
-            self._file(repo, name, model.commit, report)
-
-    def _file(self, repo: str, file: str, revision: str | None, report: _Report) -> Path:
-        from huggingface_hub import hf_hub_download
-
-        return Path(hf_hub_download(repo, file, revision=revision, tqdm_class=_bar_of(report), **self._options))
+        bar = _bar_of(_Report(f"fetching {name}", progress, total))
+        for file in missing:  # one after the other, so that Ctrl-C ends it at once
+            hf_hub_download(name.repo, file, revision=folder.name, tqdm_class=bar, **self._options)
 
     def _sizes(self, repo: str, commit: str) -> dict[str, int]:
         """The bytes of each file of the model; empty if an older version of the library has filled the cache."""
@@ -238,11 +234,6 @@ def cached_models() -> list[CachedModel]:
     return sorted(found, key=lambda model: (model.name, model.revision))
 
 
-def _commit_of(path: Path) -> str:
-    """The commit in a path of the library's cache: ``…/snapshots/COMMIT/file``."""
-    return path.parts[len(path.parts) - 1 - path.parts[::-1].index("snapshots") + 1]
-
-
 def _weights_of(folder: Path) -> list[str]:
     index = folder / INDEX
     try:
@@ -251,29 +242,43 @@ def _weights_of(folder: Path) -> list[str]:
         raise ConfigError(f"--model: {folder}: {error}") from error
 
 
-def _what_instead(repo: str, files: Sequence[str] | dict[str, int]) -> str:
+def _gguf_meant(name: HubName, files: Iterable[str]) -> str:
+    """The file that a name means. Raises ConfigError if it means none, or several."""
+    assert name.file is not None
+    ggufs = [file for file in files if file.endswith(".gguf")]
+    if name.file in ggufs or (not ggufs and name.file.endswith(".gguf")):
+        return name.file
+    found = [file for file in ggufs if name.file.lower() in file.lower()]
+    if len(found) == 1:
+        return found[0]
+    several = (
+        f"has {len(found)} .gguf files with {name.file!r} in their names" if found else f"has no file {name.file!r}"
+    )
+    raise ConfigError(f"--model: {name.repo} {several}; {_named(name.repo, found or ggufs)}")
+
+
+def _named(repo: str, ggufs: Sequence[str]) -> str:
+    if not ggufs:
+        return "it has no .gguf file"
+    return f"name one: {', '.join(f'{repo}:{file}' for file in ggufs[:8])}"
+
+
+def _what_instead(repo: str, files: Iterable[str]) -> str:
     """Says what to ask for in place of a repository that holds no config.json."""
     found = [name for name in files if name.endswith(".gguf")]
     if not found:
         return "holds no config.json, so it is not a model in Hugging Face's format"
-    return f"holds .gguf files; name one: {', '.join(f'{repo}:{name}' for name in found[:8])}"
+    return f"holds .gguf files; {_named(repo, found)}"
 
 
 class _Report:
-    """Adds up the bytes of several files; without a total, the total is that of the files begun."""
+    """Adds up the bytes of several files."""
 
-    def __init__(self, text: str, progress: Progress, total: int = 0) -> None:
+    def __init__(self, text: str, progress: Progress, total: int) -> None:
         self._text = text
         self._progress = progress
         self._done = 0
         self._total = total
-        self._grows = total == 0
-
-    def begin(self, total: int, done: int) -> None:
-        """A file is begun, of whose bytes some are there already."""
-        if self._grows:
-            self._total += total
-        self.add(done)
 
     def add(self, count: int) -> None:
         """So many bytes have come; negative: are dropped."""
@@ -289,7 +294,7 @@ def _bar_of(report: _Report) -> Any:
     class Bar(tqdm):
         def __init__(self, *values: Any, **named: Any) -> None:
             super().__init__(*values, **{**named, "disable": True})  # type: ignore[no-untyped-call]
-            report.begin(named.get("total") or 0, named.get("initial") or 0)
+            report.add(named.get("initial") or 0)
 
         def update(self, count: float | None = 1) -> None:
             report.add(int(count or 0))

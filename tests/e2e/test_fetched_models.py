@@ -1,4 +1,4 @@
-"""A model by its name on a hub: `sapwood up owner/name`, with a hub on this machine and weights made here."""
+"""A model that lies elsewhere, served by its name: from a hub and an S3 on this machine, with weights made here."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from sapwood_testing.models.hub_server import HubServer, Repo
+from sapwood_testing.worker.object_store import ObjectStoreServer
 
 
 @pytest.fixture
@@ -103,3 +104,32 @@ def test_services_that_are_started_by_themselves_fetch_it_once_for_all(hub_serve
             service.communicate(timeout=120)
     files = hub_server.repos["someone/tiny"].files("v1")
     assert hub_server.sent_bytes == sum(len(files[name]) for name in shards)
+
+
+@pytest.mark.slow
+def test_a_model_in_s3_is_served_by_its_folders_name(
+    hub_server: HubServer, start_cluster_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = hub_server.repos["someone/tiny"].files("v1")
+    bucket = ObjectStoreServer()
+    bucket.objects = {f"bucket/models/tiny/{name}": content for name, content in files.items()}
+    bucket.start()
+    for name, value in (("ENDPOINT_URL", bucket.url), ("ALLOW_HTTP", "true"), ("REGION", "here")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("SAPWOOD_HOME", str(tmp_path / "home"))
+    try:
+        with (
+            start_cluster_of("s3://bucket/models/tiny", "--workers", "1", "--worker-num-pages", "256") as cluster,
+            httpx.Client(base_url=f"http://{cluster.http}/v1", timeout=120) as client,
+        ):
+            assert [model["id"] for model in client.get("/models").json()["data"]] == ["tiny"]
+            asked = {"model": "tiny", "prompt": "abc", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+            assert client.post("/completions", json=asked).json()["usage"]["completion_tokens"] == 5
+    finally:
+        bucket.stop()
+    weights = {name: content for name, content in files.items() if name.endswith(".safetensors")}
+    assert {name: bucket.sent[f"bucket/models/tiny/{name}"] for name in weights} == {
+        name: len(content) for name, content in weights.items()
+    }

@@ -183,17 +183,23 @@ def _sampling(given: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def failing_plainly(address: str, service: str = "router") -> Iterator[None]:
-    """Turns errors of the client into a :class:`CliError`, which says what ``service`` is at ``address``."""
+    """Turns errors of calls into a :class:`CliError`, which says what ``service`` is at ``address``."""
+    import grpc
+
     from sapwood.errors import (
         DeadlineExceededError,
         InvalidArgumentError,
         NotFoundError,
         SapwoodError,
         UnavailableError,
+        from_rpc_error,
     )
 
     try:
-        yield
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise from_rpc_error(cast("grpc.Call", error)) from None
     except UnavailableError as error:
         raise CliError(f"{error} ({service}: {address}; `sapwood up` starts one here)", UNREACHABLE) from None
     except DeadlineExceededError as error:

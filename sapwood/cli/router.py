@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sapwood.cli import top
-from sapwood.cli.errors import EXIT_CODES, FAILED, REFUSED, UNREACHABLE, CliError
+from sapwood.cli.errors import EXIT_CODES, REFUSED, CliError
+from sapwood.cli.request import failing_plainly
 from sapwood.cli.top import table, worker_rows
 from sapwood_common.settings.flags import add_option
 
@@ -115,19 +116,10 @@ def _channel(arguments: argparse.Namespace) -> grpc.Channel:
 
 @contextmanager
 def _router(arguments: argparse.Namespace) -> Iterator[router_pb2_grpc.RouterStub]:
-    import grpc
-
     from sapwood.v1 import router_pb2_grpc
 
-    with _channel(arguments) as channel:
-        try:
-            yield router_pb2_grpc.RouterStub(channel)
-        except grpc.RpcError as error:
-            code, details = error.code(), error.details()
-            if code == grpc.StatusCode.UNAVAILABLE:
-                raise CliError(f"router {arguments.address}: {details}", UNREACHABLE) from None
-            refused = code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
-            raise CliError(f"{code.name}: {details}", REFUSED if refused else FAILED) from None
+    with failing_plainly(arguments.address), _channel(arguments) as channel:
+        yield router_pb2_grpc.RouterStub(channel)
 
 
 def _list(arguments: argparse.Namespace) -> int:

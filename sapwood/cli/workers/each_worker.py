@@ -38,14 +38,9 @@ def each_worker(addresses: str, call: Callable[[worker_pb2_grpc.WorkerStub], Ans
     """
     import grpc
 
-    from sapwood.errors import from_rpc_error
     from sapwood.v1 import worker_pb2_grpc
 
     for address in addresses.split(","):
         with failing_plainly(address, "worker"), grpc.insecure_channel(address) as channel:
-            try:
-                answer = call(worker_pb2_grpc.WorkerStub(channel))
-            except grpc.RpcError as error:
-                assert isinstance(error, grpc.Call)
-                raise from_rpc_error(error) from None
+            answer = call(worker_pb2_grpc.WorkerStub(channel))
         yield address, answer

@@ -14,7 +14,7 @@ from sapwood_router.edges.openai.sse import NULL, CompletionChunks
 from sapwood_router.edges.openai.types import PromptTokensDetails, UsageObject
 from sapwood_router.edges.whole import RESUMPTIONS_HEADER, collect, told_headers
 from sapwood_router.flow.delivery import Delivery
-from sapwood_router.flow.pipeline import Run
+from sapwood_router.flow.pipeline import Pipeline, Run, close_all
 from sapwood_router.request.context import Delta, Finish, FinishReason, RequestContext, Usage
 from sapwood_router.request.output import Output
 from sapwood_router.request.output_stream import Relay
@@ -44,26 +44,48 @@ def usage_object(usages: Sequence[Usage], continuations: int = 1) -> UsageObject
     return UsageObject(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
 
-async def send_whole(
+async def send_answer(
     exchange: Exchange,
+    pipeline: Pipeline,
     contexts: Sequence[RequestContext],
-    runs: Sequence[Run],
     annotator: Annotator,
     make_body: Callable[[list[Answer]], Awaitable[msgspec.Struct]],
+    make_chunks: Callable[[], CompletionChunks] | None,
+    continuations: int,
 ) -> None:
-    """Waits for all answers and sends them as one body; headers say what gRPC's trailing metadata does.
+    """Runs the requests and sends their answer.
+
+    Args:
+        exchange: Where it goes.
+        pipeline: Runs them.
+        contexts: The requests.
+        annotator: Of their deltas.
+        make_body: Makes one body of all answers; headers then say what gRPC's trailing metadata does.
+        make_chunks: Makes what writes events as text comes; None: there is to be one body.
+        continuations: How many of the requests have one prompt.
 
     Raises:
         SapwoodError: One of the requests failed; the others are ended.
     """
-    answers = []
-    for index, whole in enumerate(await collect(runs)):
-        likelihoods = whole.logprobs
-        logprobs = await annotator.annotate(index, whole)
-        assert whole.finish is not None, "each run ends with a finish or an error"
-        mean = sum(found.logprob for found in likelihoods) / max(1, len(likelihoods))
-        answers.append(Answer(index, whole.output, whole.token_ids, whole.finish, logprobs, mean))
-    await exchange.send_body(200, msgspec.json.encode(await make_body(answers)), told_headers(contexts))
+    runs = [pipeline.open(context) for context in contexts]
+    exchange.on_disconnect(lambda: close_all(runs))
+    try:
+        if make_chunks is None:
+            answers = [await _annotated(index, whole, annotator) for index, whole in enumerate(await collect(runs))]
+            body = msgspec.json.encode(await make_body(answers))
+            await exchange.send_body(200, body, told_headers(contexts))
+        else:
+            await Delivery(_EventClient(exchange, contexts, runs, annotator, make_chunks, continuations)).carry(runs)
+    finally:
+        close_all(runs)
+
+
+async def _annotated(index: int, whole: Delta, annotator: Annotator) -> Answer:
+    likelihoods = whole.logprobs
+    logprobs = await annotator.annotate(index, whole)
+    assert whole.finish is not None, "each run ends with a finish or an error"
+    mean = sum(found.logprob for found in likelihoods) / max(1, len(likelihoods))
+    return Answer(index, whole.output, whole.token_ids, whole.finish, logprobs, mean)
 
 
 class _EventClient:
@@ -168,20 +190,3 @@ class _EventClient:
             for context, tokens in zip(self._contexts, self._sent, strict=True)
         ]
         return usage_object(usages, self._continuations)
-
-
-async def send_stream(
-    exchange: Exchange,
-    contexts: Sequence[RequestContext],
-    runs: Sequence[Run],
-    annotator: Annotator,
-    make_chunks: Callable[[], CompletionChunks],
-    continuations: int,
-) -> None:
-    """Sends events as text comes.
-
-    Raises:
-        SapwoodError: One of the requests failed; the others are ended.
-    """
-    client = _EventClient(exchange, contexts, runs, annotator, make_chunks, continuations)
-    await Delivery(client).carry(runs)

@@ -14,7 +14,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.openai.annotate import Annotator, ChatWriter
-from sapwood_router.edges.openai.answer import Answer, finish_reason, send_stream, send_whole, usage_object
+from sapwood_router.edges.openai.answer import Answer, finish_reason, send_answer, usage_object
 from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL, IGNORED
 from sapwood_router.edges.openai.parameters import (
     SAMPLING,
@@ -38,7 +38,7 @@ from sapwood_router.edges.openai.types import (
     Message,
     ToolCallObject,
 )
-from sapwood_router.flow.pipeline import Pipeline, close_all
+from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.context import ChatPrompt, FieldNames, RequestContext, ToolCall, Turn
 from sapwood_router.request.continuations import continuations
 from sapwood_router.request.request_ids import unique_id
@@ -74,8 +74,6 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     caller = exchange.caller(request, given)
     for context in contexts:
         context.caller = caller
-    runs = [pipeline.open(context) for context in contexts]
-    exchange.on_disconnect(lambda: close_all(runs))
     answer_id, created = f"chatcmpl-{exchange.request_id}", int(time.time())
     writer = partial(ChatWriter, token_name(request)) if request.logprobs else None
     tells_prompt = contexts[0].sampling.prompt_logprobs is not None
@@ -88,7 +86,7 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
             created=created,
             model=contexts[0].model or "",
             choices=[_choice(answer, shows_ids) for answer in answers],
-            usage=usage_object([answer.finish.usage for answer in answers], len(runs)),
+            usage=usage_object([answer.finish.usage for answer in answers], len(contexts)),
             prompt_token_ids=contexts[0].token_ids if shows_ids else msgspec.UNSET,
             prompt_logprobs=await annotator.prompt_logprobs(0),
         )
@@ -97,13 +95,8 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
         fixed = (answer_id, created, contexts[0].model or "", wish)
         return ChatTokenChunks(*fixed, contexts[0].token_ids) if shows_ids else ChatChunks(*fixed)
 
-    try:
-        if stream:
-            await send_stream(exchange, contexts, runs, annotator, make_chunks, len(runs))
-        else:
-            await send_whole(exchange, contexts, runs, annotator, make_body)
-    finally:
-        close_all(runs)
+    chunks = make_chunks if stream else None
+    await send_answer(exchange, pipeline, contexts, annotator, make_body, chunks, len(contexts))
 
 
 def _choice(answer: Answer, shows_ids: bool) -> ChatChoice:

@@ -13,7 +13,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.openai.annotate import Annotator
-from sapwood_router.edges.openai.answer import Answer, send_stream, send_whole, usage_object
+from sapwood_router.edges.openai.answer import Answer, send_answer, usage_object
 from sapwood_router.edges.openai.logprobs import CompletionWriter
 from sapwood_router.edges.openai.other_parameters import COMPLETION_NEUTRAL, IGNORED
 from sapwood_router.edges.openai.parameters import (
@@ -32,7 +32,7 @@ from sapwood_router.edges.openai.types import (
     CompletionRequest,
     CompletionResponse,
 )
-from sapwood_router.flow.pipeline import Pipeline, close_all
+from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.context import FieldNames, Prompt, RequestContext, TextPrompt, TokenPrompt
 from sapwood_router.request.continuations import continuations
 from sapwood_router.request.request_ids import unique_id
@@ -66,8 +66,6 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     caller = exchange.caller(request, given)
     for context in contexts:
         context.caller = caller
-    runs = [pipeline.open(context) for context in contexts]
-    exchange.on_disconnect(lambda: close_all(runs))
     answer_id, created = f"cmpl-{exchange.request_id}", int(time.time())
     shows_special = request.skip_special_tokens is False
     writer = None if request.logprobs is None else partial(CompletionWriter, shows_special, token_name(request))
@@ -100,13 +98,8 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
             return CompletionChunks(*fixed)
         return TokenChunks(*fixed, [context.token_ids for context in contexts] if shows_prompt else [])
 
-    try:
-        if stream:
-            await send_stream(exchange, contexts, runs, annotator, make_chunks, count)
-        else:
-            await send_whole(exchange, contexts, runs, annotator, make_body)
-    finally:
-        close_all(runs)
+    chunks = make_chunks if stream else None
+    await send_answer(exchange, pipeline, contexts, annotator, make_body, chunks, count)
 
 
 def _contexts(

@@ -9,6 +9,7 @@ import msgspec
 
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.sse import with_field
+from sapwood_router.edges.runs import running
 from sapwood_router.edges.whole import RESUMPTIONS_HEADER, collect, told_headers
 from sapwood_router.flow.delivery import Delivery
 from sapwood_router.flow.pipeline import Pipeline
@@ -44,15 +45,11 @@ async def send_whole(
     Raises:
         SapwoodError: It failed.
     """
-    run = pipeline.open(context)
-    exchange.on_disconnect(run.close)
-    try:
-        (whole,) = await collect([run])
+    with running(exchange, pipeline, [context]) as runs:
+        (whole,) = await collect(runs)
         assert whole.finish is not None, "a run ends with a finish or an error"
         body = msgspec.json.encode(make_body(whole.output, whole.finish))
         await exchange.send_body(200, body, told_headers([context]))
-    finally:
-        run.close()
 
 
 async def send_events(exchange: Exchange, context: RequestContext, pipeline: Pipeline, events: Events) -> None:
@@ -61,12 +58,8 @@ async def send_events(exchange: Exchange, context: RequestContext, pipeline: Pip
     Raises:
         SapwoodError: It failed.
     """
-    run = pipeline.open(context)
-    exchange.on_disconnect(run.close)
-    try:
-        await Delivery(_EventClient(exchange, context, events)).carry([run])
-    finally:
-        run.close()
+    with running(exchange, pipeline, [context]) as runs:
+        await Delivery(_EventClient(exchange, context, events)).carry(runs)
 
 
 class _EventClient:

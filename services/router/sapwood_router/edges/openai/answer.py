@@ -12,9 +12,10 @@ from sapwood_router.edges.http.sse import with_field
 from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.sse import NULL, CompletionChunks
 from sapwood_router.edges.openai.types import PromptTokensDetails, UsageObject
+from sapwood_router.edges.runs import running
 from sapwood_router.edges.whole import RESUMPTIONS_HEADER, collect, told_headers
 from sapwood_router.flow.delivery import Delivery
-from sapwood_router.flow.pipeline import Pipeline, Run, close_all
+from sapwood_router.flow.pipeline import Pipeline, Run
 from sapwood_router.request.context import Delta, Finish, FinishReason, RequestContext, Usage
 from sapwood_router.request.output import Output
 from sapwood_router.request.output_stream import Relay
@@ -67,17 +68,13 @@ async def send_answer(
     Raises:
         SapwoodError: One of the requests failed; the others are ended.
     """
-    runs = [pipeline.open(context) for context in contexts]
-    exchange.on_disconnect(lambda: close_all(runs))
-    try:
+    with running(exchange, pipeline, contexts) as runs:
         if make_chunks is None:
             answers = [await _annotated(index, whole, annotator) for index, whole in enumerate(await collect(runs))]
             body = msgspec.json.encode(await make_body(answers))
             await exchange.send_body(200, body, told_headers(contexts))
         else:
             await Delivery(_EventClient(exchange, contexts, runs, annotator, make_chunks, continuations)).carry(runs)
-    finally:
-        close_all(runs)
 
 
 async def _annotated(index: int, whole: Delta, annotator: Annotator) -> Answer:

@@ -11,10 +11,11 @@ import msgspec
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
+from sapwood_router.edges.runs import running
 from sapwood_router.edges.sglang.request import IGNORED, NEUTRAL, GenerateRequest, contexts_of
 from sapwood_router.edges.single_run import send_events
 from sapwood_router.edges.whole import collect, told_headers
-from sapwood_router.flow.pipeline import Pipeline, close_all
+from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.context import Delta, Finish, FinishReason, RequestContext
 
 _DONE = b"data: [DONE]\n\n"
@@ -64,17 +65,13 @@ async def generate(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
 async def _send_whole(
     exchange: Exchange, contexts: Sequence[RequestContext], pipeline: Pipeline, *, is_list: bool
 ) -> None:
-    runs = [pipeline.open(context) for context in contexts]
-    exchange.on_disconnect(lambda: close_all(runs))
-    try:
+    with running(exchange, pipeline, contexts) as runs:
         answers = []
         for context, whole in zip(contexts, await collect(runs), strict=True):
             assert whole.finish is not None, "a run ends with a finish or an error"
             answers.append(_generated(context, whole.output.text, whole.token_ids, whole.finish))
         body = msgspec.json.encode(answers if is_list else answers[0])
         await exchange.send_body(200, body, told_headers(contexts))
-    finally:
-        close_all(runs)
 
 
 class _TextSoFar:

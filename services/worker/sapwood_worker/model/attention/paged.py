@@ -35,6 +35,8 @@ class KernelAttention:
     def __init__(self, pool: DevicePool, kernels: Mapping[Variant, PlannedAttention]) -> None:
         self._pool = pool
         self._kernels = kernels
+        # Of each layer, found once: between the layers of a prompt the device waits for the host.
+        self._found: dict[int, tuple[PlannedAttention, StoredPages]] = {}
 
     def plan(self, batch: AttentionBatch) -> None:
         assert batch.keys is not None
@@ -43,9 +45,13 @@ class KernelAttention:
             kernel.plan(query_indptr, batch.keys)
 
     def attend(self, layer: AttentionLayer, query: Tensor, out: Tensor | None = None) -> Tensor:
-        pool, index = self._pool, layer.index
-        cache = StoredPages(pool.key_pages(index), pool.value_pages(index), pool.scales.of(index))
-        return self._kernels[layer.kind].run(query.contiguous(), cache, out)
+        found = self._found.get(layer.index)
+        if found is None:
+            pool, index = self._pool, layer.index
+            cache = StoredPages(pool.key_pages(index), pool.value_pages(index), pool.scales.of(index))
+            found = self._found[index] = self._kernels[layer.kind], cache
+        kernel, cache = found
+        return kernel.run(query.contiguous(), cache, out)
 
 
 class GroupedAttention:

@@ -1,4 +1,4 @@
-"""Checks of what a client asked for that need no other service. Each error names the field as the client spells it."""
+"""Checks of what a client asked for that need no other service: each raises InvalidArgumentError with the client's field."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ _UINT32 = 2**32
 
 
 def check_prompt(prompt: Prompt, fields: FieldNames) -> None:
-    """Refuses an empty prompt and token ids that are no token ids.
-
-    Raises:
-        InvalidArgumentError: As said.
-    """
+    """Refuses an empty prompt and token ids that are no token ids."""
     if isinstance(prompt, TextPrompt):
         if not prompt.text and not prompt.suffix:
             raise InvalidArgumentError("the prompt is empty", field=fields.prompt)
@@ -29,11 +25,7 @@ def check_prompt(prompt: Prompt, fields: FieldNames) -> None:
 
 
 def check_token_ids(token_ids: Sequence[int], field: str) -> None:
-    """Refuses none at all, and what is no token id.
-
-    Raises:
-        InvalidArgumentError: As said.
-    """
+    """Refuses none at all, and what is no token id."""
     if not token_ids:
         raise InvalidArgumentError("the prompt is empty", field=field)
     if not 0 <= min(token_ids) <= max(token_ids) < _UINT32:
@@ -41,11 +33,7 @@ def check_token_ids(token_ids: Sequence[int], field: str) -> None:
 
 
 def check_stop(stop: tuple[str, ...], field: str = "stop") -> None:
-    """Refuses more than 16 stop strings, and an empty one.
-
-    Raises:
-        InvalidArgumentError: As said.
-    """
+    """Refuses more than 16 stop strings, and an empty one."""
     if len(stop) > MOST_STOPS:
         raise InvalidArgumentError(f"at most {MOST_STOPS} stop strings, got {len(stop)}", field=field)
     if not all(stop):
@@ -53,11 +41,7 @@ def check_stop(stop: tuple[str, ...], field: str = "stop") -> None:
 
 
 def check_bad_words(words: tuple[str, ...]) -> None:
-    """Refuses too many bad words, and an empty one.
-
-    Raises:
-        InvalidArgumentError: As said.
-    """
+    """Refuses too many bad words, and an empty one."""
     if len(words) > MOST_BAD_WORDS:
         raise InvalidArgumentError(f"at most {MOST_BAD_WORDS} bad words, got {len(words)}", field="bad_words")
     if not all(map(str.strip, words)):
@@ -65,31 +49,19 @@ def check_bad_words(words: tuple[str, ...]) -> None:
 
 
 def check_truncation(tokens: int, field: str = "truncate_prompt_tokens") -> None:
-    """Refuses a prompt that nothing, or more than anything, would be left of.
-
-    Raises:
-        InvalidArgumentError: As said.
-    """
+    """Refuses a prompt that nothing, or more than anything, would be left of."""
     if tokens != -1 and not 1 <= tokens < 2**31:
         raise InvalidArgumentError(f"{field} must be at least 1, or -1, got {tokens}", field=field)
 
 
 def check_whole_prompt(prompt: Prompt) -> None:
-    """Refuses to cut a prompt whose ends must stay.
-
-    Raises:
-        InvalidArgumentError: As said.
-    """
+    """Refuses to cut a prompt whose ends must stay."""
     if isinstance(prompt, TextPrompt) and prompt.suffix:
         raise InvalidArgumentError("a prompt with a suffix is not cut", field="truncate_prompt_tokens")
 
 
 def check_tokens_only(prompt: Prompt, stop: tuple[str, ...]) -> None:
-    """Refuses what needs the text of an answer that is to be token ids alone.
-
-    Raises:
-        InvalidArgumentError: As said.
-    """
+    """Refuses what needs the text of an answer that is to be token ids alone."""
     if stop:
         raise InvalidArgumentError("stop needs the text, which detokenize false leaves out", field="stop")
     if isinstance(prompt, ChatPrompt) and prompt.tools:
@@ -97,10 +69,6 @@ def check_tokens_only(prompt: Prompt, stop: tuple[str, ...]) -> None:
 
 
 def check_n(n: int, fields: FieldNames) -> None:
-    """Refuses a number of continuations out of range.
-
-    Raises:
-        InvalidArgumentError: As said.
-    """
+    """Refuses a number of continuations out of range."""
     if not 1 <= n <= MOST_CONTINUATIONS:
         raise InvalidArgumentError(f"n must be in 1..{MOST_CONTINUATIONS}, got {n}", field=f"{fields.sampling}n")

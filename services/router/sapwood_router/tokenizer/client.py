@@ -57,6 +57,8 @@ class TokenizerInfo:
 class TokenizerClient:
     """Encodes prompts on any of the tokenizer's replicas, and knows which parsers the model's output needs.
 
+    What asks the service raises the service's own SapwoodError; UnavailableError if it is gone; DeadlineExceededError.
+
     Args:
         replicas: Gives the replicas there are now, all with the same model.
         grace: Seconds that a call waits while every replica is gone.
@@ -85,9 +87,6 @@ class TokenizerClient:
             request_id: For the service's log.
             deadline: On the event loop's clock.
             cache_salt: Whose it is: the service shares what it keeps only under the same one.
-
-        Raises:
-            SapwoodError: The service's own error; UnavailableError if it is gone; DeadlineExceededError.
         """
         (encoded,) = await self.encode_texts([text], request_id, deadline, cache_salt)
         return encoded
@@ -107,9 +106,6 @@ class TokenizerClient:
         Args:
             bare: No special tokens are added, nor read out of the text.
             add_special: Whether the model's own are added; not where ``bare``.
-
-        Raises:
-            SapwoodError: As :meth:`encode_text`.
         """
         request = tokenizer_pb2.TokenizeRequest(texts=texts, cache_salt=cache_salt)
         if bare:
@@ -125,7 +121,7 @@ class TokenizerClient:
         """The tokens of a prompt with a suffix; arguments as of :meth:`encode_text`.
 
         Raises:
-            SapwoodError: As :meth:`encode_text`; an InvalidArgumentError about ``suffix`` where the model fills no gaps.
+            InvalidArgumentError: The model fills no gaps; the field is ``suffix``.
         """
         request = tokenizer_pb2.TokenizeRequest(texts=[prompt.text], suffix=prompt.suffix, cache_salt=cache_salt)
         answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
@@ -134,11 +130,7 @@ class TokenizerClient:
     async def encode_chat(
         self, prompt: ChatPrompt, request_id: str, deadline: float, cache_salt: str = ""
     ) -> EncodedChat:
-        """The tokens of a conversation, rendered with the model's template and opened for the assistant's turn.
-
-        Raises:
-            SapwoodError: As :meth:`encode_text`.
-        """
+        """The tokens of a conversation, rendered with the model's template and opened for the assistant's turn."""
         request = tokenizer_pb2.ApplyChatTemplateRequest(
             messages=to_turns(prompt.turns),
             tools=prompt.tools,
@@ -154,11 +146,7 @@ class TokenizerClient:
         return EncodedChat(list(answer.tokens.ids), reasoning_open)
 
     async def info(self, request_id: str, deadline: float) -> TokenizerInfo:
-        """What it says of itself. The service is asked once, and again after :meth:`forget`.
-
-        Raises:
-            SapwoodError: As :meth:`encode_text`.
-        """
+        """What it says of itself. The service is asked once, and again after :meth:`forget`."""
         if self._info is not None:
             return self._info
         request = tokenizer_pb2.GetInfoRequest()
@@ -169,20 +157,12 @@ class TokenizerClient:
     async def compile_grammar(
         self, request: tokenizer_pb2.CompileGrammarRequest, request_id: str, deadline: float
     ) -> CompiledGrammar:
-        """The grammar of an output, as workers take it. The service keeps what it compiled.
-
-        Raises:
-            SapwoodError: As :meth:`encode_text`.
-        """
+        """The grammar of an output, as workers take it. The service keeps what it compiled."""
         answer = await self._call(lambda replica: replica.stub.CompileGrammar, request, request_id, deadline)
         return CompiledGrammar(answer.compiled, answer.tool_parser)
 
     async def token_bytes(self, token_ids: Iterable[int], request_id: str, deadline: float) -> TokenTable:
-        """The bytes of tokens, of these at least. The service is asked once for each, and again after :meth:`forget`.
-
-        Raises:
-            SapwoodError: As :meth:`encode_text`.
-        """
+        """The bytes of tokens, of these at least. The service is asked once for each, and again after :meth:`forget`."""
         table = self._token_bytes
         unknown = sorted({token for token in token_ids if token not in table})
         for start in range(0, len(unknown), _TOKENS_A_REQUEST):

@@ -32,6 +32,20 @@ part() { # SECONDS COMMAND...: what it takes at most, on an H200
     failed=1
   fi
 }
+compile() { # FlashInfer builds its kernels when they are first used: processes side by side would wait for each other's compilers.
+  timeout -k 5 "$1" "$python" - 2>>"$out.err" <<'END' || echo "# FlashInfer's kernels are built as they are needed"
+import torch
+from flashinfer.jit.attention.modules import gen_batch_prefill_module
+from flashinfer.jit.core import build_jit_specs
+
+bf16, heads = torch.bfloat16, (128, 128)
+backends = ("fa3", "fa2") if torch.cuda.get_device_capability() == (9, 0) else ("fa2",)
+build_jit_specs([
+    gen_batch_prefill_module(backend, bf16, bf16, bf16, torch.int32, *heads, 0, window, False, False)
+    for backend in backends for window in (False, True)
+])
+END
+}
 check() { # The two do not measure, so they may share the machine.
   "$python" -m pytest -q -p no:cacheprovider -n 8 tests/kernels tests/worker/model/attention tests/worker/model/test_gpu.py \
     tests/worker/model/runner/test_piecewise_graphs.py \
@@ -44,6 +58,7 @@ check() { # The two do not measure, so they may share the machine.
 }
 engine() { part "$1" "$python" $gpu/bench_engine.py "${@:2}"; }
 serving() { part "$1" "$python" $gpu/bench_serving.py "${@:2}" --singles 4 --prompts cached; }
+compile 150
 check
 engine 70 "${small[@]}" --only decode,sampled,prefill,offline --both-loops "${profile[@]}"
 engine 105 "${large[@]}" --only decode,prefill,offline --repeats 1 "${profile[@]}"

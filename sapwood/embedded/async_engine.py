@@ -43,6 +43,8 @@ class AsyncEngine:
 
     async def start(self) -> Self:
         """Loads the model; returns once it answers. Raises what :meth:`sapwood.embedded.engine.Engine.start` does."""
+        if self._batches is not None:
+            return self
         starting = asyncio.ensure_future(asyncio.to_thread(self._cluster.start))
         try:
             places = await asyncio.shield(starting)

@@ -54,12 +54,14 @@ class Engine:
         self._end = weakref.finalize(self, self._cluster.close)  # also at the program's end
 
     def start(self) -> Self:
-        """Loads the model; returns once it answers.
+        """Loads the model; returns once it answers, at once where it does.
 
         Raises:
             InvalidArgumentError: There is no such model.
-            UnavailableError: A part ended meanwhile; the message has its last lines.
+            UnavailableError: A part ended meanwhile; the message has its last lines. Or the engine was closed before.
         """
+        if self._batches is not None:
+            return self
         try:
             places = self._cluster.start()
 

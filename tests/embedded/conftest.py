@@ -38,8 +38,8 @@ def _children(parent: int | None = None) -> dict[int, str]:
         below = {}
         for entry in Path("/proc").glob("[0-9]*"):
             try:
-                above = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                words = (entry / "cmdline").read_bytes().decode().split("\0")
+                above = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
             except (FileNotFoundError, ProcessLookupError):
                 continue
             module = next((word for word in words if word.startswith("sapwood_")), "")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -34,22 +34,41 @@ print("over", flush=True)
 """
 
 
-def _folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("sapwood-engine-*"))
+def _folder(engine: Any) -> Path:
+    return Path(engine._cluster._folder.path)
 
 
 def test_two_engines_in_one_process_answer_alike_and_leave_nothing(tiny: Path, children: Any) -> None:
-    before = _folders()
     with sapwood.Engine(str(tiny), **SETTINGS) as first, sapwood.Engine(str(tiny), workers=2, **SETTINGS) as second:
         texts = [f"number {index}" for index in range(20)]
         both = [[answer.token_ids for answer in each.generate(texts, **GREEDY)] for each in (first, second)]
         assert both[0] == both[1]
         assert sorted(children().values()).count("sapwood_worker") == 3
+        assert _folder(first).is_dir() and _folder(second).is_dir()
     assert not children()
-    assert _folders() == before
-    with pytest.raises(UnavailableError, match="closed"):
-        first.generate("a")
+    assert not _folder(first).exists() and not _folder(second).exists()
+    for use in (lambda: first.generate("a"), first.start):
+        with pytest.raises(UnavailableError, match="closed"):
+            use()
     first.close()
+
+
+def test_its_greedy_answers_are_those_of_transformers(tiny: Path, tmp_path: Path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.initializer_range = 0.3  # far from ties
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    with sapwood.Engine(str(tmp_path), num_pages=1024, threads=1) as engine:
+        texts = ["abc", "some longer text", "x"]
+        answers = engine.generate(texts, max_tokens=24, temperature=0, ignore_eos=True)
+        for text, answer in zip(texts, answers, strict=True):
+            prompt = torch.tensor([engine.tokenize(text)])
+            with torch.no_grad():
+                whole = model.generate(prompt, max_new_tokens=24, min_new_tokens=24, do_sample=False, eos_token_id=None)
+            assert list(answer.token_ids) == whole[0, prompt.shape[1] :].tolist()
 
 
 def test_a_batch_runs_as_many_at_a_time_as_there_is_room_for(tiny: Path, until: Any) -> None:
@@ -112,10 +131,10 @@ def test_a_model_that_cannot_be_loaded_fails_the_start_with_what_the_worker_said
     (tiny.parent / "odd").mkdir(exist_ok=True)
     for file in tiny.iterdir():
         (tiny.parent / "odd" / file.name).write_text(file.read_text().replace("LlamaForCausalLM", "OddForCausalLM"))
-    before = _folders()
+    engine = sapwood.Engine(str(tiny.parent / "odd"), **SETTINGS)
     with pytest.raises(UnavailableError, match="OddForCausalLM"):
-        sapwood.Engine(str(tiny.parent / "odd"), **SETTINGS).start()
-    assert not children() and _folders() == before
+        engine.start()
+    assert not children() and not _folder(engine).exists()
 
 
 def _program(tiny: Path) -> subprocess.Popen[str]:

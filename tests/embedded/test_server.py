@@ -28,6 +28,8 @@ def test_it_answers_over_grpc_and_http_what_the_engine_does_and_starts_lost_work
     with sapwood.Server(str(tiny), workers=2, logs=logs, **SETTINGS) as server, server.client() as client:
         expected = engine.generate("abc", **GREEDY)
         assert client.generate("abc", **GREEDY).answer().token_ids == expected.token_ids
+        seeded: dict[str, Any] = {"max_tokens": 8, "temperature": 1.5, "seed": 7}
+        assert client.generate("abc", **seeded).answer().token_ids == engine.generate("abc", **seeded).token_ids
         with openai.OpenAI(base_url=server.openai_base_url, api_key="none") as other:
             answer = other.completions.create(model="tiny", prompt="abc", **GREEDY)
         assert answer.choices[0].text == expected.text

@@ -39,11 +39,14 @@ class BackgroundCluster:
         self._problem = "it is not started"
 
     def start(self) -> Endpoints:
-        """Starts everything and returns once all answer.
+        """Starts everything and returns once all answer; at once where it runs.
 
         Raises:
-            UnavailableError: A service ended meanwhile; the message has its last lines.
+            UnavailableError: A service ended meanwhile; the message has its last lines. Or it was stopped before.
         """
+        if self._thread.ident is not None:
+            self.check()
+            return self._ready.result()
         self._loop = self._runner.get_loop()
         self._thread.start()
         try:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, UNREACHABLE, CliError
+from sapwood.cli.measure import offline
 from sapwood.cli.measure.bench_view import BenchView
 from sapwood.cli.measure.data import add_data_flags, sampling_of, source_of
 from sapwood.cli.measure.target import (
@@ -52,7 +53,7 @@ def configure(verbs: Any) -> None:
     """Adds the verb to the parser."""
     parser: argparse.ArgumentParser = verbs.add_parser(
         "bench",
-        usage="sapwood bench [FLAG ...]",
+        usage="sapwood bench [FLAG ...]\n       sapwood bench offline [FLAG ...]",
         help="put load on a server and measure it",
         description=_DESCRIPTION,
         epilog=_EXAMPLES + EXIT_CODES,
@@ -68,6 +69,7 @@ def configure(verbs: Any) -> None:
     )
     _add_report_flags(parser.add_argument_group("what is told"))
     parser.set_defaults(run=run)
+    offline.configure(parser.add_subparsers(title="instead of a server", metavar="WHAT", prog="sapwood bench"))
 
 
 def _add_load_flags(group: argparse._ArgumentGroup) -> None:

@@ -50,7 +50,7 @@ class AsyncEngine:
             places = await asyncio.shield(starting)
         except BaseException:
             await asyncio.to_thread(self._cluster.background.kill)
-            await asyncio.wait([starting])
+            await asyncio.gather(starting, return_exceptions=True)  # looks at its error, which asyncio would print
             await asyncio.to_thread(self._end)
             raise
         self._batches = self._cluster.connect(places, self._timeout)

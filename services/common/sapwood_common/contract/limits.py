@@ -6,6 +6,8 @@ MOST_CONTINUATIONS = 128
 """Continuations of one prompt."""
 MOST_EMBEDDED = 2048
 """Inputs of one embedding request."""
+MOST_GAPS = 16
+"""Texts that one suffix goes with: it is encoded with each."""
 MOST_STOPS = 16
 """Stop strings."""
 MOST_PRIORITY = 100

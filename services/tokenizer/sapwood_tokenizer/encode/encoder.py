@@ -23,6 +23,7 @@ from functools import partial
 
 from tokenizers import Tokenizer
 
+from sapwood_common.contract.limits import MOST_GAPS
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_tokenizer.encode.batch_encoder import BatchEncoder, Encoded, PartKey
 from sapwood_tokenizer.encode.encode_cache import CacheStats, EncodeCache
@@ -30,8 +31,6 @@ from sapwood_tokenizer.encode.fill_in_middle import FillInMiddle, find_form
 
 logger = logging.getLogger(__name__)
 
-MOST_GAPS = 16
-"""Texts that one suffix goes with: each sequence has it."""
 _SHORT_COST = 64 * 1024
 """The most of one caller's texts that goes into a batch, in characters. A text that costs more is a long one."""
 _BATCH_COST = 256 * 1024

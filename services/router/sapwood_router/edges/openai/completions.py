@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from sapwood_common.contract.limits import MOST_CONTINUATIONS
+from sapwood_common.contract.limits import MOST_CONTINUATIONS, MOST_GAPS
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
@@ -40,8 +40,6 @@ from sapwood_router.request.validation import check_n
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024
-MAX_GAPS = 16
-"""Prompts that one suffix may go with: it is encoded with each."""
 
 
 async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
@@ -136,8 +134,8 @@ def _contexts(
     named = _prompts(request.prompt, request.suffix or "")
     if request.suffix and any(isinstance(prompt, TokenPrompt) for _, prompt in named):
         raise InvalidArgumentError("suffix goes with a prompt of text", field="suffix")
-    if request.suffix and len(named) > MAX_GAPS:
-        raise InvalidArgumentError(f"at most {MAX_GAPS} prompts go with a suffix, got {len(named)}", field="suffix")
+    if request.suffix and len(named) > MOST_GAPS:
+        raise InvalidArgumentError(f"at most {MOST_GAPS} prompts go with a suffix, got {len(named)}", field="suffix")
     settings = continuations(sampling, count, fields)
     if len(named) * len(settings) > MAX_CHOICES:
         raise InvalidArgumentError(

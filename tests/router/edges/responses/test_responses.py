@@ -149,6 +149,22 @@ async def test_a_response_is_kept_gone_on_from_and_forgotten(cluster) -> None:
         await client.retrieve(unkept.id)
 
 
+async def test_items_of_kept_answers_are_referred_to_by_their_ids(cluster) -> None:
+    answer_with(cluster, "<think>hm</think>" + CALLS)
+    first = await cluster.openai.responses.create(model="fake", input="hi", tools=TOOLS)
+    references = [{"type": "item_reference", "id": item.id} for item in first.output[:3]]
+    output = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "sun"}
+    items = [{"role": "user", "content": "hi"}, *references, output]
+    await cluster.openai.responses.create(model="fake", input=items)
+    _, assistant, result = cluster.tokenizer.chats[-1].messages
+    assert (assistant.reasoning, assistant.content, result.content) == ("hm", "Let me see.", "sun")
+    assert [call.name for call in assistant.tool_calls] == ["weather"]
+    for unknown in (f"{first.output[0].id[:-4]}00ff", "msg_x", "msg_", "x", "rs_" + "0" * 36):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await cluster.openai.responses.create(model="fake", input=[{"type": "item_reference", "id": unknown}])
+        assert caught.value.param == "input[0].id"
+
+
 async def test_a_response_is_its_tenants_alone(make_cluster, tmp_path) -> None:
     keys, path = {name: make_key() for name in ("alice", "bob")}, tmp_path / "keys"
     path.write_text("".join(f"{name} {hash_key(key)}\n" for name, key in keys.items()))
@@ -222,7 +238,8 @@ WRONG = [
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
     ({"input": [{"role": "user", "content": "a"}, {"role": "system", "content": "late"}]}, "input[1].role"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference"}]}, "input[0].id"),
+    ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
     ({"input": [{**CALL, "arguments": "{"}]}, "input[0].arguments"),
     ({"input": [{**CALL, "name": None}]}, "input[0].name"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),

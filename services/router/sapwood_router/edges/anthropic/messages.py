@@ -28,7 +28,7 @@ IGNORED = frozenset({"service_tier", "cache_control", "inference_geo", "diagnost
 """Never change an answer here."""
 NEUTRAL: Neutral = {
     "container": (),
-    "context_management": ({},),
+    "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "mcp_servers": ([],),
     "output_format": (),
     "speed": ("standard",),

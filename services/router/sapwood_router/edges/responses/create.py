@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import secrets
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from sapwood_common.errors import InvalidArgumentError, SapwoodError
+from sapwood_common.errors import InvalidArgumentError, NotFoundError, SapwoodError
 from sapwood_router.edges.http.errors import http_status
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
 from sapwood_router.edges.openai.other_parameters import IGNORED, STREAM_NEUTRAL
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, effort_variables, sampling_of, truncation_of
 from sapwood_router.edges.responses.events import ResponseEvents, StreamDialect
-from sapwood_router.edges.responses.items import Conversation, ItemMaker, turn_of
+from sapwood_router.edges.responses.items import Conversation, ItemMaker, response_of, turn_of
 from sapwood_router.edges.responses.store import ResponseStore, StoredResponse
 from sapwood_router.edges.responses.tools import tools_of
-from sapwood_router.edges.responses.types import ResponsesRequest, TextFormat
+from sapwood_router.edges.responses.types import Item, ResponsesRequest, TextFormat
 from sapwood_router.edges.single_run import send_events, send_whole
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.request.context import ChatPrompt, FieldNames, Finish, FinishReason, RequestContext, Turn
@@ -45,6 +46,12 @@ _FORMAT = "text.format"
 
 class _NoOptions(msgspec.Struct):
     """``stream_options``: none of them asks for anything that is served."""
+
+
+class _Outputs(msgspec.Struct):
+    """The items of a response."""
+
+    output: list[Item]
 
 
 class ResponsesApi:
@@ -76,7 +83,7 @@ class ResponsesApi:
             for turn in self._store.history(tenant, request.previous_response_id, field):
                 conversation.add(field, turn)
         own = Conversation()
-        own.take(request.input)
+        own.take(request.input, partial(self._find, tenant))
         for path, turn in zip(own.paths, own.turns, strict=True):
             conversation.add(path, turn)
         context = _context(request, given, conversation, exchange.request_id, deadline)
@@ -114,6 +121,14 @@ class ResponsesApi:
         events = ResponseEvents(answer.items, answer.begun, ended, answer.failed)
         exchange.dialect = StreamDialect(events)
         await send_events(exchange, context, pipeline, events)
+
+    def _find(self, tenant: str, item_id: str, field: str) -> Item:
+        """An item of an answer that is kept."""
+        response_id, index = response_of(item_id)
+        items = msgspec.json.decode(self._store.get(tenant, response_id, field).body, type=_Outputs).output
+        if not 0 <= index < len(items):
+            raise NotFoundError(f"there is no item {item_id[:100]!r}", field=field)
+        return items[index]
 
     async def show(self, exchange: Exchange) -> None:
         """Gives out a response that is kept.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +14,8 @@ from sapwood_router.request.output import Output
 
 BETWEEN_TEXTS = "\n"
 """Stands between several messages of the assistant's that are one turn, and between instructions and a first such message."""
+_INDEX = 4
+"""Digits of an item's index in its id."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
@@ -45,17 +47,25 @@ class Conversation:
             reasoning=_joined(last.reasoning, turn.reasoning),
         )
 
-    def take(self, given: str | Sequence[Item]) -> None:
+    def take(self, given: str | Sequence[Item], find: Callable[[str, str], Item]) -> None:
         """The input of a request.
+
+        Args:
+            given: The input.
+            find: Finds the item of an earlier answer by its id; its second argument is the client's name of that.
 
         Raises:
             InvalidArgumentError: It has what is not understood.
+            NotFoundError: It refers to what is not kept.
         """
         if isinstance(given, str):
             self.add("input", Turn("user", given))
             return
         for index, item in enumerate(given):
-            self.add(f"input[{index}]", _turn(item, f"input[{index}]"))
+            path = f"input[{index}]"
+            if item.type == "item_reference":
+                item = find(_needed(item.id, f"{path}.id"), f"{path}.id")
+            self.add(path, _turn(item, path))
 
 
 def _joined(one: str | None, other: str | None) -> str | None:
@@ -148,7 +158,16 @@ class ItemMaker:
         return {**made, "arguments": arguments, "status": status}
 
     def _id(self, kind: str, index: int) -> str:
-        return f"{kind}_{self._secret}{index:04x}"
+        return f"{kind}_{self._secret}{index:0{_INDEX}x}"
+
+
+def response_of(item_id: str) -> tuple[str, int]:
+    """The id of the response that an item is of, and its index there, as :class:`ItemMaker` makes them; "" and 0 of others."""
+    secret = item_id.rpartition("_")[2]
+    try:
+        return f"resp_{secret[:-_INDEX]}", int(secret[-_INDEX:], 16)
+    except ValueError:
+        return "", 0
 
 
 def text_part(text: str) -> dict[str, Any]:

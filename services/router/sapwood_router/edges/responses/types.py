@@ -23,6 +23,7 @@ class Item(msgspec.Struct):
     """An item of the input, of whatever type; one without a type is a message."""
 
     type: str = "message"
+    id: str | None = None
     role: str | None = None
     content: str | list[Part] | None = None
     call_id: str | None = None

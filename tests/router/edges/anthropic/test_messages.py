@@ -98,6 +98,7 @@ async def test_the_clients_stream_puts_thoughts_text_and_calls_together(cluster,
     for answer in (whole, final):
         assert answer.stop_reason == "tool_use"
         assert answer.content[0].type == "thinking" and answer.content[0].thinking == "hm … so"
+        assert answer.content[0].signature
         assert "".join(block.text for block in answer.content if block.type == "text") == "Let me see. "
         calls = [block for block in answer.content if block.type == "tool_use"]
         assert [(call.name, call.input) for call in calls] == [("weather", {"city": "Köln"}), ("time", {})]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sapwood_router.edges.anthropic.types import MessageResponse
+from sapwood_router.edges.anthropic.types import SIGNATURE, MessageResponse
 from sapwood_router.edges.http.sse import event
 from sapwood_router.request.context import Delta, Finish
 
@@ -67,8 +67,9 @@ class MessageEvents:
     def _close(self) -> bytes:
         if self._open is None:
             return b""
+        signed = self._delta({"type": "signature_delta", "signature": SIGNATURE}) if self._open == "thinking" else b""
         self._open = None
-        return event("content_block_stop", index=self._index)
+        return signed + event("content_block_stop", index=self._index)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return event("content_block_delta", index=self._index, delta=delta)

@@ -10,7 +10,14 @@ import msgspec
 from sapwood_common.errors import SapwoodError
 from sapwood_router.edges.anthropic.conversation import prompt_of, tool_choice_of
 from sapwood_router.edges.anthropic.events import MessageEvents
-from sapwood_router.edges.anthropic.types import CountRequest, MessageResponse, MessagesRequest, TokenCount, Usage
+from sapwood_router.edges.anthropic.types import (
+    SIGNATURE,
+    CountRequest,
+    MessageResponse,
+    MessagesRequest,
+    TokenCount,
+    Usage,
+)
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
 from sapwood_router.edges.openai.parameters import TEXT_SAMPLING, sampling_of
@@ -152,7 +159,7 @@ def _stop_reason(finish: Finish, called: bool) -> str:
 def _blocks(output: Output) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if output.reasoning:
-        blocks.append({"type": "thinking", "thinking": output.reasoning, "signature": ""})
+        blocks.append({"type": "thinking", "thinking": output.reasoning, "signature": SIGNATURE})
     if output.text:
         blocks.append({"type": "text", "text": output.text})
     calls = output.tool_calls

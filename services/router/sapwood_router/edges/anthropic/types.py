@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+SIGNATURE = "unsigned"
+"""Of thinking: nobody checks it, but some clients send thinking back only if it has one."""
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 
 

@@ -15,6 +15,7 @@ from sapwood.cli.doctor.finding import Finding
 _SERVICES = ("router", "tokenizer", "worker")
 _OPTIONAL = {
     "models": "models by their names on the hub",
+    "s3": "models at s3:// URLs",
     "cli": "colours and progress bars",
     "otel": "traces",
     "bench": "`sapwood bench`",

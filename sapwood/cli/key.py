@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sapwood.cli.errors import EXIT_CODES, REFUSED, CliError
-from sapwood_common.contract.limits import MOST_PRIORITY
+from sapwood_common.contract.limits import MOST_PRIORITY, MOST_WEIGHT
 from sapwood_common.settings.flags import whole_number
 
 
@@ -27,7 +27,9 @@ def configure(verbs: Any) -> None:
     parser.add_argument("--file", type=Path, help="file to add the line to; without it the line goes to standard error")
     parser.add_argument("--per-minute", type=whole_number(1), metavar="N", help="most requests a minute")
     parser.add_argument("--tokens-per-minute", type=whole_number(1), metavar="N", help="most tokens a minute")
-    parser.add_argument("--weight", type=whole_number(1, 1000), metavar="N", help="share of busy workers [default: 1]")
+    parser.add_argument(
+        "--weight", type=whole_number(1, MOST_WEIGHT), metavar="N", help="share of busy workers [default: 1]"
+    )
     parser.add_argument(
         "--priority",
         type=whole_number(-MOST_PRIORITY, MOST_PRIORITY),

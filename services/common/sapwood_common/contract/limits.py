@@ -12,6 +12,8 @@ MOST_STOPS = 16
 """Stop strings."""
 MOST_PRIORITY = 100
 """A request's priority is at most this, and at least its negative."""
+MOST_WEIGHT = 1000
+"""A tenant's share, relative to others'."""
 LONGEST_TENANT = 128
 """Characters of a tenant's name."""
 LONGEST_SALT = 256

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sapwood_common.contract.limits import MOST_PRIORITY
+from sapwood_common.contract.limits import MOST_PRIORITY, MOST_WEIGHT
 from sapwood_common.errors import ConfigError, UnauthenticatedError
 from sapwood_common.tenants.tenant import Tenant, TenantSettings, mint_salt
 
@@ -172,7 +172,7 @@ def _parse(words: list[str], where: str) -> KeyEntry:
         elif kind == "tokens":
             tokens = _whole(value, f"{where}: tokens= is not followed by a number of tokens a minute")
         elif kind == "weight":
-            weight = _weight(value, f"{where}: weight= is not followed by a number above 0, at most 1000")
+            weight = _weight(value, f"{where}: weight= is not followed by a number above 0, at most {MOST_WEIGHT}")
         elif kind == "priority":
             asked = f"a whole number in -{MOST_PRIORITY}..{MOST_PRIORITY}"
             priority = _priority(value, f"{where}: priority= is not followed by {asked}")
@@ -194,7 +194,7 @@ def _weight(text: str, problem: str) -> float:
         weight = float(text)
     except ValueError:
         weight = math.nan
-    if not 0 < weight <= 1000:
+    if not 0 < weight <= MOST_WEIGHT:
         raise ConfigError(problem)
     return weight
 

@@ -116,6 +116,24 @@ async def test_json_on_standard_output_is_all_there_is(served: Any, sapwood: Any
     assert level["dispatch_lag"]["count"] == 6
 
 
+async def test_a_load_without_one_answer_is_exit_code_1(raw_server: Any, sapwood: Any) -> None:
+    looked_at = iter(range(2))  # the requests that find out how many tokens a word comes to
+    answer = b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1}}\n\ndata: [DONE]\n\n'
+
+    async def handler(_: bytes, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        good = next(looked_at, None) is not None
+        writer.write(b"HTTP/1.1 200 OK\r\n" if good else b"HTTP/1.1 500 Oops\r\n")
+        writer.write(b"connection: close\r\n\r\n")
+        writer.write(answer if good else b'{"error": "out of tokens"}')
+
+    url = await raw_server(handler)
+    flags = ("--warm-up", "0", "--requests", "3", "--concurrency", "1", "--model", "m")
+    code, out, _ = await sapwood("bench", "--url", url, *flags)
+    assert code == 1
+    assert "0 succeeded, 3 FAILED" in out
+    assert re.search(r"failed +3 x HTTP 500: out of tokens", out)
+
+
 async def test_ctrl_c_prints_what_was_measured(served: Any, tmp_path: Path) -> None:
     for worker in served.workers:
         worker.script.gate = asyncio.Event()

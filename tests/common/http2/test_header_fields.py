@@ -9,7 +9,7 @@ import pytest
 from h2.errors import ErrorCodes
 
 from sapwood_common.http2.wire import frames
-from sapwood_common.http2.wire.header_fields import has_more_than
+from sapwood_common.http2.wire.header_fields import weigh
 
 REFERENCE, TINY = b"\x82", b"\x0f\x2f\x81\x1f"
 
@@ -21,19 +21,21 @@ def test_as_many_are_counted_as_hpack_reads() -> None:
         fields = [
             (f"x-{rng.randint(0, 20)}", "v" * rng.choice((0, 1, 5, 126, 127, 128, 300, 20_000))) for _ in range(count)
         ]
-        encoder = hpack.Encoder()
+        encoder, huffman = hpack.Encoder(), rng.random() < 0.5
         if rng.random() < 0.5:
             encoder.header_table_size = rng.choice((0, 100, 4096))
-        block = encoder.encode(fields, huffman=rng.random() < 0.5)
+        block = encoder.encode(fields, huffman=huffman)
         sizes = 1 if block[0] & 0xE0 == 0x20 else 0
-        padded = block + REFERENCE * 100  # or the length alone would say that they are few
-        assert has_more_than(padded, count + sizes + 99)
-        assert not has_more_than(padded, count + sizes + 100)
+        found, coded = weigh(block + REFERENCE * 100, 1000)
+        assert found == count + sizes + 100
+        assert coded <= len(block) if huffman else not coded
+        assert weigh(block, found - 101)[0] == found - 100
 
 
 @pytest.mark.parametrize("block", [b"\xff" * 300, b"\x00\x7f\xff\xff\xff\xff\x0f" * 50, b"\x3f" + b"\xff" * 300])
 def test_what_makes_no_sense_is_left_to_hpack(block) -> None:
-    assert not has_more_than(block, 256)
+    assert weigh(block, 256)[0] <= 256
+    assert weigh(block, 256)[1] <= len(block)
 
 
 @pytest.mark.parametrize("field", [REFERENCE, TINY, b"\x20"], ids=["references", "tiny Huffman fields", "table sizes"])
@@ -47,6 +49,23 @@ async def test_a_block_of_far_too_many_fields_ends_its_connection_unread(
     wire.send(frames.header_frames(3, block, frames.USUAL_FRAME))
     (error,) = wire.failed
     assert (error.code, str(error)) == (ErrorCodes.ENHANCE_YOUR_CALM, "more than 256 header fields")
+
+
+@pytest.mark.parametrize("fields", [1, 200])
+async def test_a_block_with_much_huffman_code_ends_its_connection_unread(
+    make_wire, request_block, fields, monkeypatch
+) -> None:
+    headers = [(f"a{number}", "0" * (60_000 // fields)) for number in range(fields)]
+    coded = hpack.Encoder().encode(headers, huffman=True)
+    half = hpack.Encoder().encode([("a", "0" * 24_000)], huffman=True)
+    wire = make_wire()
+    wire.send(frames.header_frames(1, request_block() + half, frames.USUAL_FRAME))
+    assert 1 in wire.calls
+    monkeypatch.setattr("hpack.Decoder.decode", lambda *_, **__: pytest.fail("it was read"))
+    wire.send(frames.header_frames(3, request_block() + coded, frames.USUAL_FRAME))
+    (error,) = wire.failed
+    text = "header fields of more than 16384 bytes in Huffman code"
+    assert (error.code, str(error)) == (ErrorCodes.ENHANCE_YOUR_CALM, text)
 
 
 async def test_a_block_in_far_too_many_frames_ends_its_connection(make_wire, request_block) -> None:

@@ -14,6 +14,8 @@ import pytest
 from sapwood_testing.models.hub_server import HubServer, Repo
 
 WEIGHTS = b"w" * 2_000_000
+PATIENT = {"HF_HUB_DOWNLOAD_TIMEOUT": "300", "HF_HUB_ETAG_TIMEOUT": "300"}
+"""Seconds in which a process that gets little of a core does not ask a second time."""
 SAPWOOD = [sys.executable, "-m", "sapwood.cli.main"]
 
 
@@ -33,7 +35,11 @@ def environment(hub_server: HubServer, tmp_path: Path) -> dict[str, str]:
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HTTP", "http", "NO_PROXY"))
     }
-    return kept | {"HF_ENDPOINT": hub_server.url, "HF_HOME": str(tmp_path / "hf"), "SAPWOOD_HOME": str(tmp_path / "sw")}
+    return (
+        kept
+        | {"HF_ENDPOINT": hub_server.url, "HF_HOME": str(tmp_path / "hf"), "SAPWOOD_HOME": str(tmp_path / "sw")}
+        | PATIENT
+    )
 
 
 def sapwood(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
@@ -84,7 +90,7 @@ def test_several_processes_of_a_host_download_once(hub_server: HubServer, enviro
         for _ in range(2)
     ]
     # Each process has asked where the weights lie before either gets a byte of them.
-    hub_server.wait_for(lambda: len(hub_server.asked("HEAD", "model.safetensors")) == 2)
+    hub_server.wait_for(lambda: len(hub_server.asked("HEAD", "model.safetensors")) >= 2)
     hub_server.gate.set()
     paths = {process.communicate(timeout=120)[0] for process in processes}
     assert [process.returncode for process in processes] == [0, 0]

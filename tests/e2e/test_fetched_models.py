@@ -65,6 +65,10 @@ def test_a_model_of_the_hub_is_served_by_its_name(
 @pytest.mark.slow
 def test_services_that_are_started_by_themselves_fetch_it_once_for_all(hub_server: HubServer, tmp_path: Path) -> None:
     environment = os.environ | {"HF_ENDPOINT": hub_server.url, "HF_HOME": str(tmp_path / "hf")}
+    environment |= {
+        "HF_HUB_DOWNLOAD_TIMEOUT": "300",
+        "HF_HUB_ETAG_TIMEOUT": "300",
+    }  # none asks twice because it is slow
     flags = ("--model", "someone/tiny", "--revision", "v1", "--port", "0")
     hub_server.gate.clear()
     services = [

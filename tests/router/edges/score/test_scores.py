@@ -52,28 +52,28 @@ async def test_a_large_ranking_is_whole(cluster) -> None:
     assert answer["results"][0]["document"] == {"text": "xxx"}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        (SCORE, {}, "text_1"),
-        (SCORE, {"text_1": "a"}, "text_2"),
-        (SCORE, {"text_1": "a", "text_2": []}, "text_2"),
-        (SCORE, {"text_1": "a", "text_2": ["b", ""]}, "text_2[1]"),
-        (SCORE, {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
-        (SCORE, {"text_1": "a", "text_2": [1]}, "text_2[0]"),
-        (SCORE, {"text_1": "a", "text_2": ["b"] * 2048}, "text_2[2047]"),
-        (SCORE, {"text_1": "a", "text_2": "b", "softmax": True}, "softmax"),
-        (RERANK, {"query": "a"}, "documents"),
-        (RERANK, {"query": "", "documents": ["a"]}, "query"),
-        (RERANK, {"query": "a", "documents": []}, "documents"),
-        (RERANK, {"query": "a", "documents": [{"txt": "b"}]}, "documents[0].text"),
-        (RERANK, {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
-        (RERANK, {"query": "a", "documents": ["b"], "max_chunks": 1}, "max_chunks"),
-    ],
-)
-async def test_a_wrong_parameter_is_named(cluster, path, body, param) -> None:
-    answer = await cluster.http.post(path, json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+WRONG = [
+    (SCORE, {}, "text_1"),
+    (SCORE, {"text_1": "a"}, "text_2"),
+    (SCORE, {"text_1": "a", "text_2": []}, "text_2"),
+    (SCORE, {"text_1": "a", "text_2": ["b", ""]}, "text_2[1]"),
+    (SCORE, {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+    (SCORE, {"text_1": "a", "text_2": [1]}, "text_2[0]"),
+    (SCORE, {"text_1": "a", "text_2": ["b"] * 2048}, "text_2[2047]"),
+    (SCORE, {"text_1": "a", "text_2": "b", "softmax": True}, "softmax"),
+    (RERANK, {"query": "a"}, "documents"),
+    (RERANK, {"query": "", "documents": ["a"]}, "query"),
+    (RERANK, {"query": "a", "documents": []}, "documents"),
+    (RERANK, {"query": "a", "documents": [{"txt": "b"}]}, "documents[0].text"),
+    (RERANK, {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+    (RERANK, {"query": "a", "documents": ["b"], "max_chunks": 1}, "max_chunks"),
+]
+
+
+async def test_a_wrong_parameter_is_named(cluster) -> None:
+    for path, body, param in WRONG:
+        answer = await cluster.http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
 async def test_a_model_without_embeddings_makes_no_scores(make_cluster) -> None:

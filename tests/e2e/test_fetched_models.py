@@ -88,7 +88,7 @@ def test_services_that_are_started_by_themselves_fetch_it_once_for_all(hub_serve
     try:
         shards = {path for path in hub_server.repos["someone/tiny"].files("v1") if path.endswith(".safetensors")}
         hub_server.wait_for(
-            lambda: len(hub_server.asked("HEAD", min(shards))) == 2
+            lambda: len(hub_server.asked("HEAD", min(shards))) >= 2
         )  # each worker has come to the weights
         hub_server.gate.set()
         for service in services:

@@ -149,6 +149,19 @@ def embeddings_of_every_kind() -> None:
 
 
 @call
+def responses() -> None:
+    asked: dict[str, Any] = {"model": "demo", "max_output_tokens": 16, "temperature": 0}
+    first = client.responses.create(**asked, input="Say hello.", instructions="You are brief.")
+    assert first.output_text
+    assert first.usage.output_tokens <= 16
+    again = client.responses.create(**asked, input="And again.", previous_response_id=first.id)
+    assert again.usage.input_tokens > first.usage.input_tokens
+    events = [event.type for event in client.responses.create(**asked, input="Say hello.", stream=True, store=False)]
+    assert events[0] == "response.created"
+    assert events[-1] in ("response.completed", "response.incomplete")
+
+
+@call
 def models() -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").max_model_len > 0
@@ -190,9 +203,9 @@ def impatience_and_mistakes_are_told_plainly() -> None:
     assert expect(openai.BadRequestError, messages=image).param == "messages[0].content[0].type"
     assert expect(openai.BadRequestError, web_search_options={}).param == "web_search_options"
     try:
-        client.responses.create(model="demo", input="hi")
+        client.moderations.create(model="demo", input="hi")
     except openai.NotFoundError as error:
-        assert "/v1/responses" in str(error)
+        assert "/v1/moderations" in str(error)
     else:
         raise AssertionError("there is no such API")
 

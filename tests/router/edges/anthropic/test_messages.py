@@ -171,6 +171,17 @@ async def test_tokens_are_counted_without_a_worker(cluster, client) -> None:
     assert not cluster.calls()
 
 
+async def test_models_are_listed_as_the_client_reads_them(cluster, client) -> None:
+    models = [model async for model in client.models.list()]
+    assert [(model.id, model.type, model.display_name, model.max_input_tokens) for model in models] == [
+        ("fake", "model", "fake", 100_000)
+    ]
+    found = await client.models.retrieve("fake")
+    assert (found.created_at, found.lifecycle) == (models[0].created_at, "active")
+    with pytest.raises(anthropic.NotFoundError):
+        await client.models.retrieve("claude")
+
+
 def said(*content: dict, role: str = "user") -> dict:
     return {"messages": [*HI, {"role": role, "content": list(content)}]}
 

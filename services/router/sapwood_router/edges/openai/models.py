@@ -1,8 +1,9 @@
-"""``GET /v1/models``."""
+"""``GET /v1/models``: each model as OpenAI's clients read it, and Anthropic's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -17,7 +18,9 @@ def list_models(contexts: Mapping[str, int], created: int) -> bytes:
         contexts: Each model's longest context, in tokens.
         created: A Unix time in seconds.
     """
-    return msgspec.json.encode({"object": "list", "data": _objects(contexts, created)})
+    found = _objects(contexts, created)
+    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {"first_id": None, "last_id": None}
+    return msgspec.json.encode({"object": "list", "data": found, "has_more": False, **ends})
 
 
 def get_model(contexts: Mapping[str, int], created: int, model: str) -> bytes:
@@ -42,6 +45,11 @@ def _objects(contexts: Mapping[str, int], created: int) -> list[dict[str, Any]]:
             "root": model,
             "parent": None,
             "max_model_len": contexts[model],
+            "type": "model",
+            "display_name": model,
+            "created_at": datetime.fromtimestamp(created, UTC),
+            "lifecycle": "active",
+            "max_input_tokens": contexts[model],
         }
         for model in sorted(contexts)
     ]

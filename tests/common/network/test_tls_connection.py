@@ -308,6 +308,21 @@ async def test_who_does_not_leave_is_closed_in_time(serve) -> None:
     client.plain.close()
 
 
+@pytest.mark.parametrize("how", ["nonsense", "end"])
+async def test_who_reads_nothing_and_breaks_off_is_closed_in_time(serve, how) -> None:
+    taker = Taker()
+    client = Client(serve(lambda: taker, shutdown=0.05))
+    await asyncio.to_thread(client.shake_hands)
+    await taker.made.wait()
+    taker.transport.write(bytes(30_000_000))
+    if how == "end":
+        client.plain.shutdown(socket.SHUT_WR)
+    else:
+        client.plain.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
+    await taker.lost
+    client.plain.close()
+
+
 async def test_nonsense_in_place_of_a_record_ends_the_connection_quietly(serve, caplog) -> None:
     taker = Taker()
     client = Client(serve(lambda: taker))

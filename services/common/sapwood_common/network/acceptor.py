@@ -177,7 +177,7 @@ class Acceptor:
             task = self._loop.create_task(self._begin(connection))
             self._beginning[task] = None
             task.add_done_callback(lambda over: self._beginning.pop(over, None))
-        self._due = bool(self._waiting)
+        self._due = begun > 0  # what is accepted in this same turn waits for the next
         if self._due:
             self._loop.call_soon(self._begin_some)
 

@@ -143,6 +143,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         """Has the connection close, whether or not the client said so in TLS."""
         if self._begun and not self._closing:
             cast(asyncio.Protocol, self._protocol).eof_received()
+        self._expect_end()
         return False
 
     def pause_writing(self) -> None:
@@ -208,8 +209,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             return
         self._closing = True
         self._data, self._at = b"", 0
-        self._stop_timer()
-        self._timer = self._loop.call_later(self._encryption.shutdown, self.abort)
+        self._expect_end()
         with contextlib.suppress(ssl.SSLError):  # above all that the client has not said goodbye, too
             self._tls.unwrap()
         self._send()
@@ -335,6 +335,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._send()
         if not self.shaken.done():
             self.shaken.set_exception(error)
+        self._expect_end()
         if self._socket is not None:
             self._socket.close()
 
@@ -350,6 +351,17 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
                 self._socket.resume_reading()
             else:
                 self._socket.pause_reading()
+
+    def _expect_end(self) -> None:
+        """Gives the client its time to leave, and again as long as it reads what was written."""
+        self._stop_timer()
+        self._timer = self._loop.call_later(self._encryption.shutdown, self._end, self.get_write_buffer_size())
+
+    def _end(self, before: int) -> None:
+        if 0 < self.get_write_buffer_size() < before:
+            self._expect_end()
+        else:
+            self.abort()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

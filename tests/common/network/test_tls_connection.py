@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import socket
 import ssl
+import weakref
 from types import ModuleType
 
 import pytest
@@ -321,6 +323,26 @@ async def test_who_reads_nothing_and_breaks_off_is_closed_in_time(serve, how) ->
         client.plain.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
     await taker.lost
     client.plain.close()
+
+
+async def test_a_failed_handshake_leaves_nothing_for_the_collector(serve) -> None:
+    made: list[weakref.ref[Taker]] = []
+
+    def make() -> Taker:
+        taker = Taker()
+        made.append(weakref.ref(taker))
+        return taker
+
+    port = serve(make)
+    gc.disable()
+    try:
+        for number in range(3):
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+                client.sendall(b"no TLS at all")
+                while len(made) <= number or made[number]() is not None:
+                    await asyncio.sleep(0.001)
+    finally:
+        gc.enable()
 
 
 async def test_nonsense_in_place_of_a_record_ends_the_connection_quietly(serve, caplog) -> None:

@@ -194,7 +194,8 @@ class Acceptor:
         tls = TlsConnection(self._make(), encryption, self._share, self._memory)
         try:
             await self._loop.connect_accepted_socket(lambda: tls, connection)
-            await tls.shaken
+            if not await tls.shaken:
+                logger.debug("a TLS handshake failed")
         except BaseException:
             tls.abort()
             raise

@@ -61,7 +61,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         memory: What is read goes there first, whoever sent it.
 
     Attributes:
-        shaken: Done when the handshake is; fails with OSError if it does.
+        shaken: Done when the handshake is over: whether it succeeded.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     ) -> None:
         super().__init__()
         self._loop = asyncio.get_running_loop()
-        self.shaken: asyncio.Future[None] = self._loop.create_future()
+        self.shaken: asyncio.Future[bool] = self._loop.create_future()
         self._protocol = protocol
         self._encryption = encryption
         self._share = share
@@ -113,7 +113,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._share.drop(self)
         self._data, self._at = b"", 0
         if not self.shaken.done():
-            self.shaken.set_exception(exc or ConnectionResetError("the client left in its handshake"))
+            self.shaken.set_result(False)
         if self._begun:
             self._begun = False
             self._protocol.connection_lost(exc)
@@ -215,7 +215,8 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._send()
         assert self._socket is not None
         if not self._socket.is_closing() and self._socket.can_write_eof():
-            self._socket.write_eof()
+            with contextlib.suppress(OSError):  # the client has left
+                self._socket.write_eof()
         self._regulate()
 
     def abort(self) -> None:
@@ -272,7 +273,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             self.abort()
             return
         self._begun = True
-        self.shaken.set_result(None)
+        self.shaken.set_result(True)
         self._protocol.connection_made(self)
         if not self._closing:
             self._read(0)
@@ -334,7 +335,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._closing = True
         self._send()
         if not self.shaken.done():
-            self.shaken.set_exception(error)
+            self.shaken.set_result(False)
         self._expect_end()
         if self._socket is not None:
             self._socket.close()

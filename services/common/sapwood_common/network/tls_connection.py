@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 INPUT_BYTES = 16 * 1024
 """Bytes that are read of a connection in one turn of the event loop."""
-_PIECE = 2048
-"""Bytes that are decrypted before the clock is looked at: at most 76 changes of keys."""
+_PIECE = 1024
+"""Bytes that are decrypted before the clock is looked at: at most 38 changes of keys."""
 _MOST_CONTENT = 16 * 1024
 """Bytes of content in one record."""
-_MOST_FRAMING, _FRAMING_PER_BYTE = 64 * 1024, 8
+_MOST_FRAMING, _FRAMING_PER_BYTE = 32 * 1024, 8
 """Bytes that a client may send beside the content, and as many more for each byte of content. A record has 22 beside its own:
 small frames, each in a record, come to 2 a byte."""
 _MOST_ANSWERS = 64 * 1024

@@ -102,7 +102,7 @@ def test_an_error_names_its_prompt_and_costs_nobody_else(engine: Any) -> None:
 
 def test_leaving_in_mid_stream_stops_it(engine: Any, until: Any) -> None:
     with engine.stream("abc", max_tokens=10_000, ignore_eos=True) as generation:
-        assert next(generation).token_ids
+        assert next(generation).finish_reason is None
     until(lambda: all(not worker.in_flight for worker in engine._stream.list_workers()))
     assert engine.generate("fine", **GREEDY).finish_reason == "length"
 
@@ -121,7 +121,11 @@ def test_no_port_is_listened_on(engine: Any, children: Any) -> None:
     for table in ("tcp", "tcp6"):
         rows = [line.split() for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
         inodes |= {row[9] for row in rows if row[3] == "0A"}
-    found = children()
+    # Other tests' clusters may run here, too: an engine's services are those on Unix sockets, and what they started.
+    services = [pid for pid in children() if b"unix:" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = {pid: module for pid, module in children().items() if pid in services}
+    for service in services:
+        found |= children(service)
     assert {"sapwood_router", "sapwood_tokenizer", "sapwood_worker"} <= set(found.values())
     for pid in found:
         for entry in Path(f"/proc/{pid}/fd").iterdir():

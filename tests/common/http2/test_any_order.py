@@ -17,6 +17,8 @@ FIELDS = [
     ("te", "trailers"),
 ]
 FIELDS.append(("content-type", "application/grpc"))
+_MOST_AT_ONCE = 60_000
+"""Bytes. Of more the connection has others read first, in a later turn of an event loop, which there is none of here."""
 
 
 class Peers:
@@ -65,7 +67,7 @@ class Peers:
 
     def to_server(self) -> None:
         self.outbound += self.client.data_to_send()
-        size = self.random.choice(self.sizes)
+        size = min(self.random.choice(self.sizes), _MOST_AT_ONCE)
         data, self.outbound = self.outbound[:size], self.outbound[size:]
         if data:
             self.wire.send(data)

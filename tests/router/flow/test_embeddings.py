@@ -216,7 +216,7 @@ async def test_time_and_trace_reach_the_worker_and_a_client_that_leaves_ends_it_
         call = cluster.stub.Embed(request, timeout=100, metadata=(("traceparent", trace),))
         await wait_until(lambda: worker.embed_calls)
         (seen,) = worker.embed_calls
-        assert 0 < seen.time_remaining <= 100
+        assert 0 < seen.time_remaining < 102  # grpcio may round a deadline up to whole seconds
         assert seen.request.traceparent[:35] == trace[:35]
         call.cancel()
         await asyncio.wait_for(seen.over.wait(), 60)

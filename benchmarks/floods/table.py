@@ -15,11 +15,20 @@ def render(outcomes: list[Outcome]) -> str:
     """The table in Markdown, and how many cases met the goal. Milliseconds, and MB above the calm."""
     by_place = {(each.flood, each.server, each.connections, each.tls): each for each in outcomes}
     names = [flood.name for flood in FLOODS if any(each.flood == flood.name for each in outcomes)]
-    heads = [f"{connections}{', TLS' if tls else ''}" for connections, tls in _PLACES]
-    lines = [f"| flood | {' | '.join(heads)} | the attacker | grpcio: {' | '.join(heads)} |", "|---" * 10 + "|"]
+    places = {
+        server: [
+            place
+            for place in _PLACES
+            if any((each.connections, each.tls) == place for each in outcomes if each.server == server)
+        ]
+        for server in (OURS, GRPCIO)
+    }
+    heads = [_place_name(*place) for place in places[OURS]] + ["the attacker"]
+    heads += [f"grpcio: {_place_name(*place)}" for place in places[GRPCIO]]
+    lines = [f"| flood | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     for name in names:
-        ours = [by_place.get((name, OURS, *place)) for place in _PLACES]
-        peers = [by_place.get((name, GRPCIO, *place)) for place in _PLACES]
+        ours = [by_place.get((name, OURS, *place)) for place in places[OURS]]
+        peers = [by_place.get((name, GRPCIO, *place)) for place in places[GRPCIO]]
         fates = [each.fate for each in ours if each is not None]
         lines.append(f"| {' | '.join([name, *map(_cell, ours), _fate(fates), *map(_cell, peers)])} |")
     for server in (OURS, GRPCIO):
@@ -27,6 +36,10 @@ def render(outcomes: list[Outcome]) -> str:
         if those:
             lines.append(f"\n{server}: {sum(each.met for each in those)} of {len(those)} met the goal.")
     return "\n".join(lines)
+
+
+def _place_name(connections: int, tls: bool) -> str:
+    return f"{connections}{', TLS' if tls else ''}"
 
 
 def _cell(outcome: Outcome | None) -> str:

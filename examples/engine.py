@@ -22,7 +22,7 @@ def blocking(model: str) -> None:
         for prompt, answer in zip(prompts, engine.generate(prompts, max_tokens=8, temperature=0), strict=True):
             print(f"batch: {prompt}{answer.text!r}")
         question = [{"role": "user", "content": "What is the capital of France?"}]
-        print("schema:", engine.chat(question, json_schema=SCHEMA, max_tokens=64).text)
+        print("schema:", engine.chat(question, json_schema=SCHEMA, max_tokens=64, temperature=0).text)
         choices = [" Paris", " London", " Tokyo"]
         scores = engine.score((prompts[0], choice) for choice in choices)
         best = max(zip(scores, choices, strict=True), key=lambda found: found[0].logprob)

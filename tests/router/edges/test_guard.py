@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-
 import pytest
 
 from sapwood.v1 import router_pb2
@@ -75,9 +72,17 @@ def test_operators_methods_are_for_nobody_on_the_public_port(keys) -> None:
         guard.let_in("/sapwood.v1.Router/RemoveWorker", of(authorization=f"Bearer {KEY}"))
 
 
-async def test_of_calls_that_come_at_once_the_most_important_begins_first(cluster) -> None:
+async def test_of_calls_that_come_at_once_the_most_important_begins_first(cluster, wait_until) -> None:
     count = 64
     await cluster.generate("connected")
+    server = cluster.router._server.grpc
+    turnstile, held = server._turnstile, True
+
+    def hold() -> None:
+        if held:  # every turn, until it is full
+            turnstile.enter(hold, priority=100)
+
+    hold()
     calls = [
         cluster.stub.Generate(
             router_pb2.RouterGenerateRequest(text=f"text {number}", request_id=f"r{number}"),
@@ -85,9 +90,9 @@ async def test_of_calls_that_come_at_once_the_most_important_begins_first(cluste
         )
         for number in range(count)
     ]
-    await asyncio.sleep(0)  # they go to grpcio's thread,
-    time.sleep(0.5)  # noqa: ASYNC251 - which sends them while the router, on this loop, reads nothing
+    await wait_until(lambda: server.waiting == count + 1)
+    held = False
     for call in calls:
         assert [response async for response in call]
-    begun = [each for each in cluster.tokenizer.request_ids if each.startswith("r")]
-    assert begun.index(f"r{count - 1}") < count // 2
+    begun = cluster.tokenizer.request_ids[-count:]
+    assert begun == [f"r{count - 1}", *(f"r{number}" for number in range(count - 1))]

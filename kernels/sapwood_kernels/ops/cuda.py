@@ -78,7 +78,7 @@ class CudaOps(DeviceOps):
 
     def scaled_product(self, x: Float8, weight: Float8, dtype: torch.dtype, *, exact: bool) -> Tensor:
         return torch._scaled_mm(
-            x[0], weight[0].t(), scale_a=x[1], scale_b=weight[1].t(), out_dtype=dtype, use_fast_accum=not exact
+            x[0], weight[0], scale_a=x[1], scale_b=weight[1], out_dtype=dtype, use_fast_accum=not exact
         )
 
     def quantise(self, x: Tensor, *, grouped: bool) -> Float8:

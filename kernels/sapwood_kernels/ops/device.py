@@ -191,11 +191,11 @@ class DeviceOps:
         return None
 
     def scaled_product(self, x: Float8, weight: Float8, dtype: torch.dtype, *, exact: bool) -> Tensor:
-        """``x @ weight.T`` of float8 numbers by the device's matrix units: [T, N] of ``dtype``.
+        """``x @ weight`` of float8 numbers by the device's matrix units: [T, N] of ``dtype``.
 
         Args:
             x: [T, K] as this object quantised it.
-            weight: [N, K]; scales [N, 1], [1, 1], or [N / 128, K / 128] by block.
+            weight: [K, N], the view of a contiguous [N, K]; scales [1, N], [1, 1], or [K / 128, N / 128] by block, views as well.
             dtype: The result's.
             exact: Whether products are summed in float32 throughout.
 

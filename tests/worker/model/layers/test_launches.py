@@ -64,8 +64,9 @@ class Recording(DeviceOps):
         return product
 
     def scaled_product(self, x: Any, weight: Any, dtype: torch.dtype, *, exact: bool) -> Tensor:
+        values, scales = (each.t() for each in weight)
         return self._noted(
-            "product", lambda: reference.dequantise_blocks(*x) @ reference.dequantise_blocks(*weight).t()
+            "product", lambda: reference.dequantise_blocks(*x) @ reference.dequantise_blocks(values, scales).t()
         )()
 
     def quantise(self, x: Tensor, *, grouped: bool) -> Any:

@@ -101,6 +101,14 @@ def test_a_character_is_never_split_and_half_of_one_at_the_end_is_marked(demo: L
     assert detokenizer.finish().text == "\ufffd"
 
 
+@pytest.mark.parametrize("stop", [[], ["never"]])
+def test_bytes_that_begin_no_character_count_with_their_mark(demo: LoadedTokenizer, stop: list[str]) -> None:
+    first, second = (demo.tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in (0xC3, 0xE2))
+    detokenizer = Detokenizer(TokenBytes(demo.tokenizer), stop, frozenset({0}))
+    pieces = [detokenizer.push([token]) for token in (first, 0, second, second)]
+    assert [(piece.text, piece.tokens) for piece in pieces] == [("", 0), ("", 0), ("\ufffd", 2), ("\ufffd", 3)]
+
+
 def test_special_tokens_are_skipped_or_shown(demo: LoadedTokenizer) -> None:
     ids = [*demo.tokenizer.encode("Hello").ids, demo.eos_token_ids[0]]
     table = TokenBytes(demo.tokenizer)

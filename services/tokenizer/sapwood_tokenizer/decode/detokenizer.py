@@ -60,10 +60,13 @@ class Detokenizer:
             return self._push_matched(token_ids, self._matcher)
         text = ""
         for token_id in token_ids:
-            text += self._decode(token_id)
+            new = self._decode(token_id)
+            text += new
             self._tokens += 1
             if not self._incomplete:
                 self._consumed = self._tokens
+            elif new:  # all that waited came out: what waits now are this token's last bytes
+                self._consumed = self._tokens - 1
         return Piece(text, self._consumed)
 
     def _push_matched(self, token_ids: Sequence[int], matcher: StopMatcher) -> Piece:

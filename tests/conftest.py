@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 _DURATIONS = Path(__file__).with_name("durations.json")
 _DEMO_MODEL = (
@@ -65,7 +66,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes that tests start can be interrupted, even where the tests' own shell (``nohup``, ``&``) ignores SIGINT."""
+    """No example of hypothesis has a deadline: another process may have the core meanwhile. And processes that tests start can be
+    interrupted, even where the tests' own shell (``nohup``, ``&``) ignores SIGINT.
+    """
+    settings.register_profile("sapwood", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("sapwood")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.record_durations and not hasattr(config, "workerinput"):

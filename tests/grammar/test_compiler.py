@@ -49,13 +49,14 @@ async def test_an_artefact_holds_key_and_vocabulary(compiler):
     assert artefact.fingerprint == FINGERPRINT
 
 
-async def stuck(compiler: GrammarCompiler, source: GrammarSource = HOSTILE, **options: float) -> asyncio.Task[bytes]:
+async def stuck(compiler: GrammarCompiler, source: GrammarSource = HOSTILE) -> asyncio.Task[bytes]:
     """A compilation that has a process, which is stopped: it comes to no end by itself."""
-    task = asyncio.create_task(compiler.compile(source, **options))
-    while not children():
-        await asyncio.sleep(0.01)
-    for child in children():
-        os.kill(child, signal.SIGSTOP)
+    await compiler.compile(GrammarSource("regex", "first"))
+    (child,) = children()  # which waits for another
+    os.kill(child, signal.SIGSTOP)
+    task = asyncio.create_task(compiler.compile(source))
+    while not compiler._pool._busy:
+        await asyncio.sleep(0)
     return task
 
 

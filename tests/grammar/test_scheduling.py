@@ -242,7 +242,7 @@ def test_a_plan_does_not_wait_for_its_masks_and_no_grammar_is_touched_before_the
     ended.join(0.05)
     assert ended.is_alive() and not state.closed
     slow.filled.set_result(None)
-    ended.join(10)
+    ended.join(60)
     assert state.closed == 1
 
 

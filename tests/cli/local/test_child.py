@@ -102,7 +102,7 @@ def _ends(pid: int) -> bool:
 
 @pytest.mark.parametrize("flag", ["--port", "--http-port", "--tokenizer-port", "--worker-port"])
 def test_up_names_the_flag_of_a_port_in_use(taken_port: int, capsys: pytest.CaptureFixture[str], flag: str) -> None:
-    assert main(["up", flag, str(taken_port)]) == 1
+    assert main(["up", "--ports", "auto", flag, str(taken_port)]) == 1
     assert f"cannot listen on 127.0.0.1:{taken_port}" in (shown := capsys.readouterr().err)
     assert f"with {flag}, or" in shown
 

@@ -14,6 +14,12 @@ from sapwood_common.http2.wire.frames import ConnectionFailedError
 PING = frames.frame(frames.PING, 0, 0, bytes(8))
 
 
+@pytest.fixture
+def at_once(monkeypatch) -> None:
+    """All that a connection is sent comes at one moment, however long it takes here."""
+    monkeypatch.setattr("sapwood_common.http2.server.connection.FrameRates", lambda: FrameRates(lambda: 0.0))
+
+
 async def test_so_many_at_once_so_many_a_second_and_what_was_earned_beside() -> None:
     now = 100.0
     rates = FrameRates(lambda: now)
@@ -59,6 +65,7 @@ USELESS = {
 }
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("kind", USELESS)
 async def test_a_flood_of_frames_without_use_ends_its_connection_and_says_why(make_wire, kind) -> None:
     index, make = USELESS[kind]
@@ -84,6 +91,7 @@ async def test_a_flood_of_frames_without_use_ends_its_connection_and_says_why(ma
     assert (call.left, wire.transport.closed) == (1, True)
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize(
     ("kind", "rule"),
     [
@@ -111,6 +119,7 @@ async def test_a_flood_of_streams_that_nobody_wants_answered_ends_its_connection
     assert RULES[rule].burst < opened < RULES[rule].burst + 200
 
 
+@pytest.mark.usefixtures("at_once")
 async def test_a_client_that_calls_comes_near_no_limit_however_much_it_calls(
     make_wire, request_block, grpc_message
 ) -> None:
@@ -147,6 +156,7 @@ async def test_a_stream_of_small_messages_may_be_read_and_asked_after_one_by_one
     assert wire.failed == []
 
 
+@pytest.mark.usefixtures("at_once")
 async def test_windows_of_one_byte_make_us_send_so_many_frames_of_one_byte_and_no_more(make_wire) -> None:
     wire = make_wire()
     wire.send(frames.settings([(SettingCodes.INITIAL_WINDOW_SIZE, 0)]))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+
+import pytest
 
 from sapwood_common.pacing.time_share import SLICE, TimeShare
 
@@ -72,16 +75,20 @@ async def test_who_is_added_twice_waits_once_and_who_is_gone_not_at_all() -> Non
     assert done == ["a"]
 
 
-async def test_a_step_that_took_far_too_long_leaves_as_much_time_to_others() -> None:
+async def test_a_step_that_took_far_too_long_leaves_as_much_time_to_others(monkeypatch) -> None:
+    later: list[tuple[float, Callable[[], None]]] = []
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda delay, turn: later.append((delay, turn)))
     clock, done = Clock(), []
     share = TimeShare(clock)
     share.add(Worker("long", 2, clock, done, step=20 * SLICE))
     for _ in range(10):
         await asyncio.sleep(0)
     assert done == ["long"]  # the second only after a while
-    while share.waiting:
-        await asyncio.sleep(0.001)
+    ((delay, turn),) = later
+    assert delay == pytest.approx(20 * SLICE)
+    turn()
     assert done == ["long", "long"]
+    assert not share.waiting
 
 
 def spend(share: TimeShare, clock: Clock, seconds: float) -> bool:

@@ -144,15 +144,18 @@ def metrics_server() -> Iterator[MetricsServer]:
 
 
 def test_beyond_a_few_clients_of_the_metrics_nobody_is_let_in(metrics_server: MetricsServer) -> None:
-    address, before = ("127.0.0.1", metrics_server.port), threading.active_count()
+    def at_work() -> int:
+        return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+
+    address = ("127.0.0.1", metrics_server.port)
     held = [socket.create_connection(address, timeout=60) for _ in range(metrics_thread.MOST_AT_ONCE)]
-    while threading.active_count() < before + len(held):
+    while at_work() < len(held):
         time.sleep(0.001)
     with socket.create_connection(address, timeout=60) as beyond, contextlib.suppress(ConnectionResetError):
         assert beyond.recv(1) == b""
     for connection in held:
         connection.close()
-    while threading.active_count() > before:
+    while at_work():
         time.sleep(0.001)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"http://127.0.0.1:{metrics_server.port}/metrics") as response:

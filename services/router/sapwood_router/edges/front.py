@@ -167,12 +167,14 @@ class HttpFront:
                     raise DeadlineExceededError("the body took too long to come") from error
             given = exchange.headers.get(_TRACEPARENT_HEADER, b"").decode("latin-1")
             traceparent_var.set(given if given and is_valid_traceparent(given) else None)
+            answering = route.answer(exchange, body, self._pipeline, deadline)
+            del body  # it may be large, and is of no use once it was parsed
             if not self._tracing.on:
-                await route.answer(exchange, body, self._pipeline, deadline)
+                await answering
                 return
             asked = {"http.request.method": "POST", "http.route": route.path}
             with child_span(self._tracing, f"POST {route.path}", kind="server", attributes=asked):
-                await route.answer(exchange, body, self._pipeline, deadline)
+                await answering
 
         return handle
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
 
-from sapwood.v1 import tokenizer_pb2
-from sapwood_common.errors import DeadlineExceededError, UnavailableError
+from sapwood.v1 import common_pb2, tokenizer_pb2
+from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from sapwood_router.request.context import ChatPrompt, TextPrompt
 from sapwood_router.request.structure import CompiledGrammar
 from sapwood_router.request.token_table import TokenTable
 from sapwood_router.tokenizer.convert import to_turns
+from sapwood_router.tokenizer.large_texts import LARGE, LargeTexts
 from sapwood_router.tokenizer.replica import TokenizerReplica
 
 RequestT = TypeVar("RequestT")
@@ -68,6 +70,7 @@ class TokenizerClient:
         self._replicas = replicas
         self._grace = grace
         self._turn = 0
+        self._large = LargeTexts()
         self._info: TokenizerInfo | None = None
         self._token_bytes = TokenTable()
 
@@ -79,7 +82,15 @@ class TokenizerClient:
             return None
         return "; ".join(f"{replica.address}: {replica.problem}" for replica in replicas) or "has no address yet"
 
-    async def encode_text(self, text: str, request_id: str, deadline: float, cache_salt: str = "") -> list[int]:
+    async def encode_text(
+        self,
+        text: str,
+        request_id: str,
+        deadline: float,
+        cache_salt: str = "",
+        *,
+        most_tokens: Callable[[], int] = lambda: sys.maxsize,
+    ) -> list[int]:
         """The tokens of a text, special tokens added.
 
         Args:
@@ -87,9 +98,22 @@ class TokenizerClient:
             request_id: For the service's log.
             deadline: On the event loop's clock.
             cache_salt: Whose it is: the service shares what it keeps only under the same one.
+            most_tokens: Says how many a long text may have.
+
+        Raises:
+            InvalidArgumentError: A long text has more.
         """
-        (encoded,) = await self.encode_texts([text], request_id, deadline, cache_salt)
-        return encoded
+        if len(text) < LARGE:
+            (encoded,) = await self.encode_texts([text], request_id, deadline, cache_salt)
+            return encoded
+        async with self._large.turn(deadline):
+            request = tokenizer_pb2.TokenizeRequest(texts=[text], cache_salt=cache_salt)
+            (sequence,) = await self._tokenize(request, request_id, deadline)
+            most = most_tokens()
+            if len(sequence.ids) > most:
+                problem = f"the prompt has {len(sequence.ids)} tokens, the context holds {most}"
+                raise InvalidArgumentError(problem, field="texts")
+            return list(sequence.ids)
 
     async def encode_texts(
         self,
@@ -112,8 +136,10 @@ class TokenizerClient:
             request.add_special_tokens = request.parse_special_tokens = False
         elif not add_special:
             request.add_special_tokens = False
-        answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
-        return [list(sequence.ids) for sequence in answer.sequences]
+        if sum(map(len, texts)) < LARGE:
+            return [list(sequence.ids) for sequence in await self._tokenize(request, request_id, deadline)]
+        async with self._large.turn(deadline):
+            return [list(sequence.ids) for sequence in await self._tokenize(request, request_id, deadline)]
 
     async def encode_gap(
         self, prompt: TextPrompt, request_id: str, deadline: float, cache_salt: str = ""
@@ -177,6 +203,12 @@ class TokenizerClient:
         """The service may have been replaced: what it said of itself holds no longer."""
         self._info = None
         self._token_bytes = TokenTable()
+
+    async def _tokenize(
+        self, request: tokenizer_pb2.TokenizeRequest, request_id: str, deadline: float
+    ) -> Sequence[common_pb2.TokenIds]:
+        answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
+        return answer.sequences
 
     async def _call(
         self,

@@ -65,6 +65,7 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
+    del body
     request = convert(given, ChatRequest, CHAT_NEUTRAL, IGNORED | SAMPLING)
     wish = stream_wish(request)
     stream = wish is not StreamWish.WHOLE

@@ -49,6 +49,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
+    del body
     request = convert(given, CompletionRequest, COMPLETION_NEUTRAL, IGNORED | SAMPLING)
     wish = stream_wish(request)
     stream = wish is not StreamWish.WHOLE

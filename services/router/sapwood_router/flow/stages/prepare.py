@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
+
 from msgspec.structs import replace
 
 from sapwood_common.contract.sampling import LONGEST_BAD_WORD
@@ -48,7 +51,11 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
             await _prepare_gap(context, prompt, tokenizer)
         elif isinstance(prompt, TextPrompt):
             context.token_ids = await tokenizer.encode_text(
-                prompt.text, context.request_id, context.deadline, context.caller.cache_salt
+                prompt.text,
+                context.request_id,
+                context.deadline,
+                context.caller.cache_salt,
+                most_tokens=partial(_most_tokens, context, registry),
             )
         elif isinstance(prompt, ChatPrompt):
             await _prepare_chat(context, prompt, tokenizer)
@@ -63,6 +70,11 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
             await _compile(context, tokenizer)
     except SapwoodError as error:
         raise to_client_field(error, context.fields) from error
+
+
+def _most_tokens(context: RequestContext, registry: Registry) -> int:
+    """Tokens beyond which no worker will take the prompt."""
+    return sys.maxsize if context.truncation else registry.context_length(registry.resolve(context.model))
 
 
 def _truncated(context: RequestContext, truncation: Truncation, registry: Registry) -> list[int]:

@@ -17,6 +17,7 @@ from sapwood_common.network.channel import Dialer
 from sapwood_common.network.tls import server_tls
 from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.loop_lag import LoopLag
+from sapwood_common.pacing.memory_trim import MemoryTrim
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.serving.server import ServiceServer, serve_until_stopped
 from sapwood_common.telemetry.logs import announce
@@ -133,7 +134,7 @@ class RouterApplication:
             None if config.api_keys is None else ApiKeys(config.api_keys),
             public=PUBLIC_METHODS if config.separates_operators else None,
         )
-        bodies = BodyMemory(config.body_memory)
+        bodies = BodyMemory(config.body_memory, MemoryTrim().freed)
         self._server = ServiceServer(
             config.host,
             config.port,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from sapwood_common.errors import SapwoodError, UnavailableError
@@ -20,12 +21,14 @@ class BodyMemory:
 
     Args:
         most_bytes: The most bytes that all bodies may hold.
+        freed: Told how many bytes are held no more.
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, freed: Callable[[int], None] = lambda _: None) -> None:
         self.held = 0
         """Bytes that are held now."""
         self.most = most_bytes
+        self._freed = freed
         self._sizes: dict[HeldBody, int] = {}
 
     def grow(self, body: HeldBody, count: int) -> None:
@@ -43,9 +46,12 @@ class BodyMemory:
         """Takes ``count`` bytes from a body, which are held no more."""
         self._sizes[body] -= count
         self.held -= count
+        self._freed(count)
         if not self._sizes[body]:
             del self._sizes[body]
 
     def release(self, body: HeldBody) -> None:
         """Forgets a body of which nothing is held any more. Does nothing for one that was released before."""
-        self.held -= self._sizes.pop(body, 0)
+        count = self._sizes.pop(body, 0)
+        self.held -= count
+        self._freed(count)

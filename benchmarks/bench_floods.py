@@ -179,7 +179,9 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print their names, and that is all")
     parser.add_argument("--connections", nargs="*", type=int, default=[1, 10])
     parser.add_argument("--tls", choices=["both", "yes", "no"], default="both")
-    parser.add_argument("--no-peer", action="store_true", help="ours alone")
+    servers = parser.add_mutually_exclusive_group()
+    servers.add_argument("--no-peer", action="store_true", help="ours alone")
+    servers.add_argument("--peer-only", action="store_true", help="grpcio's alone")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each flood, and of the calm before it")
     parser.add_argument("--json", type=Path, help="append the lines to this file, too")
     parser.add_argument(
@@ -209,9 +211,10 @@ def main() -> None:
             with args.json.open("a") as file:
                 print(line, file=file)
 
-    for name in TARGETS if not args.no_peer else (OURS,):
+    for name in (OURS,) if args.no_peer else (GRPCIO,) if args.peer_only else TARGETS:
         for tls in {"both": [False, True], "yes": [True], "no": [False]}[args.tls]:
-            cases = [(flood, connections) for flood in chosen for connections in args.connections]
+            fit = [flood for flood in chosen if tls or not flood.tls]
+            cases = [(flood, connections) for flood in fit for connections in args.connections]
             _flood_all(name, tls, cases, args.seconds, write)
     print(f"\n{render(outcomes)}")
 

@@ -7,11 +7,13 @@ import asyncio
 import json
 import ssl
 import time
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from typing import cast
 
 import uvloop
 from floods.flood import KEY, Flood
+from floods.key_changes import KeyChanger
 from floods.tables import FLOODS
 from floods.wire import client_tls, find_farewell
 
@@ -43,6 +45,8 @@ class _Connection(asyncio.Protocol):
         self._may_write.set()
         self.lost = asyncio.Event()
         self.tail = b""
+        self.received: asyncio.Queue[bytes] | None = None
+        """What has come, where that is asked for."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -52,6 +56,8 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.tail = (self.tail + data[-_TAIL:])[-_TAIL:]
+        if self.received is not None:
+            self.received.put_nowait(data)
 
     def pause_writing(self) -> None:
         self._may_write.clear()
@@ -60,12 +66,40 @@ class _Connection(asyncio.Protocol):
         self._may_write.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self.received is not None:
+            self.received.put_nowait(b"")
         self.lost.set()
         self._may_write.set()
 
-    async def send(self, data: bytes) -> None:
-        self.transport.write(data)
+    async def send(self, data: bytes, piece: int = 0) -> None:
+        for at in range(0, len(data), piece or len(data) or 1):
+            self.transport.write(data[at : at + piece] if piece else data)
         await self._may_write.wait()
+
+
+async def _change_keys(connection: _Connection) -> AsyncIterator[bytes]:
+    """A handshake, and then changes of keys."""
+    connection.received = asyncio.Queue()
+    changer = KeyChanger()
+    try:
+        yield changer.shake()
+        while not changer.shaken:
+            yield changer.shake(await connection.received.get())
+            if connection.lost.is_set():
+                return
+        connection.received = None
+        for chunk in changer.changes():
+            yield chunk
+    finally:
+        changer.close()
+
+
+async def _chunks(flood: Flood, number: int, connection: _Connection) -> AsyncIterator[bytes]:
+    if flood.changes_keys:
+        async for chunk in _change_keys(connection):
+            yield chunk
+    for chunk in flood.chunks(number):
+        yield chunk
 
 
 async def _attack(
@@ -85,10 +119,10 @@ async def _attack(
         fate.connected += 1
         try:
             async with asyncio.timeout(until - time.monotonic()):
-                for chunk in flood.chunks(number):
+                async for chunk in _chunks(flood, number, connection):
                     if connection.lost.is_set():
                         break
-                    await connection.send(chunk.replace(KEY, key) if key else chunk)
+                    await connection.send(chunk.replace(KEY, key) if key else chunk, flood.piece)
                     fate.sent += len(chunk)
                     await asyncio.sleep(flood.pause)
                 if flood.hang_up is None:
@@ -119,7 +153,11 @@ async def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0)
     args = parser.parse_args()
     flood = next(flood for flood in FLOODS if flood.name == args.flood)
-    tls = client_tls("h2" if flood.front == "grpc" else None) if args.tls and not flood.raw else None
+    tls = (
+        client_tls("h2" if flood.front == "grpc" else None)
+        if args.tls and not (flood.raw or flood.changes_keys)
+        else None
+    )
     fate = Fate(args.seconds)
     until = time.monotonic() + args.seconds
     numbers = range(args.connections * flood.times)

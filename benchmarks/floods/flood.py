@@ -25,6 +25,9 @@ class Flood:
         times: Connections that each of the attacker's stands for.
         keyed: Whether it shows a key that is known.
         raw: Whether it sends these very bytes where the port speaks TLS, too.
+        tls: Whether it is of ports that speak TLS only.
+        piece: Bytes that are written at once, over TLS each piece in a record of its own; 0: each chunk as a whole.
+        changes_keys: Whether it changes keys without an end, and sends nothing else.
     """
 
     name: str
@@ -36,3 +39,6 @@ class Flood:
     times: int = 1
     keyed: bool = False
     raw: bool = False
+    tls: bool = False
+    piece: int = 0
+    changes_keys: bool = False

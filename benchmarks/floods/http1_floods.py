@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -31,6 +32,9 @@ _CHUNKED = _post(b"transfer-encoding: chunked")
 _ASKS = (
     b"OPTIONS /v1/completions HTTP/1.1\r\nhost: x\r\norigin: http://a\r\naccess-control-request-method: POST\r\n\r\n"
 )
+_PACKED = gzip.compress(bytes(15 * _MB))
+_BOMB = b"%x\r\n%b\r\n0\r\n\r\n" % (len(_PACKED), _PACKED)
+"""A body in chunks: 15 KB that would become 15 MB."""
 
 
 def _same(request: bytes) -> Callable[[int], Iterator[bytes]]:
@@ -71,6 +75,7 @@ HTTP1_FLOODS = (
     Flood("chunks of a byte", "http", _after(_CHUNKED, b"1\r\na\r\n" * 10_000)),
     Flood("chunks with long extensions", "http", _after(_CHUNKED + b"1;", b"a" * 100_000)),
     Flood("trailers without an end", "http", _after(_CHUNKED + b"1\r\na\r\n0\r\n", b"a: b\r\n" * 10_000)),
+    Flood("gzip in chunks", "http", _same(_post(b"transfer-encoding: chunked", b"content-encoding: gzip") + _BOMB)),
     Flood("after the last answer", "http", _after(_get(b"/health", b"connection: close"), bytes(256 * 1024))),
     Flood("HTTP/2 on the wrong port", "http", _same(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))),
     Flood("HTTP connections that say nothing", "http", lambda _: iter(()), hang_up=0.0),

@@ -9,6 +9,7 @@ from floods.http1_floods import HTTP1_FLOODS
 from floods.http2_floods import HTTP2_FLOODS
 from floods.idle_floods import IDLE_FLOODS
 from floods.keyed_floods import KEYED_FLOODS
+from floods.tls_floods import TLS_FLOODS
 
 CONTROLS = (
     Flood("control: a stream to another program", "neighbour", lambda _: itertools.repeat(bytes(64 * 1024)), raw=True),
@@ -22,4 +23,11 @@ CONTROLS = (
     ),
 )
 """What an attacker costs who does not touch the server."""
-FLOODS: tuple[Flood, ...] = (*CONTROLS, *HTTP2_FLOODS, *HTTP1_FLOODS, *IDLE_FLOODS, *KEYED_FLOODS)
+FLOODS: tuple[Flood, ...] = (
+    *CONTROLS,
+    *HTTP2_FLOODS,
+    *HTTP1_FLOODS,
+    *TLS_FLOODS,
+    *IDLE_FLOODS,
+    *KEYED_FLOODS,
+)

@@ -33,6 +33,7 @@ from sapwood_common.http2.wire.request_head import RequestHead
 from sapwood_common.network.port import Port
 from sapwood_common.network.tls import ServerTls
 from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_common.pacing.tarpit import Tarpit
 from sapwood_common.pacing.time_share import TimeShare
 from sapwood_common.status import rpc_status
 
@@ -83,6 +84,7 @@ class FakeTransport(asyncio.Transport):
         aborted: Whether it was aborted.
         reading: Whether it is read.
         unread: What ``get_write_buffer_size`` says.
+        protocol: Whom it was given to last.
     """
 
     def __init__(self) -> None:
@@ -91,6 +93,7 @@ class FakeTransport(asyncio.Transport):
         self.closed = self.aborted = False
         self.reading = True
         self.unread = 0
+        self.protocol: asyncio.BaseProtocol | None = None
         self.on_write: Callable[[], None] | None = None
 
     def write(self, data: Any) -> None:
@@ -115,6 +118,9 @@ class FakeTransport(asyncio.Transport):
 
     def get_write_buffer_size(self) -> int:
         return self.unread
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = protocol
 
 
 class Recorder:
@@ -172,6 +178,7 @@ class Wire:
         total: StreamTotal | None = None,
         memory: BodyMemory | None = None,
         shared: SharedLimits | None = None,
+        stranger: bool = False,
     ) -> None:
         self.transport = FakeTransport()
         self.calls: dict[int, Recorder] = {}
@@ -181,8 +188,16 @@ class Wire:
             self,
             most_bytes,
             most_streams,
-            shared or SharedLimits(memory or BodyMemory(1 << 30), share or unhurried(), calls=total or StreamTotal()),
+            shared
+            or SharedLimits(
+                memory or BodyMemory(1 << 30),
+                share or unhurried(),
+                strangers=share or unhurried(),
+                calls=total or StreamTotal(),
+                tarpit=Tarpit(0),
+            ),
             Timeouts(),
+            stranger=stranger,
         )
         self.connection.connection_made(self.transport)
         if greet:
@@ -195,9 +210,8 @@ class Wire:
     def connection_lost(self, connection: ServerConnection) -> None:
         pass
 
-    def connection_failed(self, connection: ServerConnection, error: ConnectionFailedError) -> bool:
+    def connection_failed(self, connection: ServerConnection, error: ConnectionFailedError) -> None:
         self.failed.append(error)
-        return False
 
     def open_call(self, connection: ServerConnection, stream: ServerStream, head: RequestHead) -> None:
         self.calls[stream.number] = recorder = Recorder(stream, head.headers, self.echo)
@@ -426,6 +440,7 @@ async def _serving(
     handshake: float = 10.0,
     memory: BodyMemory | None = None,
 ) -> AsyncIterator[Running]:
+    timeouts = timeouts or Timeouts(held=0.05)
     server = Http2Server(lambda _, handler: handler, most_bytes, rpc_status, gate, timeouts, memory)
     service = Service()
     server.add_registered_method_handlers(SERVICE, service.handlers())

@@ -46,6 +46,42 @@ async def test_so_many_at_once_so_many_a_second_and_what_was_earned_beside() -> 
     assert count(earned=10**9) == rule.burst
 
 
+async def test_a_stranger_has_no_more_at_once_than_in_a_second_until_he_shows_a_key() -> None:
+    now = 100.0
+    rates = FrameRates(lambda: now, stranger=True)
+    rule = RULES[frame_rates.RESET]
+
+    def count() -> int:
+        for taken in range(10_000):
+            try:
+                rates.take(frame_rates.RESET)
+            except ConnectionFailedError:
+                return taken
+        raise AssertionError("there is no limit")
+
+    assert count() == rule.per_second
+    now += 100.0
+    assert count() == rule.per_second
+    rates.know()
+    rates.know()
+    assert count() == rule.burst - rule.per_second
+    now += 100.0
+    assert count() == rule.burst
+
+
+async def test_settings_count_by_their_length(make_wire) -> None:
+    long = frames.settings([(SettingCodes.INITIAL_WINDOW_SIZE, size) for size in range(2700)])
+    wire = make_wire(stranger=True)
+    wire.send(long)
+    (error,) = wire.failed
+    assert RULES[frame_rates.SETTINGS].name in str(error)
+    wire = make_wire()
+    wire.send(long)  # of a client that is known one is not too much
+    assert not wire.failed
+    wire.send(long)
+    assert wire.failed
+
+
 USELESS = {
     "PING": (frame_rates.PING, lambda _: PING),
     "SETTINGS": (frame_rates.SETTINGS, lambda _: frames.settings(())),

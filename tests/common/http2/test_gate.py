@@ -11,7 +11,13 @@ from h2.settings import SettingCodes
 from sapwood_common.errors import ResourceExhaustedError, UnauthenticatedError
 from sapwood_common.http2.server.connection import MOST_STREAMS, MOST_UNKNOWN_STREAMS
 from sapwood_common.http2.server.limits.frame_rates import REFUSED, RULES
+from sapwood_common.http2.server.limits.lifetime import Timeouts
+from sapwood_common.http2.server.limits.shared import SharedLimits
+from sapwood_common.http2.server.stream import WINDOW
 from sapwood_common.http2.wire import frames
+from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_common.pacing.tarpit import Tarpit
+from sapwood_common.pacing.time_share import TimeShare
 from sapwood_common.tenants.tenant import Tenant, TenantSettings
 
 HALF = frames.frame(frames.DATA, 0, 1, b"\0" + (1 << 20).to_bytes(4, "big") + bytes(1000))
@@ -171,3 +177,60 @@ async def test_each_connection_without_a_key_begins_its_calls_in_turn_with_other
     await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
     assert second.done()
     await first
+
+
+async def test_a_stranger_who_breaks_a_rule_is_told_and_waits_for_the_end_of_his_connection(
+    serve, request_block
+) -> None:
+    async with serve(gate=KeyGate(), timeouts=Timeouts(held=3600.0)) as running:
+        client = await running.connect()
+        client.send(
+            b"".join(frames.header_frames(number, request_block("Echo"), 16384) for number in range(1, 1000, 2))
+        )
+        goodbye = await client.until(frames.GOAWAY)
+        assert RULES[REFUSED].name in goodbye[3][8:].decode()
+        other = await running.connect(greet=False)
+        other.send(b"GET / HTTP/1.1\r\n\r\n")
+        assert b"HTTP/1.1 400" in await other.reader.readuntil(b"\n")
+        assert not running.server.connections
+        assert not client.reader.at_eof()
+        assert not other.reader.at_eof()
+        await running.server.stop(0)
+        for each in (client, other):
+            await each.closed()
+
+
+@pytest.mark.parametrize("key", [(), (("authorization", "key"),)], ids=["stranger", "known"])
+async def test_what_a_stranger_has_too_much_of_shares_the_strangers_time(make_wire, request_block, key) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.001
+        return now
+
+    shared = SharedLimits(BodyMemory(1 << 30), TimeShare(clock), strangers=TimeShare(clock), tarpit=Tarpit(0))
+    wire = make_wire(shared=shared, stranger=True, greet=False)
+    wire.send(frames.PREFACE + frames.settings(()))
+    wire.open(1)
+    if key:
+        wire.connection.know()
+    wire.send(frames.header_frames(3, request_block(), 16384) * 1 + frames.frame(frames.DATA, 0, 3, bytes(64)) * 100)
+    assert (shared.time.waiting, shared.strangers.waiting) == ((1, 0) if key else (0, 1))
+    held = WINDOW if not key else (1 << 29)
+    assert wire.connection._messages.most == held
+    wire.connection.connection_lost(None)
+
+
+async def test_of_a_stranger_a_window_of_messages_is_held_and_no_more(make_wire) -> None:
+    """Small ones weigh more in memory than on the wire."""
+    many = frames.frame(frames.DATA, 0, 1, b"\0\0\0\0\0" * 1000) * 20
+    wire = make_wire(stranger=True)
+    call = wire.open(1)
+    wire.send(many)
+    assert isinstance(call.overload, ResourceExhaustedError)
+    assert wire.connection._messages.total <= WINDOW
+    wire = make_wire()
+    call = wire.open(1)
+    wire.send(many)
+    assert call.overload is None

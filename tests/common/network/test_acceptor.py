@@ -74,6 +74,25 @@ async def test_a_few_begin_in_a_turn_and_all_in_the_end(listener, made) -> None:
         socket.create_connection(address)
 
 
+async def test_where_many_wait_the_newest_begins_first(listener, made) -> None:
+    acceptor = Acceptor(listener, Made)
+    pairs = [socket.socketpair() for _ in range(acceptor_module._FAIR + 50)]
+    for _, end in pairs:
+        end.setblocking(False)
+        acceptor._waiting.append(end)
+    order = []
+    acceptor._begin_some()
+    while len(made) < len(pairs):
+        await asyncio.sleep(0)
+    numbers = {end.fileno(): number for number, (_, end) in enumerate(pairs)}
+    order = [numbers[each.transport.get_extra_info("socket").fileno()] for each in made]  # type: ignore[attr-defined]
+    newest = list(range(len(pairs) - 1, acceptor_module._FAIR - 1, -1))
+    assert order == [*newest, *range(acceptor_module._FAIR)]
+    acceptor.close()
+    for client, _ in pairs:
+        client.close()
+
+
 async def test_who_has_left_before_his_turn_is_nobody(listener, made) -> None:
     for client in connect(listener, 500):
         client.close()

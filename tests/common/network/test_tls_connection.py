@@ -139,9 +139,9 @@ async def serve():
     trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
     acceptors = []
 
-    def start(make, shutdown: float = 5.0) -> int:
+    def start(make, shutdown: float = 5.0, held: float = 0.05) -> int:
         listener = listen("127.0.0.1", 0)
-        acceptors.append(Acceptor(listener, make, Encryption(context, 30.0, shutdown)))
+        acceptors.append(Acceptor(listener, make, Encryption(context, 30.0, shutdown, held)))
         acceptors[-1].start()
         return listener.getsockname()[1]
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+import pytest
+
 from sapwood_common.pacing.time_share import SLICE, TimeShare
 
 
@@ -113,3 +115,44 @@ def test_what_was_just_read_has_a_slice_and_all_together_half_of_the_time() -> N
     assert stopped_at_once > 10
     clock.now += 20 * SLICE
     assert not spend(share, clock, 0.5 * SLICE)
+
+
+async def test_strangers_rest_three_times_as_long_as_they_work(monkeypatch) -> None:
+    clock, done = Clock(), []
+    share = TimeShare(clock, rest=3.0)
+    rests = []
+
+    def schedule(delay: float) -> None:
+        rests.append(max(0.0, delay))
+        clock.now += rests[-1]
+        asyncio.get_running_loop().call_soon(share._turn)
+
+    monkeypatch.setattr(share, "_schedule", schedule)
+    began = clock.now
+    share.add(Worker("a", 30, clock, done))
+    while share.waiting:
+        await asyncio.sleep(0)
+    worked = 30 * 0.4 * SLICE
+    assert sum(rests) == pytest.approx(clock.now - began - worked)
+    assert sum(rests) > 2.5 * worked
+    clock.now += SLICE
+    rests.clear()
+    share.add(Worker("b", 1, clock, done))  # who comes within the rest waits for its end
+    assert rests == [pytest.approx(3 * 1.2 * SLICE - SLICE)]
+    await asyncio.sleep(0)
+    assert done[-1] == "b"
+
+
+async def test_strangers_have_an_eighth_of_the_time_for_what_they_have_just_sent() -> None:
+    clock = Clock()
+    share = TimeShare(clock, rest=3.0)
+    begun = clock.now
+    worked = 0.0
+    for _ in range(1000):
+        before = clock.now
+        while not share.is_over():
+            clock.now += 0.4 * SLICE
+        share.end()
+        worked += clock.now - before
+        clock.now += SLICE
+    assert worked < (clock.now - begun) / 8 + 5 * SLICE

@@ -15,12 +15,16 @@ from collections import deque
 from collections.abc import Callable
 
 from sapwood_common.network.tls_connection import INPUT_BYTES, Encryption, TlsConnection
+from sapwood_common.pacing.tarpit import Tarpit
 from sapwood_common.pacing.time_share import SLICE, TimeShare
 
 logger = logging.getLogger(__name__)
 
-_BEGUN, _ENCRYPTED_BEGUN = 8, 2
+_BEGUN, _ENCRYPTED_BEGUN = 8, 1
 """Connections that begin in a turn; over TLS the handshake costs a millisecond or two."""
+_FAIR = 64
+"""Connections that wait for their turn beyond which the newest begins first: who comes behind a thousand strangers does not wait
+for them all, as nearly all others would do in a queue."""
 _MOST_WAITING = 1024
 """Connections that were accepted and have not begun."""
 _MOST_SILENT, _MOST_SHAKING = 4096, 1024
@@ -52,6 +56,7 @@ class Acceptor:
         self._share = TimeShare()
         """Shares the time that decrypting takes."""
         self._memory = memoryview(bytearray(INPUT_BYTES))
+        self._tarpit = Tarpit() if encryption is None else Tarpit(encryption.held)
         self._waiting: deque[socket.socket] = deque()
         self._silent: dict[socket.socket, float] = {}
         """Connections whose clients have sent nothing, each with the loop's time until which they may; the oldest first."""
@@ -100,6 +105,7 @@ class Acceptor:
         self._waiting.clear()
         for task in self._beginning:
             task.cancel()
+        self._tarpit.close()
 
     def _accept(self) -> None:
         until = time.perf_counter() + SLICE
@@ -165,7 +171,7 @@ class Acceptor:
     def _begin_some(self) -> None:
         begun = 0
         while self._waiting and begun < (_BEGUN if self._encryption is None else _ENCRYPTED_BEGUN):
-            connection = self._waiting.popleft()
+            connection = self._waiting.popleft() if len(self._waiting) <= _FAIR else self._waiting.pop()
             if not _is_alive(connection):
                 connection.close()
                 continue
@@ -191,7 +197,7 @@ class Acceptor:
             logger.debug("a connection did not begin: %s", error)
 
     async def _begin_tls(self, connection: socket.socket, encryption: Encryption) -> None:
-        tls = TlsConnection(self._make(), encryption, self._share, self._memory)
+        tls = TlsConnection(self._make(), encryption, self._share, self._memory, self._tarpit)
         try:
             await self._loop.connect_accepted_socket(lambda: tls, connection)
             if not await tls.shaken:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+from sapwood_common.pacing.tarpit import HELD_SECONDS, Tarpit
 from sapwood_common.pacing.time_share import TimeShare
 
 logger = logging.getLogger(__name__)
@@ -43,11 +44,13 @@ class Encryption:
         context: Its certificate, key and rules.
         handshake: Seconds for a handshake.
         shutdown: Seconds for the end of a connection.
+        held: Seconds for which the connection of a client that broke a rule is held (:class:`Tarpit`).
     """
 
     context: ssl.SSLContext
     handshake: float
     shutdown: float
+    held: float = HELD_SECONDS
 
 
 class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
@@ -59,13 +62,19 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         encryption: Of the listener.
         share: Shares the event loop's time among the listener's connections.
         memory: What is read goes there first, whoever sent it.
+        tarpit: Where it ends if the client breaks a rule.
 
     Attributes:
         shaken: Done when the handshake is over: whether it succeeded.
     """
 
     def __init__(
-        self, protocol: asyncio.BaseProtocol, encryption: Encryption, share: TimeShare, memory: memoryview
+        self,
+        protocol: asyncio.BaseProtocol,
+        encryption: Encryption,
+        share: TimeShare,
+        memory: memoryview,
+        tarpit: Tarpit,
     ) -> None:
         super().__init__()
         self._loop = asyncio.get_running_loop()
@@ -74,6 +83,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._encryption = encryption
         self._share = share
         self._memory = memory
+        self._tarpit = tarpit
         self._socket: asyncio.Transport | None = None
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = encryption.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
@@ -166,6 +176,9 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             case "ssl_object":
                 return self._tls
         return default if self._socket is None else self._socket.get_extra_info(name, default)
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = protocol
 
     def is_closing(self) -> bool:
         return self._closing or self._socket is None or self._socket.is_closing()
@@ -294,7 +307,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._framing = min(_MOST_FRAMING, self._framing + (_FRAMING_PER_BYTE + 1) * len(content) - fed)
         if self._framing < 0:
             logger.info("%s sends records with next to nothing in them", self.get_extra_info("peername"))
-            self.abort()
+            self._hold()
             return
         if content:
             self._hand_over(content)
@@ -334,11 +347,14 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         logger.debug("a connection over TLS failed: %s", error)
         self._closing = True
         self._send()
-        if not self.shaken.done():
-            self.shaken.set_result(False)
-        self._expect_end()
-        if self._socket is not None:
-            self._socket.close()
+        self._hold()
+
+    def _hold(self) -> None:
+        """Ends the connection, for whoever knows of it; the socket closes later."""
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            self._tarpit.hold(socket)
+        self.connection_lost(None)
 
     def _regulate(self) -> None:
         """Reads on, or does not: only while nothing waits to be decrypted."""

@@ -33,18 +33,21 @@ class TimeShare:
 
     Args:
         clock: Seconds, monotonic.
+        rest: How many times as long as they work all that have work left rest after it. What is new to it has as much less.
 
     Attributes:
         measuring: Whether :meth:`is_over` was asked since :meth:`end`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, rest: float = 0.0) -> None:
         self.clock = clock
+        self._rest = rest
+        self._rests_until = 0.0
         self.measuring = False
         self._until = 0.0
         self._began = clock()
         self._fresh = 0.0
-        """Seconds spent on what was just read, minus half of the time that has passed."""
+        """Seconds spent on what was just read, minus half of the time that has passed, or less where there is a rest."""
         self._waiting: OrderedDict[Worker, None] = OrderedDict()
         self._due = False
 
@@ -61,7 +64,7 @@ class TimeShare:
         now = self.clock()
         if not self.measuring:
             self.measuring = True
-            self._fresh = max(0.0, self._fresh - (now - self._began) / 2)
+            self._fresh = max(0.0, self._fresh - (now - self._began) / (2 + 2 * self._rest))
             self._began = now
             self._until = now if self._fresh > _MOST_FRESH else now + SLICE
         return now >= self._until
@@ -76,7 +79,7 @@ class TimeShare:
         self._waiting[worker] = None
         if not self._due:
             self._due = True
-            asyncio.get_running_loop().call_soon(self._turn)
+            self._schedule(self._rests_until - self.clock() if self._rest else 0.0)
 
     def drop(self, worker: Worker) -> None:
         """Gives a worker no more turns."""
@@ -90,11 +93,16 @@ class TimeShare:
             if worker.go_on(until):
                 self._waiting[worker] = None
             now = self.clock()
+        rest = self._rest * (now - began)
+        self._rests_until = now + rest
         self._due = bool(self._waiting)
-        if not self._due:
-            return
+        if self._due:
+            # Where a worker that cannot be interrupted took others' time, they get as much.
+            self._schedule(max(rest, now - began if now - began > 2 * SLICE else 0.0))
+
+    def _schedule(self, delay: float) -> None:
         loop = asyncio.get_running_loop()
-        if now - began > 2 * SLICE:  # a worker that cannot be interrupted took others' time: they get as much
-            loop.call_later(now - began, self._turn)
+        if delay > 0:
+            loop.call_later(delay, self._turn)
         else:
             loop.call_soon(self._turn)

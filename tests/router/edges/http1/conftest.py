@@ -99,6 +99,7 @@ def serve() -> Callable:
             await (handler or echo)(request)
 
         limits = {name: settings.pop(name) for name in ConnectionLimits.__annotations__ if name in settings}
+        limits.setdefault("held_seconds", 0.05)
         settings = {"bodies": BodyMemory(1 << 24), "most_connections": 100, **settings}
         server = HttpServer(
             handle, "127.0.0.1", 0, lambda headers: (0, None), limits=ConnectionLimits(**limits), **settings

@@ -8,13 +8,14 @@ import pytest
 
 from sapwood_common.errors import RequestCancelledError, UnavailableError
 from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_router.edges.http1 import connection as connection_module
 from sapwood_router.edges.http1.errors import HttpError
 from sapwood_router.edges.http1.host import ConnectionLimits
 from sapwood_router.edges.http1.server import KEEP_ALIVE
 
 GET = b"GET /a HTTP/1.1\r\nHost: a\r\n"
 PLAIN = GET + b"\r\n"
-KB = 1024
+KB, MB = 1024, 1024 * 1024
 
 
 def post(length: int, headers: bytes = b"") -> bytes:
@@ -372,6 +373,60 @@ async def test_who_goes_on_sending_after_its_last_answer_is_cut_off(serve, wait_
         client.send(b"nonsense\r\n\r\n")
         assert (await client.answer())[0] == 400
         await wait_until(lambda: not site.server.connections)
+
+
+async def test_who_sends_no_request_or_sends_on_after_its_last_one_waits_for_the_end_of_its_connection(
+    serve, wait_until
+) -> None:
+    async with serve(held_seconds=3600.0) as site:
+        for number, (sent, status) in enumerate(
+            [(b"nonsense\r\n\r\n", 400), (b"GET /" + bytes(70_000), 431), (GET + b"Connection: close\r\n\r\nmore", 200)]
+        ):
+            client = await site.connect()
+            client.send(sent)
+            assert (await client.answer())[0] == status
+            assert site.server.tarpit.held == number + 1
+            assert not site.server.connections
+            assert not client.reader.at_eof()
+        client = await site.connect()  # no junk but the end of line that some clients send after a body
+        client.send(GET + b"Connection: close\r\n\r\n\r\n")
+        assert (await client.answer())[0] == 200
+        assert await client.rest() == b""
+        await site.server.stop()
+        for client in site.clients:
+            assert await client.rest() == b""
+
+
+async def test_who_sends_on_without_an_end_after_its_last_answer_waits_for_the_end_of_its_connection(
+    serve, wait_until
+) -> None:
+    async with serve(wait_and_tell, held_seconds=3600.0) as site:
+        client = await site.connect()
+        client.send(GET + b"Connection: close\r\nContent-Length: 10\r\n\r\n0123456789")
+        assert (await client.answer())[0] == 200
+        client = await site.connect()
+        client.send(post(40 * MB))  # too large
+        assert (await client.answer())[0] == 413
+        for _ in range(40):
+            client.send(bytes(MB))
+        await wait_until(lambda: site.server.tarpit.held == 1)
+
+
+async def test_a_head_that_comes_byte_by_byte_is_read_on_seldom(serve, wait_until, monkeypatch) -> None:
+    async with serve() as site:
+        client = await site.connect()
+        for _ in range(2):
+            for byte in PLAIN:
+                client.send(bytes((byte,)))
+                await asyncio.sleep(0)
+            assert (await client.answer())[0] == 200
+        monkeypatch.setattr(connection_module, "_PIECE_SECONDS", 3600.0)
+        (connection,) = site.server.connections
+        for number, byte in enumerate(b"GET /"):
+            assert connection.transport.is_reading()
+            client.send(bytes((byte,)))
+            await wait_until(lambda number=number: connection._pieces == number + 1)
+        assert not connection.transport.is_reading()
 
 
 async def test_a_server_that_stops_lets_running_requests_end_and_closes_idle_connections(serve, wait_until) -> None:

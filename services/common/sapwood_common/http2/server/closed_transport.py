@@ -21,6 +21,9 @@ class ClosedTransport(asyncio.Transport):
     def abort(self) -> None:
         """Does nothing."""
 
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """Does nothing."""
+
     def get_write_buffer_size(self) -> int:
         """Zero bytes."""
         return 0

@@ -46,7 +46,6 @@ _MOST_AT_ONCE = 64
 _PING, _LAST_PING = b"sapwood.", b"goodbye."
 """Payloads of pings that ask whether the client is there, and whether it has heard that it is to go."""
 _CLOSE_SECONDS = 1.0
-_LINGER_SECONDS = 0.25
 _MUCH = 64 * 1024
 """Bytes read at once after which other connections read first: uvloop would go on for 8 MB."""
 _MOST_UNREAD = 1024 * 1024
@@ -62,6 +61,7 @@ class ServerConnection(asyncio.Protocol):
         most_streams: Calls at a time.
         shared: What it shares with other connections.
         timeouts: How long each state may last.
+        stranger: Whether the client has to show a key before it may have and do as much as any.
     """
 
     def __init__(
@@ -71,17 +71,21 @@ class ServerConnection(asyncio.Protocol):
         most_streams: int,
         shared: SharedLimits,
         timeouts: Timeouts,
+        *,
+        stranger: bool = False,
     ) -> None:
         self.owner = owner
         self.peer = ""
         """The client's address as grpcio writes it."""
         self._most_bytes = most_bytes
         self._most_streams = most_streams
-        self._share = share = shared.time
-        self._is_over = share.is_over
+        self._stranger = stranger
+        self._shared = shared
+        self._share = shared.strangers if stranger else shared.time
         self._breaths = shared.breaths
         self._total = shared.calls
-        self._messages = HeldMessages(shared.memory, max(shared.memory.most // 2, most_bytes + WINDOW))
+        self._most_held = max(shared.memory.most // 2, most_bytes + WINDOW)
+        self._messages = HeldMessages(shared.memory, WINDOW if stranger else self._most_held)
         self._transport: asyncio.Transport | None = None
         self._greeting: Greeting | None = Greeting()
         """None once the client has greeted."""
@@ -90,17 +94,17 @@ class ServerConnection(asyncio.Protocol):
         """Whether it has read more than it had time to work on."""
         self._breathes = False
         """Whether it has read much, and waits for its turn to read on."""
-        self._rates = FrameRates()
+        self._rates = FrameRates(stranger=stranger)
         self.answers = 0
         """Header blocks that were sent."""
         self._has_table = True
         """Whether the client still expects header fields to enter its table."""
         self._streams: dict[int, ServerStream] = {}
-        self._flow = FlowControl(self._streams, lambda: share.add(self))
+        self._flow = FlowControl(self._streams, lambda: self._share.add(self))
         self._ids = StreamIds()
         self._frames = IncomingFrames(self, self._streams, self._flow, self._ids, self._rates)
         self._closing = False
-        self._closers: list[asyncio.TimerHandle] = []
+        self._closer: asyncio.TimerHandle | None = None
         self._life = Lifetime(timeouts)
 
     @property
@@ -168,25 +172,16 @@ class ServerConnection(asyncio.Protocol):
         if not self._streams:
             self._transport.close()
 
-    def close(self, linger: float = 0.0) -> None:
-        """Closes, after what was written; calls that run find their client gone.
-
-        Args:
-            linger: Seconds before that in which nothing is read: what a client hears is lost if we close on what it has sent.
-        """
+    def close(self) -> None:
+        """Closes, after what was written; calls that run find their client gone."""
         self._closing = True
         transport, self._transport = self._transport, ClosedTransport()
         self._end_streams()
         if transport is None or isinstance(transport, ClosedTransport):
             return
         # A client that reads nothing would keep the connection for ever.
-        loop = asyncio.get_running_loop()
-        self._closers.append(loop.call_later(linger + _CLOSE_SECONDS, transport.abort))
-        if linger:
-            transport.pause_reading()
-            self._closers.append(loop.call_later(linger, transport.close))
-        else:
-            transport.close()
+        self._closer = asyncio.get_running_loop().call_later(_CLOSE_SECONDS, transport.abort)
+        transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greets the client."""
@@ -208,8 +203,8 @@ class ServerConnection(asyncio.Protocol):
         self._closing = True
         self._transport = ClosedTransport()
         self._share.drop(self)
-        for closer in self._closers:
-            closer.cancel()
+        if self._closer is not None:
+            self._closer.cancel()
         self._end_streams()
         self.owner.connection_lost(self)
 
@@ -227,14 +222,16 @@ class ServerConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._life.heard = True
+        share = self._share
         try:
             if self._greeting is not None:
                 data = self._greet(self._greeting, data)
-            self._behind = self._reader.feed(data, self._frames, self._is_over)
+            self._behind = self._reader.feed(data, self._frames, share.is_over)
         except ConnectionFailedError as error:
             self._fail(error)
-        if self._share.measuring:
-            self._measured()
+        if share.measuring:
+            share.end()
+            self._defer()
         if self._frames.consumed > _GRANTED or self._flow.paused:
             self._settle()
         if len(data) >= _MUCH and self._transport is not None and not self._transport.is_closing():
@@ -253,8 +250,9 @@ class ServerConnection(asyncio.Protocol):
             return self._closing and self._end_some()
         if self._behind:
             self._life.heard = True
+            clock = self._share.clock
             try:
-                self._behind = self._reader.feed(b"", self._frames, lambda: self._share.clock() >= until)
+                self._behind = self._reader.feed(b"", self._frames, lambda: clock() >= until)
             except ConnectionFailedError as error:
                 self._fail(error)
             self._settle()
@@ -273,7 +271,7 @@ class ServerConnection(asyncio.Protocol):
             data = greeting.take(data)
         except WrongProtocolError as error:
             self.send(error.answer)
-            self._transport.close()
+            self._hold()
             return b""
         finally:
             if greeting.over:
@@ -282,11 +280,17 @@ class ServerConnection(asyncio.Protocol):
 
     def _fail(self, error: ConnectionFailedError) -> None:
         self._goaway(error.code, self._ids.last, str(error))
-        self.close(_LINGER_SECONDS if self.owner.connection_failed(self, error) else 0.0)
+        self.owner.connection_failed(self, error)
+        self._hold()
 
-    def _measured(self) -> None:
-        """Ends the measurement of time; goes on in later turns if time was over."""
-        self._share.end()
+    def _hold(self) -> None:
+        """Ends the connection. Its socket closes later: at once, what the client has sent would cost it our last words."""
+        assert self._transport is not None
+        self._shared.tarpit.hold(self._transport)
+        self.connection_lost(None)
+
+    def _defer(self) -> None:
+        """Goes on in later turns if time was over."""
         if self._behind and self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
             self._share.add(self)
@@ -333,8 +337,12 @@ class ServerConnection(asyncio.Protocol):
 
     def know(self) -> None:
         """Notes that the client has shown a valid key: it may have as many calls at a time as any."""
-        if self._most_streams < MOST_STREAMS:
+        if self._stranger:
+            self._stranger = False
             self._most_streams = MOST_STREAMS
+            self._share = self._shared.time
+            self._messages.most = self._most_held
+            self._rates.know()
             self.send(frames.settings(((SettingCodes.MAX_CONCURRENT_STREAMS, MOST_STREAMS),)))
 
     def count_refused(self) -> None:

@@ -20,9 +20,8 @@ class ConnectionOwner(Protocol[ConnectionT_contra]):
     def connection_lost(self, connection: ConnectionT_contra) -> None:
         """The connection is over."""
 
-    def connection_failed(self, connection: ConnectionT_contra, error: ConnectionFailedError) -> bool:
-        """The client broke the protocol, or a rule: the connection ends. Returns whether there is room to let it linger."""
-        ...
+    def connection_failed(self, connection: ConnectionT_contra, error: ConnectionFailedError) -> None:
+        """The client broke the protocol, or a rule: the connection ends."""
 
     def open_call(self, connection: ConnectionT_contra, stream: ServerStream, head: RequestHead) -> None:
         """Begins a call whose head is well formed: names the stream's receiver, or ends the stream.

@@ -21,6 +21,8 @@ from sapwood_common.http2.wire.stream_ids import StreamIds
 
 logger = logging.getLogger(__name__)
 
+_SETTINGS_BYTES = 96
+"""Bytes of a SETTINGS frame for which it counts as one more: 16 settings, where there are 7 kinds."""
 _BYTES_A_FRAME = 2
 """Bytes of DATA sent that earn the client one WINDOW_UPDATE and one PING."""
 
@@ -185,7 +187,7 @@ class IncomingFrames:
             self._streams[stream].take_gone()
             self._rates.take(frame_rates.RESET, self._connection.answers)
         elif kind == frames.SETTINGS and not flags & frames.ACK:
-            self._rates.take(frame_rates.SETTINGS)
+            self._rates.take(frame_rates.SETTINGS, 0, 1 + len(payload) // _SETTINGS_BYTES)
             if self._flow.take_settings(stream, flags, payload):
                 self._connection.send(frames.frame(frames.SETTINGS, frames.ACK, 0))
                 self._flow.unblock()

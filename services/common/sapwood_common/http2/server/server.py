@@ -24,6 +24,7 @@ from sapwood_common.http2.server.turnstile import Place, Turnstile
 from sapwood_common.http2.wire.frames import ConnectionFailedError
 from sapwood_common.http2.wire.request_head import RequestHead
 from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_common.pacing.tarpit import Tarpit
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,6 @@ _CHECKS = 4
 """How often connections are checked within the shortest of their timeouts."""
 _CHECKED_AT_ONCE = 64
 """Connections that are checked in one turn of the event loop."""
-_MOST_LINGERING = 64
 _MOST_CONNECTIONS, _LOOKED_AT = 16_384, 64
 """Beyond it one of the oldest closes that has no calls, or else the new one."""
 _MESSAGES_HELD = 4
@@ -89,11 +89,10 @@ class Http2Server:
         self._listener: Listener | None = None
         self._connections: dict[ServerConnection, None] = {}
         """The oldest first."""
-        self._lingering: set[ServerConnection] = set()
-        """Connections that failed and stay open for a moment, so that their clients hear why."""
         self._running: set[RunningCall] = set()
         self._turnstile = Turnstile()
-        self._shared = SharedLimits(memory or BodyMemory(_MESSAGES_HELD * most_bytes))
+        tarpit = Tarpit(self._timeouts.held)
+        self._shared = SharedLimits(memory or BodyMemory(_MESSAGES_HELD * most_bytes), tarpit=tarpit)
         self._failed: Counter[ErrorCodes] = Counter()
         """Connections that were closed because their clients broke a rule, since the last line of the log about them."""
         self._last_failed = ""
@@ -134,6 +133,7 @@ class Http2Server:
             return
         self._stopping = True
         self._listener.close()
+        self._shared.tarpit.close()
         if self._checker is not None:
             self._checker.cancel()
         for connection in tuple(self._connections):
@@ -152,7 +152,9 @@ class Http2Server:
 
     def _connect(self) -> ServerConnection:
         most_streams = MOST_UNKNOWN_STREAMS if self._asks_for_keys else MOST_STREAMS
-        return ServerConnection(self, self._most_bytes, most_streams, self._shared, self._timeouts)
+        return ServerConnection(
+            self, self._most_bytes, most_streams, self._shared, self._timeouts, stranger=self._asks_for_keys
+        )
 
     def connection_made(self, connection: ServerConnection) -> None:
         self._connections[connection] = None
@@ -166,7 +168,6 @@ class Http2Server:
     def connection_lost(self, connection: ServerConnection) -> None:
         self._connections.pop(connection, None)
         self._shared.calls.connections = len(self._connections)
-        self._lingering.discard(connection)
         if not self._connections and self._alone is not None and not self._alone.done():
             self._alone.set_result(None)
 
@@ -191,14 +192,10 @@ class Http2Server:
             logger.info("connections that were closed in %g s: %s; the last: %s", seconds, counts, self._last_failed)
             self._failed.clear()
 
-    def connection_failed(self, connection: ServerConnection, error: ConnectionFailedError) -> bool:
+    def connection_failed(self, connection: ServerConnection, error: ConnectionFailedError) -> None:
         self._failed[error.code] += 1
         self._last_failed = f"{connection.peer}: {error}"
         logger.debug(self._last_failed)
-        if len(self._lingering) >= _MOST_LINGERING:
-            return False
-        self._lingering.add(connection)
-        return True
 
     def open_call(self, connection: ServerConnection, stream: ServerStream, head: RequestHead) -> None:
         fields = head.fields

@@ -29,7 +29,9 @@ _MOST_REFUSED = 32 * 1024 * 1024
 """The same after a refused body: its client mostly sends all of it before it reads the answer."""
 _LIGHT = 4 * 1024
 """Up to so many waiting bytes a connection are not counted against the memory of all."""
-_EMPTY_LINE = b"\r\n\r\n"
+_MOST_PIECES, _PIECE_SECONDS = 4, 0.02
+"""A head that has come in more pieces is read on as seldom: a byte each costs as much as a whole head."""
+_END_OF_LINE, _EMPTY_LINE = b"\r\n", b"\r\n\r\n"
 _PLAIN = [(b"content-type", b"text/plain; charset=utf-8")]
 
 
@@ -67,6 +69,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._reading = True
         self._breathes = False
         """Whether it filled the shared buffer and so pauses reading until its next step."""
+        self._pieces = 0
+        """In which the head that is awaited has come so far."""
         self._lingers = False
         """Whether the last answer was sent, and what still comes is dropped."""
         self._lingering = 0
@@ -131,7 +135,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._lingers:
             self._lingering -= nbytes
             if self._lingering < 0:
-                self.abort()
+                self._hold()
                 return
         else:
             came = bytes(source[:nbytes])
@@ -141,7 +145,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._work(self._host.share.is_over)
                 if self._host.share.measuring:
                     self._host.share.end()
-        if nbytes == len(source):  # or the event loop would go on reading this one
+        if nbytes == len(source) and self._transport is not None:  # or the event loop would go on reading this one
             self._breathes = True
             self._queue()
         self._regulate()
@@ -239,17 +243,18 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _take_head(self) -> bool:
         """Reads the next request up to its body, and lets it begin; says whether there was one."""
         data, begin = self._data, self._at
-        if data.startswith(b"\r\n", begin):  # some clients send one more after a body
-            begin += 2
+        if data.startswith(_END_OF_LINE, begin):  # some clients send one more after a body
+            begin += len(_END_OF_LINE)
         end = data.find(_EMPTY_LINE, begin) + len(_EMPTY_LINE)
         whole, most = end >= len(_EMPTY_LINE), self._limits.head_bytes
         if end - begin > most if whole else len(data) - begin >= most:
             self._refuse(HttpError(431, f"line and headers of a request are over {most} bytes"))
             return False
         if not whole:
-            if self._timer is None and begin < len(data):
-                self._start_timer(self._limits.head_seconds, self._give_up)
+            if begin < len(data):
+                self._take_piece()
             return False
+        self._pieces = 0
         self._stop_timer()
         self._at = end
         try:
@@ -265,6 +270,14 @@ class HttpConnection(asyncio.BufferedProtocol):
         else:
             turnstile.enter(lambda: self._host.begin(request))
         return True
+
+    def _take_piece(self) -> None:
+        if self._timer is None:
+            self._start_timer(self._limits.head_seconds, self._give_up)
+        self._pieces += 1
+        if self._pieces > _MOST_PIECES and not self._breathes:
+            self._breathes = True
+            asyncio.get_running_loop().call_later(_PIECE_SECONDS, self._read_on)
 
     def _next(self) -> None:
         """The request is answered and read to its end: the next one's turn."""
@@ -289,12 +302,14 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _regulate(self) -> None:
         """Reads on, or does not: as long as less than a head's bytes wait, and of a body what is asked for."""
-        transport = self.transport
-        if transport.is_closing():
+        transport = self._transport
+        if transport is None or transport.is_closing():
             return
         waiting = len(self._data) - self._at
         if waiting > _LIGHT or self._counted:
             self._count(waiting if waiting > _LIGHT else 0)
+            if self._transport is None:  # it held the most
+                return
         request = self._request
         reading = not self._breathes and waiting < self._limits.head_bytes
         if request is not None and not request.body.complete:
@@ -332,19 +347,30 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.abort()
 
     def _refuse(self, error: HttpError) -> None:
-        """Answers what is no request, and closes."""
+        """Answers what is no request, and ends the connection."""
         logger.debug("refused: %s", error.message)
         body = error.message.encode() + b"\n"
         framing = b"content-length: %d\r\nconnection: close\r\n" % len(body)
         self.writes.flush()
         self.transport.write(self.heads.make(error.status, _PLAIN, framing) + body)
-        self._linger()
+        self._hold()
+
+    def _hold(self) -> None:
+        """Ends the connection of a client that sends what is no request, or sends on after the last answer."""
+        self.writes.flush()
+        if not self.transport.is_closing():
+            self._host.tarpit.hold(self.transport)
+            self.connection_lost(None)
 
     def _linger(self) -> None:
         """After the last answer. What the client still sends is read and dropped for a while, or the kernel would take the answer
         back. Over TLS the client is always waited for: what it has sent may not be decrypted yet.
         """
         request, self._request = self._request, None
+        sent_on = len(self._data) - self._at > len(_END_OF_LINE)
+        if sent_on and request is not None and not request.head.keep_alive and request.body.complete:
+            self._hold()  # it said that this would be its last request
+            return
         unread = self._at < len(self._data) or request is None or not request.body.complete
         self._data, self._at = b"", 0
         if not unread and not self._encrypted:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from sapwood_common.http2.server.turnstile import Rank, Turnstile
 from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_common.pacing.tarpit import HELD_SECONDS, Tarpit
 from sapwood_common.pacing.time_share import TimeShare
 from sapwood_router.edges.http1.head import Headers
 from sapwood_router.edges.http1.request import Request
@@ -25,6 +26,7 @@ class ConnectionLimits:
         body_bytes: See there.
         linger_seconds: After a last answer, for the client to read it and leave.
         flush_seconds: A client that reads nothing for as long loses what it was sent.
+        held_seconds: For which the connection of a client that broke a rule is held (:class:`Tarpit`).
     """
 
     head_bytes: int = 64 * 1024
@@ -33,6 +35,7 @@ class ConnectionLimits:
     body_bytes: int = 64 * 1024
     linger_seconds: float = 2.0
     flush_seconds: float = 60.0
+    held_seconds: float = HELD_SECONDS
 
 
 class HostedConnection(Protocol):
@@ -65,6 +68,8 @@ class ConnectionHost(Protocol):
     writes: WriteBatch
     heads: ResponseHeads
     bodies: BodyMemory
+    tarpit: Tarpit
+    """Where connections end whose clients broke a rule."""
     input: memoryview
     """What is read goes there first, whoever sent it."""
     stopping: bool

@@ -10,6 +10,7 @@ from sapwood_common.http2.server.turnstile import Rank, Turnstile
 from sapwood_common.network.port import Port
 from sapwood_common.network.tls import ServerTls
 from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_common.pacing.tarpit import Tarpit
 from sapwood_common.pacing.time_share import TimeShare
 from sapwood_router.edges.http1.connection import HttpConnection
 from sapwood_router.edges.http1.head import Headers
@@ -72,6 +73,7 @@ class HttpServer:
         self.writes = WriteBatch()
         self.heads = ResponseHeads()
         self.bodies = bodies
+        self.tarpit = Tarpit(self.limits.held_seconds)
         self.input = memoryview(bytearray(_INPUT_BYTES))
         self.rank = rank
         self.stopping = False
@@ -106,6 +108,7 @@ class HttpServer:
         """Closes the listener and all connections; a request still running gets a second."""
         self.stopping = True
         self._port.close()
+        self.tarpit.close()
         if self._sweeper is not None:
             self._sweeper.cancel()
         for connection in tuple(self._connections):

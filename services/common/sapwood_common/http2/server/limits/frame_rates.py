@@ -59,15 +59,23 @@ class FrameRates:
 
     Args:
         clock: Seconds, monotonic.
+        stranger: Whether the client has to show a key and has not yet: of no kind of frames it has more at once than in a second.
     """
 
-    __slots__ = ("_clock", "_earned", "_filled", "_left")
+    __slots__ = ("_clock", "_earned", "_filled", "_left", "_stranger")
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, stranger: bool = False) -> None:
         self._clock = clock
-        self._left = [rule.burst for rule in RULES]
+        self._stranger = stranger
+        self._left = [rule.per_second if stranger else rule.burst for rule in RULES]
         self._filled = [clock()] * len(RULES)
         self._earned = [0] * len(RULES)
+
+    def know(self) -> None:
+        """The client has shown a key."""
+        if self._stranger:
+            self._stranger = False
+            self._left = [left + rule.burst - rule.per_second for left, rule in zip(self._left, RULES, strict=True)]
 
     def take(self, kind: int, earned: int = 0, count: int = 1) -> None:
         """Counts a frame.
@@ -84,7 +92,7 @@ class FrameRates:
         if left < 0:  # only then are the clock and what was earned looked at
             rule, now = RULES[kind], self._clock()
             grown = int((now - self._filled[kind]) * rule.per_second) + earned - self._earned[kind]
-            left = min(rule.burst, grown) - count
+            left = min(rule.per_second if self._stranger else rule.burst, grown) - count
             if left < 0:
                 raise ConnectionFailedError(
                     ErrorCodes.ENHANCE_YOUR_CALM, f"more than {rule.per_second} {rule.name} a second"

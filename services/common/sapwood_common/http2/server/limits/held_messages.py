@@ -22,13 +22,16 @@ class HeldMessages:
     Args:
         memory: The memory of all connections.
         most_bytes: The most bytes that this one may hold.
+
+    Attributes:
+        total: Bytes that are held now.
+        most: The most bytes that this one may hold.
     """
 
     def __init__(self, memory: BodyMemory, most_bytes: int) -> None:
         self.total = 0
-        """Bytes that are held now."""
+        self.most = most_bytes
         self._memory = memory
-        self._most = most_bytes
         self._sizes: dict[HeavyStream, int] = {}
 
     def set(self, stream: HeavyStream, size: int) -> None:
@@ -41,7 +44,7 @@ class HeldMessages:
             self._memory.shrink(self, before - size)
         elif size > before:
             self._memory.grow(self, size - before)
-            while self.total > self._most:
+            while self.total > self.most:
                 largest, freed = self._forget_largest()
                 self._memory.shrink(self, freed)
                 largest.overload(

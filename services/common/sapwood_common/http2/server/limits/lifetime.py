@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from sapwood_common.pacing.tarpit import HELD_SECONDS
+
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
@@ -15,12 +17,14 @@ class Timeouts:
         silence: Without a byte from the client before it is pinged, and then until it must have answered.
         idle: Without a call before the client is told to go (GOAWAY). gRPC's clients connect again with their next call.
         flush: For sending what is on its way, once a connection is to close.
+        held: For which the connection of a client that broke a rule is held (:class:`Tarpit`).
     """
 
     greeting: float = 10.0
     silence: float = 20.0
     idle: float = 600.0
     flush: float = 10.0
+    held: float = HELD_SECONDS
 
     @property
     def shortest(self) -> float:

@@ -8,7 +8,11 @@ from sapwood_common.http2.server.limits.stream_total import StreamTotal
 from sapwood_common.http2.server.turnstile import Turnstile
 from sapwood_common.http2.server.unfolding import Unfoldings
 from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_common.pacing.tarpit import Tarpit
 from sapwood_common.pacing.time_share import TimeShare
+
+_STRANGERS_REST = 3.0
+"""They work a quarter of the time: what they send waits, and they with it."""
 
 
 @dataclass(slots=True)
@@ -18,16 +22,20 @@ class SharedLimits:
     Attributes:
         memory: Bounds what messages hold.
         time: Shares the event loop's time.
+        strangers: Shares a part of it among connections that have to show a key and have not yet.
         breaths: Lets a few of the connections and calls that read much go on in each turn of the loop.
         exits: Lets a few cancelled calls end in each turn.
         calls: Bounds the calls of all connections.
+        tarpit: Where connections end whose clients broke a rule.
     """
 
     memory: BodyMemory
     time: TimeShare = field(default_factory=TimeShare)
+    strangers: TimeShare = field(default_factory=lambda: TimeShare(rest=_STRANGERS_REST))
     breaths: Turnstile = field(default_factory=Turnstile)
     exits: Turnstile = field(default_factory=Turnstile)
     calls: StreamTotal = field(default_factory=StreamTotal)
+    tarpit: Tarpit = field(default_factory=Tarpit)
     unfoldings: Unfoldings = field(init=False)
 
     def __post_init__(self) -> None:

@@ -45,6 +45,7 @@ class Options(TypedDict, total=False):
         allowed_token_ids: The only tokens that are generated.
         bad_words: Words that the answer does not hold.
         bad_words_ids: The same as sequences of token ids.
+        speculate: False: the worker drafts no tokens for it; they are the same in any case.
         tools: The tools on offer, in the form of OpenAI's API. With messages only.
         tool_choice: "auto" (the default), "none", or "required": calls and nothing else.
         tool_choice_function: The one tool that is called, once.
@@ -87,6 +88,7 @@ class Options(TypedDict, total=False):
     allowed_token_ids: Sequence[int]
     bad_words: Sequence[str]
     bad_words_ids: Sequence[Sequence[int]]
+    speculate: bool
     tools: Iterable[Mapping[str, Any]]
     tool_choice: Literal["auto", "none", "required"]
     tool_choice_function: str
@@ -106,11 +108,16 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; ``cached_tokens`` of its prompt tokens were found in the prefix cache."""
+    """Token counts of one request; ``cached_tokens`` of its prompt tokens were found in the prefix cache.
+
+    Of the tokens that the worker drafted, some became output (accepted) and the others did not (rejected).
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +281,16 @@ class WorkerStatus:
     num_pages: int
 
 
+def _to_usage(usage: common_pb2.Usage) -> Usage:
+    return Usage(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.cached_tokens,
+        usage.accepted_prediction_tokens,
+        usage.rejected_prediction_tokens,
+    )
+
+
 def to_delta(response: router_pb2.RouterGenerateResponse) -> Delta:
     """One streamed message as a :class:`Delta`."""
     usage = response.usage if response.HasField("usage") else None
@@ -281,7 +298,7 @@ def to_delta(response: router_pb2.RouterGenerateResponse) -> Delta:
         text=response.text,
         token_ids=tuple(response.token_ids),
         finish_reason=_FINISH_REASONS.get(response.finish_reason),
-        usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) if usage is not None else None,
+        usage=_to_usage(usage) if usage is not None else None,
         stop_match=response.stop_match if response.HasField("stop_match") else None,
         reasoning=response.reasoning,
         tool_calls=tuple(ToolCallDelta(part.index, part.id, part.name, part.arguments) for part in response.tool_calls),

@@ -85,14 +85,14 @@ def _logprobs(token: int, alternatives: int, vocab_size: int) -> TokenLogprobs:
 
 @dataclass(slots=True)
 class _Part:
-    """What a step computes of one request, with its pages, and the mask of what it may sample."""
+    """What a step computes of one request, with its pages, and the masks of what it may sample."""
 
     entry: Entry
     token_ids: list[int]
     start: int
-    samples: bool
+    samples: int
     pages: npt.NDArray[np.int32]
-    mask: npt.NDArray[np.int32] | None
+    masks: list[npt.NDArray[np.int32] | None]
     windows: npt.NDArray[np.int32]
 
     @property
@@ -214,13 +214,13 @@ class FakeRunner:
         parts = self._parts(step)
         # All KV is written before any is read for sampling: two requests that write the same page show it.
         for part in parts:
-            if part.token_ids == [-1]:
-                part.token_ids = [self._last_tokens[part.entry.row]]
+            if part.token_ids[0] == -1:
+                part.token_ids[0] = self._last_tokens[part.entry.row]
             self._write(part)
         for part in parts:
             if not self._sees(part):
                 self._spoil(part)
-        tokens = [[self._sampled(part)] if part.samples else [] for part in parts]
+        tokens = [self._sampled(part) for part in parts]
         for part, sampled in zip(parts, tokens, strict=True):
             self._last_tokens[part.entry.row] = sampled[-1] if sampled else -1
         logprobs = {
@@ -256,10 +256,9 @@ class FakeRunner:
             strict=True,
         ):
             assert count, f"nothing to compute for row {row}"
-            assert samples <= 1, "drafts are not for this runner"
             tokens = step.token_ids[end - count : end].tolist()
-            mask = masks.get(sampled) if samples else None
-            parts.append(_Part(self._entries[row], tokens, start, bool(samples), pages[0], mask, pages[1:]))
+            own = [masks.get(place) for place in range(sampled, sampled + samples)]
+            parts.append(_Part(self._entries[row], tokens, start, samples, pages[0], own, pages[1:]))
             sampled += samples
         return parts
 
@@ -292,11 +291,21 @@ class FakeRunner:
         positions = np.arange(part.start, part.start + len(part.token_ids))
         self._pool[part.pages[positions // self.info.page_size], positions % self.info.page_size] = -1
 
-    def _sampled(self, part: _Part) -> int:
+    def _sampled(self, part: _Part) -> list[int]:
+        """Its tokens, up to the first that is not the one computed after it."""
         end = part.start + len(part.token_ids)
+        tokens: list[int] = []
+        for place, mask in enumerate(part.masks):
+            position = end - part.samples + 1 + place
+            tokens.append(self._sample(part, position, mask))
+            if position < end and tokens[-1] != part.token_ids[position - part.start]:
+                break
+        return tokens
+
+    def _sample(self, part: _Part, end: int, mask: npt.NDArray[np.int32] | None) -> int:
         links = self._pool[part.pages[: -(-end // self.info.page_size)]].reshape(-1)[:end]
         total, sampling = int(links.sum()), part.entry.sampling
-        if part.mask is None:
+        if mask is None:
             return _sample(total, end, sampling, self.info.vocab_size)
-        allowed = np.flatnonzero(np.unpackbits(part.mask.view(np.uint8), bitorder="little"))
-        return int(allowed[_sample(total, end, sampling, len(allowed))])
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        return int(allowed[_sample(total, end, sampling, len(allowed))]) if len(allowed) else -1

@@ -227,7 +227,7 @@ def test_a_plan_does_not_wait_for_its_masks_and_no_grammar_is_touched_before_the
         def __init__(self) -> None:
             self.filled: Future[Any] = Future()
 
-        def start(self, states: Sequence[GrammarState]) -> Future[Any]:
+        def start(self, states: Sequence[GrammarState], drafts: Sequence[Sequence[int]] = ()) -> Future[Any]:
             return self.filled
 
     scheduler, state, slow = make_scheduler(vocabulary, end_token, 40), Contrary(), Slow()

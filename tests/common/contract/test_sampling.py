@@ -47,6 +47,7 @@ GIVEN: dict[str, Any] = {
     "ignore_eos": True, "frequency_penalty": -2.0, "presence_penalty": 2.0, "repetition_penalty": 1.5,
     "logit_bias": {5: -100.0, 7: 1.5}, "min_tokens": 3, "logprobs": 0, "prompt_logprobs": 20,
     "allowed_token_ids": (0, 2**32 - 1), "bad_words_ids": ((3,), (4, 5)),
+    "speculate": False,
 }  # fmt: skip
 
 

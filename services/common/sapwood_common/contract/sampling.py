@@ -42,6 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         prompt_logprobs: The same for the prompt.
         allowed_token_ids: The only tokens that may be generated; empty: all.
         bad_words_ids: Sequences whose last token may not follow the others in the output.
+        speculate: Whether tokens may be drafted, where the worker does that.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=3.5e38)] = 1.0
@@ -64,6 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=LONGEST_BAD_WORD)], ...],
         Meta(max_length=512),
     ] = ()
+    speculate: bool = True
 
     def tokens(self) -> Iterator[tuple[str, int]]:
         """Each token id that a field names, with the field."""

@@ -30,13 +30,18 @@ def to_worker_request(
 
 def worker_output_of(message: worker_pb2.WorkerGenerateResponse) -> WorkerOutput:
     """A worker's message as plain values."""
-    return WorkerOutput(
+    output = WorkerOutput(
         token_ids=message.token_ids,
         finish=_FROM_PROTO.get(message.finish_reason),
-        cached_tokens=message.usage.cached_tokens if message.HasField("usage") else None,
         logprobs=_logprobs_of(message.logprobs) if message.logprobs else (),
         prompt_logprobs=_logprobs_of(message.prompt_logprobs) if message.prompt_logprobs else (),
     )
+    if message.HasField("usage"):
+        usage = message.usage
+        output.cached_tokens = usage.cached_tokens
+        output.accepted_prediction_tokens = usage.accepted_prediction_tokens
+        output.rejected_prediction_tokens = usage.rejected_prediction_tokens
+    return output
 
 
 def _logprobs_of(messages: Iterable[worker_pb2.TokenLogprobs]) -> list[TokenLogprobs]:

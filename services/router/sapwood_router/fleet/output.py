@@ -18,6 +18,7 @@ class WorkerOutput(msgspec.Struct):
         finish: Why the generation ended, on the last one.
         logprobs, prompt_logprobs: As asked for: one for each of the tokens; one for each of the prompt's but the first.
         cached_tokens: Prompt tokens found in the worker's prefix cache, where the message says.
+        accepted_prediction_tokens, rejected_prediction_tokens: Drafted tokens that were and were not output so far; the same.
     """
 
     token_ids: Sequence[int]
@@ -25,3 +26,5 @@ class WorkerOutput(msgspec.Struct):
     cached_tokens: int | None = None
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0

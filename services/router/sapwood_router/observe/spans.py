@@ -52,6 +52,8 @@ def answered(context: RequestContext, code: str) -> dict[str, Attribute]:
         "sapwood.selection_reason": context.reason,
         "sapwood.status": code,
         "sapwood.resumptions": context.resumptions,
+        "sapwood.accepted_tokens": context.accepted_prediction_tokens,
+        "sapwood.drafted_tokens": context.accepted_prediction_tokens + context.rejected_prediction_tokens,
     }
     if context.worker_finish is not None:
         attributes["gen_ai.response.finish_reasons"] = [context.worker_finish.value]

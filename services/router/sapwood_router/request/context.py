@@ -118,11 +118,13 @@ class FinishReason(enum.Enum):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts of one request."""
+    """Token counts of one request; those of drafts are the last worker's."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -170,6 +172,7 @@ class RequestContext(msgspec.Struct):
         output_ids: Tokens the worker generated so far (execute).
         logprobs, prompt_logprobs: How likely those were, and the prompt's tokens but the first, if asked for (execute).
         worker_finish, cached_tokens: What the worker said (execute); what was cached is what the first worker found.
+        accepted_prediction_tokens, rejected_prediction_tokens: Drafted tokens that were and were not output (execute).
         attempts: Workers the request was given to (build).
         resumptions: How often the stream went on, on another worker, after tokens had come.
         started, first_token: On ``time.perf_counter``'s clock.
@@ -201,6 +204,8 @@ class RequestContext(msgspec.Struct):
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     worker_finish: FinishReason | None = None
     cached_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
     attempts: int = 0
     resumptions: int = 0
     started: float = msgspec.field(default_factory=time.perf_counter)

@@ -71,7 +71,7 @@ class EventLoop:
 
     Overlapped, the host plans and launches step N + 1 while the device computes step N, then hands out N's tokens. A request
     that ends or is aborted in N is still in N + 1: what that computes of it is thrown away. The outputs are the same. Requests
-    with a grammar go step by step, as a grammar must see each token before the next.
+    with a grammar go step by step, as a grammar must see each token before the next; so does what comes after a draft.
 
     A step that the runner fails ends the requests in it; an error of the scheduler itself ends the process.
 

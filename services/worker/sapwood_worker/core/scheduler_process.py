@@ -78,6 +78,7 @@ def build_scheduler(
             kv_events=True,
             conservativeness=config.conservativeness,
             jump_forward=config.jump_forward,
+            speculate=config.speculate if info.generates else "off",
             windows=info.windows,
         ),
         tiers,

@@ -36,9 +36,10 @@ class StepClock:
         """Notes that a step begins. O(requests that enter with it), and a look at the others' numbers."""
         started = [entry.serial for entry in step.entries if entry.serial in self._waiting]
         self._waiting.difference_update(started)
-        decode = int(((step.starts > 0) & (step.counts == 1)).sum())
+        decodes = (step.starts > 0) & ((step.counts == 1) | (step.samples > 1))
+        prefill = len(step.token_ids) - int(step.counts[decodes].sum())
         loads = () if step.copies is None else step.copies.loads
-        self._current.append((self._clock(), len(step.token_ids) - decode, decode, started, loads))
+        self._current.append((self._clock(), prefill, int(decodes.sum()), started, loads))
 
     def done(self, load_seconds: float = 0.0) -> None:
         """Notes that the oldest unfinished step has ended; its loads took so many seconds."""

@@ -191,6 +191,8 @@ def to_response(output: RequestOutput) -> worker_pb2.WorkerGenerateResponse:
         response.usage.prompt_tokens = output.prompt_tokens
         response.usage.completion_tokens = output.completion_tokens
         response.usage.cached_tokens = output.cached_tokens
+        response.usage.accepted_prediction_tokens = output.accepted_tokens
+        response.usage.rejected_prediction_tokens = output.drafted_tokens - output.accepted_tokens
     return response
 
 

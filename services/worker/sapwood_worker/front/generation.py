@@ -45,6 +45,8 @@ class _Continuation:
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             index=index,
+            drafted_tokens=last.drafted_tokens,
+            accepted_tokens=last.accepted_tokens,
         )
         self.drop()
         return result

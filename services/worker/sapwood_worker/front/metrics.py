@@ -83,6 +83,16 @@ class WorkerMetrics:
         )
         self._metrics.polled(
             "counter",
+            "sapwood_worker_drafted_tokens_total",
+            "Tokens that were drafted and checked in a step, by whether the model chose them too.",
+            lambda: [
+                (("accepted",), load().accepted_tokens),
+                (("rejected",), load().drafted_tokens - load().accepted_tokens),
+            ],
+            outcome=OneOf("accepted", "rejected"),
+        )
+        self._metrics.polled(
+            "counter",
             "sapwood_worker_cache_hit_tokens_total",
             "Prompt tokens found in the cache, by where; those of a store (storage) are fetched into the host's memory and "
             "are found there then.",

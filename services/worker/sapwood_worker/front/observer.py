@@ -97,6 +97,8 @@ class EngineObserver:
             span.set("gen_ai.usage.input_tokens", times.last.prompt_tokens)
             span.set("gen_ai.usage.output_tokens", times.last.completion_tokens)
             span.set("gen_ai.usage.cache_read.input_tokens", times.last.cached_tokens)
+            span.set("sapwood.drafted_tokens", times.last.drafted_tokens)
+            span.set("sapwood.accepted_tokens", times.last.accepted_tokens)
         span.set("sapwood.outcome", outcome)
         if outcome == "failed":
             span.set("error.type", outcome)

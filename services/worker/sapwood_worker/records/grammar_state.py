@@ -39,6 +39,14 @@ class GrammarState(Protocol):
         """The only token that may come next; None if several may, or only the end. Does not change the state."""
         ...
 
+    def validate(self, token_ids: Sequence[int]) -> int:
+        """How many of the first tokens could be accepted one after another; does not change the state."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Takes back the last ``count`` accepted tokens."""
+        ...
+
     def close(self) -> None:
         """Frees the state, which is not used afterwards."""
         ...
@@ -47,10 +55,17 @@ class GrammarState(Protocol):
 class MaskFiller(Protocol):
     """Fills the masks of a step."""
 
-    def start(self, states: Sequence[GrammarState]) -> Future[npt.NDArray[np.int32]]:
+    def start(
+        self, states: Sequence[GrammarState], drafts: Sequence[Sequence[int]] = ()
+    ) -> Future[npt.NDArray[np.int32]]:
         """Begins to fill one row for each state; the states must not be touched until the result is there.
 
+        Args:
+            states: The states.
+            drafts: Of each state tokens that it would accept: it gets a row after each of them too, and is then as before.
+                Empty: none has any.
+
         Returns:
-            int32 [states, words], valid until the next ``start``.
+            int32 [rows, words], state after state, valid until the next ``start``.
         """
         ...

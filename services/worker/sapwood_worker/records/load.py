@@ -26,6 +26,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         storage_hit_tokens: Tokens fetched from its third tier into the second.
         host_used_pages: Pages of the second tier that hold something.
         forced_tokens: Tokens of output that a grammar forced and no step sampled.
+        drafted_tokens: Tokens that were drafted and checked in a step.
+        accepted_tokens: Of these, tokens that the model chose too.
         host_num_pages: Pages of the second tier; 0: there is none.
         store_read_bytes: Bytes read from the third tier that passed their check.
         store_written_bytes: Bytes written to it, or found there already.
@@ -61,3 +63,5 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     window_pages: int = 0
     used_window_pages: int = 0
     passed_window_pages: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

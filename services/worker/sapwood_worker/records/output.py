@@ -45,6 +45,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
         prompt_logprobs: On the first output, if asked for: one for each prompt token but the first.
         index: Which of its generation's continuations it belongs to; the gRPC front sets it.
         embedding: Native float32, on the output of an embedding request.
+        drafted_tokens: Tokens that were drafted for it so far.
+        accepted_tokens: Of these, tokens that are part of its output.
     """
 
     serial: int
@@ -59,3 +61,5 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprobs] = []
     index: int = 0
     embedding: bytes = b""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

@@ -22,6 +22,7 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.errors import ResourceExhaustedError
 from sapwood_testing.worker.checked_tree import CheckedTree
 from sapwood_testing.worker.fake_runner import FakeRunner, FakeStep, continuation, pooled_prompt, random_windows
+from sapwood_testing.worker.scripted_drafter import ScriptedDrafter
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
@@ -74,11 +75,18 @@ class Simulation:
             eviction=chance.choice(["lru", "lfu", "fifo", "slru"]),
             conservativeness=chance.choice([0.0, 0.0, 1.0]),
             windows=random_windows(random.Random(seed), page_size, num_pages) if seed % 3 else (),
+            speculate=random.Random(seed + 1).choice(["off", "off", "prefix", "auto"]),
         )
         self.limit = min(self.config.context_length, num_pages * page_size)
         self.longest_wait = 0
         self.now = 0.0
-        self.scheduler = Scheduler(self.config, clock=lambda: self.now)
+        drafter = ScriptedDrafter(
+            lambda request: continuation(request.token_ids[: request.prompt_length], request.sampling, VOCAB),
+            random.Random(seed),
+            right=0.8,
+            vocab_size=VOCAB,
+        )
+        self.scheduler = Scheduler(self.config, clock=lambda: self.now, drafter=drafter)
         self.tree = CheckedTree(page_size, self.config.eviction) if seed % 2 else None
         if self.tree is not None:
             self.scheduler._cache._tree = self.tree
@@ -114,7 +122,19 @@ class Simulation:
         self.step_number = 0
         self.trace = hashlib.sha256()
         self.counts = dict.fromkeys(
-            ("finished", "aborted", "failed", "refused", "expired", "pinned", "paused", "overlapped", "embedded"), 0
+            (
+                "finished",
+                "aborted",
+                "failed",
+                "refused",
+                "expired",
+                "pinned",
+                "paused",
+                "overlapped",
+                "embedded",
+                "drafted",
+            ),
+            0,
         )
 
     def run(self) -> None:
@@ -255,11 +275,14 @@ class Simulation:
             client = self.clients.pop(output.serial)
             assert output.finish_reason == "deadline" and client.expires is not None and client.expires <= self.now
             self.counts["expired"] += 1
+        if not self.scheduler.plans_ahead:
+            self.take_results(0)
         ahead = bool(self.launched)
         planned = self.scheduler.schedule()
         assert (len(planned.rows) > 0) == self.scheduler.has_work or ahead, "there is work, but the step is empty"
         if len(planned.rows):
             decodes = int((planned.counts == 1).sum())
+            self.counts["drafted"] += int((planned.samples > 1).sum())
             assert len(planned.token_ids) <= max(self.config.max_step_tokens, decodes + 1)
             assert len(planned.rows) <= self.config.max_running
             self.launched.append(self.runner.launch(planned))
@@ -334,7 +357,9 @@ def simulate(seed: int) -> tuple[Simulation, int]:
 
 def run_seeds(first: int, steps: int) -> dict[str, int]:
     """Runs seeds from ``first`` on until so many steps are done; what happened in them."""
-    totals: dict[str, int] = dict.fromkeys(("steps", "retractions", "preemptions", "longest wait"), 0)
+    totals: dict[str, int] = dict.fromkeys(
+        ("steps", "retractions", "preemptions", "longest wait", "accepted", "rejected"), 0
+    )
     seed = first
     while totals["steps"] < steps:
         simulation, done = simulate(seed)
@@ -342,6 +367,9 @@ def run_seeds(first: int, steps: int) -> dict[str, int]:
         totals["retractions"] += simulation.scheduler.num_retractions
         totals["longest wait"] = max(totals["longest wait"], simulation.longest_wait)
         totals["preemptions"] += simulation.scheduler.num_preemptions
+        load = simulation.scheduler.load()
+        totals["accepted"] += load.accepted_tokens
+        totals["rejected"] += load.drafted_tokens - load.accepted_tokens
         for name, count in simulation.counts.items():
             totals[name] = totals.get(name, 0) + count
         seed += 1

@@ -11,7 +11,7 @@ from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.sse import with_field
 from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.sse import NULL, CompletionChunks
-from sapwood_router.edges.openai.types import PromptTokensDetails, UsageObject
+from sapwood_router.edges.openai.types import CompletionTokensDetails, PromptTokensDetails, UsageObject
 from sapwood_router.edges.runs import running
 from sapwood_router.edges.whole import RESUMPTIONS_HEADER, collect, told_headers
 from sapwood_router.flow.delivery import Delivery
@@ -42,7 +42,10 @@ def usage_object(usages: Sequence[Usage], continuations: int = 1) -> UsageObject
     prompt = sum(usage.prompt_tokens for usage in usages[::continuations])
     completion = sum(usage.completion_tokens for usage in usages)
     cached = sum(usage.cached_tokens for usage in usages[::continuations])
-    return UsageObject(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+    accepted = sum(usage.accepted_prediction_tokens for usage in usages)
+    rejected = sum(usage.rejected_prediction_tokens for usage in usages)
+    drafted = CompletionTokensDetails(accepted, rejected) if accepted or rejected else msgspec.UNSET
+    return UsageObject(prompt, completion, prompt + completion, PromptTokensDetails(cached), drafted)
 
 
 async def send_answer(

@@ -64,6 +64,8 @@ class Generating(Execution):
                 self._hold()
             return
         context.worker_finish = output.finish
+        context.accepted_prediction_tokens = output.accepted_prediction_tokens
+        context.rejected_prediction_tokens = output.rejected_prediction_tokens
         # A worker knows no stop strings: it stops at an end token, which is part of the tokens but not of the text, or where
         # the grammar allows no more.
         stopped = output.finish is FinishReason.STOP and len(token_ids) > 0 and token_ids[-1] in self._end_tokens

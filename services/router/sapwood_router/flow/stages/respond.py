@@ -29,7 +29,13 @@ def respond(context: RequestContext, chunk: OutputChunk, sent_tokens: int) -> De
         reason, tokens = context.worker_finish, len(context.output_ids)
     else:
         raise InternalError("the tokenizer ended a stream that was not over")
-    context.usage = Usage(len(context.token_ids), tokens, context.cached_tokens)
+    context.usage = Usage(
+        len(context.token_ids),
+        tokens,
+        context.cached_tokens,
+        context.accepted_prediction_tokens,
+        context.rejected_prediction_tokens,
+    )
     delta = _delta(context, chunk, sent_tokens, tokens)
     delta.finish = Finish(reason, context.usage, chunk.stop_match)
     return delta

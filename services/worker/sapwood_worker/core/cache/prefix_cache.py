@@ -190,6 +190,13 @@ class PrefixCache:
             self._below.open(slot, token_ids[: self._usable(token_ids)], namespace, match.pages)
         return len(match.pages) * self._page_size
 
+    def continuation(self, slot: int, token_ids: array[int]) -> array[int]:
+        """What is cached after all tokens of a row, of whatever request: a run of tokens, empty if there is none."""
+        row = self._rows[slot]
+        found: array[int] = array("I")
+        found.frombytes(self._tree.continuation(row.node, token_ids[row.shared * self._page_size :].tobytes()))
+        return found
+
     def allocate(self, slot: int, count: int) -> bool:
         """Adds ``count`` pages to a row, evicting if need be; returns False and changes nothing if there are not as many."""
         missing = count - self._allocator.num_free

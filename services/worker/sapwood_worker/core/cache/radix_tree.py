@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,9 @@ PageIds = npt.NDArray[np.int32]
 
 TOKEN_BYTES = 4
 """Bytes of a token id in a key, which is a sequence of native uint32."""
+
+_MOST_CHILDREN = 64
+"""Children of a node among which a part of a page is looked for."""
 
 _NONE: PageIds = np.empty(0, dtype=np.int32)
 
@@ -168,6 +172,31 @@ class RadixTree:
                 break
             node = child
         return numbers
+
+    def continuation(self, below: Node, key: bytes) -> bytes:
+        """What one of the cached sequences that begin with ``key`` below a node has next; changes nothing.
+
+        Of several it is the one that was cached last. At the end of ``key`` there may be a part of a page.
+
+        Returns:
+            Token ids to the end of a node; empty if there is none.
+        """
+        offset, stride = 0, self._stride
+        while len(key) - offset >= stride:
+            child = below.children.get(key[offset : offset + stride])
+            if child is None:
+                return b""
+            if len(child.key) > len(key) - offset:
+                return child.key[len(key) - offset :] if child.key.startswith(key[offset:]) else b""
+            if not key.startswith(child.key, offset):
+                return b""
+            offset += len(child.key)
+            below = child
+        rest = key[offset:]
+        for first, child in islice(reversed(below.children.items()), _MOST_CHILDREN):
+            if first.startswith(rest):
+                return child.key[len(rest) :]
+        return b""
 
     def insert(self, below: Node, key: bytes, pages: PageIds) -> Match:
         """Caches whole pages as the continuation of a cached prefix.

@@ -75,6 +75,8 @@ def take_tokens(request: Request, sampled: list[int], logprobs: list[TokenLogpro
         field,
         logprobs[:taken] if logprobs else logprobs,
         request.prompt_logprobs,
+        drafted_tokens=0 if request.drafts is None else request.drafts.drafted,
+        accepted_tokens=0 if request.drafts is None else request.drafts.accepted,
     )
     if request.prompt_logprobs:
         request.prompt_logprobs = []

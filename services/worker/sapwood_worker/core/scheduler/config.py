@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from sapwood_worker.core.cache.eviction import EvictionName
 from sapwood_worker.core.scheduler.waiting.policy import PolicyName
 from sapwood_worker.records.kv_layout import WindowGroup
+
+SpeculateName = Literal["auto", "off", "prefix"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,8 @@ class SchedulerConfig:
         whole_prompts: Whether a prompt must be computed in one step, however long it is.
         jump_forward: Whether a token that a grammar forces is appended without asking the model.
         windows: The pages of layers that see a window only, for each.
+        speculate: Whether to draft tokens: not at all (off), where the measured time of steps says that it pays (auto), or
+            wherever text goes on as it did before (prefix).
         conservativeness: Factor on the pages that admission keeps for what running requests are expected to generate.
     """
 
@@ -48,4 +53,5 @@ class SchedulerConfig:
     conservativeness: float = 1.0
     whole_prompts: bool = False
     jump_forward: bool = True
+    speculate: SpeculateName = "off"
     windows: tuple[WindowGroup, ...] = ()

@@ -9,6 +9,7 @@ from sapwood_worker.core.cache.page_allocator import PageAllocator
 from sapwood_worker.core.cache.prefix_cache import PrefixCache
 from sapwood_worker.core.scheduler.admission import Admission
 from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
+from sapwood_worker.core.scheduler.speculation.speculation import Speculation
 from sapwood_worker.core.scheduler.waiting.waiting_queue import WaitingQueue
 from sapwood_worker.records.load import Load
 
@@ -22,6 +23,7 @@ def measure_load(
     tiers: HierarchicalCache | None,
     page_size: int,
     forced_tokens: int,
+    speculation: Speculation | None,
 ) -> Load:
     """The load now; changes nothing."""
     # Computes ``Request.remaining``, whose calls would take longer than all else here.
@@ -38,6 +40,8 @@ def measure_load(
         cached_tokens=admission.cached_tokens,
         device_hit_tokens=admission.cached_tokens,
         forced_tokens=forced_tokens,
+        drafted_tokens=0 if speculation is None else speculation.drafted_tokens,
+        accepted_tokens=0 if speculation is None else speculation.accepted_tokens,
         window_pages=sum(window.num_pages for window in cache.windows),
         used_window_pages=sum(window.num_used for window in cache.windows),
         passed_window_pages=sum(window.num_freed for window in cache.windows),

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.scheduler.request_drafts import RequestDrafts
 from sapwood_worker.core.scheduler.state import RequestState, check_transition
 from sapwood_worker.records.grammar_state import GrammarState
 from sapwood_worker.records.output import Pooling, TokenLogprobs
@@ -56,6 +57,7 @@ class Request:
         output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of an earlier try.
         enters: Whether it has a row of which the runner does not know yet.
         prompt_logprobs: Log probabilities of the prompt that no output has carried yet.
+        drafts: What is known of its drafts; None: it never had any.
 
     Args:
         prompt: Token ids, at least one.
@@ -71,6 +73,7 @@ class Request:
         "capacity",
         "computed",
         "deadline",
+        "drafts",
         "enters",
         "grammar",
         "held",
@@ -152,6 +155,7 @@ class Request:
         self.jumps = False
         self.stops: frozenset[int] = frozenset()
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.drafts: RequestDrafts | None = None
         self._scored = 0
         self._state = RequestState.WAITING
 

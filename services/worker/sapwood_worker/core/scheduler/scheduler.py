@@ -35,6 +35,10 @@ from sapwood_worker.core.scheduler.running.retraction import NewTokenRatio, Retr
 from sapwood_worker.core.scheduler.running.running_batch import RunningBatch
 from sapwood_worker.core.scheduler.running.running_plan import plan_running
 from sapwood_worker.core.scheduler.running.step_in_flight import StepInFlight
+from sapwood_worker.core.scheduler.speculation.drafter import Drafter
+from sapwood_worker.core.scheduler.speculation.prefix_drafter import PrefixDrafter
+from sapwood_worker.core.scheduler.speculation.speculation import FEWEST_POSITIONS, Speculation
+from sapwood_worker.core.scheduler.speculation.step_costs import StepCosts
 from sapwood_worker.core.scheduler.state import RequestState
 from sapwood_worker.core.scheduler.waiting.admission_order import AdmissionOrder
 from sapwood_worker.core.scheduler.waiting.fairness import TenantFairness
@@ -57,6 +61,7 @@ class Scheduler:
         clock: Seconds, the clock of the requests' deadlines.
         tiers: The KV cache's tiers below the device's pages; None: there are none.
         masks: Fills the masks of requests with a grammar while the model computes; None: no such requests come.
+        drafter: Guesses tokens, if ``config`` wants that; None: from the prefix cache and what a request holds itself.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Scheduler:
         tiers: HierarchicalCache | None = None,
         clock: Callable[[], float] = time.monotonic,
         masks: MaskFiller | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._config = config
         self._masks = masks
@@ -107,6 +113,8 @@ class Scheduler:
         self._in_flight: deque[StepInFlight] = deque()
         self._steps = 0
         self._forced_tokens = 0
+        self._speculation = self._make_speculation(drafter)
+        self._updated: float | None = None
         self._paused = self._retract_all = False
 
     @property
@@ -171,6 +179,7 @@ class Scheduler:
                 :meth:`schedule` is called next; else they keep theirs.
         """
         self._paused = True
+        self._updated = None
         self._retract_all = retract
         self._halt()
 
@@ -180,8 +189,8 @@ class Scheduler:
 
     @property
     def plans_ahead(self) -> bool:
-        """Whether the next step may be planned while one is in flight: a grammar must see each token before the next."""
-        return len(self._in_flight) < 2 and not any(step.awaits_grammar for step in self._in_flight)
+        """Whether the next step may be planned while one is in flight: not if it must be known first what that one samples."""
+        return len(self._in_flight) < 2 and not any(step.awaits_tokens for step in self._in_flight)
 
     def schedule(self) -> Step:
         """Plans the next step; the result is false if there is nothing to do, or nothing until :meth:`update`.
@@ -212,7 +221,8 @@ class Scheduler:
             self._admission.admit(adder, self._steps)
         copies = self._tiers.take() if self._tiers is not None else None
         chunks = [*((request, 1) for request in plan.last_tokens), *adder.chunks]
-        step = StepInFlight(self._steps, plan.decodes, chunks, self._running, copies, self._masks)
+        drafts = self._speculation.plan(plan.decodes) if self._speculation is not None and not chunks else []
+        step = StepInFlight(self._steps, plan.decodes, chunks, self._running, copies, self._masks, drafts)
         if step.plan:
             self._in_flight.append(step)
             self._steps += 1
@@ -229,6 +239,9 @@ class Scheduler:
             self._tiers.ended(output.copied)
         outputs: list[RequestOutput] = []
         self._fairness.charge_each(step.decodes)
+        if step.drafts:
+            self._take_drafts(step, output)
+        self._time(step)
         logprobs = output.logprobs
         for index, (request, tokens) in enumerate(zip(step.decodes, output.token_ids, strict=False)):
             request.computed += 1
@@ -322,6 +335,7 @@ class Scheduler:
             self._tiers,
             self._config.page_size,
             self._forced_tokens,
+            self._speculation,
         )
 
     def check_idle(self) -> None:
@@ -347,11 +361,46 @@ class Scheduler:
         if not self._requests:
             self.check_idle()
 
+    def _make_speculation(self, drafter: Drafter | None) -> Speculation | None:
+        config = self._config
+        if config.speculate == "off":
+            return None
+        positions = min(max(config.max_running, FEWEST_POSITIONS), config.max_step_tokens)
+        return Speculation(
+            drafter or PrefixDrafter(self._continuation),
+            positions,
+            StepCosts() if config.speculate == "auto" else None,
+            self._running.draftable,
+        )
+
+    def _continuation(self, request: Request) -> array[int]:
+        return self._cache.continuation(request.slot, request.token_ids)
+
     def _halt(self) -> None:
         if not self._in_flight:
             while self._retract_all and self._running.requests:
                 self._retraction.put_back(self._running.requests[-1], self._steps)
             self._retract_all = False
+
+    def _take_drafts(self, step: StepInFlight, output: ModelOutput) -> None:
+        """Notes how far each draft was right: so much more than a token is computed of its request."""
+        assert self._speculation is not None
+        for request, draft, tokens in zip(step.decodes, step.drafts, output.token_ids, strict=True):
+            if draft:
+                right = len(tokens) - 1
+                request.computed += right
+                request.planned += right
+                self._fairness.charge(request.tenant, right)
+                self._speculation.took(request, len(draft), 0 if request.over else right)
+
+    def _time(self, step: StepInFlight) -> None:
+        """Measures a step from the tokens of the one before, if it computed no prompt."""
+        if self._speculation is None:
+            return
+        now, before = self._clock(), self._updated
+        self._updated = now
+        if before is not None and not step.chunks:
+            self._speculation.measured(len(step.decodes), len(step.plan.token_ids), now - before)
 
     def _take_chunk(
         self, request: Request, count: int, samples: bool, index: int, output: ModelOutput

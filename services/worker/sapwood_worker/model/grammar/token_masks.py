@@ -31,18 +31,41 @@ class TokenMasks:
         self._executor = llguidance.LLExecutor(threads)
         self._buffer: npt.NDArray[np.int32] = np.zeros((0, 0), np.int32)
 
-    def start(self, states: Sequence[GrammarState]) -> Future[npt.NDArray[np.int32]]:
-        if len(self._buffer) < len(states):
-            self._buffer = np.zeros((max(len(states), 2 * len(self._buffer)), self._words), np.int32)
-        return self._threads.submit(self._fill, list(states), self._buffer[: len(states)])
+    def start(
+        self, states: Sequence[GrammarState], drafts: Sequence[Sequence[int]] = ()
+    ) -> Future[npt.NDArray[np.int32]]:
+        rows = len(states) + sum(map(len, drafts))
+        if len(self._buffer) < rows:
+            self._buffer = np.zeros((max(rows, 2 * len(self._buffer)), self._words), np.int32)
+        return self._threads.submit(self._fill, list(states), drafts or [()] * len(states), self._buffer[:rows])
 
-    def _fill(self, states: list[GrammarState], rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def _fill(
+        self, states: list[GrammarState], drafts: Sequence[Sequence[int]], rows: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int32]:
         batched: list[tuple[llguidance.LLMatcher, int]] = []
-        for place, state in enumerate(states):
-            if isinstance(state, GrammarMatcher) and len(states) > 1:
+        place = 0
+        for state, draft in zip(states, drafts, strict=True):
+            if draft:
+                _fill_drafted(state, draft, rows[place : place + 1 + len(draft)])
+            elif isinstance(state, GrammarMatcher) and len(states) > 1:
                 batched.append((state.engine, place))
             else:
                 state.fill(rows[place])
+            place += 1 + len(draft)
         if batched:
             self._executor.unsafe_compute_mask_ptr(batched, rows.ctypes.data, rows.shape[1] * 4, len(rows))
         return rows
+
+
+def _fill_drafted(state: GrammarState, draft: Sequence[int], rows: npt.NDArray[np.int32]) -> None:
+    """Fills a row before each token of a draft and one after it. A token after which the state fails ends it: what follows is
+    forbidden, and the state fails again when that token comes as output."""
+    taken = 0
+    rows[1:] = 0
+    state.fill(rows[0])
+    for token in draft:
+        if not state.accept(token):
+            break
+        taken += 1
+        state.fill(rows[taken])
+    state.rollback(taken)

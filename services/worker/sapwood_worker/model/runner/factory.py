@@ -31,6 +31,7 @@ OF_ENCODERS = (
             *("host_cache_gb", "host_cache_ratio", "host_write_policy", "storage", "storage_prefetch", "storage_share"),
             *("storage_timeout", "storage_timeout_per_1k", "storage_min_tokens", "conservativeness"),
             *("kv_events_keep", "structured_output", "jump_forward", "grammar_timeout", "attention_backend", *_GRAPHS),
+            "speculate",
         ),
         lambda config: False,
         "with a model that makes embeddings only and caches nothing",

@@ -113,6 +113,15 @@ class RunningBatch:
             request.reach = self._cache.extend(request.slot, request.planned + 1, request.computed)
         return request.planned < request.reach
 
+    def draftable(self, request: Request, count: int) -> int:
+        """For how many of so many tokens after its next one a request has pages, with those that it is given for them."""
+        start = request.planned + 1
+        if start + count > request.capacity:
+            missing = self.pages_for(start + count) - self._table.length(request.slot)
+            if self._cache.allocate(request.slot, missing):
+                request.capacity += missing * self._page_size
+        return max(0, min(self.reachable(request, 1 + count) - 1, request.capacity - start))
+
     def reachable(self, request: Request, count: int) -> int:
         """How many of its next ``count`` tokens a request has pages of windows for, with those that it is given for them."""
         end = request.planned + count

@@ -27,16 +27,19 @@ class StepInFlight:
         running: Holds their rows and pages.
         copies: What is copied before the step.
         filler: Fills grammar masks, beginning now; None: no request has a grammar.
+        drafts: Of each of ``decodes`` the tokens that are expected after the next one; empty: none. Only where there are no
+            chunks.
 
     Attributes:
-        decodes, chunks: The arguments.
+        decodes, chunks, drafts: The arguments.
         samples: For each chunk whether it samples.
         plan: What the runner is told, decodes first.
         written: A handle of the last page that each part writes, made when the step is planned.
-        awaits_grammar: Whether a sampled token must be seen by a grammar before the request's next one is planned.
+        awaits_tokens: Whether its tokens must be known before the next step is planned: for a grammar, or to know how much of a
+            draft was right.
     """
 
-    __slots__ = ("_filled", "awaits_grammar", "chunks", "decodes", "plan", "samples", "written")
+    __slots__ = ("_filled", "awaits_tokens", "chunks", "decodes", "drafts", "plan", "samples", "written")
 
     def __init__(
         self,
@@ -46,9 +49,12 @@ class StepInFlight:
         running: RunningBatch,
         copies: Copies | None,
         filler: MaskFiller | None,
+        drafts: Sequence[list[int]] = (),
     ) -> None:
+        assert not (chunks and drafts)
         self.decodes = decodes
         self.chunks = chunks
+        self.drafts = drafts
         rows: list[int] = []
         starts: list[int] = []
         tokens: list[int] = []
@@ -91,6 +97,13 @@ class StepInFlight:
             plan.counts = np.array(counts, np.int64)
             plan.samples = np.array([1] * len(decodes) + self.samples, np.int64)
             plan.entries = tuple(_enter(request) for request, _ in chunks if request.enters)
+        elif drafts:
+            plan.token_ids = np.array(
+                [each for token, draft in zip(tokens, drafts, strict=True) for each in (token, *draft)], np.int64
+            )
+            plan.counts = plan.samples = np.array([1 + len(draft) for draft in drafts], np.int64)
+            firsts = np.cumsum(plan.counts) - plan.counts
+            masked = [int(firsts[part]) + place for part in masked for place in range(int(plan.counts[part]))]
         else:
             plan.token_ids = np.array(tokens, np.int64)
             plan.counts = plan.samples = np.ones(len(decodes), np.int64)
@@ -100,9 +113,10 @@ class StepInFlight:
         self._filled = None
         if grammars:
             assert filler is not None, "a request has a grammar, but nothing fills masks"
-            self._filled = plan.masks = filler.start(grammars)
+            drafted = [draft for request, draft in zip(decodes, drafts, strict=False) if request.grammar is not None]
+            self._filled = plan.masks = filler.start(grammars, drafted)
             plan.masked = np.array(masked, np.int64)
-        self.awaits_grammar = bool(grammars)
+        self.awaits_tokens = bool(grammars or drafts)
 
     def __len__(self) -> int:
         return len(self.plan.rows)

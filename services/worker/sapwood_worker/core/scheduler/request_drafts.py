@@ -1,0 +1,48 @@
+"""The drafts of one request: who makes them, and how often they were right."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+_LEARNING = 0.15
+"""How much one token changes the rate."""
+
+
+class RowDrafter(Protocol):
+    """Guesses the next tokens of one request."""
+
+    def follow(self) -> tuple[int, int]:
+        """Takes note of the request's tokens since the last call: how many of them it foresaw, how many it had wrong.
+
+        Tokens for which it had no guess are neither. Whether a guess was drafted makes no difference.
+        """
+        ...
+
+    def propose(self, unknown: int, most: int) -> list[int]:
+        """The tokens that it expects, at most so many, after those that the request has and ``unknown`` further ones."""
+        ...
+
+
+class RequestDrafts:
+    """What is known of one request's drafts.
+
+    Attributes:
+        drafter: Makes them.
+        rate: The chance that the next token is the one foreseen.
+        drafted: Tokens drafted so far.
+        accepted: Of these, tokens that became output.
+    """
+
+    __slots__ = ("accepted", "drafted", "drafter", "rate")
+
+    def __init__(self, drafter: RowDrafter) -> None:
+        self.drafter = drafter
+        self.rate = 0.0
+        self.drafted = self.accepted = 0
+
+    def learn(self) -> float:
+        """The rate, once the tokens since the last call are known too."""
+        right, wrong = self.drafter.follow()
+        kept = (1 - _LEARNING) ** right
+        self.rate = (1 - (1 - self.rate) * kept) * (1 - _LEARNING) ** wrong
+        return self.rate

@@ -1,0 +1,1 @@
+"""Drafts of the running requests' next tokens: who guesses them, and how many are worth checking. Knows no page."""

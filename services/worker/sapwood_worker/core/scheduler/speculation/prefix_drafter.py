@@ -1,0 +1,117 @@
+"""Drafts without a model: text that is there already is likely to come again.
+
+A guess is a place in a source: what the prefix cache has of an earlier request that began alike, or the request's own prompt and
+output where its last tokens have stood before. While the request's tokens go on as the source does the place moves along, which
+costs a comparison a token. Where they part, the source is looked through near by (a token may have been replaced, left out or
+added), then the cache, then the n-grams.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.speculation.ngram_index import NgramIndex
+
+_BACK, _AHEAD = 8, 24
+"""Tokens before and after the place where request and source have parted, among which the request's last two are looked for."""
+_ASK_AGAIN = 16
+"""Tokens after which the cache is asked again: it knows whole pages, so that little changes from one to the next."""
+
+
+class PrefixDrafter:
+    """Implements :class:`~sapwood_worker.core.scheduler.speculation.drafter.Drafter`.
+
+    Args:
+        cached: What the prefix cache has after all that is known of a running request.
+    """
+
+    name = "prefix"
+
+    def __init__(self, cached: Callable[[Request], array[int]]) -> None:
+        self._cached = cached
+
+    def begin(self, request: Request) -> CopyingRow:
+        return CopyingRow(request.token_ids, lambda: self._cached(request))
+
+
+class CopyingRow:
+    """Implements :class:`~sapwood_worker.core.scheduler.request_drafts.RowDrafter`.
+
+    Args:
+        tokens: Of the request; grows.
+        cached: What the cache has after them.
+    """
+
+    def __init__(self, tokens: array[int], cached: Callable[[], array[int]]) -> None:
+        self._tokens = tokens
+        self._cached = cached
+        self._ngrams: NgramIndex | None = None
+        self._followed = len(tokens)
+        self._asked: int | None = None
+        self._source: array[int] | None = None
+        self._at = 0
+        self._lost: tuple[array[int], int] | None = None
+
+    def follow(self) -> tuple[int, int]:
+        right = wrong = 0
+        for token in self._tokens[self._followed :]:
+            if self._source is None:
+                continue
+            if self._at == len(self._source):  # it had no more to say
+                self._source = None
+            elif self._source[self._at] == token:
+                self._at += 1
+                right += 1
+            else:
+                self._lost = self._source, self._at
+                self._source = None
+                wrong += 1
+        self._followed = len(self._tokens)
+        return right, wrong
+
+    def propose(self, unknown: int, most: int) -> list[int]:
+        if self._source is None:
+            self._look()
+        elif self._at == len(self._source):  # the cache may have more by now
+            self._asked = None
+            self._look()
+        source, at, wanted = self._source, self._at, unknown + most
+        if source is None:
+            return []
+        ahead = source[at : at + wanted].tolist()
+        if source is self._tokens:
+            period = len(source) - at
+            while len(ahead) < wanted:  # it repeats itself, and may go on with that
+                ahead.append(ahead[-period])
+        return ahead[unknown:]
+
+    def _look(self) -> None:
+        """Sets source and place, if any can be found."""
+        tokens, self._source = self._tokens, None
+        if self._lost is not None and self._look_near(*self._lost):
+            self._lost = None
+            return
+        if self._asked is None or len(tokens) >= self._asked + _ASK_AGAIN:
+            self._asked = len(tokens)
+            if cached := self._cached():
+                self._source, self._at, self._lost = cached, 0, None
+                return
+        if self._ngrams is None:
+            self._ngrams = NgramIndex(tokens)
+        place = self._ngrams.find()
+        if place is not None:
+            self._source, self._at, self._lost = tokens, place, None
+
+    def _look_near(self, source: array[int], at: int) -> bool:
+        """Finds the request's last two tokens in the source around a place."""
+        last = self._tokens[-2:]
+        start = max(0, at - _BACK)
+        # What is found must have something after it; in the request itself that is not its own end.
+        end = min(len(source) - (source is self._tokens), at + _AHEAD) - 2
+        for place in range(start, end):
+            if source[place] == last[0] and source[place + 1] == last[1]:
+                self._source, self._at = source, place + 2
+                return True
+        return False

@@ -1,0 +1,166 @@
+"""How much is drafted: by each request's own rate, by what steps cost, within pages, stop tokens and length; nothing in vain."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.speculation.speculation import MOST_DRAFTED, Speculation
+from sapwood_worker.core.scheduler.speculation.step_costs import StepCosts
+
+SURE = 60
+"""Tokens foreseen, after which a rate is almost 1."""
+
+
+class Row:
+    """Foresees what it is told to; ``seen`` is what its next look finds."""
+
+    def __init__(self, seen: tuple[int, int], draft: list[int]) -> None:
+        self.seen = seen
+        self.draft = draft
+
+    def follow(self) -> tuple[int, int]:
+        seen, self.seen = self.seen, (0, 0)
+        return seen
+
+    def propose(self, unknown: int, most: int) -> list[int]:
+        return self.draft[unknown : unknown + most]
+
+
+class Drafter:
+    name = "test"
+
+    def __init__(self, rows: list[Row]) -> None:
+        self._rows = iter(rows)
+
+    def begin(self, request: Request) -> Row:
+        return next(self._rows)
+
+
+def requests(count: int, **sampling: object) -> list[Request]:
+    found = []
+    for serial in range(count):
+        request = Request(serial, f"r{serial}", [1, 2, 3], SamplingParams(**({"max_tokens": 100} | sampling)))
+        request.token_ids.append(4)
+        found.append(request)
+    return found
+
+
+def speculation(rows: list[Row], costs: StepCosts | None = None, positions: int = 64, room: int = 99) -> Speculation:
+    return Speculation(Drafter(rows), positions, costs, lambda request, count: min(count, room))
+
+
+def measured(rows: int, seconds_a_position: float) -> StepCosts:
+    """Steps take 1 s, and so much more for each position beyond their requests'."""
+    costs = StepCosts()
+    for _ in range(10):
+        costs.note(rows, rows, 1.0)
+    for positions in (rows + 1, 2 * rows, 4 * rows, 8 * rows, 32 * rows):
+        for _ in range(4):
+            costs.note(rows, positions, 1.0 + seconds_a_position * (positions - rows))
+    for _ in range(4):
+        costs.note(rows, rows, 1.0)
+    return costs
+
+
+def test_a_request_drafts_once_its_rate_is_learned_and_stops_when_it_was_wrong() -> None:
+    row, (request,) = Row((0, 0), [7] * 40), requests(1)
+    planner = speculation([row])
+    assert planner.plan([request]) == []
+    row.seen = (SURE, 0)
+    assert planner.plan([request]) == [[7] * MOST_DRAFTED]
+    lengths = []
+    for _ in range(12):
+        row.seen = (0, 1)
+        drafts = planner.plan([request])
+        lengths.append(len(drafts[0]) if drafts else 0)
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] > 5 and lengths[-1] == 0
+
+
+def test_a_request_that_says_no_is_never_looked_at() -> None:
+    assert speculation([]).plan(requests(3, speculate=False)) == []
+
+
+@pytest.mark.parametrize(("settings", "expected"), [({"stop_token_ids": (9,)}, 3), ({"max_tokens": 6}, 4)])
+def test_nothing_is_drafted_that_cannot_follow(settings: dict[str, object], expected: int) -> None:
+    (request,) = requests(1, **settings)
+    request.stops = frozenset(request.sampling.stop_token_ids)
+    (draft,) = speculation([Row((SURE, 0), [7, 7, 7, 9, 7, 7, 7])]).plan([request])
+    assert len(draft) == expected
+
+
+def test_a_draft_after_a_token_that_is_not_known_yet_begins_one_later() -> None:
+    (request,) = requests(1)
+    request.unknown = 1
+    (draft,) = speculation([Row((SURE, 0), [5, 6, 7, 8])]).plan([request])
+    assert draft == [6, 7, 8]
+
+
+def test_drafts_keep_to_the_pages_and_the_positions_there_are() -> None:
+    rows = [Row((SURE, 0), [7] * 40) for _ in range(4)]
+    assert [len(draft) for draft in speculation(rows, room=2).plan(requests(4))] == [2] * 4
+    rows = [Row((SURE, 0), [7] * 40) for _ in range(4)]
+    assert sum(len(draft) for draft in speculation(rows, positions=10).plan(requests(4))) == 6
+    assert speculation(rows, room=0).plan(requests(0)) == []
+    rows = [Row((SURE, 0), [7] * 40) for _ in range(4)]
+    assert speculation(rows, room=0).plan(requests(4)) == []
+
+
+def test_nothing_is_drafted_before_plain_steps_are_measured_and_all_where_positions_cost_nothing() -> None:
+    assert speculation([Row((SURE, 0), [7] * 40)], StepCosts()).plan(requests(1)) == []
+    (draft,) = speculation([Row((SURE, 0), [7] * 40)], measured(1, 0.0)).plan(requests(1))
+    assert len(draft) == MOST_DRAFTED
+
+
+def test_nothing_is_drafted_where_a_position_costs_as_much_as_a_step() -> None:
+    planner = speculation([], measured(1, 1.0))  # no request is even looked at
+    assert planner.plan(requests(1)) == []
+
+
+def test_the_requests_whose_drafts_are_likeliest_get_the_positions_that_pay() -> None:
+    sure, unsure = Row((SURE, 0), [7] * 40), Row((4, 0), [7] * 40)
+    planner = speculation([sure, unsure], measured(2, 0.25))
+    drafts = planner.plan(requests(2))
+    assert len(drafts[0]) > len(drafts[1])
+
+
+def test_plain_steps_are_measured_again_after_many_with_drafts() -> None:
+    row, (request,) = Row((SURE, 0), [7] * 40), requests(1)
+    planner = speculation([row], measured(1, 0.0))
+    plain = 0
+    for _ in range(1000):
+        drafts = planner.plan([request])
+        plain += not drafts
+        planner.measured(1, 1 + sum(map(len, drafts)), 1.0)
+    assert 3 <= plain <= 30
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tokens_a_second_are_never_much_below_those_without_drafts(seed: int) -> None:
+    """A simulated model: a step of n positions takes some time, drafts are right at some rate."""
+    chance = random.Random(seed)
+    rows, right = chance.choice([1, 4, 16]), chance.choice([0.0, 0.1, 0.3, 0.6, 0.95])
+    slope = chance.choice([0.0, 0.02, 0.3, 1.0])
+    many = requests(rows, max_tokens=10**6)
+    found = [Row((0, 0), [7] * 40) for _ in many]
+    planner = speculation(found, StepCosts())
+    tokens = seconds = 0.0
+    for _ in range(3000):
+        drafts = planner.plan(many) or [[] for _ in many]
+        positions = rows + sum(map(len, drafts))
+        took = (1.0 + slope * (positions - rows)) * chance.uniform(0.9, 1.1)
+        for row, draft in zip(found, drafts, strict=True):
+            got = 0
+            while got < len(draft) and chance.random() < right:
+                got += 1
+            missed = got < len(draft) or chance.random() >= right
+            row.seen = (got + (not missed), int(missed))
+            tokens += got + 1
+        seconds += took
+        planner.measured(rows, positions, took)
+    assert tokens / seconds >= 0.985 * rows, (rows, right, slope)
+    if right > 0.9 and slope < 0.1:
+        assert tokens / seconds > 1.5 * rows

@@ -1,0 +1,293 @@
+"""Drafting changes no token: scheduler and real runner with drafts beside the same without, whatever is asked for and goes on.
+
+Most drafts here are the right answer, spoilt in places, so that all, some and none of a draft is accepted; the last tests are the
+prefix drafter's own.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.grammar.artefact import GrammarArtefact
+from sapwood_common.grammar.compile import GrammarBuilder
+from sapwood_common.grammar.source import GrammarKind, GrammarOptions, GrammarSource
+from sapwood_common.grammar.vocabulary import TokenVocabulary
+from sapwood_testing.worker.scripted_drafter import ScriptedDrafter
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.model.grammar.store import GrammarStore
+from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.model.runner.launched_step import LaunchedStep
+from sapwood_worker.model.runner.model_runner import ModelRunner
+from sapwood_worker.records.output import RequestOutput
+
+VOCAB = 97
+TOKENS = 24
+VOCABULARY = TokenVocabulary(
+    (b"<end>", b"<a>", b"<b>", *(bytes([code]) for code in range(32, 126))), frozenset({0, 1, 2})
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}, "on": {"type": "boolean"}},
+    "required": ["name", "age", "on"],
+    "additionalProperties": False,
+}
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    {"frequency_penalty": 0.6, "presence_penalty": 0.4, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
+    {"logit_bias": {5: 4.0, 9: -50.0}},
+    {"min_tokens": 9, "stop_token_ids": tuple(range(40, 60)), "ignore_eos": False},
+    {"allowed_token_ids": tuple(range(10, 50))},
+    {"temperature": 0.3, "bad_words_ids": ((7,), (8, 9), (3, 4, 5))},
+    {"logprobs": 3},
+    {"temperature": 0.0, "logprobs": 0, "prompt_logprobs": 2},
+    {"max_tokens": 1},
+]
+
+Answers = dict[int, list[RequestOutput]]
+
+
+def prompts() -> list[list[int]]:
+    """20, most with a common beginning."""
+    chance = random.Random(3)
+    shared = [chance.randrange(3, VOCAB) for _ in range(40)]
+    return [
+        shared[: chance.choice([0, 7, 20, 40])] + [chance.randrange(3, VOCAB) for _ in range(1 + at % 5)]
+        for at in range(20)
+    ]
+
+
+def compiled(kind: GrammarKind, source: str) -> bytes:
+    given = GrammarSource(kind, source, GrammarOptions())
+    lark = GrammarBuilder(VOCABULARY.special_names).compile(given)
+    return GrammarArtefact(given.key(VOCABULARY.fingerprint), VOCABULARY.fingerprint, lark).to_bytes()
+
+
+GRAMMARS = [
+    compiled("regex", "[a-c]{4,9}=[0-9]{3}(xyz|zyx)"),
+    compiled("json_schema", json.dumps(SCHEMA)),
+]
+
+
+def requests(store: GrammarStore) -> list[Request]:
+    """Each setting, then grammars, each with a prompt and a seed of its own."""
+    found = []
+    for serial, prompt in enumerate(prompts()):
+        settings = {"seed": serial, "max_tokens": TOKENS, "ignore_eos": True} | SETTINGS[serial % len(SETTINGS)]
+        grammar = None
+        if serial >= 14:
+            settings = {"seed": serial, "max_tokens": 60, "temperature": serial % 2}
+            grammar = store.build(GRAMMARS[serial // 2 % 2])
+        found.append(Request(serial, f"r{serial}", prompt, SamplingParams(**settings), grammar=grammar))
+    return found
+
+
+def drive(scheduler: Scheduler, runner: ModelRunner, overlap: bool) -> Iterator[RequestOutput]:
+    """As the event loop does."""
+    launched: deque[LaunchedStep] = deque()
+    while scheduler.has_work:
+        if not scheduler.plans_ahead:
+            yield from scheduler.update(launched.popleft().result())
+            while launched:
+                yield from scheduler.update(launched.popleft().result())
+        planned = scheduler.schedule()
+        if planned:
+            launched.append(runner.launch(planned))
+        while len(launched) > (1 if planned and overlap else 0):
+            yield from scheduler.update(launched.popleft().result())
+        scheduler.check()
+
+
+def run(scheduler: Scheduler, runner: ModelRunner, overlap: bool, asked: list[Request]) -> Answers:
+    answers: Answers = {request.serial: [] for request in asked}
+    for request in asked:
+        scheduler.add(request)
+    for output in drive(scheduler, runner, overlap):
+        answers[output.serial].append(output)
+    return answers
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def assert_alike(found: Answers, expected: Answers) -> None:
+    assert found.keys() == expected.keys()
+    for serial, outputs in found.items():
+        others = expected[serial]
+        assert tokens_of(outputs) == tokens_of(others), f"r{serial}"
+        assert (outputs[-1].finish_reason, outputs[-1].error) == (others[-1].finish_reason, others[-1].error)
+        assert outputs[-1].completion_tokens == others[-1].completion_tokens
+        for kind in ("logprobs", "prompt_logprobs"):
+            mine, theirs = ([each for item in got for each in getattr(item, kind)] for got in (outputs, others))
+            assert len(mine) == len(theirs)
+            for one, other in zip(mine, theirs, strict=True):
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+                assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def store() -> GrammarStore:
+    return GrammarStore(VOCABULARY, VOCAB, (0,))
+
+
+@pytest.fixture(scope="module")
+def make(make_runner: Any, tiny_model: Any) -> Callable[..., tuple[Scheduler, ModelRunner]]:
+    """A scheduler and a runner; ``drafter`` and ``speculate`` say what is drafted, ``name`` which model."""
+
+    def make_(name: str = "llama", drafter: Any = None, **settings: Any) -> tuple[Scheduler, ModelRunner]:
+        settings = {"page_size": 16, "num_pages": 128, "max_running": 8} | settings
+        sizes = {key: settings[key] for key in ("page_size", "num_pages", "max_running")}
+        runner = make_runner(tiny_model(name).path, **sizes)
+        config = SchedulerConfig(
+            windows=runner.info.windows,
+            context_length=512,
+            eos_token_ids=frozenset({0}),
+            conservativeness=0.0,
+            **settings,
+        )
+        return Scheduler(config, masks=TokenMasks(VOCAB, threads=1), drafter=drafter), runner
+
+    return make_
+
+
+@pytest.fixture(scope="module")
+def plain(make: Any, store: GrammarStore) -> Callable[[str], Answers]:
+    """A model's answers without drafts."""
+    known: dict[str, Answers] = {}
+
+    def plain_(name: str) -> Answers:
+        if name not in known:
+            known[name] = run(*make(name), False, requests(store))
+        return known[name]
+
+    return plain_
+
+
+def scripted(answers: Answers, right: float) -> ScriptedDrafter:
+    return ScriptedDrafter(
+        lambda request: iter(tokens_of(answers[request.serial])), random.Random(1), right, vocab_size=VOCAB
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size", "num_pages", "max_running", "overlap"),
+    [
+        pytest.param("llama", 16, 128, 1, False, marks=pytest.mark.slow),
+        pytest.param("llama", 1, 2048, 4, False, marks=pytest.mark.slow),
+        ("llama", 16, 128, 16, True),
+        ("llama", 4, 30, 8, True),
+        pytest.param("gemma3", 1, 200, 4, False, marks=pytest.mark.slow),
+        ("gemma3", 1, 2048, 12, True),
+    ],
+)
+def test_tokens_are_those_without_drafts(
+    make: Any,
+    plain: Callable[[str], Answers],
+    store: GrammarStore,
+    name: str,
+    page_size: int,
+    num_pages: int,
+    max_running: int,
+    overlap: bool,
+) -> None:
+    expected = plain(name)
+    scheduler, runner = make(
+        name,
+        scripted(expected, 0.8),
+        page_size=page_size,
+        num_pages=num_pages,
+        max_running=max_running,
+        max_step_tokens=64,
+        speculate="prefix",
+    )
+    assert_alike(run(scheduler, runner, overlap, requests(store)), expected)
+    load = scheduler.load()
+    assert load.drafted_tokens - load.accepted_tokens > 10
+    assert load.accepted_tokens > 60
+    if num_pages == 30:
+        assert scheduler.num_retractions > 0
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_drafts_all_wrong_or_all_right_change_the_number_of_steps_and_no_token(
+    make: Any, plain: Callable[[str], Answers], store: GrammarStore, right: float
+) -> None:
+    expected = plain("llama")
+    scheduler, runner = make(drafter=scripted(expected, right), speculate="prefix", max_running=8)
+    found = run(scheduler, runner, True, requests(store))
+    assert_alike(found, expected)
+    load = scheduler.load()
+    if right:
+        assert load.accepted_tokens == load.drafted_tokens > 100
+    for serial, outputs in found.items():
+        # As many as were drafted for it, and no more than its output.
+        assert 0 <= outputs[-1].accepted_tokens <= outputs[-1].completion_tokens, serial
+    assert sum(outputs[-1].accepted_tokens for outputs in found.values()) == load.accepted_tokens
+    assert sum(outputs[-1].drafted_tokens for outputs in found.values()) == load.drafted_tokens
+
+
+def test_a_request_that_goes_on_elsewhere_is_drafted_for_and_stays_the_same(
+    make: Any, plain: Callable[[str], Answers], store: GrammarStore
+) -> None:
+    expected = plain("llama")
+    scheduler, runner = make(speculate="prefix", drafter=None)
+    run(scheduler, runner, True, requests(store)[:9])  # its cache has the answers now
+    for cut in (1, 8):
+        for request in requests(store)[1:9:2]:
+            done = tokens_of(expected[request.serial])[:cut]
+            if expected[request.serial][-1].completion_tokens <= cut:
+                continue
+            sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - cut)
+            again = Request(request.serial, "again", [*request.token_ids, *done], sampling, output_tokens=cut)
+            found = run(scheduler, runner, True, [again])
+            assert done + tokens_of(found[request.serial]) == tokens_of(expected[request.serial])
+        assert scheduler.load().accepted_tokens > 10
+
+
+@pytest.mark.parametrize(("page_size", "overlap"), [(1, True), (16, False)])
+def test_what_was_asked_before_is_foreseen_from_the_cache(
+    make: Any, plain: Callable[[str], Answers], store: GrammarStore, page_size: int, overlap: bool
+) -> None:
+    expected = plain("llama")
+    scheduler, runner = make(speculate="prefix", page_size=page_size, num_pages=2048 // page_size)
+    assert_alike(run(scheduler, runner, overlap, requests(store)), expected)
+    first = scheduler.load()
+    assert_alike(run(scheduler, runner, overlap, requests(store)), expected)
+    again = scheduler.load()
+    drafted = again.drafted_tokens - first.drafted_tokens
+    accepted = again.accepted_tokens - first.accepted_tokens
+    assert accepted > 60 and accepted > 0.7 * drafted
+
+
+def test_greedy_text_that_repeats_itself_is_foreseen_and_a_request_can_say_no(make: Any) -> None:
+    def ask(speculate: bool) -> list[Request]:
+        settings = {"temperature": 0.0, "max_tokens": 80, "ignore_eos": True, "speculate": speculate}
+        return [Request(at, f"r{at}", prompt, SamplingParams(**settings)) for at, prompt in enumerate(prompts()[:6])]
+
+    found = []
+    for speculate in (False, True):
+        scheduler, runner = make(speculate="prefix", prefix_cache=False)
+        found.append(run(scheduler, runner, False, ask(speculate)))
+        assert (scheduler.load().accepted_tokens > 30) == (scheduler.load().drafted_tokens > 0) == speculate
+    assert_alike(*found)
+
+
+def test_auto_measures_steps_and_changes_no_token(
+    make: Any, plain: Callable[[str], Answers], store: GrammarStore
+) -> None:
+    expected = plain("llama")
+    scheduler, runner = make(speculate="auto", drafter=scripted(expected, 1.0), max_running=2)
+    assert_alike(run(scheduler, runner, False, requests(store)), expected)

@@ -380,3 +380,17 @@ def test_sigterm_while_the_model_loads_ends_the_worker_with_0() -> None:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == 0
+
+
+async def test_what_was_asked_before_is_drafted_and_counted_unless_a_request_says_no(lend) -> None:
+    async with grpc.aio.insecure_channel(lend("--speculate", "prefix").address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        prompt = [5] * 20
+        first, _ = await collect(stub, request("first", prompt, max_tokens=60, ignore_eos=True))
+        again, last = await collect(stub, request("again", prompt, max_tokens=60, ignore_eos=True))
+        plain, none = await collect(stub, request("plain", prompt, max_tokens=60, ignore_eos=True, speculate=False))
+        assert first == again == plain == expected(prompt, 60)
+        # The cache has whole pages of 16: the answer's last tokens are not in it.
+        assert last.usage.accepted_prediction_tokens >= 20
+        assert last.usage.rejected_prediction_tokens <= 40
+        assert (none.usage.accepted_prediction_tokens, none.usage.rejected_prediction_tokens) == (0, 0)

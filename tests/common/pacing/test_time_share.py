@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-import pytest
-
 from sapwood_common.pacing.time_share import SLICE, TimeShare
 
 

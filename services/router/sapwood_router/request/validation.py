@@ -32,18 +32,24 @@ def check_token_ids(token_ids: Sequence[int], field: str) -> None:
         raise InvalidArgumentError("token ids must be in 0..4294967295", field=field)
 
 
+def check_counts(stops: int, bad_words: int, field: str = "stop") -> None:
+    """Refuses more than 16 stop strings, and too many bad words: before they are looked at, as there may be millions."""
+    if stops > MOST_STOPS:
+        raise InvalidArgumentError(f"at most {MOST_STOPS} stop strings, got {stops}", field=field)
+    if bad_words > MOST_BAD_WORDS:
+        raise InvalidArgumentError(f"at most {MOST_BAD_WORDS} bad words, got {bad_words}", field="bad_words")
+
+
 def check_stop(stop: tuple[str, ...], field: str = "stop") -> None:
     """Refuses more than 16 stop strings, and an empty one."""
-    if len(stop) > MOST_STOPS:
-        raise InvalidArgumentError(f"at most {MOST_STOPS} stop strings, got {len(stop)}", field=field)
+    check_counts(len(stop), 0, field)
     if not all(stop):
         raise InvalidArgumentError("a stop string is empty", field=field)
 
 
 def check_bad_words(words: tuple[str, ...]) -> None:
     """Refuses too many bad words, and an empty one."""
-    if len(words) > MOST_BAD_WORDS:
-        raise InvalidArgumentError(f"at most {MOST_BAD_WORDS} bad words, got {len(words)}", field="bad_words")
+    check_counts(0, len(words))
     if not all(map(str.strip, words)):
         raise InvalidArgumentError("a bad word is empty", field="bad_words")
 

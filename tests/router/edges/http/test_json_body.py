@@ -44,3 +44,21 @@ def test_bad_unicode_is_located_in_bodies_that_are_not_large() -> None:
         decode_object(b'{"messages": [{"content": "\xff"}]}')
     with pytest.raises(InvalidArgumentError, match="not valid JSON"):
         decode_object(b'{"prompt": "%b\xff"}' % (b"a" * 2_000_000))
+
+
+class Counted(bytes):
+    """Bytes that count how many of them are looked at, a slice at a time."""
+
+    looked_at = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        self.looked_at += len(found) if isinstance(found, bytes) else 1
+        return found
+
+
+def test_of_a_body_with_far_too_many_values_only_the_beginning_is_counted() -> None:
+    body = Counted(b'{"prompt": [%b]}' % b",".join([b"{}"] * 1_000_000))
+    with pytest.raises(InvalidArgumentError, match="the body has more than"):
+        decode_object(body)
+    assert 0 < body.looked_at < 1_000_000

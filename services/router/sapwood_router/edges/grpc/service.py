@@ -35,6 +35,7 @@ from sapwood_router.request.continuations import continuations
 from sapwood_router.request.output import OutputOptions
 from sapwood_router.request.output_stream import Relay
 from sapwood_router.request.request_ids import accept_request_id, unique_id
+from sapwood_router.request.validation import check_counts
 
 SERVICE_NAME = "sapwood.v1.Router"
 TRACED = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed"))
@@ -151,6 +152,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     def _contexts(
         self, request: router_pb2.RouterGenerateRequest, request_id: str, caller: Caller, left: float | None
     ) -> list[RequestContext]:
+        check_counts(len(request.stop), len(request.bad_words))
         prompt, fields = prompt_of(request)
         sampling, count = from_message(request.sampling)
         deadline = asyncio.get_running_loop().time() + (

@@ -33,7 +33,7 @@ MUTATIONS = [
         "        self._allocator.name",
     ),
     # Also a pin must be given back.
-    Mutation("core/cache/prefix_cache.py", "        self._tree.unlock(pin.node)\n", ""),
+    Mutation("core/cache/pins.py", "        self._tree.unlock(pin.node)\n", ""),
     Mutation(
         "core/cache/prefix_cache.py",
         "        self._tree.unlock(row.node)\n        row.node, row",

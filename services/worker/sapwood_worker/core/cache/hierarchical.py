@@ -81,7 +81,7 @@ class _Store:
 
 
 class HierarchicalCache:
-    """Implements :class:`~sapwood_worker.core.cache.prefix_cache.LowerTiers`. Lives in the scheduler; single-threaded.
+    """Implements :class:`~sapwood_worker.core.cache.lower_tiers.LowerTiers`. Lives in the scheduler; single-threaded.
 
     Args:
         host: The second tier.

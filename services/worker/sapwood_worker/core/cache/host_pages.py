@@ -30,7 +30,10 @@ class HostPage:
         ready: Whether its content is in place; until then it is being written.
         pins: How many users rely on its content; above 0 it is not evicted.
         doomed: Whether it is dropped as soon as it is not pinned, and not found meanwhile.
-        created: As in ``eviction.Candidate``, like ``used``, ``hits`` and ``queued``.
+        created: When it was added, by the index's tick.
+        used: When it was last found or added, by the index's tick.
+        hits: How often it was found.
+        queued: Whether the eviction queue has an entry for it; the queue's own mark.
     """
 
     name: PageName

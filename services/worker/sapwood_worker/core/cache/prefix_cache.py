@@ -10,14 +10,13 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from sapwood_common.errors import ResourceExhaustedError
 from sapwood_worker.core.cache.eviction import EvictionName
 from sapwood_worker.core.cache.kv_event_log import KvEventLog
+from sapwood_worker.core.cache.lower_tiers import LowerTiers
 from sapwood_worker.core.cache.page_allocator import (
     CACHE,
     FREE,
@@ -28,62 +27,13 @@ from sapwood_worker.core.cache.page_allocator import (
     PageIds,
 )
 from sapwood_worker.core.cache.page_table import PageTable
+from sapwood_worker.core.cache.pins import Pins
 from sapwood_worker.core.cache.radix_tree import TOKEN_BYTES, Match, Node, RadixTree
 from sapwood_worker.core.cache.window_pages import WindowPages
 from sapwood_worker.records.kv_layout import WindowGroup
 
 Written = tuple[PageHandle, ...]
 """Handles of pages, one for each page table."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pin:
-    """The locked end of a pinned prefix, until when it is pinned, and what it holds of each window."""
-
-    node: Node
-    until: float | None
-    held: tuple[PageIds, ...]
-
-
-class LowerTiers(Protocol):
-    """What the prefix cache tells the tiers below it, and asks of them. All but ``evicted`` and ``dropped`` concern one row."""
-
-    def open(self, slot: int, token_ids: array[int], namespace: bytes, pages: PageIds) -> None:
-        """Keeps, for a row that begins with these cached pages, what the tiers have of ``token_ids`` beyond them."""
-        ...
-
-    def kept(self, slot: int) -> int:
-        """How many pages :meth:`open` kept for a row."""
-        ...
-
-    def load(self, slot: int, pages: PageIds, windows: tuple[PageIds, ...]) -> None:
-        """Has the row's next pages filled before the coming step computes, those that :meth:`open` kept; :attr:`windows` are
-        the same pages of each window, -1 where the row has none."""
-        ...
-
-    def loaded(self, slot: int) -> None:
-        """Notes that the step is done that filled the pages of :meth:`load`."""
-        ...
-
-    def cached(self, slot: int, token_ids: array[int], start: int, pages: PageIds, new: PageIds) -> None:
-        """Notes that the row's pages from entry ``start`` on are cached now, as ``pages``; ``new`` are those just added."""
-        ...
-
-    def close(self, slot: int) -> None:
-        """Frees what is kept for a row that ends."""
-        ...
-
-    def beside(self, windows: Sequence[WindowPages]) -> None:
-        """Called once: what else belongs to a cached page, and is stored and loaded with it."""
-        ...
-
-    def evicted(self, pages: PageIds) -> None:
-        """Takes what it wants of pages that are about to be given to another owner; their content is still in place."""
-        ...
-
-    def dropped(self, pages: PageIds) -> None:
-        """Forgets pages that are about to be given to another owner, and keeps nothing of their content."""
-        ...
 
 
 @dataclass(slots=True)
@@ -104,6 +54,7 @@ class PrefixCache:
         enabled: If not, nothing is kept and nothing found.
         windows: The pages of layers that see a window only.
         scarce: Those of them that have fewer pages than the page table.
+        pins: The prefixes that are pinned.
 
     Args:
         allocator: The ledger.
@@ -135,13 +86,13 @@ class PrefixCache:
         self.enabled = enabled
         self._below = below if enabled else None
         self._rows: dict[int, _Row] = {}
-        self._pins: dict[str, _Pin] = {}
         rows, width = page_table.rows.shape
         self.windows = [
             WindowPages(group, page_size, allocator.num_pages, rows, width, self._unkept) for group in windows
         ]
         # The others have a page for each of the page table's, and do whenever that does.
         self.scarce = [window for window in self.windows if window.num_pages < allocator.num_pages]
+        self.pins = Pins(self._tree, self.windows, self.scarce)
         self._tables = page_table.rows, *(each.table for each in self.windows)
         self._ledgers = allocator, *(each.ledger for each in self.windows)
         if self._below is not None:
@@ -320,42 +271,17 @@ class PrefixCache:
             token_ids: The prefix.
             namespace: Within which to look.
             most: Pages that may be pinned in all.
-            until: When :meth:`expire_pins` takes it back; None: never.
+            until: When it is taken back; None: never.
 
         Returns:
             The number of tokens pinned, in whole pages.
 
         Raises:
-            ResourceExhaustedError: More than ``most`` pages would be pinned; nothing changed.
+            ResourceExhaustedError: As :meth:`Pins.add`.
         """
         match, _ = self._match(self._key(token_ids, 0, len(token_ids)), namespace)
-        old = self._pins.get(name)
-        kept = [pin.node for pin in self._pins.values() if pin is not old]
-        needed = sum(len(node.pages) for node in _and_above([*kept, match.node]))
-        if needed > most:
-            raise ResourceExhaustedError(f"{needed} pages would be pinned; at most {most} can be", field="token_ids")
-        for window in self.scarce:
-            if (len(kept) + 1) * window.tail + window.least > window.num_pages:
-                raise ResourceExhaustedError(
-                    f"the pages of a window would not do for {len(kept) + 1} pins and a request", field="token_ids"
-                )
-        self._tree.lock(match.node)
-        self._pins[name] = _Pin(match.node, until, tuple(each.hold(match.pages) for each in self.windows))
-        if old is not None:
-            self._release(old)
+        self.pins.add(name, match, most, until)
         return len(match.pages) * self._page_size
-
-    def unpin(self, name: str) -> bool:
-        """Takes a pin back; returns whether there was one of this name."""
-        pin = self._pins.pop(name, None)
-        if pin is not None:
-            self._release(pin)
-        return pin is not None
-
-    def expire_pins(self, now: float) -> None:
-        """Takes back the pins whose time is over. O(pins)."""
-        for name in [name for name, pin in self._pins.items() if pin.until is not None and pin.until <= now]:
-            self.unpin(name)
 
     def flush(self, *, keep: bool = False) -> int:
         """Forgets everything that no running request and no pin holds; returns the number of pages freed.
@@ -377,7 +303,7 @@ class PrefixCache:
         """
         self._allocator.check()
         assert not self._rows, f"rows {sorted(self._rows)} are open, though nothing runs"
-        pins = _and_above([pin.node for pin in self._pins.values()])
+        pins = self.pins.nodes()
         pinned = sum(len(node.pages) for node in pins)
         if self._tree.num_evictable + pinned != self._tree.num_pages:
             locked = [node.pages for node in self._tree.nodes() if node.locks and node not in pins]
@@ -387,7 +313,7 @@ class PrefixCache:
             leaked = np.setdiff1d(self._allocator.used(), cached)
             raise LedgerError(f"nothing runs, yet there are pages {self._allocator.describe(leaked)}")
         for nth, window in enumerate(self.windows):
-            window.check_idle(sum(len(pin.held[nth]) for pin in self._pins.values()))
+            window.check_idle(sum(map(len, self.pins.held(nth))))
 
     def check(self) -> None:
         """Compares tree, ledger and rows page by page; for tests.
@@ -414,8 +340,8 @@ class PrefixCache:
             owners[loading] = TRANSFER
             owners[pages[loaded:]] = slot
             held += len(pages) - row.shared
-        for pin in self._pins.values():
-            ends[pin.node] = ends.get(pin.node, 0) + 1
+        for node in self.pins.ends():
+            ends[node] = ends.get(node, 0) + 1
         cached = self._tree.check(ends)
         owners[cached] = CACHE
         # The counts agree too, so that no page stands in two places.
@@ -423,7 +349,7 @@ class PrefixCache:
         begun = {slot: self._table.pages(slot)[: row.shared] for slot, row in self._rows.items()}
         for nth, window in enumerate(self.windows):
             moving = {slot: each[each >= 0] for slot, row in self._rows.items() for each in row.windows[nth : nth + 1]}
-            window.check(begun, moving, [pin.held[nth] for pin in self._pins.values()], cached)
+            window.check(begun, moving, self.pins.held(nth), cached)
 
     def _balance(self, slot: int) -> None:
         """Compares, after a change of a row, how much is locked and cached with what should be. O(1).
@@ -431,7 +357,7 @@ class PrefixCache:
         Raises:
             LedgerError: This row has just lost a lock or a page.
         """
-        locks = len(self._rows) + len(self._pins)
+        locks = len(self._rows) + len(self.pins)
         if self._tree.num_locks != locks:
             name = self._allocator.name_of(slot)
             raise LedgerError(f"{name}: {self._tree.num_locks} locks where rows and pins have {locks}")
@@ -473,11 +399,6 @@ class PrefixCache:
         if self._below is not None:
             self._below.dropped(pages)
 
-    def _release(self, pin: _Pin) -> None:
-        self._tree.unlock(pin.node)
-        for window, pages in zip(self.windows, pin.held, strict=True):
-            window.let_go(pages)
-
     def _usable(self, token_ids: array[int]) -> int:
         """Tokens that may come from the cache: the last one is computed again, for its logits."""
         return len(token_ids) - 1 if self.enabled else 0
@@ -485,14 +406,3 @@ class PrefixCache:
     def _key(self, token_ids: array[int], start: int, end: int) -> bytes:
         """The whole pages of ``token_ids[start:end]``; ``start`` is a multiple of the page."""
         return token_ids[start : end // self._page_size * self._page_size].tobytes()
-
-
-def _and_above(ends: list[Node]) -> set[Node]:
-    """These nodes and all above them."""
-    found: set[Node] = set()
-    for node in ends:
-        at: Node | None = node
-        while at is not None and at not in found:
-            found.add(at)
-            at = at.parent
-    return found

@@ -168,7 +168,7 @@ class Scheduler:
 
     def expire(self) -> list[RequestOutput]:
         """Ends the requests whose deadline has passed, as :meth:`abort` does; returns their last outputs."""
-        self._cache.expire_pins(self._clock())
+        self._cache.pins.expire(self._clock())
         return self._lifecycle.expire(self._clock())
 
     def pause(self, *, retract: bool = False) -> None:
@@ -318,7 +318,7 @@ class Scheduler:
 
     def unpin(self, name: str) -> bool:
         """Lets go of a pinned prefix; returns whether there was one of this name."""
-        return self._cache.unpin(name)
+        return self._cache.pins.remove(name)
 
     def take_kv_events(self) -> list[KvEvent]:
         """Removes and returns what the prefix cache stored and removed since the last call, in order."""

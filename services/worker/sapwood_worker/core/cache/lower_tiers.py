@@ -1,0 +1,51 @@
+"""What the prefix cache asks of the tiers below it. Knows nothing of how they keep pages."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+from sapwood_worker.core.cache.page_allocator import PageIds
+from sapwood_worker.core.cache.window_pages import WindowPages
+
+
+class LowerTiers(Protocol):
+    """What the prefix cache tells the tiers below it, and asks of them. All but ``evicted`` and ``dropped`` concern one row."""
+
+    def open(self, slot: int, token_ids: array[int], namespace: bytes, pages: PageIds) -> None:
+        """Keeps, for a row that begins with these cached pages, what the tiers have of ``token_ids`` beyond them."""
+        ...
+
+    def kept(self, slot: int) -> int:
+        """How many pages :meth:`open` kept for a row."""
+        ...
+
+    def load(self, slot: int, pages: PageIds, windows: tuple[PageIds, ...]) -> None:
+        """Has the row's next pages filled before the coming step computes, those that :meth:`open` kept; :attr:`windows` are
+        the same pages of each window, -1 where the row has none."""
+        ...
+
+    def loaded(self, slot: int) -> None:
+        """Notes that the step is done that filled the pages of :meth:`load`."""
+        ...
+
+    def cached(self, slot: int, token_ids: array[int], start: int, pages: PageIds, new: PageIds) -> None:
+        """Notes that the row's pages from entry ``start`` on are cached now, as ``pages``; ``new`` are those just added."""
+        ...
+
+    def close(self, slot: int) -> None:
+        """Frees what is kept for a row that ends."""
+        ...
+
+    def beside(self, windows: Sequence[WindowPages]) -> None:
+        """Called once: what else belongs to a cached page, and is stored and loaded with it."""
+        ...
+
+    def evicted(self, pages: PageIds) -> None:
+        """Takes what it wants of pages that are about to be given to another owner; their content is still in place."""
+        ...
+
+    def dropped(self, pages: PageIds) -> None:
+        """Forgets pages that are about to be given to another owner, and keeps nothing of their content."""
+        ...

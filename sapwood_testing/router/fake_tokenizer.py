@@ -12,12 +12,10 @@ import grpc
 
 from sapwood.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_common.serving.server import ServiceServer
 from sapwood_common.telemetry.logs import request_id_var
 from sapwood_testing.router.fake_encode import encode_items
 from sapwood_testing.router.fake_parser import REASONING_PARSER, TOOL_PARSER, FakeParser
-from sapwood_testing.router.implementation import implementation
-from sapwood_testing.router.ports import port_of_its_own
+from sapwood_testing.router.fake_server import FakeServer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -54,7 +52,6 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
 
     def __init__(self, offset: int = _OFFSET) -> None:
         self._offset = offset
-        self.port = 0
         self.request_ids: list[str] = []
         self.tool_parser = TOOL_PARSER
         self.reasoning_parser = REASONING_PARSER
@@ -72,28 +69,27 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.messages = 0
         self.hold = False
         """While set, Detokenize reads and answers nothing."""
-        self._server: ServiceServer | None = None
+        self._server = FakeServer("tokenizer", _NAME, _SESSIONS)
+
+    @property
+    def port(self) -> int:
+        """Where it listens, once it has been started."""
+        return self._server.port
 
     @property
     def address(self) -> str:
-        """Where it listens."""
-        return f"127.0.0.1:{self.port}"
+        """Its host and port."""
+        return self._server.address
 
     async def start(self) -> None:
-        """Listens, on the port it had before if it was started before; serves at once."""
-        self.port = self.port or port_of_its_own()
-        self._server = ServiceServer(
-            "127.0.0.1", self.port, [_NAME], uncounted=_SESSIONS, implementation=implementation("tokenizer")
+        """Serves, on the port it had before if it was started before."""
+        await self._server.start(
+            lambda grpc_server: tokenizer_pb2_grpc.add_TokenizerServicer_to_server(self, grpc_server)
         )
-        tokenizer_pb2_grpc.add_TokenizerServicer_to_server(self, self._server.grpc)
-        self.port = await self._server.start()
-        await self._server.set_serving(True)
 
     async def kill(self) -> None:
         """Cuts every connection."""
-        if self._server is not None:
-            await self._server.stop(0)
-        self._server = None
+        await self._server.kill()
 
     async def Tokenize(  # noqa: N802
         self, request: tokenizer_pb2.TokenizeRequest, context: Context

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
 import grpc
@@ -20,142 +18,17 @@ from sapwood_common.errors import (
     UnavailableError,
     UnimplementedError,
 )
-from sapwood_common.serving.server import ServiceServer
 from sapwood_common.status import code_number
 from sapwood_common.telemetry.logs import request_id_var
-from sapwood_testing.router.implementation import implementation
-from sapwood_testing.router.ports import port_of_its_own
+from sapwood_testing.router.fake_server import FakeServer
+from sapwood_testing.router.fake_session import FakeSession, Put
+from sapwood_testing.router.script import Script, SeenCall, SeenEmbedding
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _NAME = "sapwood.v1.Worker"
 _LONG_LIVED = frozenset({f"/{_NAME}/WatchLoad", f"/{_NAME}/Session"})
 _epochs = itertools.count(1)
-
-
-def echo(prompt: Sequence[int]) -> list[int]:
-    """The default script: the prompt again, without what comes before its first letter (a BOS)."""
-    return [token for token in prompt if token >= 3]
-
-
-@dataclass(slots=True)
-class Script:
-    """How a worker answers; tests change it while the worker runs.
-
-    Attributes:
-        tokens: The tokens to generate for a prompt.
-        reason: Why the generation ends; LENGTH too when max_tokens cuts it short.
-        ends_with_token: Whether an end token follows where the reason is STOP; else its grammar ends the generation.
-        chunk: Tokens a message.
-        delay: Seconds before each message.
-        fail_after: Messages after which ``error`` is raised; None never.
-        error: What is raised then.
-        gate: While it is clear, no message but the first ``gate_after`` is sent.
-        gate_after: See ``gate``.
-    """
-
-    tokens: Callable[[Sequence[int]], list[int]] = echo
-    reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_STOP
-    ends_with_token: bool = True
-    chunk: int = 1
-    delay: float = 0.0
-    fail_after: int | None = None
-    error: SapwoodError | None = None
-    gate: asyncio.Event | None = None
-    gate_after: int = 0
-
-
-@dataclass(slots=True)
-class SeenCall:
-    """A Generate call as the worker saw it; ``outcome`` is running, finished, failed or cancelled."""
-
-    request: worker_pb2.WorkerGenerateRequest
-    request_id: str
-    time_remaining: float | None
-    outcome: str = "running"
-    sent_tokens: int = 0
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-@dataclass(slots=True)
-class SeenEmbedding:
-    """An embedding request as the worker saw it; ``over`` is set when it was answered, or cancelled."""
-
-    request: worker_pb2.WorkerEmbedRequest
-    time_remaining: float | None
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class _Session:
-    """The streams of one Session call."""
-
-    def __init__(self, worker: FakeWorker) -> None:
-        self._worker = worker
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._paused: set[int] = set()
-        self._ready: dict[int, worker_pb2.SessionOutput] = {}
-        self._taken = asyncio.Event()
-        self._wake = asyncio.Event()
-        self._heartbeat = 0.2
-        self._packs_tokens = False
-
-    async def read(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
-        async for request in requests:
-            if request.HasField("heartbeat_ms"):
-                self._heartbeat = request.heartbeat_ms / 1000
-                self._packs_tokens = request.packed_tokens and self._worker.packs_tokens
-            for submit in request.submits:
-                self._submit(submit)
-            for stream_id in request.aborts:
-                if stream_id in self._tasks:
-                    self._tasks.pop(stream_id).cancel()
-                self._ready.pop(stream_id, None)
-            self._paused |= set(request.pauses)
-            self._paused -= set(request.resumes)
-            self._wake.set()
-
-    async def next_response(self) -> worker_pb2.SessionResponse:
-        with contextlib.suppress(TimeoutError):  # wait_for would swallow a cancellation that comes with the wake
-            async with asyncio.timeout(self._heartbeat):
-                await self._wake.wait()
-        self._wake.clear()
-        response = worker_pb2.SessionResponse(load=self._worker.load, draining=self._worker.draining)
-        response.MergeFrom(self._worker.vitals)
-        for stream_id in [stream_id for stream_id in self._ready if stream_id not in self._paused]:
-            output = self._ready.pop(stream_id)
-            answer = output.response
-            one = worker_pb2.WorkerGenerateResponse(token_ids=answer.token_ids[:1])
-            if self._packs_tokens and answer.token_ids and answer == one:
-                response.token_streams.append(stream_id)
-                response.tokens.extend(answer.token_ids)
-            else:
-                response.outputs.append(output)
-        self._taken.set()
-        self._taken = asyncio.Event()
-        return response
-
-    def close(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-
-    def _submit(self, submit: worker_pb2.SessionSubmit) -> None:
-        stream_id = submit.stream_id
-        left = submit.timeout_ms / 1000 if submit.HasField("timeout_ms") else None
-        client_id = submit.request.request_id.rpartition(".")[0]
-
-        async def put(output: worker_pb2.SessionOutput) -> None:
-            output.stream_id = stream_id
-            while stream_id in self._ready:
-                await self._taken.wait()
-            self._ready[stream_id] = output
-            self._wake.set()
-
-        if submit.HasField("embed"):
-            run = self._worker.run_embedding(SeenEmbedding(submit.embed, left), put)
-        else:
-            run = self._worker.run(SeenCall(submit.request, client_id, left), put)
-        task = self._tasks[stream_id] = asyncio.ensure_future(run)
-        task.add_done_callback(lambda _: self._tasks.pop(stream_id, None))
 
 
 def _failure(error: SapwoodError) -> worker_pb2.SessionOutput:
@@ -204,8 +77,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._context_length = context_length
         self._seen_pages: set[bytes] = set()
         self._load_changed = asyncio.Event()
-        self._server: ServiceServer | None = None
-        self.port = 0
+        self._server = FakeServer("worker", _NAME, _LONG_LIVED)
         self.draining = False
         self.packs_tokens = True
         """Whether it knows of that, as its elders do not."""
@@ -215,31 +87,27 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         """While set, sessions read but say nothing, as if the process hung."""
 
     @property
+    def port(self) -> int:
+        """Where it listens, once it has been started."""
+        return self._server.port
+
+    @property
     def address(self) -> str:
-        """Where it listens."""
-        return f"127.0.0.1:{self.port}"
+        """Its host and port."""
+        return self._server.address
 
     async def start(self) -> None:
-        """Listens, on the port it had before if it was started before; serves at once."""
-        self.port = self.port or port_of_its_own()
-        self._server = ServiceServer(
-            "127.0.0.1", self.port, [_NAME], uncounted=_LONG_LIVED, implementation=implementation("worker")
-        )
-        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server.grpc)
-        self.port = await self._server.start()
-        await self._server.set_serving(True)
+        """Serves, on the port it had before if it was started before."""
+        await self._server.start(lambda grpc_server: worker_pb2_grpc.add_WorkerServicer_to_server(self, grpc_server))
 
     async def kill(self) -> None:
         """Cuts every connection without a goodbye; a later :meth:`start` is a new epoch with an empty cache."""
-        if self._server is not None:
-            await self._server.stop(0)
-        self._server = None
+        await self._server.kill()
         self.epoch = next(_epochs)
         self._seen_pages.clear()
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the health it reports."""
-        assert self._server is not None
         await self._server.set_serving(serving)
         self.draining = not serving
 
@@ -262,7 +130,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
         """Answers each submit as the script says; one unread message a stream at most."""
-        session = _Session(self)
+        session = FakeSession(self)
         context.add_done_callback(cast(Any, lambda _: session.close()))
         info = await self.GetModelInfo(worker_pb2.GetModelInfoRequest(), context)
         reader = asyncio.ensure_future(session.read(request_iterator))
@@ -278,7 +146,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             reader.cancel()
             session.close()
 
-    async def run(self, call: SeenCall, put: Callable[[worker_pb2.SessionOutput], Awaitable[None]]) -> None:
+    async def run(self, call: SeenCall, put: Put) -> None:
         """One stream of a session, from its submit to its end."""
         try:
             async for response in self._answer(call):
@@ -290,9 +158,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         finally:
             self._over(call)
 
-    async def run_embedding(
-        self, call: SeenEmbedding, put: Callable[[worker_pb2.SessionOutput], Awaitable[None]]
-    ) -> None:
+    async def run_embedding(self, call: SeenEmbedding, put: Put) -> None:
         """The same for embeddings: of each sequence its length, first and last token, two in each message."""
         self.embed_calls.append(call)
         try:

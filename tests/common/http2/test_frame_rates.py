@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
@@ -17,7 +19,7 @@ PING = frames.frame(frames.PING, 0, 0, bytes(8))
 @pytest.fixture
 def at_once(monkeypatch) -> None:
     """All that a connection is sent comes at one moment, however long it takes here."""
-    monkeypatch.setattr("sapwood_common.http2.server.connection.FrameRates", lambda: FrameRates(lambda: 0.0))
+    monkeypatch.setattr("sapwood_common.http2.server.connection.FrameRates", partial(FrameRates, lambda: 0.0))
 
 
 async def test_so_many_at_once_so_many_a_second_and_what_was_earned_beside() -> None:

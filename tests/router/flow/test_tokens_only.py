@@ -14,7 +14,7 @@ from sapwood_common import errors
 from sapwood_router.flow.token_stream import TokenStream
 from sapwood_router.request.output_stream import WINDOW
 from sapwood_testing.router.fake_tokenizer import encode
-from sapwood_testing.router.fake_worker import Script
+from sapwood_testing.router.script import Script
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 PROMPT = [2, 7, 90]

@@ -10,7 +10,7 @@ import pytest
 from sapwood_common.errors import InternalError
 from sapwood_common.tenants.api_keys import hash_key, make_key
 from sapwood_testing.router.fake_tokenizer import encode
-from sapwood_testing.router.fake_worker import Script
+from sapwood_testing.router.script import Script
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,1 @@
+"""Connections without sockets, for tests of the HTTP/2 server."""

@@ -112,7 +112,7 @@ class KvEventMonitor:
 
     Args:
         worker: The worker.
-        index: See :class:`KvEventFollower`.
+        index: What is kept true of the worker's cache.
         dialer: Opens channels.
         on_drift: Called when something had been lost and the index begins anew for this worker.
     """

@@ -12,7 +12,7 @@ class TokenStream(OutputStream):
     """Only counts tokens; their ids are in the request's context.
 
     Args:
-        whole: See OutputStream.
+        whole: The output is taken in one piece, at its end.
     """
 
     def __init__(self, *, whole: bool = False) -> None:

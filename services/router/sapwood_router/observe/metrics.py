@@ -136,7 +136,7 @@ class RouterMetrics:
         return self._of_ends[key]
 
     def of_tokens(self, model: str, tenant: str) -> tuple[Counter, Counter, Counter, Counter]:
-        """The same for ``prompt_tokens``, ``cached_tokens``, ``completion_tokens`` and ``tenant_tokens``."""
+        """What a request's tokens are counted in: prompt, cached, completion and tenant's, looked up together."""
         key = (model, tenant)
         if key not in self._of_tokens:
             if len(self._of_tokens) >= _MOST_KNOWN:

@@ -107,7 +107,7 @@ class StatusBoard:
         self._started = time.monotonic()
 
     def snapshot(self) -> RouterState:
-        """As of now. Mutates nothing."""
+        """The router's state now. Changes nothing."""
         return RouterState(
             uptime=time.monotonic() - self._started,
             running=self._metrics.requests_running,

@@ -90,7 +90,7 @@ def priority_of(value: str | None) -> int:
 
 
 def _priority_within(value: str | None, most: int) -> int:
-    """The same of a tenant that may have at most ``most``."""
+    """The priority of a request whose tenant may have at most ``most``. Raises InvalidArgumentError as :func:`priority_of`."""
     number = priority_of(value) if value else min(0, most)
     if number > most:
         raise InvalidArgumentError(f"{PRIORITY_KEY} may be at most {most} with this API key", field=PRIORITY_KEY)

@@ -16,7 +16,7 @@ class PolicyBook:
         of_models: Policies of those that are.
         shadows: Asked beside each of them.
         make: Makes a policy.
-        on_shadow: See :class:`~sapwood_router.routing.shadowed.Shadowed`.
+        on_shadow: Gets a shadow's name, and whether it chose as the policy did.
 
     Attributes:
         reads_events: Whether any of them asks the index that workers' KV events fill.

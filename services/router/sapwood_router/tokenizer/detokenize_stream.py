@@ -21,7 +21,7 @@ class DetokenizeStream(OutputStream):
         options: How its tokens become output.
         on_dirty: Called when there is something to write.
         on_close: Called once when the stream is closed before it ended.
-        whole: See OutputStream; it also means fewer messages.
+        whole: The output is taken in one piece, at its end; it takes fewer messages.
     """
 
     def __init__(

@@ -76,13 +76,13 @@ class StreamWish(enum.Enum):
     """How an answer is to be sent."""
 
     WHOLE = enum.auto()
-    """In one body."""
+    """The answer is one JSON body."""
     STREAM = enum.auto()
-    """As events."""
+    """The answer comes as server-sent events."""
     WITH_USAGE = enum.auto()
-    """As events, the last of which has the usage."""
+    """The last event has the token counts."""
     WITH_USAGE_SO_FAR = enum.auto()
-    """As events, each of which has the usage so far."""
+    """Each event has the token counts so far."""
 
 
 def stream_wish(request: GenerationRequest) -> StreamWish:

@@ -147,13 +147,13 @@ class ItemMaker:
         return {"id": self._id("rs", index), "type": "reasoning", "summary": [], "content": content, "status": status}
 
     def message(self, index: int, text: str | None, status: str) -> dict[str, Any]:
-        """Likewise."""
+        """The item with this index; of a text that is None there is no part yet."""
         content = [] if text is None else [text_part(text)]
         made = {"id": self._id("msg", index), "type": "message", "role": "assistant"}
         return {**made, "content": content, "status": status}
 
     def call(self, index: int, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
-        """Likewise."""
+        """The item with this index, which is a call of a function."""
         made = {"id": self._id("fc", index), "type": "function_call", "call_id": call_id, "name": name}
         return {**made, "arguments": arguments, "status": status}
 

@@ -51,6 +51,7 @@ from sapwood_router.flow.resume import Failover
 from sapwood_router.flow.retry import RetryPolicy, RetrySettings
 from sapwood_router.observe.metrics import RouterMetrics
 from sapwood_router.observe.observer import RequestObserver
+from sapwood_router.observe.request_log import RequestLog
 from sapwood_router.observe.status import StatusBoard
 from sapwood_router.routing.factory import PolicyParts, make_policy
 from sapwood_router.routing.index.blocks import BlockIndex
@@ -112,7 +113,7 @@ class RouterApplication:
         router_metrics.watch(self.registry, self._admission)
         router_metrics.watch_index(self._blocks)
         router_metrics.watch_lag(self._lag, self._silence_limit, self.registry)
-        observer = RequestObserver(router_metrics, self._tracing)
+        observer = RequestObserver(router_metrics, self._tracing, RequestLog(config.log_requests))
         retry = RetryPolicy(
             RetrySettings(attempts=config.retry_attempts, ratio=config.retry_budget),
             asyncio.get_running_loop().time,

@@ -67,6 +67,12 @@ class RouterConfig(ServiceConfig):
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="Port of /metrics; 0 takes a free one; none: it is on the HTTP port."
     )
+    log_requests: Literal["off", "line", "parameters", "content"] = Field(
+        "line",
+        description="What is logged of each generation: nothing (off), its id, counts, times and how it ended (line), also how "
+        "its tokens are chosen and what else was asked (parameters), or also prompt and answer, 2048 characters of each "
+        "(content).",
+    )
     admin_port: int | None = Field(
         None,
         ge=0,

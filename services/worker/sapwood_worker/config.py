@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -200,6 +201,11 @@ class WorkerConfig(ServiceConfig):
         gt=0,
         description="Seconds after which a step ends with the scheduler process, which is started anew: its requests end "
         "UNAVAILABLE, and routers have other workers go on with them.",
+    )
+    crash_dump_folder: Path | None = Field(
+        None,
+        description="Folder for a file about each step that fails: the last 16 steps, the shapes of what they computed, the "
+        "requests' ids and the load, but no tokens; the last 8 files are kept. None: nothing is written.",
     )
     conservativeness: float = Field(
         1.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from array import array
 from collections import deque
@@ -13,6 +14,7 @@ import pytest
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.fake_runner import FakeRunner, FakeStep, continuation
+from sapwood_worker.core.crash_dump import CrashDump
 from sapwood_worker.core.event_loop import MOST_FAILURES, EventLoop
 from sapwood_worker.core.operations import Operations
 from sapwood_worker.core.scheduler.config import SchedulerConfig
@@ -127,11 +129,15 @@ def submit(serial: int, prompt: list[int], max_tokens: int = 5) -> Submit:
 
 
 def run(
-    *deliveries: list[ToScheduler], runner: FakeRunner | None = None, overlap: bool = False, **settings: int
+    *deliveries: list[ToScheduler],
+    runner: FakeRunner | None = None,
+    overlap: bool = False,
+    dump: CrashDump | None = None,
+    **settings: int,
 ) -> ListMailbox:
     scheduler = Scheduler(SchedulerConfig(**({"page_size": 4, "num_pages": 32, "context_length": 64} | settings)))  # type: ignore[arg-type]
     mailbox = ListMailbox(*deliveries)
-    EventLoop(scheduler, runner or FakeRunner(INFO, poison=POISON), mailbox, overlap=overlap).run()
+    EventLoop(scheduler, runner or FakeRunner(INFO, poison=POISON), mailbox, dump=dump, overlap=overlap).run()
     return mailbox
 
 
@@ -184,6 +190,15 @@ def test_what_never_works_again_ends_the_process() -> None:
     deliveries: list[list[ToScheduler]] = [[submit(serial, [serial])] for serial in range(MOST_FAILURES)]
     with pytest.raises(RuntimeError, match="steps in a row failed"):
         run(*deliveries, runner=Broken(INFO))
+
+
+def test_a_failed_step_leaves_a_dump_that_names_its_requests(tmp_path: Path) -> None:
+    dump = CrashDump(tmp_path, INFO)
+    run([submit(0, [1], 50)], [submit(1, [POISON, 1])], dump=dump)
+    (file,) = tmp_path.iterdir()
+    found = json.loads(file.read_text())
+    assert len(found["requests"]) == 2
+    assert found["steps"][-1]["rows"] == [0, 1]
 
 
 def test_what_is_refused_is_answered_and_harms_nobody() -> None:

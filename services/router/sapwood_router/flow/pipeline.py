@@ -7,10 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-import grpc
-
 from sapwood_common.errors import DeadlineExceededError, InternalError, RequestCancelledError, SapwoodError
-from sapwood_common.status import row_of
 from sapwood_router.admission.control import AdmissionControl, Place
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.flow.delivery import Sink
@@ -79,6 +76,7 @@ class Run:
         self._pipeline = pipeline
         self._context = context
         self._watch = pipeline.observer.watch(context)
+        self._line = pipeline.observer.log.open(context)
         self._place: Place | None = None
         self._stream: OutputStream | None = None
         self._attempts: GenerationAttempts | None = None
@@ -162,6 +160,7 @@ class Run:
         chunk.tokens += self._relayed_tokens  # the stream counts only what was pushed into it
         delta = respond(self._context, chunk, self._sent_tokens + self._relayed_tokens)
         self._watch.delta(started, len(delta.token_ids))
+        self._line.said(delta.output)
         return delta
 
     def close(self) -> None:
@@ -181,7 +180,7 @@ class Run:
         if self._context.caller.account is not None:
             self._context.caller.account.take_output(len(self._context.output_ids))
         self._watch.close()
-        self._log()
+        self._line.end()
         self._context.error = None  # its traceback refers to the context: a cycle
 
     async def _start(self) -> None:
@@ -212,32 +211,6 @@ class Run:
         assert self._attempts is not None
         self._attempts.finished()
         self.close()
-
-    def _log(self) -> None:
-        if not logger.isEnabledFor(logging.INFO):
-            return
-        context = self._context
-        now = time.perf_counter()
-        if context.error is not None:
-            status = row_of(context.error).grpc
-        else:
-            status = grpc.StatusCode.CANCELLED if context.usage is None else grpc.StatusCode.OK
-        ttft = "-" if context.first_token is None else f"{(context.first_token - context.started) * 1000:.1f}ms"
-        logger.info(
-            "request=%s model=%s worker=%s reason=%s prompt=%d cached=%d completion=%d status=%s duration=%.1fms ttft=%s%s%s",
-            context.request_id,
-            context.model or "-",
-            context.worker,
-            context.reason,
-            len(context.token_ids),
-            context.cached_tokens,
-            len(context.output_ids) if context.usage is None else context.usage.completion_tokens,
-            status.name,
-            (now - context.started) * 1000,
-            ttft,
-            f" resumptions={context.resumptions}" if context.resumptions else "",
-            "" if context.error is None else f" error={context.error.message!r}",
-        )
 
 
 def close_all(runs: Iterable[Run]) -> None:

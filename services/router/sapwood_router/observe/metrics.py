@@ -17,6 +17,8 @@ from sapwood_router.routing.factory import policy_names
 from sapwood_router.routing.index.blocks import BlockIndex
 
 STAGES = ("prepare", "queue", "select", "acquire", "build", "dispatch", "execute", "respond")
+LENGTHS = tuple(float(2**power) for power in range(18))
+"""Buckets of lengths in tokens: 1 to 131072."""
 _BREAKER_STATES = {BreakerState.CLOSED: 0.0, BreakerState.HALF_OPEN: 1.0, BreakerState.OPEN: 2.0}
 _MOST_MODELS = 32
 _MOST_REASONS = 32
@@ -36,6 +38,7 @@ class RouterMetrics:
     def __init__(self, metrics: MetricSet) -> None:
         self._metrics = metrics
         self._of_ends: dict[tuple[str, str, str], tuple[Counter, Histogram, Counter]] = {}
+        self._of_lengths: dict[str, tuple[Histogram, Histogram]] = {}
         self._of_tokens: dict[tuple[str, str], tuple[Counter, Counter, Counter, Counter]] = {}
         self.requests_running = 0
         self.resumed = 0
@@ -45,7 +48,10 @@ class RouterMetrics:
             "sapwood_router_requests_total", "Generations that ended, by gRPC status.", model=model, code=CODES
         )
         self.embeddings = metrics.counter(
-            "sapwood_router_embed_requests_total", "Requests for embeddings that ended.", model=model, code=CODES
+            "sapwood_router_embed_requests_total",
+            "Requests for embeddings or labels that ended.",
+            model=model,
+            code=CODES,
         )
         metrics.polled(
             "gauge",
@@ -79,6 +85,12 @@ class RouterMetrics:
         )
         self.completion_tokens = metrics.counter(
             "sapwood_router_completion_tokens_total", "Tokens generated.", model=model
+        )
+        self.prompt_length = metrics.histogram(
+            "sapwood_router_prompt_length_tokens", "Length of a generation's prompt.", buckets=LENGTHS, model=model
+        )
+        self.completion_length = metrics.histogram(
+            "sapwood_router_completion_length_tokens", "Length of what was generated.", buckets=LENGTHS, model=model
         )
         tenant = AtMost(_MOST_TENANTS)  # without API keys, clients name themselves
         self.tenant_requests = metrics.counter(
@@ -148,6 +160,14 @@ class RouterMetrics:
                 self.tenant_tokens.at(tenant=tenant),
             )
         return self._of_tokens[key]
+
+    def of_lengths(self, model: str) -> tuple[Histogram, Histogram]:
+        """The same for ``prompt_length`` and ``completion_length``."""
+        if model not in self._of_lengths:
+            if len(self._of_lengths) >= _MOST_KNOWN:
+                self._of_lengths.clear()
+            self._of_lengths[model] = (self.prompt_length.at(model=model), self.completion_length.at(model=model))
+        return self._of_lengths[model]
 
     def request_began(self) -> None:
         """A generation is under way."""

@@ -17,6 +17,7 @@ from sapwood_common.telemetry.logs import traceparent_var
 from sapwood_common.telemetry.series import Histogram
 from sapwood_common.telemetry.tracing import Span, Tracing
 from sapwood_router.observe.metrics import RouterMetrics
+from sapwood_router.observe.request_log import RequestLog
 from sapwood_router.observe.spans import answered, asked, operation_of, span_name
 
 _MOST_ARRIVALS = 256
@@ -32,11 +33,13 @@ class RequestObserver:
     Args:
         metrics: The router's.
         tracing: Where spans go.
+        log: Writes a line for each request.
     """
 
-    def __init__(self, metrics: RouterMetrics, tracing: Tracing) -> None:
+    def __init__(self, metrics: RouterMetrics, tracing: Tracing, log: RequestLog) -> None:
         self.metrics = metrics
         self.tracing = tracing
+        self.log = log
 
     def watch(self, context: RequestContext) -> RequestWatch:
         """A request came; to be called in the task that serves it."""
@@ -210,6 +213,9 @@ class RequestWatch:
             cached_tokens.inc(context.cached_tokens)
             completion_tokens.inc(generated)
             tenant_tokens.inc(len(context.token_ids) + len(context.output_ids))
+            prompt_length, completion_length = metrics.of_lengths(model)
+            prompt_length.observe(len(context.token_ids))
+            completion_length.observe(generated)
         requests, seconds, tenant_requests = metrics.of_end(model, tenant, code)
         tenant_requests.inc()
         requests.inc()

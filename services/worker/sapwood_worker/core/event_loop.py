@@ -11,6 +11,7 @@ from typing import Protocol
 
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.settings.flags import service_flag
+from sapwood_worker.core.crash_dump import CrashDump
 from sapwood_worker.core.operations import Operations
 from sapwood_worker.core.pending_grammars import PendingGrammars
 from sapwood_worker.core.scheduler.request import Request
@@ -83,6 +84,7 @@ class EventLoop:
         operations: Carries out what operators ask for; None: flush, pin and pause, but no profile.
         progress: Is told when a round of the loop begins and ends; None: nobody watches.
         tiering: The KV cache's lower tiers, which the scheduler knows; None: there are none.
+        dump: Writes down what the steps were that failed; None: nobody does.
         overlap: Plan and launch a step while the one before is computed, if the runner computes by itself.
     """
 
@@ -96,6 +98,7 @@ class EventLoop:
         progress: StepProgress | None = None,
         tiering: Tiering | None = None,
         *,
+        dump: CrashDump | None = None,
         overlap: bool = True,
     ) -> None:
         self._scheduler = scheduler
@@ -105,6 +108,7 @@ class EventLoop:
         self._operations = operations or Operations(scheduler)
         self._progress = progress
         self._tiering = tiering
+        self._dump = dump
         self._clock = StepClock()
         self._overlap = overlap and runner.asynchronous
         self._launched: deque[LaunchedStep] = deque()
@@ -241,6 +245,8 @@ class EventLoop:
         planned = self._scheduler.schedule()
         if planned:
             self._clock.planned(planned)
+            if self._dump is not None:
+                self._dump.planned(planned)
             try:
                 self._launched.append(self._runner.launch(planned))
             except Exception as error:
@@ -267,7 +273,10 @@ class EventLoop:
 
     def _fail(self, error: Exception) -> list[RequestOutput]:
         """Ends the requests of the steps in flight with an error."""
-        names = ", ".join(self._scheduler.in_flight())
+        computed = self._scheduler.in_flight()
+        if self._dump is not None:
+            self._dump.write(error, computed, self._scheduler.load())
+        names = ", ".join(computed)
         outputs = self._scheduler.fail_step("the model failed to compute this step; the worker's log has the details")
         self._clock.failed()
         logger.error("a step failed; it was computing the requests %s", names, exc_info=error)

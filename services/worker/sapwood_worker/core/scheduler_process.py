@@ -24,6 +24,7 @@ from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_common.telemetry.logs import setup_logging
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
+from sapwood_worker.core.crash_dump import CrashDump
 from sapwood_worker.core.event_loop import EventLoop
 from sapwood_worker.core.operations import Operations, Profiler
 from sapwood_worker.core.scheduler.config import SchedulerConfig
@@ -134,14 +135,23 @@ def main() -> int:
         mailbox.close()
         return 1
     mailbox.send(Ready(_with_vocabulary(runner)))
+    dump = None if config.crash_dump_folder is None else CrashDump(config.crash_dump_folder, runner.info)
     try:
         progress = StepProgress(arguments.folder / PROGRESS_FILE, config.watchdog_timeout)
         Pulse(arguments.folder / PROGRESS_FILE)
         operations = Operations(scheduler, _profiler())
-        EventLoop(scheduler, runner, mailbox, grammars, operations, progress, tiering, overlap=config.overlap).run()
+        overlap = config.overlap
+        loop = EventLoop(
+            scheduler, runner, mailbox, grammars, operations, progress, tiering, dump=dump, overlap=overlap
+        )
+        loop.run()
     except OrphanedError:
         logger.error("the gRPC front is gone")
         return 1
+    except Exception as error:
+        if dump is not None:
+            dump.write(error, scheduler.in_flight(), scheduler.load())
+        raise
     mailbox.close()
     return 0
 

@@ -11,7 +11,7 @@ Any error is a :class:`~sapwood.errors.SapwoodError` with ``status``, ``message`
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, Unpack, cast
 
@@ -25,6 +25,7 @@ from sapwood.call_setup import (
     router_address,
     with_trace,
 )
+from sapwood.classification import Classifications, ClassifyOptions, build_classify_request, to_classifications
 from sapwood.embedding import Embeddings, EmbedOptions, build_embed_request, to_embeddings
 from sapwood.errors import (
     AlreadyExistsError,
@@ -64,6 +65,7 @@ __all__ = [
     "AsyncClient",
     "AsyncGeneration",
     "CancelledError",
+    "Classifications",
     "Client",
     "DeadlineExceededError",
     "Delta",
@@ -218,6 +220,23 @@ class Client(_Calls):
         with _told_as_ours():
             return to_embeddings(self._stub.Embed(request, **self._settings()))
 
+    def classify(
+        self, inputs: str | Iterable[str | tuple[str, str] | Sequence[int]], **options: Unpack[ClassifyOptions]
+    ) -> Classifications:
+        """How well each label of the model's head fits a text, or several texts, pairs of texts and token sequences.
+
+        Args:
+            inputs: A text, or texts, pairs of texts (of a model that compares them) and token sequences.
+            options: The fields of :class:`~sapwood.classification.ClassifyOptions`.
+
+        Raises:
+            SapwoodError: The call failed.
+            ValueError, TypeError: An input is none of these, or an option is wrong.
+        """
+        request = build_classify_request(inputs, options)
+        with _told_as_ours():
+            return to_classifications(self._stub.Classify(request, **self._settings()))
+
     def list_models(self) -> list[Model]:
         """The models that can be asked for. Raises SapwoodError."""
         with _told_as_ours():
@@ -323,6 +342,14 @@ class AsyncClient(_Calls):
         request = build_embed_request(inputs, options)
         with _told_as_ours():
             return to_embeddings(await self._stub.Embed(request, **self._settings()))
+
+    async def classify(
+        self, inputs: str | Iterable[str | tuple[str, str] | Sequence[int]], **options: Unpack[ClassifyOptions]
+    ) -> Classifications:
+        """Does what :meth:`Client.classify` does."""
+        request = build_classify_request(inputs, options)
+        with _told_as_ours():
+            return to_classifications(await self._stub.Classify(request, **self._settings()))
 
     async def list_models(self) -> list[Model]:
         """The models that can be asked for. Raises SapwoodError."""

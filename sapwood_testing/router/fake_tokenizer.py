@@ -56,6 +56,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.tool_parser = TOOL_PARSER
         self.reasoning_parser = REASONING_PARSER
         """What GetInfo says fits the model."""
+        self.joins_pairs = True
+        """Whether it says how, as older ones do not."""
         self.reasoning_open: bool | None = None
         """What ApplyChatTemplate says of each prompt."""
         self.chats: list[tokenizer_pb2.ApplyChatTemplateRequest] = []
@@ -179,6 +181,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             reasoning_parsers=[REASONING_PARSER],
             tool_parser=self.tool_parser,
             reasoning_parser=self.reasoning_parser,
+            pair=tokenizer_pb2.PairTemplate(before=[BOS], between=[EOS], after=[EOS]) if self.joins_pairs else None,
         )
 
     async def Detokenize(  # noqa: N802

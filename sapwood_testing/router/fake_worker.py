@@ -70,6 +70,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.embedding_size = 3
         self.embedded_tokens = 0
         self.shortened: list[int] = []
+        self.labels: list[str] = []
+        self.activation = worker_pb2.ACTIVATION_UNSPECIFIED
         self.epoch = next(_epochs)
         self.load = worker_pb2.LoadReport(num_pages=10_000)
         self._model = model
@@ -159,7 +161,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             self._over(call)
 
     async def run_embedding(self, call: SeenEmbedding, put: Put) -> None:
-        """The same for embeddings: of each sequence its length, first and last token, two in each message."""
+        """The same for embeddings: of each sequence its length, first and last token, two in each message.
+
+        Where there are labels these are their logits; of a model with two labels the first two numbers.
+        """
         self.embed_calls.append(call)
         try:
             if self.script.gate is not None:
@@ -170,7 +175,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             for start in range(0, len(vectors), 2):
                 part = worker_pb2.WorkerEmbedResponse()
                 for vector in vectors[start : start + 2]:
-                    part.embeddings.add(values=vector[: call.request.dimensions or None])
+                    part.embeddings.add(values=vector[: call.request.dimensions or len(self.labels) or None])
                 if start + 2 >= len(vectors):
                     part.prompt_tokens = sum(vector[0] for vector in vectors)
                 await put(worker_pb2.SessionOutput(embeddings=part))
@@ -263,6 +268,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             embedded_tokens=self.embedded_tokens,
             shortens_embeddings=bool(self.shortened),
             embedding_dimensions=self.shortened,
+            labels=self.labels,
+            activation=self.activation,
         )
 
     async def WatchLoad(  # noqa: N802

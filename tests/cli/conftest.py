@@ -61,6 +61,11 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
         vectors = [worker_pb2.Embedding(values=[index, 0.5]) for index, _ in enumerate(request.input)]
         return router_pb2.RouterEmbedResponse(embeddings=vectors, prompt_tokens=7, model="demo")
 
+    async def Classify(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.requests.append(request)
+        made = [router_pb2.Classification(scores=[index, 0.5]) for index, _ in enumerate(request.input)]
+        return router_pb2.ClassifyResponse(classifications=made, labels=["no", "yes"], prompt_tokens=7, model="demo")
+
     async def ListModels(self, request: Any, context: Any) -> Any:  # noqa: N802
         if self.error is not None:
             raise self.error

@@ -274,6 +274,23 @@ async def test_an_answer_has_its_calls_whole_and_is_the_next_requests_turn(route
     assert (turns[2].tool_calls[0].name, turns[2].HasField("content")) == ("h", False)
 
 
+async def test_texts_pairs_and_tokens_are_classified(router: Any) -> None:
+    with Client(router.address) as client:
+        found = client.classify(["a", ("b", "c"), [5, 6]], model="demo", raw=True, truncate_prompt_tokens=-1)
+        with pytest.raises(TypeError):
+            client.classify([("b", 5)])  # type: ignore[list-item]
+    assert (found.scores, found.labels) == (((0.0, 0.5), (1.0, 0.5), (2.0, 0.5)), ("no", "yes"))
+    assert (found.best(), found.prompt_tokens, found.model) == (["yes", "no", "no"], 7, "demo")
+    async with AsyncClient(router.address) as asynchronous:
+        assert (await asynchronous.classify("a")).scores == ((0.0, 0.5),)
+    first, second = router.requests
+    kinds = [item.WhichOneof("input") for item in first.input]
+    assert (kinds, first.raw, first.truncate_prompt_tokens) == (["text", "pair", "tokens"], True, -1)
+    assert (first.input[1].pair.first, first.input[1].pair.second) == ("b", "c")
+    assert list(first.input[2].tokens.ids) == [5, 6]
+    assert (second.HasField("model"), second.raw) == (False, False)
+
+
 async def test_texts_and_tokens_are_embedded(router: Any) -> None:
     with Client(router.address) as client:
         found = client.embed(

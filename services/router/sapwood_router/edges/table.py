@@ -28,6 +28,7 @@ from sapwood_router.edges.responses.store import ResponseStore
 from sapwood_router.edges.responses.types import ResponsesRequest
 from sapwood_router.edges.routes import Ask, Handler, Post, Route
 from sapwood_router.edges.score.answers import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse, rerank, score
+from sapwood_router.edges.score.classify import ClassifyRequest, ClassifyResponse, classify
 from sapwood_router.edges.sglang.routes import sglang_routes
 from sapwood_router.edges.vllm.tokens import (
     DetokenizeRequest,
@@ -130,12 +131,16 @@ def all_routes(
             gives=TokenCount,
         ),
         *(
-            Post(path, score, summary="Tells how alike texts are", takes=(ScoreRequest,), gives=ScoreResponse)
+            Post(path, score, summary="Tells how well texts fit each other", takes=(ScoreRequest,), gives=ScoreResponse)
             for path in ("/score", "/v1/score")
         ),
         *(
             Post(path, rerank, summary="Orders documents by a query", takes=(RerankRequest,), gives=RerankResponse)
             for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+        ),
+        *(
+            Post(path, classify, summary="Tells which label fits", takes=(ClassifyRequest,), gives=ClassifyResponse)
+            for path in ("/classify", "/v1/classify")
         ),
         Post(
             "/tokenize",

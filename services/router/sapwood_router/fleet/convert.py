@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields
+from typing import Literal
 
 from sapwood.v1 import common_pb2, worker_pb2
 from sapwood_common.contract.sampling import SamplingParams
@@ -12,6 +13,7 @@ from sapwood_router.fleet.output import WorkerOutput
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.request.context import FinishReason
 from sapwood_router.request.embed_request import EmbedRequest
+from sapwood_router.request.labels import Labels
 from sapwood_router.request.logprobs import TokenLogprobs
 from sapwood_router.routing.load import Load
 
@@ -54,17 +56,21 @@ _POOLING = {
     "last": worker_pb2.POOLING_LAST,
     "cls": worker_pb2.POOLING_CLS,
 }
+_ACTIVATION: dict[worker_pb2.Activation, Literal["softmax", "sigmoid"]] = {
+    worker_pb2.ACTIVATION_SOFTMAX: "softmax",
+    worker_pb2.ACTIVATION_SIGMOID: "sigmoid",
+}
 
 
 def to_embed_request(
     request: EmbedRequest, sequences: Iterable[list[int]], max_tokens: int
 ) -> worker_pb2.WorkerEmbedRequest:
-    """The worker's request for embeddings of token sequences, cut to so many tokens, or 0."""
+    """The worker's request for embeddings or labels of token sequences, cut to so many tokens, or 0."""
     caller = request.caller
     return worker_pb2.WorkerEmbedRequest(
         request_id=request.request_id,
         inputs=[common_pb2.TokenIds(ids=sequence) for sequence in sequences],
-        pooling=_POOLING[request.pooling],
+        pooling=worker_pb2.POOLING_LABELS if request.classifies else _POOLING[request.pooling],
         normalize=request.normalize,
         priority=caller.priority,
         tenant=caller.tenant,
@@ -76,6 +82,7 @@ def to_embed_request(
 
 def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
     """What a worker says that it serves."""
+    labels = Labels(tuple(message.labels), _ACTIVATION.get(message.activation, "none")) if message.labels else None
     return ServedModel(
         model=message.model,
         context_length=message.context_length,
@@ -88,6 +95,7 @@ def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
         embedding_size=message.embedding_size,
         embedded_tokens=message.embedded_tokens,
         shortened=frozenset(message.embedding_dimensions) if message.shortens_embeddings else None,
+        labels=labels,
     )
 
 

@@ -22,7 +22,8 @@ class Demand(msgspec.Struct, frozen=True):
         model: Its name.
         tokens: Of its longest sequence; 0 if that is cut to what a worker takes.
         field: How the client calls that sequence.
-        embeds: Whether it wants embeddings.
+        embeds: Whether it wants embeddings, or labels.
+        classifies: Whether it wants labels.
         refused_by: Addresses of workers that answered it with an error.
     """
 
@@ -30,6 +31,7 @@ class Demand(msgspec.Struct, frozen=True):
     tokens: int
     field: str
     embeds: bool = False
+    classifies: bool = False
     refused_by: Collection[str] = ()
 
 
@@ -47,7 +49,7 @@ def eligible(workers: Iterable[Worker], demand: Demand) -> Eligible:
 
     Raises:
         UnavailableError: None can be asked now.
-        InvalidArgumentError: None of those that can makes embeddings, or has so long a context.
+        InvalidArgumentError: None of those that can makes embeddings, or labels, or has so long a context.
     """
     excluded: dict[Worker, str] = {}
     fitting: list[Worker] = []
@@ -92,18 +94,23 @@ def _obstacle(worker: Worker, demand: Demand) -> str:
 
 def _lack(served: ServedModel, demand: Demand) -> str:
     """Why a worker could not do it even if it were asked; empty if it could."""
-    if demand.embeds and not served.embedding_size:
-        return "makes no embeddings"
+    if demand.embeds and not _can_embed(served, demand):
+        return "classifies nothing" if demand.classifies else "makes no embeddings"
     if served.context_length >= demand.tokens or (demand.embeds and served.embedded_tokens):
         return ""
     return f"its context holds {served.context_length} tokens"
 
 
+def _can_embed(served: ServedModel, demand: Demand) -> bool:
+    return served.labels is not None if demand.classifies else bool(served.embedding_size)
+
+
 def _misfit(served: list[ServedModel], demand: Demand) -> InvalidArgumentError:
     if demand.embeds:
-        served = [each for each in served if each.embedding_size]
+        served = [each for each in served if _can_embed(each, demand)]
         if not served:
-            return InvalidArgumentError(f"model {demand.model!r} makes no embeddings", field="model")
+            lack = "has no head that classifies" if demand.classifies else "makes no embeddings"
+            return InvalidArgumentError(f"model {demand.model!r} {lack}", field="model")
     longest = max(each.context_length for each in served)
     what = "the input" if demand.embeds else "the prompt"
     return InvalidArgumentError(f"{what} has {demand.tokens} tokens, the context holds {longest}", field=demand.field)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from sapwood_common.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.worker import Worker
+from sapwood_router.request.labels import Labels
 from sapwood_router.routing.load import Load
 
 RETRY_AFTER = 1.0
@@ -78,6 +79,11 @@ class Registry:
         """The longest context that any worker of a known model has, in tokens."""
         served = (worker.model for worker in self._workers.values() if worker.model is not None)
         return max(item.context_length for item in served if item.model == model)
+
+    def labels(self, model: str) -> Labels | None:
+        """What the head of a known model tells; None: it has no such head."""
+        served = (worker.model for worker in self._workers.values() if worker.model is not None)
+        return next((item.labels for item in served if item.model == model), None)
 
     def resolve(self, model: str | None, field: str = "model") -> str:
         """The model a request means: the one it names, or the only one there is.

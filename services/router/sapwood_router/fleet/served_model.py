@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sapwood_router.request.labels import Labels
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -15,6 +17,7 @@ class ServedModel:
         embedded_tokens: The worker cuts inputs to embed to so many tokens; 0: longer ones than the context are refused.
         eos_token_ids: The model's own end tokens.
         shortened: Lengths that embeddings may be cut to; empty: any length; None: they cannot be cut.
+        labels: What its head tells of a text; it then makes neither embeddings nor text. None: it has no such head.
     """
 
     model: str
@@ -28,3 +31,4 @@ class ServedModel:
     embedding_size: int = 0
     embedded_tokens: int = 0
     shortened: frozenset[int] | None = None
+    labels: Labels | None = None

@@ -1,4 +1,4 @@
-"""Embeddings: texts become tokens, and the tokens of one request become vectors, on one worker after another until all are there.
+"""Embeddings and labels: texts become tokens, and a request's tokens vectors, on one worker after another until all are there.
 
 They pass admission, policy, breaker and retry budget as generations do, and the worker knows whom they are for as it does with
 generations. What workers hold of the texts does not decide where they go: one call has many of them.
@@ -7,6 +7,7 @@ generations. What workers hold of the texts does not decide where they go: one c
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from sapwood_common.contract.limits import MOST_EMBEDDED
 from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError, SapwoodError
@@ -17,11 +18,12 @@ from sapwood_router.fleet.eligibility import Demand, eligible
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.flow.attempts import Shared
 from sapwood_router.flow.embedding_attempts import EmbeddingAttempts
+from sapwood_router.flow.pairs import encode_pairs
 from sapwood_router.flow.retry import RetryPolicy
 from sapwood_router.flow.stages.reserve import CHARACTERS_A_TOKEN
 from sapwood_router.observe.observer import RequestObserver
-from sapwood_router.observe.spans import EMBEDDINGS, asked_to_embed, embedded, span_name
-from sapwood_router.request.embed_request import Embeddings, EmbedRequest
+from sapwood_router.observe.spans import CLASSIFICATION, EMBEDDINGS, asked_to_embed, embedded, span_name
+from sapwood_router.request.embed_request import Embeddings, EmbedRequest, TextPair
 from sapwood_router.request.validation import check_token_ids, check_truncation
 from sapwood_router.tokenizer.tokenizers import Tokenizers
 
@@ -61,10 +63,11 @@ class Embedder:
 
     async def _traced(self, request: EmbedRequest) -> Embeddings:
         attributes = asked_to_embed(request) if self._tracing.on else None
-        with child_span(self._tracing, span_name(EMBEDDINGS, request.model), "client", attributes) as span:
+        kind = CLASSIFICATION if request.classifies else EMBEDDINGS
+        with child_span(self._tracing, span_name(kind, request.model), "client", attributes) as span:
             found = await self._embed(request)
             if self._tracing.on:
-                span.rename(span_name(EMBEDDINGS, found.model))
+                span.rename(span_name(kind, found.model))
                 for name, value in embedded(found).items():
                     span.set(name, value)
             return found
@@ -86,20 +89,21 @@ class Embedder:
         if request.max_tokens is not None:
             check_truncation(request.max_tokens)
         model = self._shared.registry.resolve(request.model)
-        served = self._served(model)
-        cost = sum(len(item) // CHARACTERS_A_TOKEN if isinstance(item, str) else len(item) for item in request.inputs)
+        served = self._served(model, request.classifies)
+        cost = sum(map(_cost, request.inputs))
         place = self._shared.admission.reserve(model, request.caller, cost, request.deadline)
         try:
             sequences = await self._encode(request)
             most = served.context_length if request.max_tokens == -1 else request.max_tokens or 0
             _check_dimensions(request.dimensions, served)
-            return await self._ask(model, request, sequences, most, place)
+            found = await self._ask(model, request, sequences, most, place)
+            return replace(found, labels=served.labels) if request.classifies else found
         finally:
             place.leave()
 
-    def _served(self, model: str) -> ServedModel:
-        """What a worker that could embed something serves; nothing is encoded if there is none."""
-        demand = Demand(model, 0, "input", embeds=True)
+    def _served(self, model: str, classifies: bool) -> ServedModel:
+        """What a worker that could answer serves; nothing is encoded if there is none."""
+        demand = Demand(model, 0, "input", embeds=True, classifies=classifies)
         served = eligible(self._shared.registry.available(model), demand).workers[0].model
         assert served is not None
         return served
@@ -109,9 +113,13 @@ class Embedder:
         client = self._tokenizers.of(request.model).client
         salt = request.caller.cache_salt
         encoded = iter(await client.encode_texts(texts, request.request_id, request.deadline, salt) if texts else ())
+        pairs = [item for item in request.inputs if isinstance(item, TextPair)]
+        joined = iter(await encode_pairs(client, pairs, request) if pairs else ())
         sequences = []
         for name, item in zip(request.names, request.inputs, strict=True):
-            if isinstance(item, str):
+            if isinstance(item, TextPair):
+                sequences.append(next(joined))
+            elif isinstance(item, str):
                 if not item:
                     raise InvalidArgumentError("it is empty", field=name)
                 sequences.append(next(encoded))
@@ -134,6 +142,13 @@ class Embedder:
             raise DeadlineExceededError("the deadline passed") from None
         finally:
             attempts.close()
+
+
+def _cost(item: str | list[int] | TextPair) -> int:
+    """About how many tokens an input has."""
+    if isinstance(item, list):
+        return len(item)
+    return len(item) // CHARACTERS_A_TOKEN if isinstance(item, str) else sum(map(len, item)) // CHARACTERS_A_TOKEN
 
 
 def _check_dimensions(wanted: int | None, served: ServedModel) -> None:

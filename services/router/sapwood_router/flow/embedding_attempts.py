@@ -58,7 +58,9 @@ class EmbeddingAttempts(Attempts):
         self._prompt = PromptPages(sequences[0], request.caller.session, _NOT_CACHED)
         name, longest = max(zip(request.names, sequences, strict=True), key=lambda item: len(item[1]))
         tokens = 0 if max_tokens else len(longest)
-        self._demand = Demand(model, tokens, name, embeds=True, refused_by=self._failover.refused_by)
+        self._demand = Demand(
+            model, tokens, name, embeds=True, classifies=request.classifies, refused_by=self._failover.refused_by
+        )
         self._vectors: list[Sequence[float]] = []
         self._tokens = 0
         self._answer: asyncio.Future[Embeddings] = asyncio.get_running_loop().create_future()

@@ -63,12 +63,13 @@ def answered(context: RequestContext, code: str) -> dict[str, Attribute]:
 
 
 EMBEDDINGS = "embeddings"
+CLASSIFICATION = "classification"
 
 
 def asked_to_embed(request: EmbedRequest) -> dict[str, Attribute]:
     """The attributes of an embedding request: how much is to be embedded, not what."""
     given: dict[str, Attribute | None] = {
-        "gen_ai.operation.name": EMBEDDINGS,
+        "gen_ai.operation.name": CLASSIFICATION if request.classifies else EMBEDDINGS,
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": request.model,
         "gen_ai.embeddings.dimension.count": request.dimensions,

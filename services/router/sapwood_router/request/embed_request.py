@@ -1,11 +1,20 @@
-"""What a client wants embedded, and what it gets."""
+"""What a client wants embedded or classified, and what it gets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sapwood_router.request.caller import NOBODY, Caller
+from sapwood_router.request.labels import Labels
+
+
+class TextPair(NamedTuple):
+    """Two texts that a model compares."""
+
+    first: str
+    second: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +23,7 @@ class EmbedRequest:
 
     Attributes:
         request_id: For logs.
-        inputs: Each a text or token ids.
+        inputs: Each a text, token ids or, to classify only, a pair of texts; none is empty.
         names: How the client calls each input.
         model: None for the only one there is.
         pooling: "mean", "last", "cls"; None for the model's own.
@@ -23,10 +32,11 @@ class EmbedRequest:
         max_tokens: Longer inputs are cut to so many; -1: to what the context holds; None: as the model's files say.
         deadline: On the event loop's clock.
         caller: Who asks.
+        classifies: Whether the logits of the model's labels are wanted; pooling, normalize and dimensions are None then.
     """
 
     request_id: str
-    inputs: Sequence[str | list[int]]
+    inputs: Sequence[str | list[int] | TextPair]
     names: Sequence[str]
     model: str | None
     pooling: str | None
@@ -35,12 +45,14 @@ class EmbedRequest:
     max_tokens: int | None
     deadline: float
     caller: Caller = NOBODY
+    classifies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """The vectors, one for each input, and what they cost."""
+    """The vectors, one for each input, and what they cost; ``labels``: whose logits they are, if something was classified."""
 
     model: str
     vectors: list[Sequence[float]]
     prompt_tokens: int
+    labels: Labels | None = None

@@ -43,17 +43,28 @@ class EncodedGap:
 
 
 @dataclass(frozen=True, slots=True)
+class PairTemplate:
+    """The tokens before, between and after two texts."""
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizerInfo:
     """What the service says of itself.
 
     Attributes:
         vocab_size: Every token id is below it.
         tool_parser, reasoning_parser: Its names of the parsers that fit the model; "" where none does.
+        pair: How it joins two texts; None: it does not say.
     """
 
     vocab_size: int
     tool_parser: str
     reasoning_parser: str
+    pair: PairTemplate | None
 
 
 class TokenizerClient:
@@ -177,7 +188,10 @@ class TokenizerClient:
             return self._info
         request = tokenizer_pb2.GetInfoRequest()
         answer = await self._call(lambda replica: replica.stub.GetInfo, request, request_id, deadline)
-        self._info = TokenizerInfo(answer.vocab_size, answer.tool_parser, answer.reasoning_parser)
+        pair: PairTemplate | None = None
+        if answer.HasField("pair"):
+            pair = PairTemplate(tuple(answer.pair.before), tuple(answer.pair.between), tuple(answer.pair.after))
+        self._info = TokenizerInfo(answer.vocab_size, answer.tool_parser, answer.reasoning_parser, pair)
         return self._info
 
     async def compile_grammar(

@@ -15,6 +15,7 @@ from sapwood_common.status import code_number
 from sapwood_tokenizer.decode.output_stream import StreamOptions
 from sapwood_tokenizer.encode.encode_cache import CacheStats
 from sapwood_tokenizer.encode.encoder import EncodeOptions
+from sapwood_tokenizer.encode.pair_template import PairTemplate
 from sapwood_tokenizer.output.grammar.source import CallsWanted
 from sapwood_tokenizer.output.incremental.events import Event, ReasoningDelta, TextDelta, ToolCallStart
 from sapwood_tokenizer.output.output_parser import ParserOptions
@@ -147,6 +148,13 @@ def add_offsets(response: tokenizer_pb2.TokenizeResponse, offsets: Sequence[tupl
 def to_cache_stats(stats: CacheStats) -> tokenizer_pb2.EncodeCacheStats:
     """The statistics of a cache as a message."""
     return tokenizer_pb2.EncodeCacheStats(**asdict(stats))
+
+
+def to_pair_template(pair: PairTemplate | None) -> tokenizer_pb2.PairTemplate | None:
+    """The template as a message."""
+    if pair is None:
+        return None
+    return tokenizer_pb2.PairTemplate(before=pair.before, between=pair.between, after=pair.after)
 
 
 def to_stream_options(options: tokenizer_pb2.DetokenizeOptions, id_seed: str) -> StreamOptions:

@@ -16,6 +16,7 @@ from sapwood_common.settings.flags import service_flag
 from sapwood_tokenizer.decode.detokenizer import Detokenizer
 from sapwood_tokenizer.decode.output_stream import OutputStream, StreamOptions
 from sapwood_tokenizer.encode.encoder import EncodeOptions, Encoder
+from sapwood_tokenizer.encode.pair_template import read_pair_template
 from sapwood_tokenizer.output.output_parser import OutputParser
 from sapwood_tokenizer.output.parser_defaults import ParserDefaults
 from sapwood_tokenizer.output.reasoning_parser import registry as reasoning_parsers
@@ -28,6 +29,7 @@ from sapwood_tokenizer.serve.convert import (
     to_cache_stats,
     to_encode_options,
     to_messages,
+    to_pair_template,
     to_variables,
 )
 from sapwood_tokenizer.serve.detokenize_call import DetokenizeCall
@@ -101,6 +103,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self._encoder = encoder
         self._render_threads = RenderThreads()
         self._table = table
+        self._pair = read_pair_template(loaded.tokenizer)
         self._template = (
             ChatTemplate(loaded.chat_template, loaded.special_tokens, loaded.template_origin)
             if loaded.chat_template is not None
@@ -270,6 +273,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             exact_cache=to_cache_stats(self._encoder.exact_cache),
             prefix_cache=to_cache_stats(self._encoder.prefix_cache),
             fills_in_the_middle=self._encoder.fill_in_middle is not None,
+            pair=to_pair_template(self._pair),
         )
 
     def _open_stream(self, options: StreamOptions) -> OutputStream:

@@ -30,6 +30,12 @@ _POOLING: dict[worker_pb2.Pooling, Pooling] = {
     worker_pb2.POOLING_MEAN: "mean",
     worker_pb2.POOLING_LAST: "last",
     worker_pb2.POOLING_CLS: "cls",
+    worker_pb2.POOLING_LABELS: "labels",
+}
+_ACTIVATION = {
+    "softmax": worker_pb2.ACTIVATION_SOFTMAX,
+    "sigmoid": worker_pb2.ACTIVATION_SIGMOID,
+    "none": worker_pb2.ACTIVATION_UNSPECIFIED,
 }
 
 _MEDIUM: dict[Medium, worker_pb2.KvMedium] = {
@@ -42,7 +48,9 @@ _MEDIUM: dict[Medium, worker_pb2.KvMedium] = {
 def check_prompt(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> None:
     """Raises InvalidArgumentError naming ``request_id`` or ``token_ids`` if the prompt cannot be run."""
     if not info.generates:
-        raise InvalidArgumentError("this model makes embeddings only")
+        raise InvalidArgumentError(
+            f"this model {'makes embeddings only' if info.labels is None else 'only classifies'}"
+        )
     if not request.request_id:
         raise InvalidArgumentError("request_id is missing", field="request_id")
     if not is_valid_request_id(request.request_id):
@@ -72,7 +80,7 @@ def to_inputs(request: worker_pb2.WorkerEmbedRequest, info: ModelInfo) -> list[l
     Raises:
         InvalidArgumentError: One of them cannot be embedded; names ``inputs``.
     """
-    if not info.embedding_size:
+    if not info.embedding_size and info.labels is None:
         raise InvalidArgumentError("this model makes no embeddings")
     if not 1 <= len(request.inputs) <= MOST_EMBEDDED:
         raise InvalidArgumentError(f"{len(request.inputs)} inputs; there must be 1 to {MOST_EMBEDDED}", field="inputs")
@@ -125,13 +133,26 @@ def to_dimensions(request: worker_pb2.WorkerEmbedRequest, info: ModelInfo) -> in
 
 
 def to_pooling(pooling: worker_pb2.Pooling, info: ModelInfo) -> Pooling:
-    """How to pool; the model's own way if the request does not say."""
-    return _POOLING[pooling or from_pooling(info)]
+    """How to pool; the model's own way if the request does not say.
+
+    Raises:
+        InvalidArgumentError: Its hidden states become labels and no embedding, or the other way round.
+    """
+    wanted = _POOLING[pooling or from_pooling(info)]
+    if (wanted == "labels") != (info.labels is not None):
+        problem = "has no head that classifies" if info.labels is None else "only classifies: it makes no embeddings"
+        raise InvalidArgumentError(f"this model {problem}", field="pooling")
+    return wanted
 
 
 def from_pooling(info: ModelInfo) -> worker_pb2.Pooling:
     """The model's own way to pool."""
     return next(number for number, name in _POOLING.items() if name == info.pooling)
+
+
+def from_activation(info: ModelInfo) -> worker_pb2.Activation:
+    """What makes scores of the logits of the model's head."""
+    return worker_pb2.ACTIVATION_UNSPECIFIED if info.labels is None else _ACTIVATION[info.labels.activation]
 
 
 def to_terms(request: worker_pb2.WorkerGenerateRequest | worker_pb2.WorkerEmbedRequest, seconds: float | None) -> Terms:

@@ -17,6 +17,7 @@ from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.telemetry.logs import TRACEPARENT_KEY, is_valid_traceparent, traceparent_var
 from sapwood_worker.front.convert import (
     check_prompt,
+    from_activation,
     from_pooling,
     to_dimensions,
     to_inputs,
@@ -187,6 +188,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             decode_attention=info.decode_attention,
             attention_reason=info.attention_reason,
             max_running=max_running,
+            labels=info.labels.names if info.labels is not None else (),
+            activation=from_activation(info),
         )
 
     async def WatchLoad(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.rotary import RopeConfig
+from sapwood_worker.records.model_info import Labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class ModelConfig:
         output_bias: Whether the attention's output projection has a bias.
         mlp_bias: Whether the MLP has biases.
         embedding_scale: Factor on the embedding's output.
+        labels: What its head tells of a sequence, by its last token. None: its head tells the next token.
         norm_offset: Added to norm weights stored in Hugging Face files (Gemma stores w of 1 + w).
     """
 
@@ -63,3 +65,4 @@ class ModelConfig:
     mlp_bias: bool = False
     embedding_scale: float = 1.0
     norm_offset: float = 0.0
+    labels: Labels | None = None

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from sapwood_worker.records.kv_layout import WindowGroup
+
+
+class Labels(msgspec.Struct, frozen=True):
+    """What the head of a model that classifies tells.
+
+    Attributes:
+        names: Of the labels, in the order of the head's logits.
+        activation: What makes scores of the logits, as the model's files say; ``none``: they are scores.
+    """
+
+    names: tuple[str, ...]
+    activation: Literal["softmax", "sigmoid", "none"]
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +42,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         embedded_tokens: Inputs to embed are cut to so many tokens; 0: longer ones than the context are refused.
         shortened: Lengths to which embeddings may be cut; empty: any; None: they may not be cut.
         special_ids: Special tokens; those at an input's end stay when it is cut.
-        generates: Whether it generates tokens. One that does not sees its prompts whole and caches nothing.
+        labels: What its head tells; it then makes neither tokens nor embeddings. None: it has no such head.
+        generates: Whether it generates tokens.
+        encodes: It sees its prompts whole and caches nothing.
         prefill_attention: The backend of prompts' attention; empty: the model has none of ours.
         decode_attention: The same for one token of each request.
         attention_reason: Why they were taken.
@@ -49,7 +65,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     embedded_tokens: int = 0
     shortened: tuple[int, ...] | None = None
     special_ids: tuple[int, ...] = ()
+    labels: Labels | None = None
     generates: bool = True
+    encodes: bool = False
     windows: tuple[WindowGroup, ...] = ()
     prefill_attention: str = ""
     decode_attention: str = ""

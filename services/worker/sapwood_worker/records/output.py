@@ -21,7 +21,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float] = []
 
 
-Pooling = Literal["", "mean", "last", "cls"]
+Pooling = Literal["", "mean", "last", "cls", "labels"]
+"""``labels``: the last token's, of which the model's head makes a logit for each of its labels."""
 
 
 FinishReason = Literal["stop", "length", "error", "deadline"]

@@ -57,8 +57,8 @@ def embed(
             page_size=info.page_size,
             num_pages=settings.pop("num_pages", info.num_pages),
             context_length=info.context_length,
-            prefix_cache=info.generates,
-            whole_prompts=not info.generates,
+            prefix_cache=not info.encodes,
+            whole_prompts=info.encodes,
             **settings,
         )
     )
@@ -126,12 +126,11 @@ def tiny_bert(tmp_path_factory) -> tuple[Path, Any]:
     "architecture",
     [
         *(
-            "BertForSequenceClassification",
             "BertForTokenClassification",
             "BertForQuestionAnswering",
             "BertForPreTraining",
         ),
-        *("LlamaForSequenceClassification", "Qwen3ForTokenClassification", "RobertaModel", "SomethingForAnother"),
+        *("LlamaForTokenClassification", "Qwen3ForTokenClassification", "RobertaModel", "SomethingForAnother"),
     ],
 )
 def test_a_head_that_is_not_served_is_refused_by_name(tiny_bert, tmp_path: Path, architecture: str) -> None:

@@ -23,7 +23,7 @@ from sapwood_router.request.context import (
     Turn,
     Usage,
 )
-from sapwood_router.request.embed_request import EmbedRequest
+from sapwood_router.request.embed_request import Embeddings, EmbedRequest, TextPair
 from sapwood_router.request.logprobs import TokenLogprobs
 from sapwood_router.request.structure import AnswerGrammar, ToolChoice
 from sapwood_router.routing.load import Load
@@ -163,6 +163,60 @@ def embed_request_of(
         max_tokens=message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None,
         deadline=deadline,
         caller=caller,
+    )
+
+
+def classify_request_of(
+    message: router_pb2.ClassifyRequest, request_id: str, deadline: float, caller: Caller
+) -> EmbedRequest:
+    """What a gRPC client wants classified.
+
+    Raises:
+        InvalidArgumentError: An input is neither text, tokens nor two texts.
+    """
+    inputs: list[str | list[int] | TextPair] = []
+    names = []
+    for index, item in enumerate(message.input):
+        name = f"input[{index}]"
+        match item.WhichOneof("input"):
+            case "text":
+                inputs.append(item.text)
+                names.append(f"{name}.text")
+            case "tokens":
+                inputs.append(list(item.tokens.ids))
+                names.append(f"{name}.tokens")
+            case "pair":
+                for part, text in (("first", item.pair.first), ("second", item.pair.second)):
+                    if not text:
+                        raise InvalidArgumentError("it is empty", field=f"{name}.pair.{part}")
+                inputs.append(TextPair(item.pair.first, item.pair.second))
+                names.append(f"{name}.pair.second")
+            case _:
+                raise InvalidArgumentError("set text, tokens or pair", field=name)
+    return EmbedRequest(
+        request_id=request_id,
+        inputs=inputs,
+        names=names,
+        model=message.model if message.HasField("model") else None,
+        pooling=None,
+        normalize=None,
+        dimensions=None,
+        max_tokens=message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None,
+        deadline=deadline,
+        caller=caller,
+        classifies=True,
+    )
+
+
+def to_classifications(found: Embeddings, *, raw: bool) -> router_pb2.ClassifyResponse:
+    """The answer to it; ``raw``: the logits."""
+    assert found.labels is not None
+    made = found.vectors if raw else map(found.labels.scores, found.vectors)
+    return router_pb2.ClassifyResponse(
+        classifications=[router_pb2.Classification(scores=scores) for scores in made],
+        labels=found.labels.names,
+        prompt_tokens=found.prompt_tokens,
+        model=found.model,
     )
 
 

@@ -16,9 +16,11 @@ from sapwood_common.serving.push_call import PushCall
 from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, request_id_var
 from sapwood_router.edges.grpc.convert import (
     add_logprobs,
+    classify_request_of,
     embed_request_of,
     grammar_of,
     prompt_of,
+    to_classifications,
     to_response,
     tool_choice_of,
     truncation_of,
@@ -38,9 +40,9 @@ from sapwood_router.request.request_ids import accept_request_id, unique_id
 from sapwood_router.request.validation import check_counts
 
 SERVICE_NAME = "sapwood.v1.Router"
-TRACED = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed"))
+TRACED = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed", "Classify"))
 """Methods that begin a trace if the caller sends none."""
-PUBLIC_METHODS = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed", "ListModels"))
+PUBLIC_METHODS = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed", "Classify", "ListModels"))
 """What clients call; everything else is for operators."""
 WORKER_KEY = "x-sapwood-worker"
 """Trailing metadata: the address of the worker that finished the request."""
@@ -186,21 +188,29 @@ class RouterService(router_pb2_grpc.RouterServicer):
         ]
 
     async def Embed(self, request: router_pb2.RouterEmbedRequest, context: Context) -> router_pb2.RouterEmbedResponse:
-        metadata = dict(_metadata(context))
-        request_id = accept_request_id(request.request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
-        request_id_var.set(request_id)
-        left = context.time_remaining()
-        deadline = asyncio.get_running_loop().time() + (
-            self._request_timeout if left is None else min(left, self._request_timeout)
-        )
         found = await self._pipeline.embedder.embed(
-            embed_request_of(request, request_id, deadline, _caller(context, metadata))
+            embed_request_of(request, *self._asked(request.request_id, context))
         )
         return router_pb2.RouterEmbedResponse(
             embeddings=[worker_pb2.Embedding(values=vector) for vector in found.vectors],
             prompt_tokens=found.prompt_tokens,
             model=found.model,
         )
+
+    async def Classify(self, request: router_pb2.ClassifyRequest, context: Context) -> router_pb2.ClassifyResponse:
+        wanted = classify_request_of(request, *self._asked(request.request_id, context))
+        return to_classifications(await self._pipeline.embedder.embed(wanted), raw=request.raw)
+
+    def _asked(self, request_id: str, context: Context) -> tuple[str, float, Caller]:
+        """The id of a request, its deadline on the event loop's clock, and who asks."""
+        metadata = dict(_metadata(context))
+        request_id = accept_request_id(request_id or metadata.get(REQUEST_ID_KEY, ""), "request_id")
+        request_id_var.set(request_id)
+        left = context.time_remaining()
+        deadline = asyncio.get_running_loop().time() + (
+            self._request_timeout if left is None else min(left, self._request_timeout)
+        )
+        return request_id, deadline, _caller(context, metadata)
 
     async def ListModels(
         self, request: router_pb2.ListModelsRequest, context: Context

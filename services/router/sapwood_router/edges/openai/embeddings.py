@@ -67,7 +67,7 @@ async def embed(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
         raise InvalidArgumentError('pooling must be "mean", "last" or "cls"', field="pooling")
     if request.truncation_side == "left":
         raise InvalidArgumentError("inputs to embed are cut at their end", field="truncation_side")
-    inputs, names = _inputs(request.input)
+    inputs, names = inputs_of(request.input)
     wanted = EmbedRequest(
         request_id=exchange.request_id,
         inputs=inputs,
@@ -93,7 +93,12 @@ def _base64(vector: Sequence[float]) -> str:
     return base64.b64encode(array("f", vector).tobytes()).decode()
 
 
-def _inputs(value: Any) -> tuple[list[str | list[int]], list[str]]:
+def inputs_of(value: Any) -> tuple[list[str | list[int]], list[str]]:
+    """The inputs of a request, and the client's name of each.
+
+    Raises:
+        InvalidArgumentError: There is none, or one is neither text nor token ids.
+    """
     if isinstance(value, str):
         return [value], ["input"]
     if value is None:

@@ -1,1 +1,1 @@
-"""How alike texts are, in vLLM's shapes: scores and rankings by a model's embeddings. Knows no gRPC and no worker."""
+"""How well texts fit each other or a label, in vLLM's shapes, by embeddings or a model's head. Knows no gRPC and no worker."""

@@ -11,19 +11,18 @@ import msgspec
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import Neutral, convert, decode_object
-from sapwood_router.edges.openai.types import AnyRequest
-from sapwood_router.edges.score.likeness import cosines, embed_all
+from sapwood_router.edges.score.compare import compare
+from sapwood_router.edges.score.types import CompareRequest
 from sapwood_router.flow.pipeline import Pipeline
 
-NEUTRAL: Neutral = {"activation": (), "use_activation": (), "softmax": (), "mm_processor_kwargs": ({},)}
-"""Parameters of the scores that models with a head of their own make; these are cosines."""
+NEUTRAL: Neutral = {"softmax": (), "mm_processor_kwargs": ({},), "add_special_tokens": (True,)}
 IGNORED = frozenset({"user"})
 
 
-RequestT = TypeVar("RequestT", bound=AnyRequest)
+RequestT = TypeVar("RequestT", bound=CompareRequest)
 
 
-class ScoreRequest(AnyRequest, kw_only=True):
+class ScoreRequest(CompareRequest, kw_only=True):
     """One text and others, or as many of the one as of the other."""
 
     text_1: str | list[str]
@@ -31,7 +30,7 @@ class ScoreRequest(AnyRequest, kw_only=True):
 
 
 class Score(msgspec.Struct):
-    """How alike the texts of a pair are."""
+    """How well the texts of a pair fit each other."""
 
     index: int
     score: float
@@ -62,8 +61,8 @@ class Document(msgspec.Struct):
     text: str
 
 
-class RerankRequest(AnyRequest, kw_only=True):
-    """A text, and those to order by how like it they are."""
+class RerankRequest(CompareRequest, kw_only=True):
+    """A text, and those to order by how well they fit it."""
 
     query: str
     documents: list[str | Document]
@@ -72,7 +71,7 @@ class RerankRequest(AnyRequest, kw_only=True):
 
 
 class Ranked(msgspec.Struct):
-    """A document and how like the query it is; ``index`` is its place in the request."""
+    """A document and how well it fits the query; ``index`` is its place in the request."""
 
     index: int
     relevance_score: float
@@ -80,7 +79,7 @@ class Ranked(msgspec.Struct):
 
 
 class RerankResponse(msgspec.Struct, kw_only=True):
-    """The answer of ``/rerank``, the likest first."""
+    """The answer of ``/rerank``, the best first."""
 
     id: str
     model: str
@@ -95,23 +94,19 @@ async def score(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: f
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
-    request = _checked(exchange, given, ScoreRequest)
+    request = checked(exchange, given, ScoreRequest)
     caller, deadline = exchange.caller(request, given), exchange.sooner(deadline)
     ones, others = _named(request.text_1, "text_1"), _named(request.text_2, "text_2")
     if len(ones) not in (1, len(others)):
         raise InvalidArgumentError(
             f"text_1 must be one text or as many as text_2: {len(others)}, got {len(ones)}", field="text_1"
         )
-    found = await embed_all(exchange, pipeline, request, [*ones, *others], caller, deadline)
-    first, second = found.vectors[: len(ones)], found.vectors[len(ones) :]
-    if len(first) == 1:
-        first *= len(second)
-    scores = await cosines(list(zip(first, second, strict=True)))
+    found = await compare(exchange, pipeline, request, ones, others, caller, deadline)
     answer = ScoreResponse(
         id=f"score-{exchange.request_id}",
         created=int(time.time()),
         model=found.model,
-        data=[Score(index, value) for index, value in enumerate(scores)],
+        data=[Score(index, value) for index, value in enumerate(found.scores)],
         usage=ScoreUsage(found.prompt_tokens, found.prompt_tokens),
     )
     await exchange.send_body(200, msgspec.json.encode(answer))
@@ -124,15 +119,14 @@ async def rerank(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: 
         SapwoodError: It is wrong, or it failed.
     """
     given = decode_object(body)
-    request = _checked(exchange, given, RerankRequest)
+    request = checked(exchange, given, RerankRequest)
     caller, deadline = exchange.caller(request, given), exchange.sooner(deadline)
     if request.top_n is not None and request.top_n < 0:
         raise InvalidArgumentError(f"top_n must be at least 0, got {request.top_n}", field="top_n")
     texts = [item if isinstance(item, str) else item.text for item in request.documents]
-    named = [("query", request.query), *_named(texts, "documents")]
-    found = await embed_all(exchange, pipeline, request, named, caller, deadline)
-    query, *vectors = found.vectors
-    scores = await cosines([(query, vector) for vector in vectors])
+    query, documents = [("query", request.query)], _named(texts, "documents")
+    found = await compare(exchange, pipeline, request, query, documents, caller, deadline)
+    scores = found.scores
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n or None]
     shows = request.return_documents is not False
     answer = RerankResponse(
@@ -144,7 +138,12 @@ async def rerank(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: 
     await exchange.send_body(200, msgspec.json.encode(answer))
 
 
-def _checked(exchange: Exchange, given: dict[str, Any], cls: type[RequestT]) -> RequestT:
+def checked(exchange: Exchange, given: dict[str, Any], cls: type[RequestT]) -> RequestT:
+    """The request that a body asks for.
+
+    Raises:
+        InvalidArgumentError: It is wrong; the parameter is named.
+    """
     request = convert(given, cls, NEUTRAL, IGNORED)
     if request.truncation_side == "left":
         raise InvalidArgumentError("inputs to embed are cut at their end", field="truncation_side")

@@ -183,7 +183,7 @@ class Request:
 
     def add_pooled(self, start: int, chunk: npt.NDArray[np.float32]) -> None:
         """Adds the pooled hidden states, float32 [hidden_size], of the chunk from ``start`` on to those before it."""
-        if self.pooled is None or start == 0 or self.pooling == "last":
+        if self.pooled is None or start == 0 or self.pooling in ("last", "labels"):
             self.pooled = chunk
         elif self.pooling == "mean":
             self.pooled = self.pooled + chunk

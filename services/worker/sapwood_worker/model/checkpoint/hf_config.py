@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.hf_values import HfValues, read_json
+from sapwood_worker.model.families.label_head import read_labels
 from sapwood_worker.model.families.registry import families
 
 
@@ -22,7 +24,7 @@ def read_hf_config(directory: Path) -> tuple[ModelFamily, ModelConfig]:
     path = directory / "config.json"
     raw = read_json(path)
     names = raw.get("architectures") or ["(none)"]
-    known = {architecture: family for family in families() for architecture in family.architectures}
+    known = {name: family for family in families() for name in (*family.architectures, *family.classifiers)}
     family = known.get(names[0])
     if family is None:
         raise ConfigError(f"{path}: architecture {names[0]} is not supported (supported: {', '.join(known)})")
@@ -31,11 +33,20 @@ def read_hf_config(directory: Path) -> tuple[ModelFamily, ModelConfig]:
     values = {**family.defaults, **{key: value for key, value in given.items() if value is not None}}
     try:
         found = HfValues(family.name, given, values)
-        return family, family.from_hf(found)
+        config = family.from_hf(found)
+        if names[0] in family.classifiers:
+            config = replace(config, labels=read_labels(raw))
+        return family, config
     except KeyError as error:
         raise ConfigError(f"{path}: {error.args[0]!r} is missing") from error
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def classifies(directory: Path) -> bool:
+    """Whether the model of a directory is one of a family's with a head that classifies. Raises ConfigError: unreadable."""
+    names = read_json(directory / "config.json").get("architectures") or [""]
+    return any(names[0] in family.classifiers for family in families())
 
 
 def read_hf_eos(directory: Path) -> tuple[int, ...]:

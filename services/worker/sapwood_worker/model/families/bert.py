@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -12,14 +12,20 @@ from torch import Tensor, nn
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.model.families.hf_values import read_json
+from sapwood_worker.model.families.label_head import read_labels
+from sapwood_worker.records.model_info import Labels
 
-ARCHITECTURES = ("BertModel", "BertForMaskedLM")
-"""The second one's head serves only training and is left out. Models whose head makes the answer are not served."""
+_CLASSIFIER = "BertForSequenceClassification"
+ARCHITECTURES = ("BertModel", "BertForMaskedLM", _CLASSIFIER)
+"""The second one's head serves only training and is left out. Models with other heads that make the answer are not served."""
 
 
 @dataclass(frozen=True, slots=True)
 class BertConfig:
-    """The shape of a model; the names are those of ``config.json``."""
+    """The shape of a model; the names are those of ``config.json``.
+
+    ``labels``: what its head tells. None: it has none. ``separator``: the token that ends each text of a pair.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -29,6 +35,8 @@ class BertConfig:
     max_position_embeddings: int
     type_vocab_size: int
     layer_norm_eps: float
+    labels: Labels | None = None
+    separator: int = 102
 
 
 def is_bert(path: Path) -> bool:
@@ -55,10 +63,16 @@ def read_bert_config(path: Path) -> BertConfig:
     values = {"type_vocab_size": 2, "layer_norm_eps": 1e-12} | read_json(file)
     if values.get("hidden_act", "gelu") != "gelu" or values.get("position_embedding_type", "absolute") != "absolute":
         raise ConfigError(f"{file}: of BERT only gelu and absolute positions are supported")
+    shape = [field.name for field in fields(BertConfig) if field.default is MISSING]
     try:
-        return BertConfig(**{name: values[name] for name in BertConfig.__slots__})
+        config = BertConfig(**{name: values[name] for name in shape})
+        if (values.get("architectures") or [""])[0] != _CLASSIFIER:
+            return config
+        return replace(config, labels=read_labels(values), separator=_separator(path))
     except KeyError as error:
         raise ConfigError(f"{file}: {error.args[0]} is missing") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from error
 
 
 class BertLayer(nn.Module):
@@ -108,33 +122,70 @@ class BertModel(nn.Module):
             {"layer": nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))}
         )
 
-    def forward(self, token_ids: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, mask: Tensor, second: Tensor | None = None) -> Tensor:
         """The hidden states of a padded batch.
+
+        Args:
+            token_ids: int64 [B, T].
+            mask: bool [B, T], true where there is a token.
+            second: bool [B, T], true where the token is of the second text of a pair. None: there are no pairs.
+
+        Returns:
+            [B, T, hidden_size].
+        """
+        table = self.embeddings
+        kinds = torch.zeros_like(token_ids) if second is None else second.long()
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+        hidden: Tensor = table["word_embeddings"](token_ids) + table["position_embeddings"](positions)
+        hidden = table["LayerNorm"](hidden + table["token_type_embeddings"](kinds))
+        for layer in self.encoder["layer"].children():
+            hidden = layer(hidden, mask[:, None, None])
+        return hidden
+
+
+class BertClassifier(nn.Module):
+    """The encoder with a head over its first token: a logit for each label.
+
+    Args:
+        config: The model's, which has labels.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        assert config.labels is not None
+        size = config.hidden_size
+        self._separator, self._kinds = config.separator, config.type_vocab_size
+        self.bert = BertModel(config)
+        self.pooler = nn.ModuleDict({"dense": nn.Linear(size, size)})
+        self.classifier = nn.Linear(size, len(config.labels.names))
+
+    def forward(self, token_ids: Tensor, mask: Tensor) -> Tensor:
+        """The logits of a padded batch, of texts and of pairs. What follows the first separator is a pair's second text.
 
         Args:
             token_ids: int64 [B, T].
             mask: bool [B, T], true where there is a token.
 
         Returns:
-            [B, T, hidden_size].
+            [B, labels].
         """
-        table = self.embeddings
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
-        hidden: Tensor = table["word_embeddings"](token_ids) + table["position_embeddings"](positions)
-        hidden = table["LayerNorm"](hidden + table["token_type_embeddings"](torch.zeros_like(token_ids)))
-        for layer in self.encoder["layer"].children():
-            hidden = layer(hidden, mask[:, None, None])
-        return hidden
+        ends = (token_ids == self._separator).long()
+        second = (ends.cumsum(1) - ends > 0) & mask if self._kinds > 1 else None
+        first = self.bert(token_ids, mask, second)[:, 0]
+        result: Tensor = self.classifier(torch.tanh(self.pooler["dense"](first)))
+        return result
 
 
-def load_bert(path: Path, dtype: torch.dtype, device: torch.device, *, dummy: bool) -> tuple[BertModel, BertConfig]:
+def load_bert(
+    path: Path, dtype: torch.dtype, device: torch.device, *, dummy: bool
+) -> tuple[BertModel | BertClassifier, BertConfig]:
     """Loads a Hugging Face directory; ``dummy`` leaves the weights random.
 
     Raises:
         ConfigError: It cannot be read; names the file and what.
     """
     config = read_bert_config(path)
-    model = BertModel(config)
+    model = BertModel(config) if config.labels is None else BertClassifier(config)
     if not dummy:
         file = path / "model.safetensors"
         try:
@@ -143,6 +194,8 @@ def load_bert(path: Path, dtype: torch.dtype, device: torch.device, *, dummy: bo
             raise ConfigError(f"{file}: cannot be read: {error}") from error
         wanted = model.state_dict()
         found = {name.removeprefix("bert."): tensor for name, tensor in tensors.items()}
+        if config.labels is not None:
+            found |= {f"bert.{name}": tensor for name, tensor in found.items()}
         missing = sorted(wanted.keys() - found.keys())
         if missing:
             raise ConfigError(f"{file}: has no {missing[0]}")
@@ -153,6 +206,18 @@ def load_bert(path: Path, dtype: torch.dtype, device: torch.device, *, dummy: bo
             )
         model.load_state_dict({name: found[name] for name in wanted})
     return model.to(device, dtype).eval().requires_grad_(False), config
+
+
+def _separator(path: Path) -> int:
+    """The token that ends each text: ``[SEP]``, or what the tokenizer's files call it."""
+    settings = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
+    named = settings.get("sep_token", "[SEP]")
+    text = named.get("content") if isinstance(named, dict) else named
+    added = read_json(path / "tokenizer.json").get("added_tokens", ())
+    found = [token["id"] for token in added if token.get("content") == text]
+    if not found:
+        raise ValueError(f"{path / 'tokenizer.json'} has no token {text} to end texts with")
+    return int(found[0])
 
 
 def _dense_norm(inner: int, size: int, eps: float) -> nn.ModuleDict:

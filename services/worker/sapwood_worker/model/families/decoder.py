@@ -93,8 +93,12 @@ class DecoderModel(Layer):
             layer_class(config, i, inside.inside(f"layers.{i}")) for i in range(config.num_layers)
         )
         self.norm = RMSNorm(width, config.rms_norm_eps, inside.inside("norm"))
-        tied, softcap = self.embedding.table if config.tie_word_embeddings else None, config.final_softcap
-        self.head = VocabParallelHead(vocab, width, tied=tied, softcap=softcap, context=context.inside("lm_head"))
+        if config.labels is None:
+            tied, softcap = self.embedding.table if config.tie_word_embeddings else None, config.final_softcap
+            self.head = VocabParallelHead(vocab, width, tied=tied, softcap=softcap, context=context.inside("lm_head"))
+        else:
+            count = len(config.labels.names)
+            self.head = VocabParallelHead(count, width, tied=None, softcap=None, context=context.inside("score"))
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         self.rotary = nn.ModuleList(
             RotaryEmbedding(inverse_frequencies(config.head_dim, rope), config.max_position, context) for rope in ropes
@@ -124,6 +128,6 @@ class DecoderModel(Layer):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden_size] as :meth:`forward` returns -> [R, vocab_size], float32 or the model's dtype."""
+        """[R, hidden_size] as :meth:`forward` returns -> [R, vocab_size or labels], float32 or the model's dtype."""
         result: Tensor = self.head(hidden, self.norm)
         return result

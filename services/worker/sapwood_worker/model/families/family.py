@@ -24,6 +24,7 @@ class ModelFamily:
     Attributes:
         name: Its name in ``GetModelInfo`` and in GGUF files (``general.architecture``).
         architectures: Its names in ``config.json``.
+        classifiers: The same of those with a head that classifies.
         layer: The class of its layers. Their weights have the names of Hugging Face checkpoints.
         defaults: Settings that ``config.json`` may leave out: the defaults of transformers' configuration classes.
         from_hf: The configuration that ``config.json`` gives. Raises ValueError, saying what is not supported.
@@ -46,3 +47,4 @@ class ModelFamily:
     prefixes: Mapping[str, str] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
     kv_layout: Callable[[ModelConfig, str, int], KVLayout] = attention_layout
+    classifiers: tuple[str, ...] = ()

@@ -90,6 +90,7 @@ def _kinds(layers: int, pattern: int) -> list[str]:
 GEMMA3 = ModelFamily(
     name="gemma3",
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    classifiers=("Gemma3TextForSequenceClassification",),
     layer=Gemma3DecoderLayer,
     defaults={
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,

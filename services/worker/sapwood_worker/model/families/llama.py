@@ -32,6 +32,7 @@ class LlamaDecoderLayer(DecoderLayer):
 LLAMA = ModelFamily(
     name="llama",
     architectures=("LlamaForCausalLM",),
+    classifiers=("LlamaForSequenceClassification",),
     layer=LlamaDecoderLayer,
     defaults={"tie_word_embeddings": False, "rope_theta": 10_000.0},
     gguf_interleaves=True,

@@ -18,6 +18,7 @@ def _from_hf(found: HfValues) -> ModelConfig:
 MISTRAL = ModelFamily(
     name="mistral",
     architectures=("MistralForCausalLM",),
+    classifiers=("MistralForSequenceClassification",),
     layer=LlamaDecoderLayer,
     defaults={"tie_word_embeddings": False, "rope_theta": 10_000.0, "sliding_window": 4096},
     from_hf=_from_hf,

@@ -23,6 +23,7 @@ def _windows(found: HfValues) -> tuple[int | None, ...]:
 QWEN2 = ModelFamily(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
+    classifiers=("Qwen2ForSequenceClassification",),
     layer=LlamaDecoderLayer,
     defaults=_DEFAULTS,
     from_hf=lambda found: replace(found.llama(), windows=_windows(found), qkv_bias=True),
@@ -31,6 +32,7 @@ QWEN2 = ModelFamily(
 QWEN3 = ModelFamily(
     name="qwen3",
     architectures=("Qwen3ForCausalLM",),
+    classifiers=("Qwen3ForSequenceClassification",),
     layer=LlamaDecoderLayer,
     defaults={**_DEFAULTS, "head_dim": 128},
     from_hf=lambda found: replace(found.llama(), windows=_windows(found), qk_norm=True),

@@ -89,7 +89,8 @@ class _Builder:
         self._scales: KVScales | None = None
         if float8:
             self._scales = calibrate(self._model, self._config, self._layout, self._dtype, self._device)
-        self._captures = self._ops.captures and self._dtype != torch.float32 and options.cuda_graphs
+        generates = self._config.labels is None  # a graph ends with the choice of a token
+        self._captures = self._ops.captures and self._dtype != torch.float32 and options.cuda_graphs and generates
         self._needs = self._attention_needs(self._config)
         setting = options.attention_backend
         self._prefill = choose_backend(setting, "prefill", self._needs, self._ops)
@@ -143,9 +144,11 @@ class _Builder:
             eos_token_ids=self._eos_token_ids,
             page_size=pool.page_size,
             num_pages=pool.num_pages - _SCRATCH_PAGES,
-            embedding_size=config.hidden_size,
-            pooling=sentences.pooling,
-            normalizes=sentences.normalizes,
+            embedding_size=config.hidden_size if config.labels is None else 0,
+            pooling=sentences.pooling if config.labels is None else "labels",
+            normalizes=sentences.normalizes and config.labels is None,
+            labels=config.labels,
+            generates=config.labels is None,
             embedded_tokens=sentences.max_tokens,
             shortened=sentences.shortened,
             prefill_attention=self._prefill.name,

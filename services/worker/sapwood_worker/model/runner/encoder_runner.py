@@ -1,4 +1,4 @@
-"""Runs an encoder on scheduler steps: whole prompts, embeddings only, no KV cache."""
+"""Runs an encoder on scheduler steps: whole prompts, embeddings or labels only, no KV cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
-from sapwood_worker.model.families.bert import load_bert
+from sapwood_worker.model.families.bert import BertClassifier, load_bert
 from sapwood_worker.model.pools.host_pool import HostPool
 from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
 from sapwood_worker.model.runner.pooling import pool_chunk
@@ -50,13 +50,15 @@ class EncoderRunner:
             eos_token_ids=(),
             page_size=options.page_size,
             num_pages=options.max_running * (-(-length // options.page_size) + 1),
-            embedding_size=config.hidden_size,
-            pooling=sentences.pooling,
-            normalizes=sentences.normalizes,
+            embedding_size=config.hidden_size if config.labels is None else 0,
+            pooling=sentences.pooling if config.labels is None else "labels",
+            normalizes=sentences.normalizes and config.labels is None,
+            labels=config.labels,
             embedded_tokens=sentences.max_tokens,
             shortened=sentences.shortened,
             special_ids=sentences.special_ids,
             generates=False,
+            encodes=True,
         )
 
     def cache_identity(self) -> str:
@@ -77,7 +79,11 @@ class EncoderRunner:
         tokens = torch.zeros(len(counts), max(counts), dtype=torch.int64)
         mask = torch.arange(max(counts)) < torch.from_numpy(step.counts)[:, None]
         tokens[mask] = torch.from_numpy(step.token_ids)
-        hidden = self._model(tokens.to(self._device), mask.to(self._device))
+        tokens, mask = tokens.to(self._device), mask.to(self._device)
+        if isinstance(self._model, BertClassifier):
+            logits = self._model(tokens, mask).float().cpu().numpy()
+            return ModelOutput(step.number, [[] for _ in counts], pooled=dict(enumerate(logits)))
+        hidden = self._model(tokens, mask)
         pooled = {
             part: pool_chunk(hidden[part, :count], self._poolings[row]).cpu().numpy()
             for part, (row, count) in enumerate(zip(step.rows.tolist(), counts, strict=True))

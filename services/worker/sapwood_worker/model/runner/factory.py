@@ -12,6 +12,7 @@ from sapwood_common.models.progress import logged
 from sapwood_common.settings.config import refuse_idle
 from sapwood_common.settings.needs import Needs
 from sapwood_worker.config import WorkerConfig
+from sapwood_worker.model.checkpoint.hf_config import classifies
 from sapwood_worker.model.families.bert import is_bert
 from sapwood_worker.model.gpu import check_gpu, read_gpu
 from sapwood_worker.model.runner.builder import build_runner
@@ -34,12 +35,21 @@ OF_ENCODERS = (
             "speculate",
         ),
         lambda config: False,
-        "with a model that makes embeddings only and caches nothing",
+        "with a model that makes embeddings only or classifies, and caches nothing",
     ),
     Needs(
         ("policy",),
         lambda config: config.policy in ("fcfs", "priority"),
-        "with a model that makes embeddings only and caches nothing, unless it is priority",
+        "with a model that makes embeddings only or classifies, and caches nothing, unless it is priority",
+    ),
+)
+
+
+OF_CLASSIFIERS = (
+    Needs(
+        ("structured_output", "jump_forward", "grammar_timeout", *_GRAPHS),
+        lambda config: False,
+        "with a model that only classifies",
     ),
 )
 
@@ -60,6 +70,8 @@ def make_runner(config: WorkerConfig) -> ModelRunner | EncoderRunner:
     encodes = is_bert(path)
     if encodes:
         refuse_idle(config, OF_ENCODERS)
+    elif path.is_dir() and classifies(path):
+        refuse_idle(config, OF_CLASSIFIERS)
     if device == "cpu":
         refuse_idle(config, ON_CPU)
     else:

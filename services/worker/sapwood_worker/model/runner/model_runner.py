@@ -25,6 +25,7 @@ from sapwood_worker.model.sampling.logprobs import Distribution, Logprobs, join
 from sapwood_worker.model.sampling.positions import Positions
 from sapwood_worker.model.sampling.token_sampler import SampledTokens, TokenSampler
 from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.output import Pooling
 from sapwood_worker.records.page_copies import NOTHING, CopyReport
 from sapwood_worker.records.step import Entry, ModelOutput, Step
 
@@ -124,7 +125,7 @@ class ModelRunner:
             entry = self._entries[int(step.rows[i])]
             first, end = batch.attention.query_starts[i : i + 2].tolist()
             if entry.pooling:
-                pooled[i] = pool_chunk(self._model.norm(hidden[first:end]), entry.pooling)
+                pooled[i] = self._pool_chunk(hidden[first:end], entry.pooling)
             else:
                 prompts[i] = self._prompt_logprobs(hidden[first:end], int(step.starts[i]), entry)
         return LaunchedStep(step, at, tokens, prompts, self._copied, self._ops, pooled)
@@ -181,6 +182,11 @@ class ModelRunner:
         if tokens.ends is not None:
             latest, slots = latest.index_select(0, tokens.ends), slots.index_select(0, tokens.ends)
         self._last_tokens.index_copy_(0, slots, latest.clamp(min=0))
+
+    def _pool_chunk(self, hidden: Tensor, pooling: Pooling) -> Tensor:
+        if pooling == "labels":
+            return self._model.logits(hidden[-1:])[0].float()
+        return pool_chunk(self._model.norm(hidden), pooling)
 
     def _prompt_logprobs(self, hidden: Tensor, start: int, entry: Entry) -> Logprobs:
         """Log probabilities of the prompt tokens, at least one, that follow those from ``start`` on, of which ``hidden`` are."""

@@ -41,10 +41,12 @@ def test_a_client_that_leaves_frees_its_pages(cluster: Any, end: str) -> None:
             try:
                 for _ in range(3):
                     next(generation)
-                break
+                watch = _busy_one(cluster, watches)
             except DeadlineExceededError:
-                client.close()
-        watch = _busy_one(cluster, watches)
+                watch = None
+            if watch is not None:
+                break
+            client.close()
         if end == "cancel":
             generation.cancel()
         elif end == "vanish":
@@ -67,11 +69,12 @@ def test_a_client_that_leaves_frees_its_pages(cluster: Any, end: str) -> None:
 
 
 def _busy_one(cluster: Any, watches: list[Any]) -> Any:
-    """The watch of the worker that runs the request."""
+    """The watch of the worker that runs the request; None where it is over already."""
     with Client(cluster.grpc) as client:
         busy = {worker.address for worker in client.list_workers() if worker.in_flight}
-    (index,) = [index for index, address in enumerate(cluster.workers) if address in busy]
-    watch = watches[index]
+    if not busy:
+        return None
+    (watch,) = (watch for watch, address in zip(watches, cluster.workers, strict=True) if address in busy)
     while next(watch).load.running_requests == 0:
         pass
     return watch

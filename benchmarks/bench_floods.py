@@ -103,7 +103,7 @@ def _flood(target: Target, others: Others, flood: Flood, connections: int, secon
     ports = {"grpc": target.grpc_port, "http": target.http_port}
     command = [sys.executable, "-m", "floods.attacker", flood.name] + ["--tls"] * target.tls
     command += ["--connections", str(connections), "--seconds", str(seconds + 1)]
-    command += [f"--key={target.key}"] if flood.keyed and target.key else []
+    command += [f"--key={target.attackers_key}"] if flood.keyed and target.attackers_key else []
     with MemoryWatch(pid) as memory, contextlib.ExitStack() as stack:
         port = ports[flood.front] if flood.front in ports else stack.enter_context(neighbour())
         attacker = subprocess.Popen([*command, "--port", str(port)], cwd=_HERE, stdout=subprocess.PIPE, text=True)

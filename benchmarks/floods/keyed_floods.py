@@ -1,4 +1,4 @@
-"""Floods by a client that has a key: what one request may cost."""
+"""Floods by a tenant who has a key, beside others: what one request may cost."""
 
 from __future__ import annotations
 

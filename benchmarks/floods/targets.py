@@ -26,22 +26,23 @@ _BENCHMARKS = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Target:
-    """A server that is ready. ``http_port`` is 0 of one that has none."""
+    """A server that is ready. ``http_port`` is 0 of one that has none. ``attackers_key`` is of another tenant than ``key``."""
 
     name: str
     process: Process
     grpc_port: int
     http_port: int
     key: str
+    attackers_key: str
     tls: bool
 
 
 @contextlib.contextmanager
 def router(folder: Path, tls: bool, *flags: str) -> Iterator[Target]:
     """Ours, with keys."""
-    key = make_key()
+    key, attackers_key = make_key(), make_key()
     keys = folder / "api-keys"
-    keys.write_text(f"other {hash_key(key)}\n")
+    keys.write_text(f"other {hash_key(key)}\nattacker {hash_key(attackers_key)}\n")
     with Workers(Times(base_ms=1), folder, 2) as workers:
         grpc_port, http_port = workers.ports.take(), workers.ports.take()
         command = [
@@ -53,7 +54,7 @@ def router(folder: Path, tls: bool, *flags: str) -> Iterator[Target]:
             *flags,
         ]
         process = Process(command, {}, folder / "router.log")
-        target = Target(OURS, process, grpc_port, http_port, key, tls)
+        target = Target(OURS, process, grpc_port, http_port, key, attackers_key, tls)
         try:
             _await_ready(target)
             yield target
@@ -69,7 +70,7 @@ def grpcio_server(folder: Path, tls: bool) -> Iterator[Target]:
     command = [sys.executable, "-m", "floods.grpcio_server", "--port", str(port)]
     command += _tls_flags(folder, "--cert", "--key") if tls else ()
     process = Process(command, {"PYTHONPATH": str(_BENCHMARKS)}, folder / "grpcio.log")
-    target = Target(GRPCIO, process, port, 0, "", tls)
+    target = Target(GRPCIO, process, port, 0, "", "", tls)
     try:
         _await_ready(target)
         yield target

@@ -221,3 +221,29 @@ async def test_however_many_messages_unfold_one_does_at_a_time_and_each_callers_
     for task in greedy[2:]:
         assert len(await task) == 2 * MB
     assert share.waiting == 0
+
+
+async def test_of_many_messages_of_one_client_one_is_half_unfolded(
+    serve, request_block, grpc_message, monkeypatch
+) -> None:
+    step, half, most = encoding.Unfolder.step, set(), 0
+
+    def counted(unfolder: encoding.Unfolder) -> bytes | None:
+        nonlocal most
+        half.add(unfolder)
+        if (whole := step(unfolder)) is not None:
+            half.discard(unfolder)
+        most = max(most, len(half))
+        return whole
+
+    monkeypatch.setattr(encoding.Unfolder, "step", counted)
+    body = grpc_message(gzip.compress(bytes(MB)), compressed=True)
+    block = request_block("Crash", ("grpc-encoding", "gzip"))
+    async with serve(2 * MB) as running:
+        client = await running.connect()
+        for stream in range(1, 41, 2):
+            client.send(frames.header_frames(stream, block, frames.USUAL_FRAME))
+            client.send(frames.frame(frames.DATA, frames.END_STREAM, stream, body))
+        for stream in range(1, 41, 2):
+            assert (await client.status(stream))["grpc-status"] == "2"
+    assert most == 1

@@ -149,11 +149,13 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
 
     async def _unfold(self, message: bytes) -> bytes:
         unfolder = encoding.Unfolder(self._encoding, message, self._most_bytes)
-        whole = unfolder.step()
-        if whole is not None:  # it was small
-            return whole
-        self._stream.keep(unfolder.size)
-        return await self._shared.unfoldings.unfold(self._peer, unfolder, self._stream.keep)
+        unfoldings = self._shared.unfoldings
+        if not unfoldings.is_waiting(self._peer):  # or many would be half done, and hold what they have made
+            whole = unfolder.step()
+            if whole is not None:  # it was small
+                return whole
+            self._stream.keep(unfolder.size)
+        return await unfoldings.unfold(self._peer, unfolder, self._stream.keep)
 
     def __aiter__(self) -> ServerCall:
         """The requests."""

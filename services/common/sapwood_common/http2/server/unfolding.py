@@ -31,6 +31,10 @@ class Unfoldings:
         self._waiting: OrderedDict[Hashable, deque[_Work]] = OrderedDict()
         """By caller, the one first whose turn it is; none of them is empty."""
 
+    def is_waiting(self, caller: Hashable) -> bool:
+        """Whether a message of the caller is here already."""
+        return caller in self._waiting
+
     async def unfold(self, caller: Hashable, unfolder: Unfolder, keep: Callable[[int], None]) -> bytes:
         """The message.
 

@@ -13,25 +13,23 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from commit import measured_commit
+from ranks import group_runners
 from step_profile import record
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.model.runner.builder import build_runner
-from sapwood_worker.model.runner.launched_step import LaunchedStep
-from sapwood_worker.model.runner.model_runner import ModelRunner
-from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.output import RequestOutput
-from sapwood_worker.records.step import ModelOutput, Step
+from sapwood_worker.records.step import LaunchedStep, ModelOutput, Step
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = {
@@ -46,7 +44,7 @@ SAMPLED = {
 class TimedRunner:
     """Attributes: info: The runner's; waited: Seconds that the host waited for results."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: LoadedRunner) -> None:
         self._runner = runner
         self.info = runner.info
         self.waited = 0.0
@@ -70,17 +68,24 @@ class Engine:
     """Args: as the options of main say."""
 
     def __init__(
-        self, model: Path, max_running: int, max_step_tokens: int, kv_gb: float, overlap: bool = True, **options: Any
+        self,
+        model: Path,
+        max_running: int,
+        max_step_tokens: int,
+        kv_gb: float,
+        overlap: bool = True,
+        ranks: int = 1,
+        **options: Any,
     ) -> None:
         self.overlap = overlap
         started = time.perf_counter()
-        self.runner = TimedRunner(build_runner(
-            RunnerOptions(
-                model_path=model, load_format="dummy", device="cuda", dtype="bfloat16", context_length=16384,
-                kv_cache_bytes=int(kv_gb * 2**30) if kv_gb else None, max_running=max_running,
-                max_step_tokens=max_step_tokens, **options,
-            )
-        ))  # fmt: skip
+        self._ranks = ExitStack()
+        wanted = dict(
+            model_path=model, load_format="dummy", dtype="bfloat16", context_length=16384,
+            kv_cache_bytes=int(kv_gb * 2**30) if kv_gb else None, max_running=max_running,
+            max_step_tokens=max_step_tokens, **options,
+        )  # fmt: skip
+        self.runner = TimedRunner(next(self._ranks.enter_context(group_runners(ranks, [wanted]))))
         torch.cuda.synchronize()
         self.start_seconds = time.perf_counter() - started
         info = self.runner.info
@@ -92,6 +97,10 @@ class Engine:
             )
         )  # fmt: skip
         self.count = 0
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        self._ranks.close()
 
     def add(self, prompts: list[list[int]], lengths: list[int], sampling: SamplingParams) -> None:
         for prompt, length in zip(prompts, lengths, strict=True):
@@ -169,6 +178,7 @@ def main() -> None:
         default="none",
         help="Of the linear layers.",
     )
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs to split the model over (default: 1).")
     parser.add_argument(
         "--profile", type=Path, help="Folder for Chrome traces of steps; also prints their time by part."
     )
@@ -182,6 +192,8 @@ def main() -> None:
         variant += f"+{arguments.quantization}"
     if arguments.kv_cache_dtype != "auto":
         variant += "+fp8-kv"
+    if arguments.tensor_parallel > 1:
+        variant += f"+tp{arguments.tensor_parallel}"
 
     def report(what: str, value: float, unit: str) -> None:
         row = {
@@ -195,7 +207,7 @@ def main() -> None:
 
     engine = Engine(
         arguments.model, max_running=256, max_step_tokens=8192, kv_gb=arguments.kv_gb, overlap=not arguments.no_overlap,
-        kv_cache_dtype=arguments.kv_cache_dtype, quantization=arguments.quantization,
+        kv_cache_dtype=arguments.kv_cache_dtype, quantization=arguments.quantization, ranks=arguments.tensor_parallel,
     )  # fmt: skip
 
     def profile(what: str, run: Callable[[], None], steps: int) -> None:
@@ -242,6 +254,7 @@ def main() -> None:
         if arguments.both_loops:
             engine.overlap = False
             report("offline256", sum(outputs) / engine.generate(prompts, outputs), "output tokens/s")
+    engine.close()
 
 
 if __name__ == "__main__":

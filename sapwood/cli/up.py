@@ -82,6 +82,15 @@ def configure(verbs: Any, *, with_services: bool) -> None:
     add_option(parser, "--workers", "How many.", variable=up + "WORKERS", default=2, parse=whole_number(1), metavar="N")
     add_option(
         parser,
+        "--tensor-parallel",
+        "Processes that each worker's model is split over, with a GPU each where there are GPUs.",
+        variable=up + "TENSOR_PARALLEL",
+        parse=whole_number(1),
+        metavar="N",
+        shown_default="1",
+    )
+    add_option(
+        parser,
         "--threads",
         "Threads of each worker's computations.",
         variable=up + "THREADS",
@@ -195,6 +204,7 @@ def _services(arguments: argparse.Namespace) -> Services:
             **of_model,
             "port": port(arguments.worker_port),
             "threads": arguments.threads,
+            "tensor_parallel": arguments.tensor_parallel,
         },
         workers=arguments.workers,
     )

@@ -8,12 +8,14 @@ import time
 import numpy as np
 from pydantic import Field
 
+from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_testing.worker.fake_runner import FakeRunner
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages
 from sapwood_worker.records.model_info import ModelInfo
-from sapwood_worker.records.step import LaunchedStep, ModelOutput, Step
+from sapwood_worker.records.place import ALONE, Place
+from sapwood_worker.records.step import CompletedStep, LaunchedStep, ModelOutput, Step
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +38,16 @@ class FakeWorkerConfig(WorkerConfig):
         False, description="The stall is a computation that holds the interpreter's lock; else it waits."
     )
     poison_token: int | None = Field(None, ge=0, description="A prompt that begins with it makes its step fail.")
+    diverge_token: int | None = Field(
+        None, ge=0, description="A prompt that begins with it has the last rank sample other tokens than the others."
+    )
+    refusing_rank: int | None = Field(None, ge=0, description="The rank that cannot load its model.")
 
 
-def make_runner(config: FakeWorkerConfig) -> FakeRunner | StallingRunner:
-    """The runner factory for the scheduler process."""
+def make_runner(config: FakeWorkerConfig, place: Place = ALONE) -> FakeRunner | StallingRunner | DivergingRunner:
+    """The runner factory for the scheduler process and the other ranks."""
+    if config.refusing_rank == place.rank:
+        raise ConfigError("this rank loads no model")
     num_pages = config.num_pages or 1024
     info = ModelInfo(
         architecture="fake",
@@ -50,6 +58,7 @@ def make_runner(config: FakeWorkerConfig) -> FakeRunner | StallingRunner:
         page_size=config.page_size,
         num_pages=num_pages,
         embedding_size=config.embedding_size,
+        tensor_parallel=place.size,
     )
     if config.load_seconds:
         logger.info("loading for %g s", config.load_seconds)
@@ -65,6 +74,8 @@ def make_runner(config: FakeWorkerConfig) -> FakeRunner | StallingRunner:
     runner = FakeRunner(info, config.step_ms / 1000, config.poison_token, vocabulary, host_pool)
     if config.stall_token is not None:
         return StallingRunner(runner, config.stall_token, config.stall_seconds, computes=config.stall_computes)
+    if config.diverge_token is not None and place.rank == place.size - 1:
+        return DivergingRunner(runner, config.diverge_token)
     return runner
 
 
@@ -99,6 +110,33 @@ class StallingRunner:
             else:
                 time.sleep(self._seconds)
         return self._runner.launch(step)
+
+
+class DivergingRunner:
+    """A :class:`FakeRunner` that answers some prompts differently.
+
+    Args:
+        runner: What computes.
+        token: Such a prompt begins with it.
+    """
+
+    def __init__(self, runner: FakeRunner, token: int) -> None:
+        self._runner = runner
+        self._token = token
+        self.info = runner.info
+        self.vocabulary = runner.vocabulary
+        self.host_pool = runner.host_pool
+        self.asynchronous = runner.asynchronous
+
+    def execute(self, step: Step) -> ModelOutput:
+        return self.launch(step).result()
+
+    def launch(self, step: Step) -> LaunchedStep:
+        output = self._runner.launch(step).result()
+        firsts = step.token_ids[np.cumsum(step.counts) - step.counts]
+        if ((step.starts == 0) & (firsts == self._token)).any():
+            output.token_ids = [[token + 1 for token in tokens] for tokens in output.token_ids]
+        return CompletedStep(output)
 
 
 def _compute(seconds: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,17 +22,21 @@ class ThreadGroup(Group):
         rank: The thread's rank.
         shared: A place for each rank's tensor.
         barrier: Of all ranks.
+        values: A place for each rank's plain values.
 
     Attributes:
         calls: How often ranks have exchanged something.
     """
 
-    def __init__(self, rank: int, shared: list[Tensor], barrier: threading.Barrier) -> None:
+    def __init__(
+        self, rank: int, shared: list[Tensor], barrier: threading.Barrier, values: list[Any] | None = None
+    ) -> None:
         self.rank = rank
         self.size = len(shared)
         self.calls = 0
         self._shared = shared
         self._barrier = barrier
+        self._values = [None] if values is None else values
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x.copy_(self._exchange(x).sum(0))
@@ -46,6 +50,13 @@ class ThreadGroup(Group):
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         return x.copy_(self._exchange(x)[source])
 
+    def exchange(self, value: ResultT) -> list[ResultT]:
+        self._values[self.rank] = value
+        self._barrier.wait(timeout=60)
+        found = list(self._values)
+        self._barrier.wait(timeout=60)
+        return found
+
     def _exchange(self, x: Tensor) -> Tensor:
         self.calls += 1
         self._shared[self.rank] = x
@@ -58,11 +69,12 @@ class ThreadGroup(Group):
 def run_ranks(size: int, work: Callable[[ThreadGroup], ResultT]) -> list[ResultT]:
     """What ``work`` returns for each rank of a group; raises what made a rank fail first."""
     shared, barrier = [torch.empty(0)] * size, threading.Barrier(size)
+    values: list[Any] = [None] * size
 
     def one(rank: int) -> ResultT:
         try:
             with torch.inference_mode():
-                return work(ThreadGroup(rank, shared, barrier))
+                return work(ThreadGroup(rank, shared, barrier, values))
         except BaseException:
             barrier.abort()
             raise

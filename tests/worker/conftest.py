@@ -350,10 +350,14 @@ class FakeWorkerProcess:
             with contextlib.suppress(ValueError):  # pytest has closed it
                 print(line, end="", file=sys.stderr)
 
-    def scheduler_pid(self) -> int:
+    def rank_pids(self) -> list[int]:
+        """The processes of its ranks, the scheduler's first."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        assert len(children) == 1
-        return int(children[0])
+        return sorted(map(int, children))
+
+    def scheduler_pid(self) -> int:
+        [pid] = self.rank_pids()
+        return pid
 
     def wait(self) -> int:
         code = self.process.wait(timeout=60)

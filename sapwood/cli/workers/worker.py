@@ -23,7 +23,7 @@ _LOAD = (
 )
 _INFO = (
     *("model", "architecture", "dtype", "context_length", "max_running", "page_size", "num_pages"),
-    *("prefill_attention", "decode_attention", "attention_reason"),
+    *("prefill_attention", "decode_attention", "attention_reason", "tensor_parallel"),
 )
 
 

@@ -138,13 +138,19 @@ class WorkerConfig(ServiceConfig):
         description="What computes attention: flashinfer, triton, torch or a package's own; for prompts and decodes apart: "
         "prefill=triton,decode=flashinfer. auto takes the fastest that can serve the model on this device.",
     )
-    threads: int = Field(0, ge=0, description="CPU threads of the model; 0 takes all cores.")
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        description="Ranks that each layer is split over, on one machine: a process each, with a GPU each. Has to divide the "
+        "model's attention heads and the width of its MLPs.",
+    )
+    threads: int = Field(0, ge=0, description="CPU threads of the model, which its ranks share; 0 takes all cores.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens a page of the KV cache holds.")
     kv_cache_gb: float | None = Field(
         None,
         gt=0,
-        description="Memory for the KV cache in GiB; none: on a GPU what a trial of the largest step shows to be left, "
-        "elsewhere 1.",
+        description="Memory for the KV cache in GiB, of each rank; none: on a GPU what a trial of the largest step shows to be "
+        "left, elsewhere 1.",
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
         "auto",

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from sapwood_common.grammar.artefact import GrammarArtefact
 from sapwood_common.grammar.compile import GrammarBuilder
 from sapwood_common.grammar.source import GrammarSource
 from sapwood_common.grammar.vocabulary import TokenVocabulary
+from sapwood_worker.core.group.follower import follow
+from sapwood_worker.core.group.leader import GroupRunner
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
@@ -30,8 +31,8 @@ from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.page_copies import CacheLoad, Copies, PageCopy
-from sapwood_worker.records.step import Entry, ModelOutput, Step
-from sapwood_worker.records.step_wire import encode, read, write, write_masks
+from sapwood_worker.records.step import Entry, Step
+from sapwood_worker.records.step_wire import encode, encode_masks, read, read_masks
 
 VOCAB = 97
 WORDS = 4
@@ -111,101 +112,53 @@ def plain(step: Step) -> list[Any]:
 @settings(max_examples=60, deadline=None)
 @given(steps())
 def test_what_is_read_is_what_was_written(step: Step) -> None:
-    buffer = encode(step, WORDS)
-    assert plain(read(buffer)) == plain(step)
-    larger = memoryview(bytearray(b"\xff") * (len(buffer) + 100))
-    assert write(step, larger, WORDS) == len(buffer)
-    write_masks(step, larger)
-    assert plain(read(larger)) == plain(step)
+    found = read(encode(step), step.masks)
+    assert plain(found) == plain(step)
+    if step.masks is not None:
+        masks = step.masks.result()
+        assert read_masks(bytearray(encode_masks(masks)), len(masks)).tolist() == masks.tolist()
 
 
 def test_a_step_is_read_in_place() -> None:
-    buffer = encode(Step(1, token_ids=np.arange(9)), WORDS)
+    buffer = encode(Step(1, token_ids=np.arange(9)))
     step = read(buffer)
     assert all(not each.flags.owndata for each in (step.rows, step.token_ids, step.pages))
-    buffer[buffer.index(bytes([8, 0, 0, 0, 0, 0, 0, 0]), 80)] = 7  # after the header: token 8
+    buffer[buffer.index(bytes([8, 0, 0, 0, 0, 0, 0, 0]), 64)] = 7  # after the header: token 8
     assert step.token_ids.tolist() == [*range(8), 7]
 
 
-@pytest.mark.parametrize("size", [0, 79, 80, 100])
+@pytest.mark.parametrize("size", [0, 63, 64, 100])
 def test_what_holds_no_whole_step_is_refused(size: int) -> None:
     step = Step(1, *(np.ones(1, np.int64) for _ in range(5)), pages=np.zeros((1, 1), np.int32))
-    buffer = encode(step, WORDS)
+    buffer = encode(step)
     with pytest.raises(ValueError, match="step"):
         read(buffer[:size])
     with pytest.raises(ValueError, match="step"):
         read(bytearray(len(buffer)))
-    with pytest.raises(ValueError, match=f"takes {len(buffer)} bytes, of which the buffer has {size}"):
-        write(step, bytearray(size), WORDS)
 
 
-def test_masks_may_come_after_the_step_and_their_failure_is_told() -> None:
-    pending: Future[Any] = Future()
-    step = Step(1, masked=np.array([0, 2]), masks=pending)
-    buffer = bytearray(1000)
-    write(step, buffer, WORDS)
-    found = read(buffer)
-    assert found.masked.tolist() == [0, 2]
-    masks = np.arange(2 * WORDS, dtype=np.int32).reshape(2, WORDS)
-    pending.set_result(masks)
-    write_masks(step, buffer)
-    assert found.masks is not None
-    assert found.masks.result().tolist() == masks.tolist()
-    broken: Future[Any] = Future()
-    broken.set_exception(MemoryError())
-    step.masks = broken
-    write(step, buffer, WORDS)
-    write_masks(step, buffer)
-    late = read(buffer).masks
-    assert late is not None
-    with pytest.raises(RuntimeError, match="masks"):
-        late.result()
-
-
-def serve(path: Path, memory_name: str, connection: Connection) -> None:
-    """Another process: runs each step that lies in shared memory; ends with the connection."""
-    runner = build_runner(RunnerOptions(model_path=path, num_pages=40, max_running=8, threads=1))
-    memory = SharedMemory(memory_name)
-    assert memory.buf is not None
-    connection.send("ready")
-    while connection.recv():
-        connection.send(runner.execute(read(memory.buf)))
+def serve(path: Path, leader: Connection) -> None:
+    """Another process: follows with a runner of its own."""
+    follow(build_runner(RunnerOptions(model_path=path, num_pages=40, max_running=8, threads=1)), leader)
 
 
 @contextmanager
-def other_process(path: Path) -> Iterator[Callable[[Step], Callable[[], ModelOutput]]]:
-    """Gives what begins a step in the other process and returns what waits for its answer."""
-    memory = SharedMemory(create=True, size=1 << 20)
+def other_process(path: Path) -> Iterator[Connection]:
+    """The way to a follower in another process."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=serve, args=(path, memory.name, there), daemon=True)
+    process = context.Process(target=serve, args=(path, there), daemon=True)
     process.start()
-    assert memory.buf is not None
-    buffer = memory.buf
-
-    def begin(step: Step) -> Callable[[], ModelOutput]:
-        write(step, buffer, WORDS)
-        here.send(True)
-
-        def wait() -> ModelOutput:
-            write_masks(step, buffer)
-            answer: ModelOutput = here.recv()
-            return answer
-
-        return wait
-
+    there.close()
     try:
-        assert here.recv() == "ready"
-        yield begin
+        yield here
     finally:
-        here.send(False)
+        here.close()
         process.join(30)
         process.kill()
-        memory.close()
-        memory.unlink()
 
 
-def test_a_runner_in_another_process_gives_the_tokens_of_one_here(tiny_model: Any) -> None:
+def test_a_follower_in_another_process_samples_the_tokens_of_the_leader(tiny_model: Any) -> None:
     path = tiny_model("llama").path
     vocabulary = TokenVocabulary(tuple(bytes([32 + token]) for token in range(VOCAB)), frozenset())
     store = GrammarStore(vocabulary, VOCAB, (2,))
@@ -241,17 +194,11 @@ def test_a_runner_in_another_process_gives_the_tokens_of_one_here(tiny_model: An
         scheduler.add(Request(serial, f"r{serial}", prompt, params, grammar=grammar))
     taken: list[int] = []
     entered = 0
-    with other_process(path) as begin:
+    with other_process(path) as follower:
+        group = GroupRunner(runner, [follower])
         while scheduler.has_work:
             step = scheduler.schedule()
-            wait = begin(step)
-            answer = runner.execute(step)
-            found = wait()
-            assert (found.token_ids, found.logprobs, found.prompt_logprobs) == (
-                answer.token_ids,
-                answer.logprobs,
-                answer.prompt_logprobs,
-            )
+            answer = group.execute(step)  # which the other has sampled too, or this raises
             taken.append(sum(map(len, answer.token_ids)))
             entered += len(step.entries)
             scheduler.update(answer)

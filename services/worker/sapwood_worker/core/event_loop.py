@@ -36,7 +36,7 @@ from sapwood_worker.model.grammar.matcher import GrammarMatcher
 from sapwood_worker.model.grammar.store import GrammarStore
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.output import RequestOutput
-from sapwood_worker.records.step import LaunchedStep, Runner
+from sapwood_worker.records.step import LaunchedStep, RankLostError, Runner
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +119,7 @@ class EventLoop:
         """Loops until told to shut down.
 
         Raises:
+            RankLostError: A rank of those that run the model together is lost.
             RuntimeError: The runner failed several steps in a row; its state cannot be trusted.
             AssertionError: The scheduler found a page leaked or freed twice.
         """
@@ -249,6 +250,8 @@ class EventLoop:
                 self._dump.planned(planned)
             try:
                 self._launched.append(self._runner.launch(planned))
+            except RankLostError:
+                raise
             except Exception as error:
                 return outputs + self._take_results(0) + self._fail(error)
         elif not self._launched:  # all there was to do has been aborted, or waits for the cache's third tier
@@ -261,6 +264,8 @@ class EventLoop:
         while len(self._launched) > keep:
             try:
                 result = self._launched.popleft().result()
+            except RankLostError:
+                raise
             except Exception as error:
                 while self._launched:  # the results of later steps are useless, but those steps must be over
                     with suppress(Exception):

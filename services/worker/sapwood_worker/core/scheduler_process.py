@@ -6,56 +6,46 @@ It knows no gRPC: nothing but the scheduler and the model takes its interpreter'
 from __future__ import annotations
 
 import argparse
-import ctypes
-import importlib
 import importlib.util
 import logging
 import os
-import signal
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol
+from multiprocessing.connection import Connection
+from typing import Protocol
 
 import msgspec
 
 from sapwood_common.errors import ConfigError
-from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_common.telemetry.logs import setup_logging
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
+from sapwood_worker.core.child import add_arguments, begin, load
 from sapwood_worker.core.crash_dump import CrashDump
 from sapwood_worker.core.event_loop import EventLoop
+from sapwood_worker.core.group.leader import GroupRunner
+from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.core.operations import Operations, Profiler
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.core.tiering import TieredRunner, build_tiering
+from sapwood_worker.core.tiering import build_tiering
 from sapwood_worker.ipc.mailbox import OrphanedError, ZmqMailbox
 from sapwood_worker.ipc.messages import Failed, Ready
 from sapwood_worker.ipc.progress import PROGRESS_FILE, Pulse, StepProgress
+from sapwood_worker.ipc.rank import last_words
 from sapwood_worker.model.grammar.store import GrammarStore
 from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.records.grammar_state import MaskFiller
 from sapwood_worker.records.model_info import ModelInfo
+from sapwood_worker.records.place import ALONE, Place
+from sapwood_worker.records.step import RankLostError
 
 logger = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+class RunnerFactory(Protocol):
+    """Makes the runner from the configuration: all of the model, or the part of a place in a group."""
 
-class LoadedRunner(TieredRunner, Protocol):
-    """A runner that knows its model.
-
-    Attributes:
-        info: Facts about it.
-        vocabulary: Its tokens, where its files hold them and structured output is wanted.
-    """
-
-    info: ModelInfo
-    vocabulary: TokenVocabulary | None
-
-
-RunnerFactory = Callable[[WorkerConfig], LoadedRunner]
+    def __call__(self, config: WorkerConfig, place: Place = ALONE) -> LoadedRunner: ...
 
 
 def build_scheduler(
@@ -107,23 +97,14 @@ def _with_vocabulary(runner: LoadedRunner) -> ModelInfo:
 def main() -> int:
     """Entry point; the exit code is 0 after an orderly shutdown, 1 if it could not start."""
     parser = argparse.ArgumentParser(description="The scheduler process of a worker; started by sapwood_worker.")
-    parser.add_argument("--folder", type=Path, required=True, help="Folder of the sockets.")
-    parser.add_argument("--parent", type=int, required=True, help="Process id of the front.")
-    parser.add_argument("--config-class", required=True, help="module:class of the configuration.")
-    parser.add_argument("--config", required=True, help="The worker's configuration as JSON.")
-    parser.add_argument("--runner", required=True, help="module:function that makes the runner from the configuration.")
+    add_arguments(parser)
+    parser.add_argument("--followers", default="", help="File descriptors of the sockets to the other ranks.")
     arguments = parser.parse_args()
-    _die_with_parent(arguments.parent)
-    # A terminal's Ctrl-C reaches the whole process group; the front decides when to stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    config_class: type[WorkerConfig] = _load(arguments.config_class)
-    config = config_class.model_validate_json(arguments.config)
+    config = begin(arguments)
     setup_logging("scheduler", config.log_level, config.log_format)
     mailbox = ZmqMailbox(arguments.folder, arguments.parent)
     try:
-        factory: RunnerFactory = _load(arguments.runner)
-        runner = factory(config)
+        runner = _make_runner(arguments, config)
         tiering = build_tiering(config, runner)
         grammars = build_grammars(runner)
         masks = None if grammars is None else TokenMasks(runner.info.vocab_size)
@@ -148,12 +129,28 @@ def main() -> int:
     except OrphanedError:
         logger.error("the gRPC front is gone")
         return 1
+    except RankLostError as error:
+        logger.error("%s", error, exc_info=error.__cause__)
+        last_words(arguments.folder, 0).write_text(str(error))
+        mailbox.close()
+        sys.stderr.flush()
+        os._exit(1)  # nothing waits for exchanges that will never end
     except Exception as error:
         if dump is not None:
             dump.write(error, scheduler.in_flight(), scheduler.load())
         raise
     mailbox.close()
     return 0
+
+
+def _make_runner(arguments: argparse.Namespace, config: WorkerConfig) -> LoadedRunner:
+    factory: RunnerFactory = load(arguments.runner)
+    if not arguments.followers:
+        return factory(config)
+    followers = [Connection(int(descriptor)) for descriptor in arguments.followers.split(",")]
+    return GroupRunner(
+        factory(config, Place(0, config.tensor_parallel, f"file://{arguments.folder}/rendezvous")), followers
+    )
 
 
 def _profiler() -> Profiler | None:
@@ -179,19 +176,6 @@ class LazyProfiler:
     def stop(self) -> str:
         assert self._profiler is not None
         return self._profiler.stop()
-
-
-def _load(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return vars(importlib.import_module(module))[attribute]
-
-
-def _die_with_parent(parent: int) -> None:
-    """Asks Linux to kill this process when the front dies; elsewhere an idle scheduler notices it by itself."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the front died before the call
-        sys.exit(1)
 
 
 if __name__ == "__main__":

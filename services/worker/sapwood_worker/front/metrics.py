@@ -9,6 +9,7 @@ from sapwood_worker.ipc.vitals import Vitals
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.step_time import StepTime
 
+_RANKS = 8
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -120,6 +121,28 @@ class WorkerMetrics:
         }
         for name, (text, read) in readings.items():
             self._metrics.polled("gauge", f"sapwood_worker_{name}", text, _reading(read))
+        ranks = OneOf(*map(str, range(_RANKS)))
+        self._metrics.polled(
+            "gauge",
+            "sapwood_worker_rank_frozen_seconds",
+            "For how long each rank that runs the model has given no sign of life; 0 while it does.",
+            lambda: [((str(rank),), seconds) for rank, seconds in enumerate(vitals.silent)],
+            rank=ranks,
+        )
+        self._metrics.polled(
+            "gauge",
+            "sapwood_worker_rank_resident_bytes",
+            "The host's memory that each rank's process has in use, what ranks share included.",
+            lambda: [((str(rank),), size) for rank, size in enumerate(vitals.resident)],
+            rank=ranks,
+        )
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_rank_losses_total",
+            "How often a rank has died, hung or failed, by which all were started anew.",
+            lambda: [((str(rank),), vitals.losses[rank]) for rank in sorted({0, *vitals.losses})],
+            rank=ranks,
+        )
 
     def _watch_store(self, load: Callable[[], Load]) -> None:
         self._metrics.polled(

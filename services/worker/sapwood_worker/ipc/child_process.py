@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class ChildProcess:
@@ -19,10 +22,11 @@ class ChildProcess:
 
     Args:
         command: The program and its arguments.
+        descriptors: File descriptors that it gets, by the same numbers.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    def __init__(self, command: Sequence[str], descriptors: Sequence[int] = ()) -> None:
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         threading.Thread(target=self._watch, args=(asyncio.get_running_loop(),), daemon=True).start()
 
@@ -37,16 +41,24 @@ class ChildProcess:
 
     def cpu_ticks(self) -> int:
         """The CPU time that it has used, in the kernel's ticks; 0 where the kernel does not tell."""
-        try:
-            stat = Path(f"/proc/{self._process.pid}/stat").read_bytes()
-        except OSError:
-            return 0
-        fields = stat.rpartition(b")")[2].split()  # the name before may hold anything
-        return int(fields[11]) + int(fields[12])
+        fields = self._stat()
+        return int(fields[11]) + int(fields[12]) if fields else 0
+
+    def resident_bytes(self) -> int:
+        """The memory that it has in use, what it shares with others included; 0 where the kernel does not tell."""
+        fields = self._stat()
+        return int(fields[21]) * _PAGE if fields else 0
 
     def kill(self) -> None:
         """Sends SIGKILL; nothing happens after the end."""
         self._process.kill()
+
+    def _stat(self) -> list[bytes]:
+        try:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_bytes()
+        except OSError:
+            return []
+        return stat.rpartition(b")")[2].split()  # the name before may hold anything
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         code = self._process.wait()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable
 
@@ -15,7 +16,6 @@ import zmq.asyncio
 from sapwood_common.errors import ConfigError
 from sapwood_common.network.socket_folder import SocketFolder
 from sapwood_worker.config import WorkerConfig
-from sapwood_worker.ipc.child_process import ChildProcess
 from sapwood_worker.ipc.messages import (
     Failed,
     FromScheduler,
@@ -25,7 +25,8 @@ from sapwood_worker.ipc.messages import (
     encode,
     from_scheduler_decoder,
 )
-from sapwood_worker.ipc.progress import PROGRESS_FILE, ProgressView
+from sapwood_worker.ipc.progress import ProgressView
+from sapwood_worker.ipc.rank import Rank
 from sapwood_worker.records.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -51,31 +52,48 @@ class SchedulerProcess:
         self._config = config
         self._runner = runner
         self._folder = SocketFolder("sapwood-worker-")
-        self.progress = ProgressView(self._folder.path / PROGRESS_FILE)
-        """For how long the process has been at its current step."""
+        self.ranks = [Rank(self._folder.path, rank, config.tensor_parallel) for rank in range(config.tensor_parallel)]
+        """The process, and those that run the model together with it."""
         self._context = zmq.asyncio.Context()
         self._outbox: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.PUSH)
         self._inbox = self._context.socket(zmq.PULL)
-        self._process: ChildProcess | None = None
         self._ready = False
+        self._ended: Rank | None = None
+        self._reason = ""
+
+    @property
+    def progress(self) -> ProgressView:
+        """For how long the process has been at its current step."""
+        return self.ranks[0].progress
 
     def start(self) -> None:
-        """Starts the process. Called on the event loop."""
-        for socket, name in ((self._outbox, "to-scheduler"), (self._inbox, "from-scheduler")):
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(f"ipc://{self._folder.path}/{name}")
+        """Starts the process, and those of the other ranks with a socket to it each. Called on the event loop."""
+        for box, name in ((self._outbox, "to-scheduler"), (self._inbox, "from-scheduler")):
+            box.set_hwm(0)
+            box.setsockopt(zmq.LINGER, 0)
+            box.bind(f"ipc://{self._folder.path}/{name}")
+        leader, *followers = self.ranks
+        pairs = [socket.socketpair() for _ in followers]
+        ends = [ours.fileno() for ours, _ in pairs]
+        leader.start(self._command("scheduler_process", "--followers", ",".join(map(str, ends))), ends)
+        for rank, (_, theirs) in zip(followers, pairs, strict=True):
+            flags = ("--rank", str(rank.number), "--leader", str(theirs.fileno()))
+            rank.start(self._command("rank_process", *flags), [theirs.fileno()])
+        for pair in pairs:
+            for end in pair:
+                end.close()
+
+    def _command(self, module: str, *flags: str) -> list[str]:
         config_class = type(self._config)
-        self._process = ChildProcess(
-            [
-                *(sys.executable, "-m", "sapwood_worker.core.scheduler_process"),
-                *("--folder", str(self._folder.path)),
-                *("--parent", str(os.getpid())),
-                *("--config-class", f"{config_class.__module__}:{config_class.__qualname__}"),
-                *("--config", self._config.model_dump_json()),
-                *("--runner", self._runner),
-            ]
-        )
+        return [
+            *(sys.executable, "-m", f"sapwood_worker.core.{module}"),
+            *("--folder", str(self._folder.path)),
+            *("--parent", str(os.getpid())),
+            *("--config-class", f"{config_class.__module__}:{config_class.__qualname__}"),
+            *("--config", self._config.model_dump_json()),
+            *("--runner", self._runner),
+            *flags,
+        ]
 
     async def ready(self) -> ModelInfo:
         """Waits until the process has loaded its model.
@@ -83,15 +101,15 @@ class SchedulerProcess:
         Raises:
             ConfigError: It could not start; the message says why.
         """
-        assert self._process is not None
-        exited = asyncio.ensure_future(self._process.wait())
+        exited = asyncio.ensure_future(self._first_end())
         first = asyncio.ensure_future(self._receive())
         try:
             await asyncio.wait({exited, first}, return_when=asyncio.FIRST_COMPLETED)
             if not first.done():
                 await asyncio.wait({first}, timeout=_LAST_WORDS_SECONDS)
             if not first.done():
-                raise ConfigError(f"the scheduler process ended while starting: {self._how_it_ended()}")
+                what = "the scheduler process" if len(self.ranks) == 1 else "the group of ranks"
+                raise ConfigError(f"{what} ended while starting: {self._how_it_ended()}")
             match first.result():
                 case Ready(info):
                     self._ready = True
@@ -110,9 +128,8 @@ class SchedulerProcess:
             self._outbox.send(encode(message), zmq.NOBLOCK)
 
     async def run(self, receive: Callable[[FromScheduler], None]) -> str:
-        """Hands each message to ``receive`` until the process ends; returns how it ended."""
-        assert self._process is not None
-        exited = asyncio.ensure_future(self._process.wait())
+        """Hands each message to ``receive`` until one of the processes ends, and ends the others; returns how it ended."""
+        exited = asyncio.ensure_future(self._first_end())
         reader = asyncio.ensure_future(self._read(receive))
         try:
             await asyncio.wait({exited, reader}, return_when=asyncio.FIRST_COMPLETED)
@@ -121,43 +138,58 @@ class SchedulerProcess:
         finally:
             reader.cancel()
             exited.cancel()
+        self.kill()
         return self._how_it_ended()
 
-    def signs_of_life(self) -> tuple[int, int]:
-        """The pulse and the CPU time in kernel ticks: either has changed if the process has run since the last call.
+    @property
+    def lost(self) -> Rank | None:
+        """The rank by which :meth:`run` has ended; None: it has not."""
+        return self._ended
 
-        CPU time is needed beside the pulse, which cannot beat while something computes with the interpreter's lock held.
-        """
-        assert self._process is not None
-        return self.progress.pulse(), self._process.cpu_ticks()
-
-    def kill(self) -> None:
-        """Ends the process at once, whatever it does; :meth:`run` returns."""
-        assert self._process is not None
-        self._process.kill()
+    def kill(self, reason: str = "", rank: Rank | None = None) -> None:
+        """Ends the processes at once, whatever they do; :meth:`run` returns, with the reason and the rank if they are given."""
+        self._reason = self._reason or reason
+        self._ended = self._ended or rank
+        for each in self.ranks:
+            if each.running:
+                each.process.kill()
 
     async def stop(self) -> None:
         """Asks the process to exit, kills it if it does not or is still loading, and removes the sockets. Never fails."""
-        if self._process is not None and self._process.returncode is None:
-            if self._ready:
-                self.send(Shutdown())
-            else:
-                self._process.kill()
+        leader = self.ranks[0]
+        if leader.running and self._ready and self._ended is None:
+            self.send(Shutdown())
             try:
-                await asyncio.wait_for(self._process.wait(), _EXIT_SECONDS)
+                await asyncio.wait_for(leader.process.wait(), _EXIT_SECONDS)
             except TimeoutError:
                 logger.warning("the scheduler process does not exit: killing it")
-                self._process.kill()
-                await self._process.wait()
+        self.kill()  # followers hold nothing that they would have to put away
+        for rank in self.ranks:
+            if rank.running:
+                await rank.process.wait()
         self._inbox.close()
         self._outbox.close()
         self._context.term()
         self._folder.remove()
 
+    async def _first_end(self) -> Rank:
+        """Waits until one of the processes has ended."""
+        waits = {asyncio.ensure_future(rank.process.wait()): rank for rank in self.ranks}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self._ended is None:
+            self._ended = min((waits[each] for each in done), key=lambda rank: (not rank.was_killed, rank.number))
+        return self._ended
+
     def _how_it_ended(self) -> str:
-        assert self._process is not None
-        code = self._process.returncode
-        return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        if self._reason:
+            return self._reason
+        assert self._ended is not None
+        how = self._ended.how_it_ended()
+        return how if len(self.ranks) == 1 else f"{self._ended.name}: {how}"
 
     async def _receive(self) -> FromScheduler:
         message: FromScheduler = from_scheduler_decoder.decode(await self._inbox.recv())

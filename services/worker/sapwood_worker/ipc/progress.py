@@ -19,6 +19,12 @@ from pathlib import Path
 PROGRESS_FILE = "progress"
 """Its name in the folder of the sockets."""
 
+
+def progress_file(rank: int) -> str:
+    """The file's name for a rank of a group; that of rank 0 is the scheduler process's."""
+    return f"{PROGRESS_FILE}-{rank}" if rank else PROGRESS_FILE
+
+
 _BEGAN = struct.Struct("=d")
 _PULSE = struct.Struct("=Q")
 _PULSE_AT = _BEGAN.size

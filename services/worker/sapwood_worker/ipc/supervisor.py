@@ -8,9 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from sapwood_common.pacing.silence import Silence
 from sapwood_worker.ipc.launch import SchedulerProcess
 from sapwood_worker.ipc.messages import FromScheduler, ToScheduler
+from sapwood_worker.ipc.rank import RankSilence
 from sapwood_worker.ipc.vitals import Vitals
 from sapwood_worker.records.model_info import ModelInfo
 
@@ -22,6 +22,10 @@ MOST_LOSSES, WITHIN_SECONDS = 3, 120.0
 _POLL_SECONDS = 0.1
 _LEAST_FROZEN = 0.5
 """Seconds without a sign of life below which none are reported: the pulse also comes late when CPU is short."""
+
+_LOST_AFTER, _LOST_AT_START_AFTER = 1.5, 30.0
+"""Seconds without a sign of life after which a rank of several is lost: the others wait for it and can do nothing else. Before a
+process's first pulse nothing but its CPU time shows that it lives."""
 
 
 class Supervisor:
@@ -56,7 +60,11 @@ class Supervisor:
 
     async def ready(self) -> ModelInfo:
         """Waits until the process has loaded its model; raises ConfigError if it cannot."""
-        return await self._current.ready()
+        watching = asyncio.ensure_future(self._watch_start(self._current))
+        try:
+            return await self._current.ready()
+        finally:
+            watching.cancel()
 
     def send(self, message: ToScheduler) -> None:
         """Queues a message for the process; never blocks."""
@@ -75,6 +83,8 @@ class Supervisor:
             return await self._current.run(receive)
         finally:
             watching.cancel()
+            if self._current.lost is not None:
+                vitals.losses[self._current.lost.number] += 1
             vitals.reset()
             on_change()
             self._losses.append(time.monotonic())
@@ -90,17 +100,22 @@ class Supervisor:
         assert self._process is not None
         return self._process
 
+    async def _watch_start(self, process: SchedulerProcess) -> None:
+        silences = [RankSilence(rank, _POLL_SECONDS) for rank in process.ranks]
+        while not _end_if_lost(process, silences):
+            await asyncio.sleep(_POLL_SECONDS)
+            for each in silences:
+                each.check()
+
     async def _watch(self, process: SchedulerProcess, vitals: Vitals, on_change: Callable[[], None]) -> None:
         interval = min(_POLL_SECONDS, self._timeout / 4)
-        silence = Silence(interval, time.monotonic)
-        signs = process.signs_of_life()
+        silences = [RankSilence(rank, interval) for rank in process.ranks]
         while True:
-            before, signs = signs, process.signs_of_life()
-            if signs != before:
-                silence.heard()
-            silent = silence.check()
+            silent = [each.check() for each in silences]
             was_well, was_stuck = vitals.well, vitals.stuck
-            vitals.frozen = silent if silent >= _LEAST_FROZEN else 0.0
+            vitals.silent = [seconds if seconds >= _LEAST_FROZEN else 0.0 for seconds in silent]
+            vitals.resident = [rank.process.resident_bytes() for rank in process.ranks]
+            vitals.frozen = max(vitals.silent)
             vitals.step = process.progress.seconds()
             worst = max(vitals.frozen, vitals.step)
             vitals.stuck = worst > self._timeout
@@ -112,8 +127,19 @@ class Supervisor:
                 logger.warning("the scheduler process %s", "lives" if vitals.well else "gives no sign of life")
             if vitals.well != was_well:
                 on_change()
+            if _end_if_lost(process, silences):
+                return
             if worst > self._restart:
                 logger.error("nothing done for %.1f s: its process is ended", worst)
                 process.kill()
                 return
             await asyncio.sleep(interval)
+
+
+def _end_if_lost(process: SchedulerProcess, silences: list[RankSilence]) -> bool:
+    """Ends the processes of a group if one of them gives no sign of life; returns whether it has."""
+    for each in silences:
+        if len(silences) > 1 and each.seconds > (_LOST_AFTER if each.has_pulse else _LOST_AT_START_AFTER):
+            process.kill(f"{each.rank.name} has given no sign of life for {each.seconds:.1f} s", each.rank)
+            return True
+    return False

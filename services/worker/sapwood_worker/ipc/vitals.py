@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from sapwood_common.pacing.loop_lag import LoopLag
@@ -20,12 +21,18 @@ class Vitals:
         step: Seconds for which it has been at its current step; 0 between steps.
         stuck: Whether ``step`` or ``frozen`` is more than ``--watchdog-timeout``.
         lag: Seconds by which the front's own event loop is late.
+        silent: ``frozen`` of each rank that runs the model; one without ranks is rank 0.
+        resident: Bytes of memory of each rank.
+        losses: How often each rank has ended, or was ended, by itself.
     """
 
     frozen: float = 0.0
     step: float = 0.0
     stuck: bool = False
     lag: LoopLag = field(default_factory=LoopLag)
+    silent: list[float] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
+    losses: Counter[int] = field(default_factory=Counter)
 
     @property
     def well(self) -> bool:
@@ -33,6 +40,7 @@ class Vitals:
         return not self.stuck and self.frozen < FROZEN_SECONDS
 
     def reset(self) -> None:
-        """Forgets all but ``lag``: there is no scheduler process now."""
+        """Forgets all but ``lag`` and ``losses``: there is no scheduler process now."""
         self.frozen = self.step = 0.0
+        self.silent, self.resident = [], []
         self.stuck = False

@@ -48,6 +48,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         prefill_attention: The backend of prompts' attention; empty: the model has none of ours.
         decode_attention: The same for one token of each request.
         attention_reason: Why they were taken.
+        tensor_parallel: Ranks that its layers are split over.
     """
 
     architecture: str
@@ -72,3 +73,4 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     prefill_attention: str = ""
     decode_attention: str = ""
     attention_reason: str = ""
+    tensor_parallel: int = 1

@@ -155,6 +155,10 @@ class CompletedStep:
         return self._answer
 
 
+class RankLostError(Exception):
+    """A rank of those that run the model together has failed or computes something else than the others: none can go on."""
+
+
 class Runner(Protocol):
     """Runs the model on a step's batch.
 
@@ -168,7 +172,8 @@ class Runner(Protocol):
         """Begins a step, which is computed after those launched before. At most one other may be unfinished.
 
         A request that an unfinished step samples for may be in this one too: its token, which the host does not know yet, is
-        then -1. Reads no array of ``step`` after it has returned. Mutates as :meth:`execute` does.
+        then -1. Reads no array of ``step`` after it has returned. Mutates as :meth:`execute` does. It and the step's result may
+        raise :class:`RankLostError`, after which no step can be run.
         """
         ...
 

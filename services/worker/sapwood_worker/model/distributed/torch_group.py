@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
-from sapwood_worker.model.distributed.group import Group
+from sapwood_worker.model.distributed.group import Group, ValueT
 from sapwood_worker.model.distributed.parallel import Parallel
+
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""NVLink multicast can put a host's GPUs, which others may share, out of service."""
 
 
 class TorchGroup(Group):
     """Processes.
+
+    On CPUs each rank adds up all ranks' tensors itself, in their order, so that a row's sum does not depend on the rows beside
+    it: gloo's own all-reduce begins each part of a tensor with another rank. NCCL's order is its own, the same in every run.
 
     Args:
         ranks: Its ranks among all, in order; this process is one of them.
@@ -29,13 +38,17 @@ class TorchGroup(Group):
         self._group = group
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x, group=self._group)
+        if x.is_cpu:
+            first, *others = self._gather(x)
+            x.copy_(first)
+            for other in others:
+                x += other
+        else:
+            dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        parts = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=self._group)
-        return torch.cat(parts.unbind(), -1)
+        return torch.cat(self._gather(x), -1)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         result = x.new_empty(len(x) // self.size, *x.shape[1:])
@@ -45,6 +58,16 @@ class TorchGroup(Group):
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         dist.broadcast(x, self._ranks[source], group=self._group)
         return x
+
+    def exchange(self, value: ValueT) -> list[ValueT]:
+        found: list[ValueT | None] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._group)
+        return cast(list[ValueT], found)
+
+    def _gather(self, x: Tensor) -> tuple[Tensor, ...]:
+        parts = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=self._group)
+        return parts.unbind()
 
 
 def grid(tensor: int, pipeline: int, data: int, expert: int) -> dict[str, list[list[int]]]:
@@ -72,8 +95,11 @@ def join_groups(
     rendezvous: str,
     backend: str,
     timeout: float,
+    exchange_timeout: float | None = None,
 ) -> Parallel:
     """Meets the other ranks, ``tensor * pipeline * data`` in all, and forms the groups; torch's default group is the world.
+
+    Sets environment variables: ranks that meet by a file share a machine, and gloo then talks over its loopback interface.
 
     Args:
         rank: This process's, among all.
@@ -82,8 +108,9 @@ def join_groups(
         data: Data-parallel copies.
         expert: Ranks of an expert-parallel group; divides ``data * tensor``.
         rendezvous: Where they meet: ``tcp://HOST:PORT``, which rank 0 serves, or ``file://PATH``.
-        backend: ``nccl`` or ``gloo``.
-        timeout: Seconds for the meeting and for each exchange.
+        backend: ``gloo``, or ``cpu:gloo,cuda:nccl``.
+        timeout: Seconds for the meeting.
+        exchange_timeout: Seconds for each exchange after it; None: as many.
 
     Raises:
         ConfigError: The sizes do not fit, or the others did not come in time.
@@ -94,7 +121,11 @@ def join_groups(
         raise ConfigError(f"rank {rank} of {sizes}: the sizes do not fit")
     if world == 1:
         return Parallel()
+    os.environ.update(_NO_MULTICAST)
+    if rendezvous.startswith("file:") and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the machine's name resolves to
     limit = timedelta(seconds=timeout)
+    later = timedelta(seconds=exchange_timeout or timeout)
     try:
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world, timeout=limit)
     except (RuntimeError, ValueError) as error:
@@ -102,7 +133,7 @@ def join_groups(
     found: dict[str, Group] = {}
     for kind, groups in grid(tensor, pipeline, data, expert).items():
         for ranks in groups:
-            made = dist.new_group(ranks, timeout=limit) if len(ranks) > 1 else None  # by all ranks, in this order
+            made = dist.new_group(ranks, timeout=later) if len(ranks) > 1 else None  # by all ranks, in this order
             if rank in ranks:
                 found[kind] = Group() if made is None else TorchGroup(ranks, made)
     return Parallel(**found)

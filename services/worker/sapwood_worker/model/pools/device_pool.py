@@ -36,6 +36,13 @@ class KVScales:
     keys: tuple[float, ...]
     values: tuple[float, ...]
 
+    @staticmethod
+    def largest(found: Sequence[KVScales]) -> KVScales:
+        """Of several ranks' factors the largest for each layer, which are good for all of them."""
+        keys = zip(*(each.keys for each in found), strict=True)
+        values = zip(*(each.values for each in found), strict=True)
+        return KVScales(tuple(map(max, keys)), tuple(map(max, values)))
+
     def of(self, layer: int) -> tuple[float, float]:
         """The factors of a layer's keys and of its values."""
         return self.keys[layer], self.values[layer]

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood_common.errors import ConfigError
+from sapwood_worker.model.pools.shared_memory import SharedMemory
 
 HEADER_BYTES = 128
 SCRATCH_PAGES = 4
@@ -23,22 +24,36 @@ _MOST_OF_FREE = 0.9
 class HostPool:
     """Host memory for pages, claimed as it is used.
 
-    Attributes:
+    Ranks that run a model together share a pool: a page's content is their parts side by side, and each copies its own.
+
+    Args:
         num_pages: Pages.
         page_bytes: Bytes of a page's content.
+        memory: Where the records lie; None: in memory of this process.
+        part: This rank's bytes of a page's content; None: all.
+
+    Attributes:
+        num_pages, page_bytes: The arguments.
+        part_bytes: Bytes of this rank's part of a page's content.
         records: uint8 [num_pages + SCRATCH_PAGES, record_bytes]: header, content, padding. The last ones are not pages of the
             cache: whoever opens a store tests and measures it with them.
     """
 
-    def __init__(self, num_pages: int, page_bytes: int) -> None:
+    def __init__(
+        self, num_pages: int, page_bytes: int, memory: SharedMemory | None = None, part: slice | None = None
+    ) -> None:
         self.num_pages = num_pages
         self.page_bytes = page_bytes
-        self.records = np.empty((num_pages + SCRATCH_PAGES, record_bytes(page_bytes)), np.uint8)
+        self._part = slice(0, page_bytes) if part is None else part
+        self.part_bytes = self._part.stop - self._part.start
+        self._memory = memory
+        shape = num_pages + SCRATCH_PAGES, record_bytes(page_bytes)
+        self.records = np.empty(shape, np.uint8) if memory is None else memory.array().reshape(shape)
 
     @property
     def content(self) -> npt.NDArray[np.uint8]:
-        """uint8 [num_pages, page_bytes]: a view."""
-        return self.records[: self.num_pages, HEADER_BYTES : HEADER_BYTES + self.page_bytes]
+        """uint8 [num_pages, part_bytes]: this rank's part of each page; a view."""
+        return self.records[: self.num_pages, HEADER_BYTES : HEADER_BYTES + self.page_bytes][:, self._part]
 
     def record(self, page: int) -> memoryview:
         """Header and content of a page, writable, in place."""
@@ -48,6 +63,11 @@ class HostPool:
 def record_bytes(page_bytes: int) -> int:
     """Bytes from one record to the next."""
     return -(-(HEADER_BYTES + page_bytes) // _ALIGNMENT) * _ALIGNMENT
+
+
+def pool_bytes(num_pages: int, page_bytes: int) -> int:
+    """Bytes of a pool."""
+    return (num_pages + SCRATCH_PAGES) * record_bytes(page_bytes)
 
 
 def host_pool_pages(*, page_bytes: int, num_device_pages: int, gigabytes: float, ratio: float) -> int:

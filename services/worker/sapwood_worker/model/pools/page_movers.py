@@ -98,8 +98,8 @@ class StagedStorer:
             words = layout.layer_bytes(each) // 4
             pools = torch.tensor(addresses, device=device.device)
             self._parts.append((layout.group_of(each), pools, offsets[each.layers[0]] // 4, words))
-        count = max(1, _STAGING_BYTES // host.page_bytes)
-        self._staged = torch.empty((count, host.page_bytes // 4), dtype=torch.int32, device=device.device)
+        count = max(1, _STAGING_BYTES // host.part_bytes)
+        self._staged = torch.empty((count, host.part_bytes // 4), dtype=torch.int32, device=device.device)
 
     def store(self, copy: PageCopy) -> None:
         """Mutates the staging memory: to be called on one stream only. Pages go whole: those of all groups."""
@@ -108,13 +108,13 @@ class StagedStorer:
         stream = torch.cuda.current_stream(self._device.device).cuda_stream
         most = len(self._staged)
         places = np.uint64(self._staged.data_ptr()) + np.arange(most, dtype=np.uint64) * np.uint64(
-            self._host.page_bytes
+            self._host.part_bytes
         )
         for start in range(0, len(targets), most):
             part = targets[start : start + most]
             for group, pools, first, words in self._parts:
                 self._gather(pools, self._staged[: len(part)], first, words, groups[group][start : start + most])
-            self._batch.copy(part, places[: len(part)], self._host.page_bytes, stream)
+            self._batch.copy(part, places[: len(part)], self._host.part_bytes, stream)
 
 
 def _ids_of_groups(copy: PageCopy, pool: DevicePool) -> list[tuple[Tensor, Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,9 +21,11 @@ from sapwood_worker.model.attention.registry import choose_backend
 from sapwood_worker.model.checkpoint.fingerprint import model_fingerprint
 from sapwood_worker.model.checkpoint.sentence_config import read_sentence_config
 from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
-from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages
+from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages, pool_bytes
+from sapwood_worker.model.pools.shared_memory import SharedMemory
 from sapwood_worker.model.pools.torch_transfer import make_transfer
 from sapwood_worker.model.runner.input_builder import build_forward_batch
 from sapwood_worker.model.runner.kv_calibration import calibrate
@@ -74,7 +77,10 @@ class _Builder:
             threads=options.threads or torch.get_num_threads(),
             seed=options.seed,
             quantization=options.quantization,
+            parallel=options.parallel,
         )
+        self._tp = options.parallel.tp
+        self._assure_equal()
         self._config = loaded.config
         self._model = loaded.model
         self._eos_token_ids = loaded.eos_token_ids
@@ -85,10 +91,11 @@ class _Builder:
         self._last_tokens = torch.zeros(options.max_running, dtype=torch.int64, device=self._device)
         float8 = options.kv_cache_dtype == "fp8_e4m3"
         kept = "float8_e4m3fn" if float8 else self._dtype_name
-        self._layout = loaded.family.kv_layout(self._config, kept, options.page_size)
+        self._layout = loaded.family.kv_layout(self._config, kept, options.page_size).shard(self._tp.size)
         self._scales: KVScales | None = None
         if float8:
-            self._scales = calibrate(self._model, self._config, self._layout, self._dtype, self._device)
+            own = calibrate(self._model, self._config, self._layout, self._dtype, self._device)
+            self._scales = KVScales.largest(self._tp.exchange(own))
         generates = self._config.labels is None  # a graph ends with the choice of a token
         self._captures = self._ops.captures and self._dtype != torch.float32 and options.cuda_graphs and generates
         self._needs = self._attention_needs(self._config)
@@ -102,7 +109,7 @@ class _Builder:
         """Makes the parts for good; called once."""
         options, config = self._options, self._config
         pool = self._build_pool(self._page_counts())
-        host_pool = _build_host_pool(options, pool)
+        host_pool = _build_host_pool(options, pool, self._tp)
         backend, graphs = self._build_backend(config, pool, None)
         if self._ops.asynchronous:
             # A decode and a prompt: kernels that libraries compile when they are first used, in minutes, are there for requests.
@@ -126,7 +133,8 @@ class _Builder:
 
     def _attention_needs(self, config: ModelConfig) -> AttentionNeeds:
         [kept] = {(each.heads, each.dim) for each in self._layout.components}  # kernels are planned for one shape
-        shape = AttentionShape(config.num_heads, *kept, self._options.page_size, self._dtype)
+        heads = self._options.parallel.shard("num_attention_heads", config.num_heads).size
+        shape = AttentionShape(heads, *kept, self._options.page_size, self._dtype)
         layers = (
             AttentionLayer(0, config.attention_scale, window, config.attention_softcap) for window in config.windows
         )
@@ -160,7 +168,18 @@ class _Builder:
                 for group, count in enumerate(pool.counts)
                 if group
             ),
+            tensor_parallel=self._tp.size,
         )
+
+    def _assure_equal(self) -> None:
+        """Raises ConfigError if another rank has read other model files, or runs another torch."""
+        path = self._options.model_path
+        own = torch.__version__, _stamps(path)
+        for rank, (version, files) in enumerate(self._tp.exchange(own)):
+            if version != own[0]:
+                raise ConfigError(f"rank {rank} runs torch {version}, this one {own[0]}")
+            if files != own[1]:
+                raise ConfigError(f"{path}: rank {rank} has found other files there: were they replaced just now?")
 
     def _identity(self) -> str:
         options = self._options
@@ -174,6 +193,7 @@ class _Builder:
             stored,
             self._layout.identity,
             self._device.type,
+            *((f"{self._tp.size} ranks",) if self._tp.size > 1 else ()),
         )
         return "|".join(parts)
 
@@ -226,7 +246,8 @@ class _Builder:
             memory = _DEFAULT_BYTES
             if self._ops.asynchronous:
                 memory = measure_pool_bytes(self._device, options.memory_fraction, self._try_largest_step)
-        return plan_pages(layout, options.num_pages, memory or 0, options.max_running, options.max_step_tokens)
+        own = plan_pages(layout, options.num_pages, memory or 0, options.max_running, options.max_step_tokens)
+        return tuple(map(min, zip(*self._tp.exchange(own), strict=True)))
 
     @torch.inference_mode()
     def _try_largest_step(self) -> int:
@@ -263,12 +284,30 @@ class _Builder:
         return hidden
 
 
-def _build_host_pool(options: RunnerOptions, pool: DevicePool) -> HostPool | None:
-    size = pool.layout.page_bytes
-    pages = host_pool_pages(
-        page_bytes=size,
-        num_device_pages=pool.num_pages - _SCRATCH_PAGES,
-        gigabytes=options.host_cache_gb,
-        ratio=options.host_cache_ratio,
-    )
-    return HostPool(pages, size) if pages else None
+def _build_host_pool(options: RunnerOptions, pool: DevicePool, ranks: Group) -> HostPool | None:
+    """The second tier; ranks share it, each with its part of every record."""
+    size, count = pool.layout.page_bytes, ranks.size
+    if not options.host_cache_gb and not options.host_cache_ratio:
+        return None
+    pages = 0
+    if ranks.rank == 0:
+        pages = host_pool_pages(
+            page_bytes=size * count,
+            num_device_pages=pool.num_pages - _SCRATCH_PAGES,
+            gigabytes=options.host_cache_gb,
+            ratio=options.host_cache_ratio,
+        )
+    if count == 1:
+        return HostPool(pages, size)
+    memory = SharedMemory.create(pool_bytes(pages, size * count)) if ranks.rank == 0 else None
+    pages, path = ranks.exchange((pages, "" if memory is None else memory.path))[0]
+    memory = memory or SharedMemory.open(path)
+    ranks.exchange("")  # all have opened it
+    return HostPool(pages, size * count, memory, slice(ranks.rank * size, (ranks.rank + 1) * size))
+
+
+def _stamps(path: Path) -> list[tuple[str, int, int]]:
+    """The model's files, with their sizes and times: what changes if they are replaced."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    found = [(file.name, file.stat()) for file in files if file.is_file()]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]

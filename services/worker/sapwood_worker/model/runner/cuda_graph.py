@@ -178,7 +178,8 @@ class DecodeGraphs:
             self._step(size, plan)  # compiles kernels and settles cuBLAS before the capture
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory):
+        # NCCL's own threads may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             result = self._step(size, plan)
         return _Captured(graph, attention, result)
 

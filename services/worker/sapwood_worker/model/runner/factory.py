@@ -13,12 +13,15 @@ from sapwood_common.settings.config import refuse_idle
 from sapwood_common.settings.needs import Needs
 from sapwood_worker.config import WorkerConfig
 from sapwood_worker.model.checkpoint.hf_config import classifies
+from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.distributed.torch_group import join_groups
 from sapwood_worker.model.families.bert import is_bert
 from sapwood_worker.model.gpu import check_gpu, read_gpu
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.encoder_runner import EncoderRunner
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import RunnerOptions
+from sapwood_worker.records.place import ALONE, Place
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +30,16 @@ ON_CPU = (Needs(("memory_fraction", "overlap", *_GRAPHS), lambda config: False, 
 OF_ENCODERS = (
     Needs(
         (
-            *("quantization", "kv_cache_dtype", "kv_cache_gb", "num_pages", "page_size", "memory_fraction", "overlap"),
+            *(
+                "tensor_parallel",
+                "quantization",
+                "kv_cache_dtype",
+                "kv_cache_gb",
+                "num_pages",
+                "page_size",
+                "memory_fraction",
+                "overlap",
+            ),
             *("prefix_cache", "eviction", "kv_events_port", "kv_events_replay_port", "kv_events_topic"),
             *("host_cache_gb", "host_cache_ratio", "host_write_policy", "storage", "storage_prefetch", "storage_share"),
             *("storage_timeout", "storage_timeout_per_1k", "storage_min_tokens", "conservativeness"),
@@ -54,8 +66,17 @@ OF_CLASSIFIERS = (
 )
 
 
-def make_runner(config: WorkerConfig) -> ModelRunner | EncoderRunner:
-    """Loads the model.
+_MEETING_SECONDS = 120.0
+_EXCHANGE_SECONDS = 1800.0
+"""Seconds that ranks wait for each other once they have met: one may read its weights for that much longer than another."""
+
+
+def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | EncoderRunner:
+    """Loads the model, or a rank's part of it, once all ranks have met.
+
+    Args:
+        config: The configuration.
+        place: Which rank this process is.
 
     Raises:
         ConfigError: The model cannot be loaded, there is no such device or it cannot run a worker, or a setting would have no
@@ -63,9 +84,14 @@ def make_runner(config: WorkerConfig) -> ModelRunner | EncoderRunner:
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device: no CUDA device is available here")
-    device = config.device
+    device: str = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and place.size > 1:
+        if place.size > torch.cuda.device_count():
+            raise ConfigError(f"--tensor-parallel {place.size}: there are {torch.cuda.device_count()} GPUs here")
+        device = f"cuda:{place.rank}"
+        torch.cuda.set_device(place.rank)
     path = resolve_model(config.model, config.revision, weights=config.load_format != "dummy", progress=logged(logger))
     encodes = is_bert(path)
     if encodes:
@@ -85,7 +111,18 @@ def make_runner(config: WorkerConfig) -> ModelRunner | EncoderRunner:
         )
         for warning in warnings:
             logger.warning(warning)
+    parallel = Parallel()
+    if place.size > 1:
+        parallel = join_groups(
+            place.rank,
+            tensor=place.size,
+            rendezvous=place.rendezvous,
+            backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+            timeout=_MEETING_SECONDS,
+            exchange_timeout=_EXCHANGE_SECONDS,
+        )
     options = RunnerOptions(
+        parallel=parallel,
         model_path=path,
         load_format=config.load_format,
         device=device,
@@ -102,9 +139,16 @@ def make_runner(config: WorkerConfig) -> ModelRunner | EncoderRunner:
         cuda_graphs=config.cuda_graphs,
         cuda_graph_max_batch=config.cuda_graph_max_batch,
         attention_backend=config.attention_backend,
-        threads=config.threads or None,
-        structured_output=config.structured_output,
+        threads=_threads(config, place),
+        structured_output=config.structured_output and place.rank == 0,
         host_cache_gb=config.host_cache_gb if config.prefix_cache else 0.0,
         host_cache_ratio=config.host_cache_ratio if config.prefix_cache else 0.0,
     )
     return EncoderRunner(options) if encodes else build_runner(options)
+
+
+def _threads(config: WorkerConfig, place: Place) -> int | None:
+    """CPU threads of a rank; None: torch's own choice."""
+    if place.size == 1:
+        return config.threads or None
+    return max(1, (config.threads or torch.get_num_threads()) // place.size)

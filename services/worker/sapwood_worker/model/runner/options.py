@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.loader import LoadFormat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -24,7 +25,7 @@ class RunnerOptions:
         dtype: The dtype of weights, activations and cache; ``auto`` is float32 on a CPU, else bfloat16.
         page_size: Tokens in a page.
         num_pages: Pages in the pool; None: as many as fit in ``kv_cache_bytes``.
-        kv_cache_bytes: Bytes of the pool, unless ``num_pages`` is given; None: on CUDA what is left of ``memory_fraction``
+        kv_cache_bytes: Bytes of a rank's pool, unless ``num_pages`` is given; None: on CUDA what is left of ``memory_fraction``
             after a trial of the largest step, elsewhere 1 GiB.
         quantization: How linear layers are quantised: ``fp8`` has scales for each token and output channel, ``fp8_block`` for
             128 numbers of a token and 128 x 128 of the weight, ``fp8_tensor`` one for each tensor.
@@ -41,6 +42,7 @@ class RunnerOptions:
         structured_output: Whether the vocabulary is read for requests with a grammar.
         host_cache_gb: Memory of the KV cache's second tier in GiB; 0: the ratio decides.
         host_cache_ratio: Pages of that tier for each page of the pool; 0: the memory decides. Both 0: there is none.
+        parallel: The groups of ranks that this process runs the model with.
     """
 
     model_path: Path
@@ -64,3 +66,4 @@ class RunnerOptions:
     structured_output: bool = False
     host_cache_gb: float = 0.0
     host_cache_ratio: float = 0.0
+    parallel: Parallel = field(default_factory=Parallel)

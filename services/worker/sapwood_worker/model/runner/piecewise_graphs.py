@@ -73,7 +73,7 @@ class _Cut:
         """Begins the capture of a piece."""
         if self._memory is not None:
             self.graphs.append(torch.cuda.CUDAGraph())
-            self.graphs[-1].capture_begin(pool=self._memory)
+            self.graphs[-1].capture_begin(pool=self._memory, capture_error_mode="thread_local")
 
     def end(self) -> None:
         """Ends the capture of the piece."""

@@ -1,0 +1,42 @@
+"""A leader and its followers as threads of one process: all of a group but the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
+from sapwood_worker.core.group.follower import follow
+from sapwood_worker.core.group.leader import GroupRunner
+from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.options import RunnerOptions
+
+ResultT = TypeVar("ResultT")
+
+
+def run_group(size: int, path: Path, work: Callable[[GroupRunner], ResultT], **options: Any) -> ResultT:
+    """What ``work`` returns, given the runner of a model that is split over so many threads.
+
+    Args:
+        size: Ranks.
+        path: The model.
+        work: Runs steps, in rank 0's thread.
+        **options: As :class:`RunnerOptions` takes them.
+    """
+    pipes = [Pipe() for _ in range(size - 1)]
+
+    def one(group: ThreadGroup) -> list[ResultT]:
+        runner = build_runner(RunnerOptions(model_path=path, threads=1, parallel=Parallel(tp=group), **options))
+        if group.rank:
+            follow(runner, pipes[group.rank - 1][1])
+            return []
+        try:
+            return [work(GroupRunner(runner, [here for here, _ in pipes]))]
+        finally:
+            for here, _ in pipes:
+                here.close()
+
+    return run_ranks(size, one)[0][0]

@@ -1,0 +1,43 @@
+"""What the worker's child processes do when they start and when they fail."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from sapwood_worker.config import WorkerConfig
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what the front tells each of them (``ipc/launch.py``)."""
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--config-class", required=True)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--runner", required=True)
+
+
+def begin(arguments: argparse.Namespace) -> WorkerConfig:
+    """Ties the process's life to the front's, which alone is stopped by signals; returns the configuration."""
+    if sys.platform == "linux":  # elsewhere an idle process notices the front's end by itself
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != arguments.parent:  # the front died before the call
+        sys.exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    config_class: type[WorkerConfig] = load(arguments.config_class)
+    return config_class.model_validate_json(arguments.config)
+
+
+def load(name: str) -> Any:
+    """What ``module:attribute`` names."""
+    module, _, attribute = name.partition(":")
+    return vars(importlib.import_module(module))[attribute]

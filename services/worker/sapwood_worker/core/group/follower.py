@@ -1,0 +1,87 @@
+"""Follows the leader: runs each of its steps, at the same time and in the same order, and says what came of it."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from multiprocessing.connection import Connection
+
+from sapwood_worker.core.group.report import RankReport
+from sapwood_worker.records.step import LaunchedStep, Masks, Runner, Step
+from sapwood_worker.records.step_wire import read, read_masks
+
+logger = logging.getLogger(__name__)
+
+COLLECT = b""
+"""Asks for the report of the oldest step that has not been reported. Anything else is a step, or masks that one waits for."""
+
+
+_ALONE_SECONDS = 1.0
+"""Seconds after a step's failure within which the leader asks for its report, unless it waits for this rank inside the step."""
+
+
+def follow(runner: Runner, leader: Connection) -> None:
+    """Runs until the leader is gone.
+
+    A step that fails on all ranks alike, as where memory runs out, ends the requests in it; one that fails here alone ends the
+    group, as the others wait for this rank.
+
+    Args:
+        runner: This rank's part of the model.
+        leader: Brings steps.
+
+    Raises:
+        Exception: What a step failed with, here alone.
+    """
+    launched: deque[tuple[int, LaunchedStep | Exception]] = deque()
+    while True:
+        try:
+            message = leader.recv_bytes()
+        except (EOFError, ConnectionError):
+            return
+        if message != COLLECT:
+            step = read(bytearray(message))
+            if len(step.masked):
+                step.masks = _ComingMasks(leader, len(step.masked))
+            launched.append((step.number, attempt(runner, step)))
+        else:
+            leader.send_bytes(_report(*launched.popleft()).to_bytes())
+            continue
+        failed = launched[-1][1]
+        if isinstance(failed, Exception) and not leader.poll(_ALONE_SECONDS):
+            raise failed
+
+
+def attempt(runner: Runner, step: Step) -> LaunchedStep | Exception:
+    """Launches a step; returns what it failed with if it has."""
+    try:
+        return runner.launch(step)
+    except Exception as error:
+        logger.exception("step %d failed", step.number)
+        return error
+
+
+def _report(number: int, launched: LaunchedStep | Exception) -> RankReport:
+    if isinstance(launched, Exception):
+        return RankReport.of_failure(number, launched)
+    try:
+        return RankReport.of(launched.result())
+    except Exception as error:
+        logger.exception("step %d failed", number)
+        return RankReport.of_failure(number, error)
+
+
+class _ComingMasks:
+    """Implements :class:`~sapwood_worker.records.step.LateMasks`: the leader sends them when its own runner asks for them.
+
+    Args:
+        leader: Where from.
+        count: How many.
+    """
+
+    def __init__(self, leader: Connection, count: int) -> None:
+        self._leader = leader
+        self._count = count
+
+    def result(self) -> Masks:
+        return read_masks(bytearray(self._leader.recv_bytes()), self._count)

@@ -1,0 +1,171 @@
+"""The leader's runner: hands every step to the followers, and looks whether all ranks sample the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+from sapwood_worker.core.group.follower import COLLECT, attempt
+from sapwood_worker.core.group.report import RankReport
+from sapwood_worker.core.loaded_runner import LoadedRunner
+from sapwood_worker.records.page_copies import CopyReport
+from sapwood_worker.records.step import LateMasks, LaunchedStep, Masks, ModelOutput, RankLostError, Step
+from sapwood_worker.records.step_wire import encode, encode_masks
+
+_ALONE_SECONDS = 1.0
+"""Seconds that followers get to report a step that has failed here."""
+
+
+class GroupRunner:
+    """Implements :class:`~sapwood_worker.core.loaded_runner.LoadedRunner` for rank 0 of a group.
+
+    Ranks exchange what the layers need among themselves, and each samples from the same logits; so a step goes one way, and
+    nothing comes back but a report. A step is a few kilobytes: it goes over a socket to each, whose other end the kernel wakes at
+    once, and which ends with either process. No tokens leave before all ranks have reported the same.
+
+    Args:
+        runner: This rank's part of the model.
+        followers: The ways to ranks 1 and up.
+    """
+
+    def __init__(self, runner: LoadedRunner, followers: Sequence[Connection]) -> None:
+        self.info = runner.info
+        self.vocabulary = runner.vocabulary
+        self.host_pool = runner.host_pool
+        self.asynchronous = runner.asynchronous
+        self._runner = runner
+        self._followers = followers
+        self._copies = _GroupCopies(1 + len(followers))
+
+    def cache_identity(self) -> str:
+        return self._runner.cache_identity()
+
+    def execute(self, step: Step) -> ModelOutput:
+        return self.launch(step).result()
+
+    def launch(self, step: Step) -> LaunchedStep:
+        self.tell(encode(step))
+        if step.masks is not None:
+            step = replace(step, masks=_SentMasks(step.masks, self))
+        return _GroupStep(self, attempt(self._runner, step))
+
+    def tell(self, message: bytes | bytearray) -> None:
+        """Sends a message to all followers. Raises RankLostError if one is gone."""
+        for rank, follower in enumerate(self._followers, 1):
+            try:
+                follower.send_bytes(message)
+            except OSError as error:
+                raise RankLostError(f"rank {rank} is gone") from error
+
+    def collect(self, launched: LaunchedStep | Exception) -> ModelOutput:
+        """Waits until all ranks have computed the oldest unfinished step.
+
+        Args:
+            launched: The step here, or what it failed with.
+
+        Raises:
+            RankLostError: Some have not, or not the same.
+            Exception: What the step failed with, on all ranks.
+        """
+        self.tell(COLLECT)
+        reports = [self._report_of(rank, launched) for rank in range(1, 1 + len(self._followers))]
+        failed = [(rank, report.error) for rank, report in enumerate(reports, 1) if report.error]
+        if failed and (len(failed) < len(reports) or (self.asynchronous and not isinstance(launched, Exception))):
+            raise RankLostError("rank {} failed: {}".format(*failed[0]))
+        try:
+            output = _result(launched)
+        except Exception as error:
+            if failed:
+                raise
+            raise RankLostError(f"rank 0 failed alone: {error}") from error
+        own = RankReport.of(output)
+        for rank, report in enumerate(reports, 1):
+            if report.error:
+                raise RankLostError(f"rank {rank} failed: {report.error}")
+            if (report.step, report.digest) != (own.step, own.digest):
+                raise RankLostError(f"rank {rank} diverged: in step {own.step} it sampled other tokens than rank 0")
+        output.copied = self._copies.merge([own.copied, *(report.copied for report in reports)])
+        return output
+
+    def _report_of(self, rank: int, launched: LaunchedStep | Exception) -> RankReport:
+        """A follower's report: it comes when the step is over there, which it never is if this rank alone has failed."""
+        follower = self._followers[rank - 1]
+        if isinstance(launched, Exception) and not follower.poll(_ALONE_SECONDS):
+            raise RankLostError(f"rank 0 failed alone: {launched}") from launched
+        try:
+            return RankReport.from_bytes(follower.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise RankLostError(f"rank {rank} is gone") from error
+
+
+def _result(launched: LaunchedStep | Exception) -> ModelOutput:
+    if isinstance(launched, Exception):
+        raise launched
+    return launched.result()
+
+
+class _GroupStep:
+    """Implements :class:`~sapwood_worker.records.step.LaunchedStep`.
+
+    Args:
+        group: The runner that has launched it.
+        launched: What rank 0 computes of it, or has failed with.
+    """
+
+    def __init__(self, group: GroupRunner, launched: LaunchedStep | Exception) -> None:
+        self._group = group
+        self._launched = launched
+
+    def result(self) -> ModelOutput:
+        return self._group.collect(self._launched)
+
+
+class _SentMasks:
+    """Implements :class:`~sapwood_worker.records.step.LateMasks`; sends them to the followers too, when they are there.
+
+    Args:
+        masks: The masks.
+        group: Has the followers.
+    """
+
+    def __init__(self, masks: LateMasks, group: GroupRunner) -> None:
+        self._masks = masks
+        self._group = group
+
+    def result(self) -> Masks:
+        """May be called once, as followers read them once."""
+        masks = self._masks.result()
+        self._group.tell(encode_masks(masks))
+        return masks
+
+
+class _GroupCopies:
+    """One report of all ranks' copies: a store is done when every rank has stored its part, and has failed if one has not.
+
+    Args:
+        size: Ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._ended: Counter[int] = Counter()
+        self._failed: set[int] = set()
+
+    def merge(self, reports: Sequence[CopyReport]) -> CopyReport:
+        """What has ended on all ranks by now; seconds are the slowest rank's."""
+        for report in reports:
+            self._ended.update((*report.done, *report.failed))
+            self._failed.update(report.failed)
+        whole = [number for number, count in self._ended.items() if count == self._size]
+        for number in whole:
+            del self._ended[number]
+        failed = self._failed.intersection(whole)
+        self._failed -= failed
+        return CopyReport(
+            done=tuple(number for number in whole if number not in failed),
+            failed=tuple(failed),
+            store_seconds=max(report.store_seconds for report in reports),
+            load_seconds=max(report.load_seconds for report in reports),
+        )

@@ -1,0 +1,21 @@
+"""A runner that has loaded its model, as the scheduler process knows it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from sapwood_common.grammar.vocabulary import TokenVocabulary
+from sapwood_worker.core.tiering import TieredRunner
+from sapwood_worker.records.model_info import ModelInfo
+
+
+class LoadedRunner(TieredRunner, Protocol):
+    """A runner that knows its model.
+
+    Attributes:
+        info: Facts about it.
+        vocabulary: Its tokens, where its files hold them and structured output is wanted.
+    """
+
+    info: ModelInfo
+    vocabulary: TokenVocabulary | None

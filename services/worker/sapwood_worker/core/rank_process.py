@@ -1,0 +1,43 @@
+"""A rank's process, 1 and up: loads its part of the model and follows rank 0, the scheduler process. Started by ``launch.py``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from multiprocessing.connection import Connection
+
+from sapwood_common.errors import ConfigError
+from sapwood_common.telemetry.logs import setup_logging
+from sapwood_worker.core.child import add_arguments, begin, load
+from sapwood_worker.core.group.follower import follow
+from sapwood_worker.ipc.progress import Pulse, progress_file
+from sapwood_worker.ipc.rank import last_words
+from sapwood_worker.records.place import Place
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Entry point; the exit code is 0 after an orderly end, 1 after an error, which the front is told."""
+    parser = argparse.ArgumentParser(description="A rank of a worker; started by sapwood_worker.")
+    add_arguments(parser)
+    parser.add_argument("--rank", type=int, required=True, help="Its number, from 1.")
+    parser.add_argument("--leader", type=int, required=True, help="File descriptor of the socket to rank 0.")
+    arguments = parser.parse_args()
+    config = begin(arguments)
+    place = Place(arguments.rank, config.tensor_parallel, f"file://{arguments.folder}/rendezvous")
+    setup_logging(f"rank-{place.rank}", config.log_level, config.log_format)
+    Pulse(arguments.folder / progress_file(place.rank))
+    try:
+        follow(load(arguments.runner)(config, place), Connection(arguments.leader))
+    except Exception as error:
+        if not isinstance(error, ConfigError):
+            logger.exception("%s failed", place)
+        last_words(arguments.folder, place.rank).write_text(str(error) or type(error).__name__)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

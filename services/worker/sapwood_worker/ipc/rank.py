@@ -1,0 +1,102 @@
+"""A process that runs the model or a part of it, as the front sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from sapwood_common.pacing.silence import Silence
+from sapwood_worker.ipc.child_process import ChildProcess
+from sapwood_worker.ipc.progress import ProgressView, progress_file
+
+
+def last_words(folder: Path, rank: int) -> Path:
+    """The file in which a process leaves what it ends with."""
+    return folder / f"last-words-{rank}"
+
+
+class Rank:
+    """The scheduler process (rank 0), or one that follows it.
+
+    Args:
+        folder: Of the sockets; the process's progress and its last words are files there.
+        number: The rank.
+        size: Ranks in all.
+
+    Attributes:
+        name: For logs and errors.
+        progress: For how long it has been at its current step.
+        number: The argument.
+    """
+
+    def __init__(self, folder: Path, number: int, size: int) -> None:
+        self.number = number
+        self.name = f"rank {number} of {size}" if size > 1 else "the scheduler process"
+        self.progress = ProgressView(folder / progress_file(number))
+        self._words = last_words(folder, number)
+        self._process: ChildProcess | None = None
+
+    def start(self, command: Sequence[str], descriptors: Sequence[int] = ()) -> None:
+        """Starts the process, which gets these file descriptors. Called on the event loop."""
+        self._process = ChildProcess(command, descriptors)
+
+    @property
+    def process(self) -> ChildProcess:
+        """The process, once it was started."""
+        assert self._process is not None
+        return self._process
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal has ended it."""
+        return (self.process.returncode or 0) < 0
+
+    def signs_of_life(self) -> tuple[int, int]:
+        """The pulse and the CPU time in kernel ticks: either has changed if the process has run since the last call.
+
+        CPU time is needed beside the pulse, which cannot beat while something computes with the interpreter's lock held.
+        """
+        return self.progress.pulse(), self.process.cpu_ticks()
+
+    def how_it_ended(self) -> str:
+        """For people."""
+        if self._words.is_file():
+            return self._words.read_text()
+        code = self.process.returncode
+        return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+
+class RankSilence:
+    """For how long a rank has given no sign of life.
+
+    Args:
+        rank: The rank.
+        interval: Seconds between calls of :meth:`check`.
+
+    Attributes:
+        rank: The argument.
+        has_pulse: Whether its pulse has ever beaten.
+        seconds: Seconds without a sign of life, by the last :meth:`check`.
+    """
+
+    def __init__(self, rank: Rank, interval: float) -> None:
+        self.rank = rank
+        self.has_pulse = False
+        self.seconds = 0.0
+        self._silence = Silence(interval, time.monotonic)
+        self._signs = rank.signs_of_life()
+
+    def check(self) -> float:
+        """Seconds without a sign of life."""
+        before, self._signs = self._signs, self.rank.signs_of_life()
+        self.has_pulse = self._signs[0] > 0
+        if self._signs != before:
+            self._silence.heard()
+        self.seconds = self._silence.check()
+        return self.seconds

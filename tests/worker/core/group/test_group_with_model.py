@@ -1,0 +1,216 @@
+"""Scheduler, leader and followers together over split models: whatever is asked, the answers are those of one process."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.grammar.artefact import GrammarArtefact
+from sapwood_common.grammar.compile import GrammarBuilder
+from sapwood_common.grammar.source import GrammarSource
+from sapwood_common.grammar.vocabulary import TokenVocabulary
+from sapwood_testing.worker.group_of_threads import run_group
+from sapwood_testing.worker.split_models import SHAPE
+from sapwood_worker.config import WorkerConfig
+from sapwood_worker.core.scheduler.config import SchedulerConfig
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.core.tiering import build_tiering
+from sapwood_worker.model.grammar.store import GrammarStore
+from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.model.runner.model_runner import ModelRunner
+from sapwood_worker.records.output import RequestOutput, TokenLogprobs
+from sapwood_worker.records.step import RankLostError, Step
+
+VOCAB = 97
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"top_p": 0.9, "top_k": 40},
+    {"presence_penalty": 0.8, "repetition_penalty": 1.3, "logprobs": 2},
+    {"frequency_penalty": 0.5, "prompt_logprobs": 1, "logit_bias": {7: 3.0}},
+    {"allowed_token_ids": tuple(range(3, 40)), "bad_words_ids": ((7, 8), (9,)), "min_tokens": 9},
+    {"grammar": "[a-f]{3,9}x[0-9]{2,20}"},
+    {"grammar": "[a-f]{3,9}x[0-9]{2,20}", "temperature": 0.0, "logprobs": 1},
+]
+
+
+def build_grammar(regex: str) -> Any:
+    vocabulary = TokenVocabulary(tuple(bytes([32 + token]) for token in range(VOCAB)), frozenset())
+    source = GrammarSource("regex", regex)
+    lark = GrammarBuilder(vocabulary.special_names).compile(source)
+    artefact = GrammarArtefact(source.key(vocabulary.fingerprint), vocabulary.fingerprint, lark)
+    return GrammarStore(vocabulary, VOCAB, (2,)).build(artefact.to_bytes())
+
+
+def scheduler_of(runner: Any, tiers: Any = None, **settings: Any) -> Scheduler:
+    info = runner.info
+    config = SchedulerConfig(
+        windows=info.windows,
+        page_size=info.page_size,
+        num_pages=info.num_pages,
+        context_length=info.context_length,
+        **settings,
+    )
+    return Scheduler(config, tiers, masks=TokenMasks(VOCAB, threads=1))
+
+
+class Answer:
+    """All that a request was answered."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.embedding = b""
+
+    def take(self, output: RequestOutput) -> None:
+        self.tokens += output.token_ids
+        self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
+        self.embedding += output.embedding
+
+    def assert_is(self, other: Answer) -> None:
+        assert self.tokens == other.tokens
+        for mine, theirs in ((self.logprobs, other.logprobs), (self.prompt_logprobs, other.prompt_logprobs)):
+            assert [each.top_ids for each in mine] == [each.top_ids for each in theirs]
+            assert np.allclose([each.logprob for each in mine], [each.logprob for each in theirs], atol=1e-4)
+        numbers = (np.frombuffer(each.embedding, np.float32) for each in (self, other))
+        assert np.allclose(*numbers, rtol=1e-3, atol=1e-4)
+
+
+def answers(runner: Any) -> list[Answer]:
+    """Everything that can be asked at once, with a retraction of all in the middle."""
+    scheduler = scheduler_of(runner, max_running=9, max_step_tokens=64)
+    chance = random.Random(5)
+    for serial, each in enumerate(ASKED):
+        asked = dict(each)
+        grammar = build_grammar(asked.pop("grammar")) if "grammar" in asked else None
+        prompt = [chance.randrange(3, VOCAB) for _ in range(chance.randrange(2, 40))]
+        params = SamplingParams(**{"seed": serial, "max_tokens": 16, **asked})
+        scheduler.add(Request(serial, f"r{serial}", array("I", prompt), params, grammar=grammar))
+    for serial, pooling in enumerate(("mean", "last"), len(ASKED)):
+        prompt = [chance.randrange(3, VOCAB) for _ in range(70)]
+        scheduler.add(Request(serial, f"r{serial}", array("I", prompt), SamplingParams(), pooling=pooling))
+    found = [Answer() for _ in range(len(ASKED) + 2)]
+    steps = 0
+    while scheduler.has_work:
+        for output in scheduler.update(runner.execute(scheduler.schedule())):
+            found[output.serial].take(output)
+        steps += 1
+        if steps == 9:
+            scheduler.pause(retract=True)
+            scheduler.resume()
+    return found
+
+
+@pytest.mark.parametrize(("size", "name"), [(2, "llama"), (2, "gemma3"), (4, "llama-biased-tied")])
+def test_a_group_answers_as_one_process_does(tiny_model: Any, make_runner: Any, size: int, name: str) -> None:
+    path = tiny_model(name, **SHAPE).path
+    options = {"num_pages": 40, "max_running": 9, "page_size": 16}
+    alone = answers(make_runner(path, **options))
+    group = run_group(size, path, answers, **options)
+    for mine, theirs in zip(group, alone, strict=True):
+        mine.assert_is(theirs)
+    assert all(answer.tokens for answer in alone[: len(ASKED)])
+    assert len(alone[2].logprobs) == 16
+    assert alone[-1].embedding
+
+
+def prompts() -> list[list[int]]:
+    """Three documents, each asked about twice, in turns: together far more than the first tier holds."""
+    chance = random.Random(5)
+    documents = [[chance.randrange(3, VOCAB) for _ in range(70)] for _ in range(3)]
+    return [document + [chance.randrange(3, VOCAB) for _ in range(3)] for _ in range(2) for document in documents]
+
+
+class Tiered:
+    """Asks the prompts one after another, with the tiers that the flags ask for.
+
+    Attributes:
+        fetched, hits: Pages from the store and from the second tier.
+    """
+
+    def __init__(self, **flags: Any) -> None:
+        self._flags = flags
+        self.fetched = self.hits = 0
+
+    def __call__(self, runner: Any) -> list[list[int]]:
+        config = WorkerConfig(max_running=3, max_step_tokens=24, storage_prefetch="wait_complete", **self._flags)
+        tiering = build_tiering(config, runner)
+        assert tiering is not None
+        scheduler = scheduler_of(runner, tiering.cache, max_running=3, max_step_tokens=24)
+        received: dict[int, list[int]] = {}
+        for serial, prompt in enumerate(prompts()):
+            params = SamplingParams(temperature=0.7, seed=serial, max_tokens=6, ignore_eos=True)
+            scheduler.add(Request(serial, f"r{serial}", array("I", prompt), params))
+            while scheduler.has_work or scheduler.has_copies:
+                planned = scheduler.schedule()
+                if planned:
+                    for output in scheduler.update(runner.execute(planned)):
+                        received.setdefault(output.serial, []).extend(output.token_ids)
+                else:
+                    scheduler.wait_for_storage(0.01)
+        while tiering.cache.storage.writing:
+            scheduler.wait_for_storage(0.01)
+        self.hits = tiering.cache.counters.host_hits
+        self.fetched = tiering.cache.storage.counters.fetched
+        tiering.opener.close()
+        return [received[serial] for serial in range(len(prompts()))]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_each_rank_moves_its_part_through_the_tiers(
+    tiny_model: Any, make_runner: Any, tmp_path: Path, name: str
+) -> None:
+    path = tiny_model(name, **SHAPE).path
+    options: dict[str, Any] = {"num_pages": 7, "max_running": 3, "page_size": 16, "host_cache_ratio": 4.0}
+    store = {"host_cache_ratio": 4.0, "storage": f"file://{tmp_path}/store?size_gb=1", "storage_min_tokens": 16}
+    alone = Tiered(**store)(make_runner(path, **options))
+    warm, cold, other = Tiered(**store), Tiered(**store), Tiered(**store)
+    assert run_group(2, path, warm, **options) == alone
+    assert warm.hits > 0
+    assert run_group(2, path, cold, **options) == alone
+    assert cold.fetched > warm.fetched
+    # Pages that are split in other parts are other objects.
+    assert run_group(4, path, other, **options) == alone
+    assert other.fetched == warm.fetched
+
+
+def wrong() -> Step:
+    """A step that no runner can compute: there is no such row of the page table."""
+    one, pages = np.ones(1, np.int64), np.zeros((1, 1), np.int32)
+    return Step(7, 1000 * one, 0 * one, one, one, 5 * one, pages)
+
+
+def test_a_step_that_fails_on_all_ranks_alike_ends_only_that_step(tiny_model: Any) -> None:
+    def work(runner: Any) -> list[Answer]:
+        with pytest.raises(IndexError):
+            runner.execute(wrong())
+        return answers(runner)
+
+    assert run_group(2, tiny_model("llama", **SHAPE).path, work, num_pages=40, max_running=9)[0].tokens
+
+
+def test_a_step_that_fails_on_one_rank_alone_ends_the_group(tiny_model: Any, monkeypatch: Any) -> None:
+    launch = ModelRunner.launch
+    leaders: list[Any] = []
+
+    def fail_in_the_leader(self: ModelRunner, step: Step) -> Any:
+        if self in leaders and step.number == 3:
+            raise MemoryError("no room here")
+        return launch(self, step)
+
+    monkeypatch.setattr(ModelRunner, "launch", fail_in_the_leader)
+
+    def work(runner: Any) -> None:
+        leaders.append(runner._runner)
+        answers(runner)
+
+    with pytest.raises(RankLostError, match="rank 0 failed alone: no room here"):
+        run_group(2, tiny_model("llama", **SHAPE).path, work, num_pages=40, max_running=9)

@@ -1,0 +1,138 @@
+"""Real workers whose model is split over processes: they answer as one process does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.models.model_files import demo_path
+from sapwood_testing.worker.split_models import SHAPE
+
+SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]})
+
+
+@contextlib.contextmanager
+def worker(model: Path, log: Path, *flags: str) -> Iterator[Any]:
+    """A worker's stub."""
+    command = [
+        sys.executable,
+        "-m",
+        "sapwood_worker",
+        "--model",
+        str(model),
+        "--port",
+        "0",
+        "--metrics-port",
+        "0",
+        *flags,
+    ]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        while (found := re.search(r"listening on (\S+)", log.read_text())) is None:
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        with grpc.insecure_channel(found[1]) as channel:
+            yield worker_pb2_grpc.WorkerStub(channel)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_processes_answer_as_one(tiny_model: Any, make_runner: Any, make_driver: Any, tmp_path: Path) -> None:
+    path = tiny_model("llama", **SHAPE).path
+    prompts = {slot: [3 + (slot * 31 + place * 7) % 90 for place in range(5 + 9 * slot)] for slot in range(4)}
+    params = {
+        slot: SamplingParams(temperature=0.0 if slot % 2 else 0.9, seed=slot, ignore_eos=True) for slot in prompts
+    }
+    expected = make_driver(make_runner(path)).generate(prompts, 12, params)
+    with worker(
+        path, tmp_path / "log", "--tensor-parallel", "2", "--num-pages", "64", "--no-structured-output"
+    ) as stub:
+        assert stub.GetModelInfo(worker_pb2.GetModelInfoRequest()).tensor_parallel == 2
+
+        def ask(slot: int) -> list[int]:
+            sampling = common_pb2.SamplingParams(
+                temperature=params[slot].temperature, seed=slot, max_tokens=12, ignore_eos=True
+            )
+            request = worker_pb2.WorkerGenerateRequest(
+                request_id=f"r{slot}", token_ids=prompts[slot], sampling=sampling
+            )
+            return [token for response in stub.Generate(request) for token in response.token_ids]
+
+        with ThreadPoolExecutor(4) as executor:
+            assert dict(zip(prompts, executor.map(ask, prompts), strict=True)) == expected
+
+
+def demo_answers(stub: Any) -> list[tuple[list[int], list[float]]]:
+    """The tokens and log probabilities of many requests at once, twice, with a shared prefix and more than the pages hold."""
+    shared = [2, *(1000 + 7 * place for place in range(200))]
+    samplings = [
+        common_pb2.SamplingParams(temperature=0, logprobs=2),
+        common_pb2.SamplingParams(temperature=0.8, seed=5, top_p=0.9),
+        common_pb2.SamplingParams(temperature=0, presence_penalty=0.5, repetition_penalty=1.2),
+        common_pb2.SamplingParams(temperature=0.7, seed=9),
+        common_pb2.SamplingParams(temperature=1.0, seed=3, top_k=20, logprobs=0),
+    ]
+
+    def ask(number: int) -> tuple[list[int], list[float]]:
+        sampling = common_pb2.SamplingParams()
+        sampling.CopyFrom(samplings[number % len(samplings)])
+        sampling.max_tokens = 40
+        prompt = [*shared, *(3000 + 11 * number + place for place in range(60 + 10 * number))]
+        grammar = common_pb2.Grammar(json_schema=SCHEMA) if number % len(samplings) == 3 else None
+        request = worker_pb2.WorkerGenerateRequest(
+            request_id=f"r{number}", token_ids=prompt, sampling=sampling, grammar=grammar
+        )
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        for response in stub.Generate(request):
+            tokens += response.token_ids
+            logprobs += [each.logprob for each in response.logprobs]
+        return tokens, logprobs
+
+    with ThreadPoolExecutor(10) as executor:
+        first = list(executor.map(ask, range(10)))
+        again = list(executor.map(ask, range(10)))
+    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again]
+    return first
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_demo_model_over_two_and_four_processes_answers_as_in_one(tmp_path: Path) -> None:
+    flags = (
+        "--num-pages",
+        "90",
+        "--max-running",
+        "8",
+        "--conservativeness",
+        "0",
+        "--host-cache-ratio",
+        "3",
+        "--threads",
+        "2",
+    )
+    found = {}
+    for size in (1, 2, 4):
+        with worker(demo_path(), tmp_path / f"log-{size}", *flags, "--tensor-parallel", str(size)) as stub:
+            found[size] = demo_answers(stub)
+            tiers = stub.GetCacheStats(worker_pb2.GetCacheStatsRequest()).tiers
+            assert next(each for each in tiers if each.tier == worker_pb2.CACHE_TIER_HOST).hit_tokens > 0
+    for size in (2, 4):
+        for (tokens, logprobs), (expected, theirs) in zip(found[size], found[1], strict=True):
+            assert tokens == expected
+            assert logprobs == pytest.approx(theirs, abs=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
 from multiprocessing.connection import Connection
@@ -29,12 +30,16 @@ def main() -> int:
     place = Place(arguments.rank, config.tensor_parallel, f"file://{arguments.folder}/rendezvous")
     setup_logging(f"rank-{place.rank}", config.log_level, config.log_format)
     Pulse(arguments.folder / progress_file(place.rank))
+    leader = Connection(arguments.leader)
     try:
-        follow(load(arguments.runner)(config, place), Connection(arguments.leader))
+        follow(load(arguments.runner)(config, place), leader)
     except Exception as error:
         if not isinstance(error, ConfigError):
             logger.exception("%s failed", place)
-        last_words(arguments.folder, place.rank).write_text(str(error) or type(error).__name__)
+        reason = str(error) or type(error).__name__
+        last_words(arguments.folder, place.rank).write_text(reason)
+        with contextlib.suppress(OSError):  # which is for a leader that waits for this rank's model
+            leader.send_bytes(reason.encode())
         return 1
     return 0
 

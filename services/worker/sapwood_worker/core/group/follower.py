@@ -12,6 +12,9 @@ from sapwood_worker.records.step_wire import read, read_masks
 
 logger = logging.getLogger(__name__)
 
+READY = b""
+"""A follower's first message: its model is loaded. Anything else is why it could not be."""
+
 COLLECT = b""
 """Asks for the report of the oldest step that has not been reported. Anything else is a step, or masks that one waits for."""
 
@@ -33,6 +36,7 @@ def follow(runner: Runner, leader: Connection) -> None:
     Raises:
         Exception: What a step failed with, here alone.
     """
+    leader.send_bytes(READY)
     launched: deque[tuple[int, LaunchedStep | Exception]] = deque()
     while True:
         try:

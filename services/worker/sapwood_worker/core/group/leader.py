@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from sapwood_worker.core.group.follower import COLLECT, attempt
+from sapwood_common.errors import ConfigError
+from sapwood_worker.core.group.follower import COLLECT, READY, attempt
 from sapwood_worker.core.group.report import RankReport
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.records.page_copies import CopyReport
@@ -27,7 +28,10 @@ class GroupRunner:
 
     Args:
         runner: This rank's part of the model.
-        followers: The ways to ranks 1 and up.
+        followers: The ways to ranks 1 and up, whose models are waited for.
+
+    Raises:
+        ConfigError: A rank could not load its part of the model.
     """
 
     def __init__(self, runner: LoadedRunner, followers: Sequence[Connection]) -> None:
@@ -38,6 +42,13 @@ class GroupRunner:
         self._runner = runner
         self._followers = followers
         self._copies = _GroupCopies(1 + len(followers))
+        for rank, follower in enumerate(followers, 1):
+            try:
+                said = follower.recv_bytes()
+            except (EOFError, OSError):
+                said = b"it has ended"
+            if said != READY:
+                raise ConfigError(f"rank {rank} of {1 + len(followers)}: {said.decode(errors='replace')}")
 
     def cache_identity(self) -> str:
         return self._runner.cache_identity()
@@ -96,7 +107,7 @@ class GroupRunner:
             raise RankLostError(f"rank 0 failed alone: {launched}") from launched
         try:
             return RankReport.from_bytes(follower.recv_bytes())
-        except (EOFError, OSError) as error:
+        except Exception as error:  # the end of the connection, or what the rank says of its own
             raise RankLostError(f"rank {rank} is gone") from error
 
 

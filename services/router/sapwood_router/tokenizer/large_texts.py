@@ -10,7 +10,7 @@ from sapwood_common.errors import DeadlineExceededError, ResourceExhaustedError
 
 LARGE = 1024 * 1024
 """Characters of a request's texts from which on it is one of these."""
-_MOST_WAITING = 4
+_MOST_WAITING = 2
 
 
 class LargeTexts:

@@ -20,6 +20,8 @@ bounds would keep the event loop for half a second and take 400 MB.
 """
 
 _COUNTED_AT_ONCE = 64 * 1024
+_NO_SIGNS = bytes(sign for sign in range(256) if sign not in b',"[{')
+"""Counting signs among signs takes less than half of the time that counting them in all of a text does."""
 _MOST_EXPLAINED = 1024 * 1024
 """In bodies of up to so many bytes the parameter with bad Unicode is named."""
 
@@ -55,11 +57,11 @@ def _check_size(body: bytes) -> None:
         return
     commas = quotes = arrays = objects = 0
     for at in range(0, len(body), _COUNTED_AT_ONCE):  # of a body with far too many values most is not looked at
-        part = body[at : at + _COUNTED_AT_ONCE]
-        commas += part.count(b",")
-        quotes += part.count(b'"')
-        arrays += part.count(b"[")
-        objects += part.count(b"{")
+        signs = body[at : at + _COUNTED_AT_ONCE].translate(None, _NO_SIGNS)
+        commas += signs.count(b",")
+        quotes += signs.count(b'"')
+        arrays += signs.count(b"[")
+        objects += signs.count(b"{")
         if max(min(commas, quotes // 2), arrays, objects) > _MOST_PARTS or commas > _MOST_VALUES:
             raise InvalidArgumentError(
                 f"the body has more than {_MOST_PARTS} strings, arrays or objects, or {_MOST_VALUES} values"

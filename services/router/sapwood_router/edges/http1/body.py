@@ -148,7 +148,8 @@ class Body:
             self.complete = False
             self.fail(_too_large(self._most))
         elif self.complete:
-            self._waiter.set_result(b"".join(self._parts))
+            whole, self._parts = b"".join(self._parts), []  # not twice in memory until the waiter goes on
+            self._waiter.set_result(whole)
         else:
             self._memory.grow(self, count)
 

@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="Of the KV cache.")
     parser.add_argument(
         "--quantization",
-        choices=("none", "fp8", "fp8_block", "fp8_tensor"),
+        choices=("none", "fp8", "fp8_block", "fp8_tensor", "int8", "int4"),
         default="none",
         help="Of the linear layers.",
     )

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from sapwood_kernels import cpu
 from sapwood_kernels.ops.device import DeviceOps, Gate
+from sapwood_kernels.quantised.cpu_grouped import PackedGroups, can_pack
+from sapwood_kernels.quantised.grouped import GroupedWeight
 
 
 class CpuOps(DeviceOps):
@@ -28,3 +30,6 @@ class CpuOps(DeviceOps):
 
     def packed(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
         return cpu.PackedLinear(weight, bias) if cpu.can_pack(weight) else None
+
+    def grouped(self, weight: GroupedWeight) -> Callable[[Tensor], Tensor]:
+        return PackedGroups(weight) if can_pack(weight) else super().grouped(weight)

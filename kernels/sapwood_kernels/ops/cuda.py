@@ -12,6 +12,8 @@ from torch import Tensor
 
 from sapwood_kernels import triton_activation, triton_float8, triton_gemv, triton_logits, triton_norm, triton_sampling
 from sapwood_kernels.ops.device import DeviceOps, Fence, Float8, Gate, HostCopies, OneRow, StoreHeads
+from sapwood_kernels.quantised import triton_grouped, triton_int8, triton_row
+from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.triton_qkv import norm_rope_store
 
 # Elements of the widest row that our kernel multiplies; cuBLAS splits wider rows: 31 against 33 us for 4096 x 14336 on an H200.
@@ -75,6 +77,17 @@ class CudaOps(DeviceOps):
         if weight.shape[1] > _WIDEST_ROW and scales is None:
             return None
         return partial(triton_gemv.gemv, weight=weight, bias=bias, scales=scales)
+
+    def grouped(self, weight: GroupedWeight) -> Callable[[Tensor], Tensor]:
+        if not triton_grouped.serves(weight):
+            return super().grouped(weight)
+        return partial(triton_grouped.product, weight=weight, processors=self.processors)
+
+    def grouped_row(self, weight: GroupedWeight, bias: Tensor | None) -> OneRow | None:
+        return partial(triton_row.row_product, weight=weight, bias=bias) if triton_row.serves(weight) else None
+
+    def int8_product(self, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+        return triton_int8.product(x, weight, scales, self.processors)
 
     def scaled_product(self, x: Float8, weight: Float8, dtype: torch.dtype, *, exact: bool) -> Tensor:
         return torch._scaled_mm(

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import cpu_sampling, reference, token_bitmask
+from sapwood_kernels.quantised import int8
+from sapwood_kernels.quantised.cpu_grouped import plain_product
+from sapwood_kernels.quantised.grouped import GroupedWeight
 
 Gate = Literal["silu", "gelu_tanh"]
 """The activation of a gated MLP."""
@@ -189,6 +192,18 @@ class DeviceOps:
             scales: float32, of a float8 weight: [N, 1], or [N / 128, K / 128] by block.
         """
         return None
+
+    def grouped(self, weight: GroupedWeight) -> Callable[[Tensor], Tensor]:
+        """``x @ weight.T`` with a weight of 4 or 8 bits, [T, K] -> [T, N]; it may hold the weight in a layout of its own."""
+        return plain_product(weight)
+
+    def grouped_row(self, weight: GroupedWeight, bias: Tensor | None) -> OneRow | None:
+        """The fused product of a single row with such a weight; None: there is none."""
+        return None
+
+    def int8_product(self, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+        """``x @ (weight * scales).T`` with x rounded to int8, as ``int8.product`` computes it: int8 [N, K], float32 [N, 1]."""
+        return int8.product(x, weight, scales)
 
     def scaled_product(self, x: Float8, weight: Float8, dtype: torch.dtype, *, exact: bool) -> Tensor:
         """``x @ weight`` of float8 numbers by the device's matrix units: [T, N] of ``dtype``.

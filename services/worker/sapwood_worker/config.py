@@ -25,7 +25,7 @@ _STORE_OPTIONS = (
 
 LINEAR_METHODS = "sapwood.linear_methods"
 """The group of entry points by which packages bring formats of weights."""
-QUANTIZATIONS = ("none", "fp8", "fp8_block", "fp8_tensor")
+QUANTIZATIONS = ("none", "fp8", "fp8_block", "fp8_tensor", "int8", "int4")
 
 
 def _is_quantization(name: str) -> str:
@@ -128,10 +128,11 @@ class WorkerConfig(ServiceConfig):
     )
     quantization: QuantizationName = Field(
         "none",
-        description="Computes linear layers in float8, weights and activations, quantised as the model is loaded: fp8 with a "
+        description="Quantises linear layers as the model is loaded. In float8, weights and activations: fp8 with a "
         "scale a token and output channel, fp8_block with one for each 128 numbers of a token and each 128 x 128 of a weight, "
-        "fp8_tensor with one for all tokens of a step and one for a weight. Embedding and output head stay as they are; so do "
-        "weights that the checkpoint stores in float8. Packages can bring more formats.",
+        "fp8_tensor with one for all tokens of a step and one for a weight. int8: both in 8 bits, with scales as fp8's. int4: "
+        "weights in 4 bits with a scale and a zero for 128 numbers. Embedding and output head stay as they are; so do "
+        "weights that the checkpoint stores quantised. Packages can bring more formats.",
     )
     attention_backend: str = Field(
         "auto",

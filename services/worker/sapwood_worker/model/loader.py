@@ -84,7 +84,7 @@ def load_model(
             eos = read_hf_eos(path)
             if load_format == "auto":
                 source = SafetensorsSource(path, family, tied=config.tie_word_embeddings)
-                stored = Stored(source.tensors(), read_hf_quantization(path))
+                stored = Stored(source.tensors(), read_hf_quantization(path), str(path))
         else:
             file = files.enter_context(closing(_open_gguf(path)))
             divisors = file.tensors.get(ROPE_DIVISORS)

@@ -64,8 +64,15 @@ def read_hf_eos(directory: Path) -> tuple[int, ...]:
 
 
 def read_hf_quantization(directory: Path) -> Mapping[str, Any]:
-    """How ``config.json`` says that weights are quantised, ``quantization_config``; empty if they are not."""
+    """How ``config.json`` says that weights are quantised, ``quantization_config``; empty if they are not.
+
+    modelopt's older checkpoints say it in a file of their own, ``hf_quant_config.json``.
+    """
     raw = read_json(directory / "config.json")
     nested = raw.get("text_config")
     inner = nested.get("quantization_config") if isinstance(nested, dict) else None
-    return raw.get("quantization_config") or inner or {}
+    found: Mapping[str, Any] = raw.get("quantization_config") or inner or {}
+    own = directory / "hf_quant_config.json"
+    if not found and own.is_file():
+        return {"quant_method": "modelopt", **(read_json(own).get("quantization") or {})}
+    return found

@@ -21,8 +21,12 @@ from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Constants that some old checkpoints store, and scales of activations and caches, which we compute ourselves.
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".input_scale", ".output_scale", ".k_scale", ".v_scale")
+_IGNORED_SUFFIXES = (
+    *(".rotary_emb.inv_freq", ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale"),
+    *(".q_scale", ".k_scale", ".v_scale"),
+)
 _BLOCK = 128
+_WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SafetensorsSource:
@@ -78,7 +82,7 @@ class SafetensorsSource:
         path, stored = self._found[name]
         try:
             tensor = self._files[path].get_slice(stored)[slot.index] if slot.is_part else self._read(name)
-            if name in self._scales and slot.target.dtype != torch.float8_e4m3fn:
+            if name in self._scales and slot.target.dtype in _WIDE:
                 tensor = _widened(tensor, self._read(self._scales[name]), slot)
             slot.target.copy_(tensor)
         except (OSError, SafetensorError, ValueError) as error:

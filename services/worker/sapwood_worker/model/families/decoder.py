@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import cast
 
 from torch import Tensor, nn
 
@@ -13,10 +12,10 @@ from sapwood_worker.model.layers.attention import Attention, QKNorm
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from sapwood_worker.model.layers.layer import Layer
+from sapwood_worker.model.layers.linear import Linear
 from sapwood_worker.model.layers.mlp import GatedMLP
 from sapwood_worker.model.layers.norm import RMSNorm
 from sapwood_worker.model.layers.rotary import RotaryEmbedding, inverse_frequencies
-from sapwood_worker.model.weight_slot import WeightSlots
 
 Angles = tuple[Tensor, Tensor]
 
@@ -106,9 +105,9 @@ class DecoderModel(Layer):
         # The index of each layer's rotary embedding.
         self._kinds = [int(config.local_rope is not None and window is not None) for window in config.windows]
 
-    def layer_weights(self) -> WeightSlots:
-        """The slots of the layers' tensors: all but those of embedding, last norm and head."""
-        return {name: slot for layer in self.layers for name, slot in cast(Layer, layer).weights().items()}
+    def layer_size(self) -> int:
+        """Numbers of the layers' matrices, however they are held: all but those of embedding and head."""
+        return sum(each.size for each in self.layers.modules() if isinstance(each, Linear))
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Runs the layers over a flat ragged batch; writes keys and values to the cache.

@@ -20,10 +20,14 @@ class Linear(Layer):
     Args:
         shape: The layer's.
         context: Where and how it is built.
+
+    Attributes:
+        size: Numbers of its weight on this rank, however they are held.
     """
 
     def __init__(self, shape: LinearShape, context: LayerContext) -> None:
         super().__init__()
+        self.size = shape.rows * shape.columns.size
         self._method = context.linear.method(shape)
         self._ops = context.ops
 

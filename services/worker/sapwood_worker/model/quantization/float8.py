@@ -10,6 +10,7 @@ dtype: the reference, slow on a GPU, since it widens the weight for each product
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Literal
 
@@ -19,16 +20,22 @@ from torch import Tensor
 
 from sapwood_kernels import reference
 from sapwood_kernels.ops.device import GROUP, DeviceOps, Gate, OneRow
+from sapwood_kernels.quantised.grouped import GroupedWeight
+from sapwood_worker.model.quantization.compressed import NAMES as COMPRESSED_NAMES
+from sapwood_worker.model.quantization.compressed import scheme_of
 from sapwood_worker.model.quantization.dense import ONE_ROW
+from sapwood_worker.model.quantization.grouped import GroupedMethod, GroupedPart
 from sapwood_worker.model.quantization.linear_method import (
     Fuses,
     LinearFormat,
     LinearMethod,
     LinearShape,
     Norm,
+    Part,
     Stored,
 )
-from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots
+from sapwood_worker.model.quantization.packing import divided, stored_slot
+from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
 
 Scaling = Literal["row", "block", "tensor"]
 
@@ -203,9 +210,8 @@ def _quantised(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, *, scalin
 
 
 def _kept(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored) -> LinearMethod | None:
-    """None if weights are not in float8, or if the checkpoint does not say that activations are."""
-    if not _can_multiply(shape) or not _quantises_activations(stored):
-        return None
+    """None if weights are not in float8. Activations stay as they are where the checkpoint does not say that they are rounded,
+    and where the device's units do not take the weight's sides or blocks."""
     scales = []
     for part in shape.parts:
         weight = stored.tensors.get(f"{part.name}.weight")
@@ -213,6 +219,8 @@ def _kept(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored
         if weight is None or weight.dtype != _STORED or name is None:
             return None
         scales.append((name, stored.tensors[name].shape))
+    if not _can_multiply(shape) or not all(_rounds_activations(stored, part.name) for part in shape.parts):
+        return _weight_only(shape, dtype, ops, stored, [name for name, _ in scales])
     if all(sizes in ((), (1,), (1, 1), (part.rows.total,), (part.rows.total, 1))
            for part, (_, sizes) in zip(shape.parts, scales, strict=True)):  # fmt: skip
         return StoredFloat8(shape, scales, "row", dtype, ops)
@@ -220,12 +228,70 @@ def _kept(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored
     in_blocks = all(
         sizes == (part.rows.total // GROUP, columns) for part, (_, sizes) in zip(shape.parts, scales, strict=True)
     )
-    return StoredFloat8(shape, scales, "block", dtype, ops) if in_blocks and _in_whole_blocks(shape) else None
+    if in_blocks and _in_whole_blocks(shape):
+        return StoredFloat8(shape, scales, "block", dtype, ops)
+    return _weight_only(shape, dtype, ops, stored, [name for name, _ in scales])
 
 
-def _quantises_activations(stored: Stored) -> bool:
-    groups = stored.quantization.get("config_groups", {})
-    return bool(stored.quantization) and all(group.get("input_activations") for group in groups.values())
+def _rounds_activations(stored: Stored, name: str) -> bool:
+    if stored.quant_method in COMPRESSED_NAMES:
+        return bool(scheme_of(stored, name).get("input_activations"))
+    return bool(stored.quantization)
+
+
+def _weight_only(
+    shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored, scales: list[str]
+) -> LinearMethod:
+    parts = [
+        _grouped(part, shape.columns, name, stored, ops.device) for part, name in zip(shape.parts, scales, strict=True)
+    ]
+    return GroupedMethod(shape, parts, dtype, ops, stored)
+
+
+def _grouped(part: Part, columns: Span, scale: str, stored: Stored, device: torch.device) -> GroupedPart:
+    """A scale for all, for each row, for groups of a row, or for blocks; a rank reads those of all rows, and takes its own."""
+    name = f"{part.name}.weight"
+    sizes = stored.tensors[scale].shape
+    block, group = 1, columns.size
+    spans = [whole(size) for size in sizes]
+    if len(sizes) == 2 and (sizes[1] > 1 or sizes[0] not in (1, part.rows.total)):
+        tall, group = _block(stored, part.name)
+        block = 1 if sizes[0] == part.rows.total else tall
+        group = -(-columns.total // sizes[1]) if block == 1 else group
+        spans[1] = divided(stored, scale, columns, group)
+        wanted = (-(-part.rows.total // block), -(-columns.total // group))
+        if sizes != wanted:
+            raise stored.refusal(scale, f"blocks of {block} x {group} need {list(wanted)} scales")
+    elif math.prod(sizes) not in (1, part.rows.total):
+        raise stored.refusal(
+            scale, f"one scale, or one for each of {part.rows.total} outputs, or for blocks can be read"
+        )
+    slots: WeightSlots = {
+        name: stored_slot(stored, name, part.rows, columns, device=device),
+        scale: stored_slot(stored, scale, *spans, device=device),
+    }
+
+    def weight() -> GroupedWeight:
+        values = slots[scale].target
+        groups = values.shape[1] if group < columns.size else 1
+        values = values.reshape(-1, groups)
+        if len(values) == 1:
+            values = values.expand(part.rows.size, groups).contiguous()
+        else:
+            rows = torch.arange(part.rows.start, part.rows.start + part.rows.size, device=device)
+            values = values[rows // block]
+        return GroupedWeight(slots[name].target, values, group, columns.size, bits=8)
+
+    return GroupedPart(slots, weight)
+
+
+def _block(stored: Stored, name: str) -> tuple[int, int]:
+    """Rows and columns of a block."""
+    weights = scheme_of(stored, name).get("weights") or {}
+    found = stored.quantization.get("weight_block_size") or weights.get("block_structure")
+    if isinstance(found, str):
+        found = [int(size) for size in found.split("x")]
+    return (int(found[0]), int(found[1])) if found else (GROUP, GROUP)
 
 
 def _can_multiply(shape: LinearShape) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sapwood_common.errors import ConfigError
 from sapwood_kernels.ops.device import DeviceOps, Gate
 from sapwood_worker.model.weight_slot import Span, StoredTensor, WeightSlot, WeightSlots
 
@@ -133,10 +134,23 @@ class Stored:
     Attributes:
         tensors: By their Hugging Face names.
         quantization: ``quantization_config`` of ``config.json``; empty: it has none.
+        where: The checkpoint, for error messages.
     """
 
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     quantization: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
+
+    @property
+    def quant_method(self) -> str:
+        """What ``config.json`` calls the way in which weights are quantised; empty: it names none."""
+        return str(self.quantization.get("quant_method", ""))
+
+    def refusal(self, tensor: str, why: str) -> ConfigError:
+        """The error that a tensor cannot be read; names it, its type and the scheme."""
+        found = self.tensors.get(tensor)
+        kind = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
+        return ConfigError(f"{self.where}: tensor {tensor} ({kind}, {self.quant_method or 'no quant_method'}): {why}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.plugins import find_part, part_names
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.config import LINEAR_METHODS as GROUP
+from sapwood_worker.model.quantization.awq import AWQ
+from sapwood_worker.model.quantization.bitsandbytes import BITSANDBYTES
+from sapwood_worker.model.quantization.compressed import COMPRESSED
 from sapwood_worker.model.quantization.dense import DenseMethod
 from sapwood_worker.model.quantization.float8 import FP8, FP8_BLOCK, FP8_TENSOR
+from sapwood_worker.model.quantization.fp4 import FP4
+from sapwood_worker.model.quantization.gptq import GPTQ
+from sapwood_worker.model.quantization.grouped import INT4
+from sapwood_worker.model.quantization.int8 import INT8
+from sapwood_worker.model.quantization.joined import JoinedMethod
 from sapwood_worker.model.quantization.linear_method import LinearFormat, LinearMethod, LinearShape, Stored
 
-FORMATS = {"none": LinearFormat(), "fp8": FP8, "fp8_block": FP8_BLOCK, "fp8_tensor": FP8_TENSOR}
+FORMATS = {
+    "none": LinearFormat(),
+    "fp8": FP8,
+    "fp8_block": FP8_BLOCK,
+    "fp8_tensor": FP8_TENSOR,
+    "int8": INT8,
+    "int4": INT4,
+    "gptq": GPTQ,
+    "awq": AWQ,
+    "compressed-tensors": COMPRESSED,
+    "fp4": FP4,
+    "bitsandbytes": BITSANDBYTES,
+}
+_INTEGERS = ("I8", "U8", "I16", "I32", "I64")
+"""Types, as safetensors files name them, of numbers that mean nothing without a format."""
 
 
 class LinearMethods:
@@ -44,13 +68,47 @@ class LinearMethods:
         self.used: set[str] = set()
 
     def method(self, shape: LinearShape) -> LinearMethod:
-        """The method of a layer."""
+        """The method of a layer.
+
+        Raises:
+            ConfigError: The checkpoint stores it in a format that cannot be read; names a tensor of it.
+        """
+        kept = self._kept(shape)
+        if kept is not None:
+            return kept
+        if self._stored is not None and len(shape.parts) > 1:
+            parts = [replace(shape, parts=(part,)) for part in shape.parts]
+            alone = [self._kept(part) for part in parts]
+            if any(method is not None for method in alone):
+                return JoinedMethod(
+                    [self._wide(part) if method is None else method for part, method in zip(parts, alone, strict=True)]
+                )
+        return self._wide(shape)
+
+    def _kept(self, shape: LinearShape) -> LinearMethod | None:
+        if self._stored is None:
+            return None
+        for name, keep in self._keep:
+            kept = keep(shape, self._dtype, self._ops, self._stored)
+            if kept is not None:
+                self.used.add(f"{name} as stored")
+                return kept
+        return None
+
+    def _wide(self, shape: LinearShape) -> LinearMethod:
         if self._stored is not None:
-            for name, keep in self._keep:
-                kept = keep(shape, self._dtype, self._ops, self._stored)
-                if kept is not None:
-                    self.used.add(f"{name} as stored")
-                    return kept
+            for part in shape.parts:
+                _check_wide(part.name, self._stored)
         quantised = self._quantise(shape, self._dtype, self._ops) if self._quantise is not None else None
         self.used.add("none" if quantised is None else self._name)
         return quantised or DenseMethod(shape, self._dtype, self._ops)
+
+
+def _check_wide(module: str, stored: Stored) -> None:
+    """Raises ConfigError if a module's tensors are no numbers that could be read without a format."""
+    weight = stored.tensors.get(f"{module}.weight")
+    others = sorted(name for name in stored.tensors if name.startswith(f"{module}.")) if weight is None else []
+    if weight is not None and weight.dtype in _INTEGERS:
+        raise stored.refusal(f"{module}.weight", "weights of this kind cannot be read")
+    if any(not name.endswith(".bias") for name in others):
+        raise stored.refusal(others[0], "weights of this kind cannot be read")

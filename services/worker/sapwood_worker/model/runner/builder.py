@@ -224,8 +224,7 @@ class _Builder:
             return None
         from sapwood_worker.model.runner.piecewise_graphs import PiecewiseGraphs, token_ladder, worth_capturing
 
-        parameters = sum(slot.target.numel() for slot in self._model.layer_weights().values())
-        worth = worth_capturing(parameters, float8=self._quantization != "none")
+        worth = worth_capturing(self._model.layer_size(), float8=self._quantization != "none")
         largest = min(worth, self._options.max_step_tokens)
         sizes = token_ladder(largest) if whole_ladder else [largest]
         return PiecewiseGraphs(self._model, backend, pool, sizes)

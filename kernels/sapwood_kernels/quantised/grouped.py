@@ -1,0 +1,144 @@
+"""The layout of weights that are held in few bits, whatever file format they came in, and its definition in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeight:
+    """A weight [N, K] in codes. Number j of row n is ``(value(code) - zero) * scale * factor``, with the zero and scale of group
+    ``j // group`` of the row and the factor of the row.
+
+    Attributes:
+        codes: [N, K], uint8 or float8_e4m3fn; of 4 bits uint8 [N, ceil(K / 2)], the first of two numbers in the low half.
+        scales: [N, G], of any floating type.
+        group: Numbers that share a scale; the last group of a row may have fewer.
+        columns: K.
+        bits: Of a code.
+        zeros: uint8 [N, G]; None: 0.
+        table: float32 [16]: the values of 4-bit codes; None: a code is its own value.
+        factors: float32 [N, 1]; None: 1.
+        order: int64 [K]: which input number j is multiplied with; None: the j-th.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    group: int
+    columns: int
+    bits: Literal[4, 8]
+    zeros: Tensor | None = None
+    table: Tensor | None = None
+    factors: Tensor | None = None
+    order: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return len(self.codes)
+
+    def some(self, rows: slice) -> GroupedWeight:
+        """A range of its rows; a view."""
+        return replace(
+            self,
+            codes=self.codes[rows],
+            scales=self.scales[rows],
+            zeros=None if self.zeros is None else self.zeros[rows],
+            factors=None if self.factors is None else self.factors[rows],
+        )
+
+
+def dequantise(weight: GroupedWeight, *, ordered: bool = True) -> Tensor:
+    """The numbers, float32 [N, K].
+
+    Args:
+        weight: The weight.
+        ordered: Whether column k is what input k is multiplied with; else columns stand as they are held.
+    """
+    codes = weight.codes
+    if weight.bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, : weight.columns]
+    values = codes.float() if weight.table is None else weight.table[codes.int()]
+    if weight.zeros is not None:
+        values -= _each(weight.zeros.float(), weight)
+    scales = weight.scales.float()
+    if weight.factors is not None:
+        scales = scales * weight.factors
+    values *= _each(scales, weight)
+    if ordered and weight.order is not None:
+        values = values[:, weight.order.argsort()]
+    return values
+
+
+def _each(values: Tensor, weight: GroupedWeight) -> Tensor:
+    """[N, G] -> [N, K]."""
+    if values.shape[1] == 1:
+        return values
+    return values.repeat_interleave(weight.group, 1)[:, : weight.columns]
+
+
+def joined(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
+    """The same rows in as few weights as possible: neighbours of one layout become one."""
+    result: list[GroupedWeight] = []
+    for each in weights:
+        if result and _alike(result[-1], each):
+            result[-1] = _stacked(result[-1], each)
+        else:
+            result.append(each)
+    return result
+
+
+def _alike(one: GroupedWeight, other: GroupedWeight) -> bool:
+    settings = [
+        (each.bits, each.group, each.codes.dtype, each.scales.dtype, each.zeros is None, each.factors is None)
+        for each in (one, other)
+    ]
+    return settings[0] == settings[1] and _same(one.order, other.order) and _same(one.table, other.table)
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+def _stacked(one: GroupedWeight, other: GroupedWeight) -> GroupedWeight:
+    def stack(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+        return None if first is None or second is None else torch.cat((first, second))
+
+    codes = torch.cat((one.codes.view(torch.uint8), other.codes.view(torch.uint8))).view(one.codes.dtype)
+    scales = torch.cat((one.scales, other.scales)) if one.scales.itemsize > 1 else torch.cat(
+        (one.scales.view(torch.uint8), other.scales.view(torch.uint8))
+    ).view(one.scales.dtype)  # fmt: skip
+    zeros, factors = stack(one.zeros, other.zeros), stack(one.factors, other.factors)
+    return replace(one, codes=codes, scales=scales, zeros=zeros, factors=factors)
+
+
+def pack4(codes: Tensor) -> Tensor:
+    """Codes of 4 bits, uint8 [N, K], two in a byte with the first in the low half: [N, ceil(K / 2)]."""
+    if codes.shape[1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def round_to_groups(weight: Tensor, group: int) -> GroupedWeight:
+    """Each ``group`` numbers of a row in 4 bits, by a scale and a zero that bring their least and largest to 0 and 15.
+
+    Args:
+        weight: [N, K]; K a multiple of ``group``.
+        group: Even.
+    """
+    parts = weight.float().view(len(weight), -1, group)
+    least, largest = parts.amin(-1).clamp_(max=0), parts.amax(-1).clamp_(min=0)
+    scales = ((largest - least) / 15).clamp_(min=1e-12).to(weight.dtype)
+    each = scales.float()
+    zeros = (-least / each).round_().clamp_(0, 15)
+    codes = (parts / each[..., None] + zeros[..., None]).round_().clamp_(0, 15).to(torch.uint8)
+    return GroupedWeight(
+        pack4(codes.view(weight.shape)), scales, group, weight.shape[1], bits=4, zeros=zeros.to(torch.uint8)
+    )

@@ -1,0 +1,105 @@
+"""Triton: activations to int8 by a scale for each row, and products of int8 numbers, scaled as they leave.
+
+Bound of the first: reads the row once, writes a byte for each number. The second's is the tensor cores'; sums are exact in int32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LARGEST = tl.constexpr(127.0)
+_TINY = tl.constexpr(1e-12)
+
+
+@triton.jit
+def _quantise_kernel(x, out, scales, x_stride, N: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < N
+    values = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), axis=0) / _LARGEST, _TINY)
+    tl.store(scales + row, scale)
+    values = values / scale
+    rounded = tl.floor(tl.abs(values) + 0.5)
+    tl.store(out + row * N + at, tl.where(values < 0, -rounded, rounded).to(tl.int8), mask=inside)
+
+
+@triton.jit
+def _product_kernel(
+    x, x_scales, weight, scales, out, M, N, K: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    # TOGETHER rows of tiles at a time, so that what a wave of programs reads stays in the L2 cache.
+    down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    band = tl.program_id(0) // (TOGETHER * across)
+    high = min(down - band * TOGETHER, TOGETHER)
+    within = tl.program_id(0) % (TOGETHER * across)
+    at_m = (band * TOGETHER + within % high) * BLOCK_M + tl.arange(0, BLOCK_M)
+    at_n = within // high * BLOCK_N + tl.arange(0, BLOCK_N)
+    read_m, read_n = (at_m % M).to(tl.int64), (at_n % N).to(tl.int64)  # rows beyond the last are read, not written
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    for start in range(0, K, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        if EVEN:
+            one = tl.load(x + read_m[:, None] * K + column[None, :])
+            other = tl.load(weight + read_n[None, :] * K + column[:, None])
+        else:
+            one = tl.load(x + read_m[:, None] * K + column[None, :], mask=(column < K)[None, :], other=0)
+            other = tl.load(weight + read_n[None, :] * K + column[:, None], mask=(column < K)[:, None], other=0)
+        total = tl.dot(one, other, total, out_dtype=tl.int32)
+    own = tl.load(x_scales + at_m, mask=at_m < M, other=0.0)
+    theirs = tl.load(scales + at_n, mask=at_n < N, other=0.0)
+    result = total.to(tl.float32) * own[:, None] * theirs[None, :]
+    inside = (at_m < M)[:, None] & (at_n < N)[None, :]
+    tl.store(out + at_m.to(tl.int64)[:, None] * N + at_n[None, :], result.to(out.dtype.element_ty), mask=inside)
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes ``int8.quantise_rows``, halves rounded away from zero; x [T, K] with contiguous rows."""
+    rows, width = x.shape
+    out = torch.empty(rows, width, dtype=torch.int8, device=x.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(width)
+    _quantise_kernel[(rows,)](
+        x, out, scales, x.stride(0), N=width, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
+    )
+    return out, scales
+
+
+def block_shape(count: int, rows: int, processors: int) -> tuple[int, int, int, int, int]:
+    """Tile of a product of ``count`` rows with a weight of ``rows``: its rows, columns and depth, warps and stages."""
+    tall = 16 if count <= 16 else 32 if count <= 32 else 64 if count <= 64 else 128
+    wide = 256 if tall == 128 else 128
+    while wide > 16 and -(-rows // wide) * -(-count // tall) < processors:
+        wide //= 2
+    return tall, wide, 128, 8 if wide == 256 else 4, 3 if tall == 128 else 4
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    processors: int,
+    blocks: tuple[int, int, int, int, int] | None = None,
+) -> Tensor:
+    """Computes ``int8.product``: x [T, K], weight int8 [N, K], scales float32 [N, 1] -> [T, N].
+
+    Args:
+        x: With contiguous rows.
+        weight: Contiguous.
+        scales: Contiguous.
+        processors: The device's: programs that run at once.
+        blocks: The tile, as :func:`block_shape` gives it.
+    """
+    codes, own = quantise_rows(x)
+    (count, width), rows = x.shape, len(weight)
+    out = torch.empty(count, rows, dtype=x.dtype, device=x.device)
+    block_m, block_n, block_k, warps, stages = blocks or block_shape(count, rows, processors)
+    _product_kernel[(triton.cdiv(count, block_m) * triton.cdiv(rows, block_n),)](
+        codes, own, weight, scales, out, count, rows, width, EVEN=width % block_k == 0, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_K=block_k, TOGETHER=8, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,113 @@
+"""Layers whose weights have 4 or 8 bits, as checkpoints of several formats store them; activations stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sapwood_kernels.ops.device import DeviceOps, Gate, OneRow
+from sapwood_kernels.quantised.grouped import GroupedWeight, joined, round_to_groups
+from sapwood_worker.model.quantization.dense import ONE_ROW
+from sapwood_worker.model.quantization.linear_method import Fuses, LinearFormat, LinearMethod, LinearShape, Norm, Stored
+from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
+
+GROUP = 128
+"""Inputs that share a scale where we choose."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPart:
+    """A projection as a checkpoint stores it.
+
+    Attributes:
+        slots: Its tensors.
+        weight: Makes the weight of them once they are filled.
+    """
+
+    slots: WeightSlots
+    weight: Callable[[], GroupedWeight]
+
+
+class GroupedMethod(LinearMethod):
+    """The product with what the parts of a layer hold: one product where they have one layout, else one for each that differs.
+
+    Args:
+        shape: The layer's.
+        parts: In the order of the shape's.
+        dtype: The dtype of activations and bias.
+        ops: The device's operations.
+        stored: What the checkpoint stores: a bias is read where it has one, even if the model's configuration names none.
+    """
+
+    def __init__(
+        self, shape: LinearShape, parts: Sequence[GroupedPart], dtype: torch.dtype, ops: DeviceOps, stored: Stored
+    ) -> None:
+        self._ops = ops
+        self._parts = list(parts)
+        self._biases: WeightSlots = {}
+        biased = shape.bias or any(f"{part.name}.bias" in stored.tensors for part in shape.parts)
+        self._bias = torch.zeros(shape.rows, dtype=dtype, device=ops.device) if biased else None
+        # Of ranks that each have some of the inputs, one adds a bias that the layer knows nothing of.
+        self._adds_bias = shape.bias or shape.columns.start == 0
+        start = 0
+        for part in shape.parts:
+            end = start + part.rows.size
+            if self._bias is not None and (shape.bias or f"{part.name}.bias" in stored.tensors):
+                self._biases[f"{part.name}.bias"] = WeightSlot(self._bias[start:end], spans=(part.rows,))
+            start = end
+        self._products: list[Callable[[Tensor], Tensor]] = []
+        self._one_row: OneRow | None = None
+
+    def slots(self) -> WeightSlots:
+        slots = dict(self._biases)
+        for part in self._parts:
+            slots |= part.slots
+        return slots
+
+    def finish(self) -> None:
+        if not self._adds_bias:
+            self._bias = None
+        weights = joined([part.weight() for part in self._parts])
+        self._parts = []  # what was read is freed
+        self._products = [self._ops.grouped(weight) for weight in weights]
+        if len(weights) == 1:
+            self._one_row = self._ops.grouped_row(weights[0], self._bias)
+
+    def fuses(self, rows: int) -> Fuses:
+        return ONE_ROW if rows == 1 and self._one_row is not None else Fuses()
+
+    def apply(
+        self,
+        x: Tensor,
+        *,
+        norm: Norm | None = None,
+        gate_before: Gate | None = None,
+        gate_after: Gate | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        if self._one_row is not None and x.shape[0] == 1:
+            before = None if norm is None else (norm.weight, norm.eps)
+            return self._one_row(x, norm=before, gate=gate_after, add_to=residual)
+        results = [product(x) for product in self._products]
+        result = results[0] if len(results) == 1 else torch.cat(results, 1)
+        return result if self._bias is None else result.add_(self._bias)
+
+
+def _quantised(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps) -> LinearMethod | None:
+    """Groups of :data:`GROUP`, with zeros; None where the inputs are no whole groups."""
+    if shape.columns.size % GROUP:
+        return None
+    wide = torch.empty(shape.rows, shape.columns.size, dtype=dtype, device=ops.device)
+    parts = [GroupedPart({name: slot}, partial(_rounded, slot)) for name, slot in shape.slots(wide, None).items()]
+    return GroupedMethod(shape, parts, dtype, ops, Stored())
+
+
+def _rounded(slot: WeightSlot) -> GroupedWeight:
+    return round_to_groups(slot.target, GROUP)
+
+
+INT4 = LinearFormat(quantise=_quantised)

@@ -1,0 +1,82 @@
+"""Kernels of weights in 4 and 8 bits compile for GPUs that are not here, and their tiles fit in these GPUs' shared memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="where a GPU is, the kernels run on it"),
+]
+
+SHARED_KIB = 227
+PROGRAM = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sapwood_kernels.quantised import triton_grouped, triton_int8, triton_row
+
+def check(kernel, kinds, warps, stages=2, **constants):
+    kinds = dict(each.split(":") for each in kinds.split())
+    names = {name for name, kind in kinds.items() if kind.startswith("*") or "stride" in name}
+    every = [each for each in kernel.arg_names]
+    signature = {name: kinds.get(name, "constexpr") for name in every}
+    assert set(every) == set(kinds) | set(constants), set(every) ^ (set(kinds) | set(constants))
+    source = ASTSource(
+        kernel, signature=signature, constexprs=constants,
+        attrs={(every.index(name),): [["tt.divisibility", 16]] for name in names},
+    )
+    options = {"num_warps": warps, "num_stages": stages}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print(kernel.__name__, made.metadata.shared, made.asm["ptx"].count("wgmma.mma_async"))
+
+KINDS = {
+    "int4": ("*u8", "*fp16", dict(BITS=4, GROUP=128, HAS_ZEROS=True, HAS_TABLE=False, HAS_FACTORS=False)),
+    "nvfp4": ("*u8", "*fp8e4nv", dict(BITS=4, GROUP=16, HAS_ZEROS=False, HAS_TABLE=True, HAS_FACTORS=True)),
+    "float8": ("*fp8e4nv", "*fp32", dict(BITS=8, GROUP=128, HAS_ZEROS=False, HAS_TABLE=False, HAS_FACTORS=False)),
+}
+N, K = 4096, 4096
+for codes, scales, settings in KINDS.values():
+    width, group = K * settings["BITS"] // 8, settings["GROUP"]
+    shape = dict(K=K, WIDTH=width, GROUPS=K // group)
+    tensors = f"codes:{codes} scales:{scales} zeros:*u8 table:*fp32 factors:*fp32"
+    for count in (16, 256):
+        block_m, block_n, block_k, warps, stages = triton_grouped.block_shape(count, N, 132)
+        check(
+            triton_grouped._product_kernel, f"x:*bf16 {tensors} out:*bf16 M:i32 N:i32 x_stride:i32", warps, stages, **shape,
+            **settings, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        )
+    check(triton_grouped._widen_kernel, f"{tensors} out:*bf16 N:i32", 4, **shape, **settings, BLOCK_N=32, BLOCK_K=128)
+    block_n, block_w, warps = triton_row.block_shape(N, width)
+    row = {name: value for name, value in settings.items() if name != "GROUP"}
+    check(
+        triton_row._row_kernel,
+        f"x:*bf16 order:*i64 {tensors} norm:*fp32 bias:*bf16 residual:*bf16 out:*bf16 eps:fp32", warps, **shape, **row,
+        N=N, HAS_ORDER=False, HAS_NORM=True, HAS_BIAS=False, ADDS=False, GATE=1, BLOCK_N=block_n, BLOCK_W=block_w,
+        PER=group * settings["BITS"] // 8,
+    )
+check(triton_int8._quantise_kernel, "x:*bf16 out:*i8 scales:*fp32 x_stride:i32", 8, N=K, BLOCK=4096)
+for count in (16, 8192):
+    block_m, block_n, block_k, warps, stages = triton_int8.block_shape(count, N, 132)
+    check(
+        triton_int8._product_kernel, "x:*i8 x_scales:*fp32 weight:*i8 scales:*fp32 out:*bf16 M:i32 N:i32", warps, stages,
+        K=K, EVEN=True, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, TOGETHER=8,
+    )
+"""
+
+
+def test_kernels_compile_for_a_gpu_that_is_not_here():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 15
+    for line in lines:
+        assert int(line.split()[1]) <= SHARED_KIB * 1024, line

@@ -68,6 +68,7 @@ HTTP1_FLOODS = (
     Flood("heads a byte at a time", "http", lambda _: (b"%c" % byte for byte in itertools.cycle(b"GET /health"))),
     Flood("empty lines", "http", _same(_END)),
     Flood("malformed requests", "http", _same(_get(b"/health", b"a : b"))),
+    Flood("malformed requests on new connections", "http", lambda _: iter((_get(b"/health", b"a : b"),)), hang_up=0.0),
     Flood("requests with a wrong key", "http", _same(_post(_length(len(_BODY))) + _BODY)),
     Flood("large bodies with a wrong key", "http", _same(_post(_length(15 * _MB)) + bytes(15 * _MB))),
     Flood("half bodies with a wrong key", "http", lambda _: iter((_post(_length(15 * _MB)), bytes(14 * _MB)))),

@@ -223,6 +223,12 @@ def _connect(_: int) -> Iterator[bytes]:
     yield GREETING + call(1, _HEALTH, b"")
 
 
+def _refused_at_once(_: int) -> Iterator[bytes]:
+    """As many calls as are refused before the connection ends."""
+    block = call_block(GENERATE, ("authorization", "Bearer wrong"))
+    yield GREETING + b"".join(call_headers(stream, block) for stream in range(1, 201, 2))
+
+
 def _same(frame: bytes) -> bytes:
     return frame * _BATCH
 
@@ -279,5 +285,6 @@ HTTP2_FLOODS = (
     Flood("gzip bombs", "grpc", _bombs),
     Flood("idle streams", "grpc", _idle_streams),
     Flood("new connections", "grpc", _connect, hang_up=0.0),
+    Flood("calls with a wrong key on new connections", "grpc", _refused_at_once, hang_up=0.0),
     Flood("handshakes", "grpc", lambda _: iter((GREETING,)), hang_up=0.0),
 )

@@ -43,10 +43,10 @@ TLS_FLOODS = (
         tls=True,
         piece=1,
     ),
-    Flood("TLS records of a byte, HTTP", "http", lambda _: itertools.repeat(_GET * 10), tls=True, piece=1),
+    Flood("TLS records of a byte over HTTP", "http", lambda _: itertools.repeat(_GET * 10), tls=True, piece=1),
     Flood("TLS records of 20 bytes", "grpc", _small_calls, tls=True, piece=20),
     Flood("half handshakes", "grpc", lambda _: iter((_HELLO_H2,)), tls=True, raw=True, hang_up=0.0),
-    Flood("half handshakes, HTTP", "http", lambda _: iter((_HELLO,)), tls=True, raw=True, hang_up=0.0),
+    Flood("half handshakes over HTTP", "http", lambda _: iter((_HELLO,)), tls=True, raw=True, hang_up=0.0),
     Flood("half handshakes that stay", "grpc", lambda _: iter((_HELLO_H2,)), tls=True, raw=True, times=100),
     Flood(
         "no handshakes at all",

@@ -238,3 +238,16 @@ async def test_who_sends_much_waits_from_its_first_frame_on_when_time_is_over(ma
     assert len(call.messages) == 1
     for wire in (*wires, few):
         wire.connection.connection_lost(None)
+
+
+@pytest.mark.parametrize("stranger", [False, True])
+async def test_of_a_stranger_less_is_taken_before_the_clock_is_looked_at(make_wire, stranger) -> None:
+    turns = iter(range(1_000_000))
+    share = TimeShare(lambda: next(turns) / 500)
+    wire = make_wire(share=share, stranger=stranger)
+    wire.answers()
+    wire.send(frame(frames.PING, 0, 0, bytes(8)) * 120)  # two kilobytes
+    answered = sum(kind == frames.PING for kind, *_ in wire.answers())
+    assert answered == 120 if not stranger else 20 < answered < 80
+    assert share.waiting == stranger
+    wire.connection.connection_lost(None)

@@ -89,7 +89,7 @@ class ServerConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._greeting: Greeting | None = Greeting()
         """None once the client has greeted."""
-        self._reader = FrameReader()
+        self._reader = FrameReader(stranger=stranger)
         self._behind = False
         """Whether it has read more than it had time to work on."""
         self._breathes = False
@@ -343,6 +343,7 @@ class ServerConnection(asyncio.Protocol):
             self._share = self._shared.time
             self._messages.most = self._most_held
             self._rates.know()
+            self._reader.stranger = False
             self.send(frames.settings(((SettingCodes.MAX_CONCURRENT_STREAMS, MOST_STREAMS),)))
 
     def count_refused(self) -> None:

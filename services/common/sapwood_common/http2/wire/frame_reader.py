@@ -54,14 +54,19 @@ class FrameReader:
 
     Each costs time linear in its length. Held are at most the beginning of a frame and of a header block.
 
+    Args:
+        stranger: Whether the first question comes sooner: nobody knows the peer yet.
+
     Attributes:
         pending: The beginning of a frame whose end has not come. Not to be changed.
+        stranger: See there.
     """
 
-    __slots__ = ("_block", "pending")
+    __slots__ = ("_block", "pending", "stranger")
 
-    def __init__(self) -> None:
+    def __init__(self, *, stranger: bool = False) -> None:
         self.pending = b""
+        self.stranger = stranger
         self._block: _SplitBlock | None = None
 
     def feed(self, data: bytes, receiver: FrameReceiver, is_over: Callable[[], bool] | None = None) -> bool:
@@ -80,7 +85,7 @@ class FrameReader:
         """
         inbound = self.pending + data if self.pending else data
         at, length = 0, len(inbound)
-        look = _UNASKED if length <= _UNASKED else 0
+        look = _AGAIN if self.stranger else _UNASKED if length <= _UNASKED else 0
         while length - at >= HEADER:
             if at >= look and is_over is not None:
                 if is_over():

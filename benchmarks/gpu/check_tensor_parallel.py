@@ -85,6 +85,7 @@ def equal_up_to_ties(found: list[Answer], other: list[Answer]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="2", help="Ranks to split over (default: 2).")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the check itself.")
     arguments = parser.parse_args()
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -104,10 +105,10 @@ def main() -> int:
                         "max_step_tokens": 256,
                     }
                 )
-        with group_runners(1, options) as runners:
+        with group_runners(1, options, arguments.device) as runners:
             alone = dict(zip(cases, map(answers, runners), strict=True))
         for size in map(int, arguments.sizes.split(",")):
-            with group_runners(size, options) as runners:
+            with group_runners(size, options, arguments.device) as runners:
                 for case, split in zip(cases, map(answers, runners), strict=True):
                     name, dtype = case
                     exact, one = alone[name, "float32"], alone[case]

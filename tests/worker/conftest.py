@@ -353,7 +353,7 @@ class FakeWorkerProcess:
     def rank_pids(self) -> list[int]:
         """The processes of its ranks, the scheduler's first."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return sorted(map(int, children))
+        return [int(child) for child in children]
 
     def scheduler_pid(self) -> int:
         [pid] = self.rank_pids()

@@ -39,10 +39,12 @@ class WorkerProcess:
 
     Args:
         namespace: The network it is in; None for this machine's own.
+        flags: Further flags.
     """
 
-    def __init__(self, namespace: Any | None = None) -> None:
+    def __init__(self, namespace: Any | None = None, flags: Sequence[str] = ()) -> None:
         self.port = port_of_its_own()
+        self.flags = flags
         self.process: asyncio.subprocess.Process | None = None
         self.namespace = namespace
         self.host = "127.0.0.1" if namespace is None else namespace.host
@@ -66,6 +68,7 @@ class WorkerProcess:
                 "10",
                 "--context-length",
                 "512",
+                *self.flags,
             ),
             stderr=asyncio.subprocess.PIPE,
         )
@@ -82,9 +85,12 @@ class WorkerProcess:
 
     def send_to_scheduler(self, number: signal.Signals) -> None:
         """To the process behind the one that speaks gRPC."""
+        os.kill(self.ranks()[0], number)
+
+    def ranks(self) -> list[int]:
+        """The processes behind the one that speaks gRPC, in the order of their ranks."""
         pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-        os.kill(int(children.split()[0]), number)
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
     async def kill(self) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -130,10 +136,16 @@ class Load:
 
 
 @contextlib.asynccontextmanager
-async def cluster(workers: int, namespaces: Sequence[Any] = (), workers_file: Path | None = None, **settings):
+async def cluster(
+    workers: int,
+    namespaces: Sequence[Any] = (),
+    workers_file: Path | None = None,
+    flags: Sequence[str] = (),
+    **settings,
+):
     tokenizer = FakeTokenizer()
     await tokenizer.start()
-    processes = [WorkerProcess(namespace) for namespace in namespaces] or [WorkerProcess() for _ in range(workers)]
+    processes = [WorkerProcess(each, flags) for each in namespaces or [None] * workers]
     await asyncio.gather(*(process.start() for process in processes))
     addresses = tuple(process.address for process in processes)
     if workers_file is not None:
@@ -447,3 +459,23 @@ async def test_a_machine_with_too_much_to_do_loses_no_worker() -> None:
             for hog in hogs:
                 hog.kill()
                 await hog.wait()
+
+
+@pytest.mark.slow
+async def test_ranks_of_two_groups_killed_and_stopped_in_turn_lose_and_change_no_answer() -> None:
+    async with cluster(2, flags=("--tensor-parallel", "2")) as (router, groups, stub):
+        load = Load(stub, 8, seed=5)
+        # Each rank is killed and stopped once; each group loses two, as a third within two minutes would end its worker.
+        for number, ranks in ((signal.SIGKILL, (0, 1)), (signal.SIGSTOP, (1, 0))):
+            for group, rank in zip(groups, ranks, strict=True):
+                await progress(load, 12)
+                before = group.ranks()
+                os.kill(before[rank], number)
+                async with asyncio.timeout(60):
+                    while len(now := group.ranks()) != 2 or set(now) & set(before):
+                        await asyncio.sleep(0.02)
+                await available(router, 2)
+        await progress(load, 12)
+        await load.stop()
+        assert load.done >= 60
+        assert load.resumed > 0

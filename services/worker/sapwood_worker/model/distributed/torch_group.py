@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import cast
@@ -122,6 +123,8 @@ def join_groups(
     if world == 1:
         return Parallel()
     os.environ.update(_NO_MULTICAST)
+    # torch 2.13 has another name for it, which 2.11 has not.
+    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor", category=FutureWarning)
     if rendezvous.startswith("file:") and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the machine's name resolves to
     limit = timedelta(seconds=timeout)

@@ -63,4 +63,5 @@ def decode_rows(
     keys = positions + 1
     if int(keys[(counts > 1)[owner]].sum()) > MOST_KEYS or int((-(-keys // page_size)).sum()) > most_pages:
         return None
-    return DecodeRows(step.token_ids, positions, step.rows[owner], step.pages[owner], step.sampled())
+    last = None if int(step.samples.sum()) == total else step.sampled()
+    return DecodeRows(step.token_ids, positions, step.rows[owner], step.pages[owner], last)

@@ -1,0 +1,257 @@
+"""Decoding with drafts beside the same without, in one process and turn about: scheduler, cache and runner, no services.
+
+    python benchmarks/bench_speculation.py                                         # the demo model on this CPU
+    python benchmarks/bench_speculation.py --model benchmarks/gpu/configs/llama-3.1-8b --dummy --device cuda
+
+Workloads, each with batches of several sizes: ``copy`` edits a long text that its prompt holds (it needs a model that can: the
+demo model), ``again`` asks what was asked before, ``new`` has nothing that could be foreseen, ``dial R`` has a drafter that knows
+the answer and gets a share of 1 - R wrong. Prints a JSON object a line: tokens/s without and with drafts, the median of their
+ratio over the rounds, the share of drafted tokens that were accepted, and the share of answers that are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from msgspec.structs import replace
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.models.model_files import demo_path
+from sapwood_worker.core.scheduler.config import SchedulerConfig, SpeculateName
+from sapwood_worker.core.scheduler.request import Request
+from sapwood_worker.core.scheduler.scheduler import Scheduler
+from sapwood_worker.core.scheduler.speculation.drafter import Drafter
+from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.launched_step import LaunchedStep
+from sapwood_worker.model.runner.model_runner import ModelRunner
+from sapwood_worker.model.runner.options import RunnerOptions
+
+Answers = dict[int, list[int]]
+
+LISTING = """def total(orders, rates):
+    result = {}
+    for order in orders:
+        name = order.customer.name
+        price = sum(line.price * line.count for line in order.lines)
+        price -= price * order.customer.discount / 100
+        result[name] = result.get(name, 0) + price * rates[order.currency]
+    return result
+
+
+def report(orders, rates, path):
+    with open(path, "w") as file:
+        for name, price in sorted(total(orders, rates).items()):
+            file.write(f"{name:30} {price:12.2f}\\n")
+
+
+def overdue(orders, today):
+    found = []
+    for order in orders:
+        if order.paid is None and (today - order.sent).days > order.customer.days:
+            found.append(order)
+    return sorted(found, key=lambda order: order.sent)
+"""
+
+
+class Dial:
+    """Implements :class:`Drafter` with the answers themselves, of which it knows a share.
+
+    Args:
+        answers: By the request's name.
+        right: The share.
+    """
+
+    name = "dial"
+
+    def __init__(self, answers: Mapping[str, list[int]], right: float) -> None:
+        self._answers = answers
+        self._right = right
+
+    def begin(self, request: Request) -> DialRow:
+        chance, right = random.Random(request.serial), self._right
+        answer = self._answers[request.request_id]
+        guesses = [token if chance.random() < right else token ^ 1 for token in answer]
+        return DialRow(request, guesses)
+
+
+class DialRow:
+    """Implements :class:`RowDrafter`."""
+
+    def __init__(self, request: Request, guesses: list[int]) -> None:
+        self._request = request
+        self._guesses = guesses
+        self._followed = request.generated
+
+    def follow(self) -> tuple[int, int]:
+        start, self._followed = self._followed, self._request.generated
+        output = self._request.token_ids[self._request.prompt_length + start :]
+        right = sum(token == guess for token, guess in zip(output, self._guesses[start:], strict=False))
+        return right, len(output) - right
+
+    def propose(self, unknown: int, most: int) -> list[int]:
+        start = self._request.generated + unknown
+        return self._guesses[start : start + most]
+
+
+class Engine:
+    """A scheduler over a runner that others may use too, but not at the same time.
+
+    Args:
+        runner: The runner.
+        speculate: What it drafts.
+        max_running: Most requests at once.
+        drafter: Who drafts; None: the prefix drafter.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, speculate: SpeculateName, max_running: int, drafter: Drafter | None = None
+    ) -> None:
+        info = runner.info
+        self._runner = runner
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                windows=info.windows,
+                page_size=info.page_size,
+                num_pages=info.num_pages,
+                context_length=info.context_length,
+                max_running=max_running,
+                max_step_tokens=2048,
+                speculate=speculate,
+            ),
+            drafter=drafter,
+        )
+        self._serial = 0
+
+    def generate(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> tuple[Answers, float]:
+        """The answers, and tokens/s from the time on when all prompts are computed."""
+        answers: Answers = {index: [] for index in range(len(prompts))}
+        first = self._serial
+        for index, prompt in enumerate(prompts):
+            own = replace(sampling, seed=index)
+            self.scheduler.add(Request(self._serial, str(index), prompt, own))
+            self._serial += 1
+        launched: deque[LaunchedStep] = deque()
+        started, before = 0.0, 0
+        while self.scheduler.has_work:
+            while launched and not self.scheduler.plans_ahead:
+                self._take(launched, answers, first)
+            planned = self.scheduler.schedule()
+            if planned:
+                launched.append(self._runner.launch(planned))
+            while len(launched) > (1 if planned and self._runner.asynchronous else 0):
+                self._take(launched, answers, first)
+            if not started and all(answers.values()):
+                started, before = time.perf_counter(), sum(map(len, answers.values()))
+        seconds = time.perf_counter() - started
+        return answers, (sum(map(len, answers.values())) - before) / seconds
+
+    def _take(self, launched: deque[LaunchedStep], answers: Answers, first: int) -> None:
+        for output in self.scheduler.update(launched.popleft().result()):
+            answers[output.serial - first] += output.token_ids
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="Model file or folder [default: the demo model]")
+    parser.add_argument("--dummy", action="store_true", help="Random weights of the true shape")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--max-running", type=int, default=64, help="Also the most positions of a step [default: 64]")
+    parser.add_argument("--threads", type=int, default=0, help="On the CPU [default: all cores]")
+    parser.add_argument("--workloads", default="copy,again,new,dial 0.8", help="[default: %(default)s]")
+    parser.add_argument("--batches", default="1,4", help="[default: %(default)s]")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="Of all workloads but copy")
+    parser.add_argument("--tokens", type=int, default=192, help="Of each answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kv-gb", type=float, default=0.5)
+    arguments = parser.parse_args()
+    batches = [int(each) for each in arguments.batches.split(",")]
+    model = arguments.model or demo_path()
+    runner = build_runner(
+        RunnerOptions(
+            model_path=model,
+            load_format="dummy" if arguments.dummy else "auto",
+            device=arguments.device,
+            dtype=arguments.dtype,
+            threads=arguments.threads,
+            context_length=8192,
+            max_running=max(arguments.max_running, *batches),
+            max_step_tokens=2048,
+            kv_cache_bytes=int(arguments.kv_gb * 2**30),
+        )
+    )
+    for workload in arguments.workloads.split(","):
+        for batch in batches:
+            measure(runner, workload, batch, arguments, None if arguments.model else model)
+
+
+def measure(runner: ModelRunner, workload: str, batch: int, arguments: Any, demo: Path | None) -> None:
+    """Prints one workload's figures for one batch size."""
+    chance = random.Random(batch)
+    sampling = SamplingParams(temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True)
+    prompts = [[chance.randrange(10, 30_000) for _ in range(arguments.prompt_tokens)] for _ in range(batch)]
+    if workload == "copy":
+        if demo is None:
+            return
+        prompts = [edit_prompt(demo, number) for number in range(batch)]
+    elif workload == "new":
+        sampling = replace(sampling, temperature=1.5)
+    drafter: Drafter | None = None
+    most = max(arguments.max_running, batch)
+    plain = Engine(runner, "off", most)
+    if workload.startswith("dial"):
+        known, _ = plain.generate(prompts, sampling)
+        drafter = Dial({str(index): answer for index, answer in known.items()}, float(workload.split()[1]))
+    drafting = Engine(runner, "auto", most, drafter)
+    ratios: list[float] = []
+    rates: dict[str, list[float]] = {"off": [], "auto": []}
+    same = drafted = accepted = 0
+    for turn in range(arguments.rounds + 1):
+        found: dict[str, Answers] = {}
+        for name, engine in sorted({"off": plain, "auto": drafting}.items(), reverse=bool(turn % 2)):
+            engine.scheduler.flush_cache()
+            if workload == "again":
+                engine.generate(prompts, sampling)
+            before = engine.scheduler.load()
+            found[name], rate = engine.generate(prompts, sampling)
+            after = engine.scheduler.load()
+            if turn:  # the first round is for what is slow once, and to learn what steps take
+                rates[name].append(rate)
+                drafted += after.drafted_tokens - before.drafted_tokens
+                accepted += after.accepted_tokens - before.accepted_tokens
+            engine.scheduler.flush_cache()
+        if turn:
+            ratios.append(rates["auto"][-1] / rates["off"][-1])
+            same += sum(found["off"][index] == found["auto"][index] for index in found["off"])
+    row = {
+        "workload": workload,
+        "batch": batch,
+        "off": round(median(rates["off"]), 1),
+        "auto": round(median(rates["auto"]), 1),
+        "ratio": round(median(ratios), 3),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "drafted": drafted,
+        "accepted": round(accepted / drafted, 3) if drafted else None,
+        "same": round(same / (batch * arguments.rounds), 3),
+    }
+    print(json.dumps(row), flush=True)
+
+
+def edit_prompt(demo: Path, number: int) -> list[int]:
+    """The tokens of a listing that stands there already and is begun anew with another name for a variable."""
+    from sapwood_tokenizer.vocab.loader import load_tokenizer  # not everywhere where this runs
+
+    text = f"# version {number}\n{LISTING}\n\n# version {number}\n{LISTING}\n\n# version {number + 1}\ndef total(items, rates):\n"
+    return list(load_tokenizer(demo).tokenizer.encode(text).ids)
+
+
+if __name__ == "__main__":
+    main()

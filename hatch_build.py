@@ -1,9 +1,15 @@
-"""Generates stubs and descriptor set in ``sapwood/v1`` from ``protos``: on install (hatchling calls it) and by ``make proto``."""
+"""Generates stubs and descriptor set in ``sapwood/v1`` from ``protos``: on install (hatchling calls it) and by ``make proto``.
+
+It also compiles the CPU's kernels, on install with a compiler from PyPI if there is no other. Where that fails Sapwood works
+without them, and says so.
+"""
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +63,36 @@ def _environment_with_plugins() -> dict[str, str]:
     return {**os.environ, "PATH": os.pathsep.join(folders)}
 
 
+def compile_kernels(root: Path = ROOT) -> list[Path]:
+    """Compiles ``kernels/sapwood_kernels/gguf/products.c`` beside it; returns the libraries, none where that fails."""
+    build = runpy.run_path(str(root / "kernels/sapwood_kernels/gguf/build.py"))
+    try:
+        made: list[Path] = build["compile_libraries"]()
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"GGUF weights will be widened as they are loaded, no kernel for them: {error}", file=sys.stderr)
+        return []
+    return made
+
+
 class StubsHook(BuildHookInterface):  # type: ignore[type-arg, misc, unused-ignore]
-    """Runs :func:`generate` before a wheel, an editable install or an sdist is put together."""
+    """Runs :func:`generate` before anything is put together, and for all but an sdist :func:`compile_kernels`."""
 
     PLUGIN_NAME = "custom"
 
+    def dependencies(self) -> list[str]:
+        """A compiler, for machines without one."""
+        found = runpy.run_path(str(Path(self.root) / "kernels/sapwood_kernels/gguf/build.py"))["find_compiler"]()
+        return [] if found else ["ziglang>=0.15,<0.17"]
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """See hatchling; ``build_data`` is left as it is, the stubs are declared as artifacts in pyproject.toml."""
+        """See hatchling; pyproject.toml declares what is made as artifacts. A wheel with kernels is one for this platform."""
         generate(Path(self.root))
+        if self.target_name == "wheel" and compile_kernels(Path(self.root)):
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{platform}"
 
 
 if __name__ == "__main__":
     generate()
+    compile_kernels()

@@ -270,7 +270,8 @@ def demo_oracle() -> Any:
     config = _demo_config()
     with torch.device("meta"):
         model = transformers.Gemma3ForCausalLM(config)
-    loaded = load_model(demo_path(), "auto", torch.float32, device_ops("cpu"), context_length=None, threads=2, seed=0)
+    float32 = {"dtype": torch.float32, "stored_weights": "widen"}
+    loaded = load_model(demo_path(), "auto", ops=device_ops("cpu"), context_length=None, threads=2, seed=0, **float32)
     state = {}
     for name, slot in loaded.model.weights().items():
         # GGUF and our norms hold 1 + w, transformers w.

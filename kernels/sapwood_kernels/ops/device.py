@@ -39,6 +39,16 @@ class OneRow(Protocol):
     ) -> Tensor: ...
 
 
+class StoredProduct(Protocol):
+    """``x @ weight.T`` of float32 rows [T, K] by matrices that are read as they are stored, their outputs side by side."""
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+
+    def rows(self, ids: Tensor, /) -> Tensor:
+        """Rows of the first matrix, float32: int64 [T] -> [T, K]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class KVDestination:
     """Where a layer's keys and values of a step go.
@@ -181,6 +191,15 @@ class DeviceOps:
 
     def packed(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
         """``x @ weight.T + bias`` faster than torch's, in place of it; None: torch's is the fastest."""
+        return None
+
+    def gguf_product(self, parts: Sequence[tuple[str, Tensor]], columns: int) -> StoredProduct | None:
+        """The product with matrices as GGUF files store them; None: there is none with one of these types.
+
+        Args:
+            parts: For each matrix its type (``Q4_K``) and its rows' bytes, uint8 [rows, bytes], which are kept and not copied.
+            columns: Numbers in a row: K.
+        """
         return None
 
     def one_row(self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> OneRow | None:

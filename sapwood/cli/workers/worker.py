@@ -23,7 +23,7 @@ _LOAD = (
 )
 _INFO = (
     *("model", "architecture", "dtype", "context_length", "max_running", "page_size", "num_pages"),
-    *("prefill_attention", "decode_attention", "attention_reason", "tensor_parallel"),
+    *("weights", "prefill_attention", "decode_attention", "attention_reason", "tensor_parallel"),
 )
 
 
@@ -45,7 +45,7 @@ def configure(verbs: Any) -> None:
         made.set_defaults(run=run, action=name)
         return made
 
-    action("info", "show the model, its cache, and what computes its attention and why")
+    action("info", "show the model, its cache, what its weights are in, and what computes its attention and why")
     action("load", "show what runs, what waits and how full the cache is")
     pause = action("pause", "compute nothing until resume; requests may still come")
     pause.add_argument("--retract", action="store_true", help="also take the running requests' pages [default: no]")

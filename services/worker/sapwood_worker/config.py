@@ -84,6 +84,7 @@ class WorkerConfig(ServiceConfig):
             "with {dtype} float32, which is never captured",
         ),
         Needs(("cuda_graph_max_batch",), lambda config: config.cuda_graphs, "without {cuda_graphs}"),
+        Needs(("stored_weights",), lambda config: config.load_format == "auto", "with {load_format} dummy"),
         Needs(
             ("cuda_graph_max_batch",),
             lambda config: not {"torch", "decode=torch"} & set(config.attention_backend.split(",")),
@@ -133,6 +134,11 @@ class WorkerConfig(ServiceConfig):
         "fp8_tensor with one for all tokens of a step and one for a weight. int8: both in 8 bits, with scales as fp8's. int4: "
         "weights in 4 bits with a scale and a zero for 128 numbers. Embedding and output head stay as they are; so do "
         "weights that the checkpoint stores quantised. Packages can bring more formats.",
+    )
+    stored_weights: Literal["keep", "widen"] = Field(
+        "keep",
+        description="Weights that the checkpoint stores in a format that we multiply with on this device, such as GGUF's "
+        "on a CPU: keep leaves them as they are stored; widen reads their numbers in the model's dtype, which takes more memory.",
     )
     attention_backend: str = Field(
         "auto",

@@ -188,6 +188,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             decode_attention=info.decode_attention,
             attention_reason=info.attention_reason,
             tensor_parallel=info.tensor_parallel,
+            weights=info.weights,
             max_running=max_running,
             labels=info.labels.names if info.labels is not None else (),
             activation=from_activation(info),

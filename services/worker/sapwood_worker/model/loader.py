@@ -26,6 +26,7 @@ from sapwood_worker.model.quantization.linear_method import Stored
 from sapwood_worker.model.quantization.registry import LinearMethods
 
 LoadFormat = Literal["auto", "dummy"]
+StoredWeights = Literal["keep", "widen"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ def load_model(
     threads: int,
     seed: int,
     quantization: str = "none",
+    stored_weights: StoredWeights = "keep",
     parallel: Parallel | None = None,
 ) -> LoadedModel:
     """Loads a ``.gguf`` file or a Hugging Face directory.
@@ -69,8 +71,8 @@ def load_model(
         context_length: Lowers the configuration's ``max_position`` to this, if it is less.
         threads: Tensors read at once.
         seed: Seed of made-up weights.
-        quantization: The format in which linear layers are quantised once they are loaded; what the checkpoint stores in a
-            format that we compute in is kept.
+        quantization: The format in which linear layers are quantised once they are loaded.
+        stored_weights: ``keep`` keeps what the checkpoint stores in a format that we compute in on this device.
         parallel: The ranks that the model is split over; only this rank's part is read. None: it is not split.
 
     Raises:
@@ -96,7 +98,7 @@ def load_model(
                 source = GgufSource(file, config, family)
                 stored = Stored(source.tensors())
         config = _limited(config, context_length)
-        linear = LinearMethods(quantization, dtype, ops, stored)
+        linear = LinearMethods(quantization, dtype, ops, stored, widen=stored_weights == "widen")
         model = DecoderModel(config, family.layer, LayerContext(dtype, ops, linear, parallel or Parallel()))
         if source is None:
             fill_dummy_weights(model.weights(), seed)

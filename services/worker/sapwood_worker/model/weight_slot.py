@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -34,11 +35,13 @@ class WeightSlot:
         target: A parameter or the part of a fused one; written in place.
         norm: Whether it is a norm's weight: dummy weights are 1, and 1 is added if the file stores the w of 1 + w.
         spans: Which part of the checkpoint's tensor it takes, for each dimension; None: all of it.
+        filled: Whether the target is that part as the checkpoint stores it, so that nothing is read.
     """
 
     target: Tensor
     norm: bool = False
     spans: tuple[Span, ...] | None = None
+    filled: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,11 +68,14 @@ class StoredTensor:
         shape: Its shape.
         dtype: Its type by the file format's own name: ``F8_E4M3``, ``Q4_K``.
         scales: Whether it holds the scales of another tensor, which are read with that where no slot asks for them.
+        blocks: Gives the bytes of its rows, uint8 [rows, bytes], in Hugging Face's order. They are mapped from the file where it
+            has that order, so they are not to be changed. None: its numbers are to be read.
     """
 
     shape: tuple[int, ...]
     dtype: str
     scales: bool = False
+    blocks: Callable[[], Tensor] | None = None
 
 
 WeightSlots = dict[str, WeightSlot]

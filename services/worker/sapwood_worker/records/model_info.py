@@ -49,6 +49,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         decode_attention: The same for one token of each request.
         attention_reason: Why they were taken.
         tensor_parallel: Ranks that its layers are split over.
+        weights: The formats of its linear layers' weights, joined by ``+``.
     """
 
     architecture: str
@@ -74,3 +75,4 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     decode_attention: str = ""
     attention_reason: str = ""
     tensor_parallel: int = 1
+    weights: str = ""

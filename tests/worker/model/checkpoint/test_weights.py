@@ -16,6 +16,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufFile
 from sapwood_kernels import reference
 from sapwood_kernels.ops.factory import device_ops
+from sapwood_testing.worker.gguf_files import write_gguf
 from sapwood_testing.worker.thread_ranks import ThreadGroup
 from sapwood_worker.model.checkpoint.gguf_source import dequantize_into, read_tensor
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_eos
@@ -231,75 +232,6 @@ def test_dummy_weights_have_the_true_shapes_and_depend_on_the_seed(tiny_model, l
 
 # GGUF ------------------------------------------------------------------------------------------------------------------
 
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
-}  # fmt: skip
-LLAMA_NORM = {"post_attention_layernorm": "ffn_norm"}
-GEMMA_NORMS = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
-
-def write_gguf(path, tiny, architecture, *, rope_divisors=None, names=None):
-    """The tiny model as llama.cpp's converter writes it: names, row order and norms."""
-    config = tiny.oracle.config
-    names = GGUF_NAMES | (names or (GEMMA_NORMS if architecture == "gemma3" else LLAMA_NORM))
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    parameters = config.rope_parameters
-    if architecture == "gemma3":
-        writer.add_sliding_window(config.sliding_window)
-        parameters = parameters["full_attention"]
-    writer.add_rope_freq_base(parameters["rope_theta"])
-    if rope_divisors is not None:
-        writer.add_tensor("rope_freqs.weight", np.array(rope_divisors, np.float32))
-    elif parameters["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(parameters["factor"])
-    tokens = [f"t{i}" for i in range(config.vocab_size)]
-    tokens[50] = "<|im_end|>"
-    tokens[51] = "<|eot_id|>"
-    kinds = [gguf.TokenType.NORMAL] * len(tokens)
-    kinds[50] = gguf.TokenType.CONTROL
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    writer.add_eos_token_id(2)
-    tied = config.tie_word_embeddings
-    for name, tensor in tiny.oracle.state_dict().items():
-        if tied and name == "lm_head.weight":
-            continue
-        stem, kind = name.rsplit(".", 1)
-        block = None
-        if stem.startswith("model.layers."):
-            block, stem = stem.removeprefix("model.layers.").split(".", 1)
-        values = tensor.float()
-        if architecture == "gemma3" and "norm" in stem:
-            values = values + 1
-        if architecture == "llama" and stem in ("self_attn.q_proj", "self_attn.k_proj"):
-            heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
-            values = values.reshape(heads, 2, config.head_dim // 2, *values.shape[1:]).transpose(1, 2)
-            values = values.reshape(tensor.shape)
-        prefix = f"blk.{block}." if block is not None else ""
-        writer.add_tensor(f"{prefix}{names[stem]}.{kind}", values.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
 
 @pytest.mark.parametrize(
     ("name", "architecture"),
@@ -307,7 +239,7 @@ def write_gguf(path, tiny, architecture, *, rope_divisors=None, names=None):
 )
 def test_gguf_models_give_transformers_logits(tiny_model, make_runner, make_driver, tmp_path, name, architecture):
     tiny = tiny_model(name)
-    runner = make_runner(write_gguf(tmp_path / "model.gguf", tiny, architecture))
+    runner = make_runner(write_gguf(tmp_path / "model.gguf", tiny.oracle, architecture))
     tokens = list(range(3, 60))
     driver = make_driver(runner)
     driver.add(0, tokens)
@@ -321,7 +253,7 @@ def test_a_family_of_a_package_is_read_from_gguf_files_by_its_own_names(
     plugin, tiny_model, make_runner, make_driver, tmp_path
 ):
     tiny = tiny_model("llama")
-    path = write_gguf(tmp_path / "model.gguf", tiny, "alpaca", names={"post_attention_layernorm": "second_norm"})
+    path = write_gguf(tmp_path / "model.gguf", tiny.oracle, "alpaca", names={"post_attention_layernorm": "second_norm"})
     with pytest.raises(ConfigError, match="architecture alpaca is not supported"):
         make_runner(path)
     plugin(
@@ -346,7 +278,7 @@ def test_a_family_of_a_package_is_read_from_gguf_files_by_its_own_names(
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_a_rank_reads_its_part_of_a_gguf_file(tiny_model, tmp_path, architecture):
     tiny = tiny_model(architecture, num_attention_heads=8, intermediate_size=96)
-    path = write_gguf(tmp_path / "model.gguf", tiny, architecture)
+    path = write_gguf(tmp_path / "model.gguf", tiny.oracle, architecture)
     whole = weights_of(load(path))
     for rank in range(4):
         parallel = Parallel(tp=ThreadGroup(rank, [torch.empty(0)] * 4, threading.Barrier(4)))
@@ -358,7 +290,7 @@ def test_gguf_rope_divisors_are_llama3_scaling(tiny_model, make_runner, make_dri
     tiny = tiny_model("llama-llama3-rope")
     plain = 1.0 / (5000.0 ** (np.arange(0, 16, 2) / 16))
     divisors = plain / tiny.oracle.model.rotary_emb.inv_freq.double().numpy()
-    runner = make_runner(write_gguf(tmp_path / "model.gguf", tiny, "llama", rope_divisors=divisors))
+    runner = make_runner(write_gguf(tmp_path / "model.gguf", tiny.oracle, "llama", rope_divisors=divisors))
     tokens = list(range(3, 90))
     driver = make_driver(runner)
     driver.add(0, tokens)
@@ -368,7 +300,7 @@ def test_gguf_rope_divisors_are_llama3_scaling(tiny_model, make_runner, make_dri
 
 def test_gguf_gemma_norms_and_windows(tiny_model, tmp_path):
     tiny = tiny_model("gemma3")
-    from_gguf = load(write_gguf(tmp_path / "model.gguf", tiny, "gemma3"))
+    from_gguf = load(write_gguf(tmp_path / "model.gguf", tiny.oracle, "gemma3"))
     from_hf = load(tiny.path)
     assert from_gguf.config.windows == from_hf.config.windows
     assert from_gguf.config.rope == from_hf.config.rope
@@ -402,10 +334,10 @@ def test_gguf_tensors_are_dequantised_as_the_gguf_package_does(tmp_path, kind):
 
 
 def test_gguf_of_an_unknown_architecture_or_truncated_is_refused(tiny_model, tmp_path):
-    other = write_gguf(tmp_path / "other.gguf", tiny_model("llama"), "qwen3moe")
+    other = write_gguf(tmp_path / "other.gguf", tiny_model("llama").oracle, "qwen3moe")
     with pytest.raises(ConfigError, match=r"other\.gguf: architecture qwen3moe is not supported"):
         load(other)
-    whole = write_gguf(tmp_path / "cut.gguf", tiny_model("llama"), "llama")
+    whole = write_gguf(tmp_path / "cut.gguf", tiny_model("llama").oracle, "llama")
     whole.write_bytes(whole.read_bytes()[:-5000])
     with pytest.raises(ConfigError, match=r"cut\.gguf.*truncated"):
         load(whole)
@@ -413,9 +345,9 @@ def test_gguf_of_an_unknown_architecture_or_truncated_is_refused(tiny_model, tmp
 
 def test_gguf_missing_and_unexpected_tensors_are_named(tiny_model, tmp_path):
     # A Qwen3 file that says it is a Llama has norms that a Llama has not.
-    path = write_gguf(tmp_path / "model.gguf", tiny_model("qwen3"), "llama")
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("qwen3").oracle, "llama")
     with pytest.raises(ConfigError, match=r"model\.gguf: blk\.0\.attn_k_norm\.weight.*unexpected"):
         load(path)
-    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama"), "qwen3")
+    path = write_gguf(tmp_path / "model.gguf", tiny_model("llama").oracle, "qwen3")
     with pytest.raises(ConfigError, match=r"model\.gguf: tensors .*self_attn\.k_norm\.weight.* missing"):
         load(path)

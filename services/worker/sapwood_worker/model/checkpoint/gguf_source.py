@@ -1,4 +1,4 @@
-"""Weights of a GGUF file, dequantised.
+"""Weights of a GGUF file: dequantised, or the blocks as they are stored.
 
 Tensor names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. GGUF stores Gemma norms as the factor itself (1 + w),
 and the query and key rows of Llama in interleaved rotary order, which is undone here.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufError, GgufFile, GgufTensor
@@ -39,13 +41,14 @@ _NAME = re.compile(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)")
 # Elements dequantised at a time: small enough that temporary arrays stay in the processor's cache.
 _CHUNK = 1 << 18
 _Q8_0_SIZE = 32
+_MATRIX = 2
 
 
 class GgufSource:
     """Implements :class:`sapwood_worker.model.checkpoint.weights.WeightSource`.
 
     Args:
-        file: The open file; it must stay open.
+        file: The open file; it must stay open, but not for the blocks, which are a mapping of their own.
         config: Read from the same file.
         family: The model's family.
     """
@@ -54,6 +57,7 @@ class GgufSource:
         self._file = file
         self._config = config
         self._interleaved = family.gguf_interleaves
+        self._mapped: Tensor | None = None
         self._found = {
             _canonical(name, family.gguf_names): tensor
             for name, tensor in file.tensors.items()
@@ -61,7 +65,14 @@ class GgufSource:
         }
 
     def tensors(self) -> dict[str, StoredTensor]:
-        return {name: StoredTensor(tensor.shape, _type_name(tensor)) for name, tensor in self._found.items()}
+        return {
+            name: StoredTensor(
+                tensor.shape,
+                _type_name(tensor),
+                blocks=partial(self._blocks, name) if len(tensor.shape) == _MATRIX else None,
+            )
+            for name, tensor in self._found.items()
+        }
 
     def where(self, name: str) -> str:
         tensor = self._found.get(name)
@@ -69,17 +80,37 @@ class GgufSource:
 
     def read_into(self, name: str, slot: WeightSlot) -> None:
         tensor, target = self._found[name], slot.target
-        interleaved = self._interleaved and (".q_proj." in name or ".k_proj." in name)
+        interleaved = self._is_interleaved(name)
         if target.dtype == torch.float32 and target.device.type == "cpu" and target.is_contiguous() and not interleaved:
             dequantize_into(self._file, tensor, target.numpy(), slot.index)
             return
         values = torch.empty(target.shape, dtype=torch.float32)
         dequantize_into(self._file, tensor, values.numpy(), slot.index)
-        if interleaved:
-            # The file has pairs side by side, [heads, D / 2, 2, ...]; we want first halves, then second halves.
-            pairs = values.view(-1, self._config.head_dim // 2, 2, *values.shape[1:])
-            values = pairs.transpose(1, 2).reshape(values.shape)
-        target.copy_(values)
+        target.copy_(self._halves(values) if interleaved else values)
+
+    def _blocks(self, name: str) -> Tensor:
+        tensor = self._found[name]
+        rows, columns = tensor.shape
+        try:
+            per_block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type)]
+            width = columns // per_block * block_bytes
+            end = tensor.offset + len(self._file.data(tensor, rows * width))
+        except (ValueError, KeyError, GgufError) as error:
+            raise _unreadable(self._file, tensor, error) from error
+        if self._mapped is None:
+            size = self._file.path.stat().st_size
+            # Pages of a private mapping are the file's own, shared by all who map it, as long as nobody writes to them.
+            self._mapped = torch.from_file(str(self._file.path), shared=False, size=size, dtype=torch.uint8)
+        blocks = self._mapped[tensor.offset : end].view(rows, width)
+        return self._halves(blocks) if self._is_interleaved(name) else blocks
+
+    def _is_interleaved(self, name: str) -> bool:
+        return self._interleaved and (".q_proj." in name or ".k_proj." in name)
+
+    def _halves(self, rows: Tensor) -> Tensor:
+        """The file has the rows of pairs side by side, [heads, D / 2, 2, ...]; we want first halves, then second halves."""
+        pairs = rows.view(-1, self._config.head_dim // 2, 2, *rows.shape[1:])
+        return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 def read_tensor(file: GgufFile, tensor: GgufTensor) -> npt.NDArray[np.float32]:
@@ -136,7 +167,11 @@ def dequantize_into(file: GgufFile, tensor: GgufTensor, out: npt.NDArray[np.floa
                 into[:] = wide[:, cut]
     # NotImplementedError is what the gguf library raises for a type that it cannot widen.
     except (ValueError, KeyError, NotImplementedError, GgufError) as error:
-        raise ConfigError(f"{file.path}: tensor {tensor.name} (type {tensor.type}) cannot be read: {error}") from error
+        raise _unreadable(file, tensor, error) from error
+
+
+def _unreadable(file: GgufFile, tensor: GgufTensor, error: Exception) -> ConfigError:
+    return ConfigError(f"{file.path}: tensor {tensor.name} (type {tensor.type}) cannot be read: {error}")
 
 
 def _q8_0(blocks: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]) -> None:

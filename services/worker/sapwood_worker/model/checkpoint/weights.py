@@ -73,7 +73,7 @@ def load_weights(slots: WeightSlots, source: WeightSource, norm_offset: float, t
                 slot.target.add_(norm_offset)
 
     # The largest first, so that no thread ends with one while the others idle.
-    order = sorted(slots, key=lambda name: -slots[name].target.numel())
+    order = sorted((name for name in slots if not slots[name].filled), key=lambda name: -slots[name].target.numel())
     _run_all(read, order, threads)
 
 

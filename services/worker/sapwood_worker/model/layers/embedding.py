@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.norm import RMSNorm
-from sapwood_worker.model.quantization.dense import DenseMethod
 from sapwood_worker.model.quantization.linear_method import LinearShape, Part
-from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots, whole
+from sapwood_worker.model.weight_slot import WeightSlots, whole
 
 
 class VocabTable:
-    """A rank's rows of a table with a row for each token of the vocabulary, and zeros where ranks before it have more rows.
+    """A rank's rows of a table with a row for each token of the vocabulary.
 
     Args:
         vocab_size: Rows of the whole table.
@@ -23,15 +21,14 @@ class VocabTable:
         context: Where and how it is built.
 
     Attributes:
-        rows: Which rows the rank has.
-        weight: [rows of every rank, hidden_size].
+        part: Which rows the rank has.
+        method: Looks rows up, and multiplies with as many as any rank has: zeros where this one has fewer.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
-        self.rows = context.parallel.shard_rows(vocab_size)
-        each = -(-vocab_size // context.parallel.tp.size)
-        self.weight = torch.empty(each, hidden_size, dtype=context.dtype, device=context.device)
-        self.weight[self.rows.size :] = 0
+        self.part = context.parallel.shard_rows(vocab_size)
+        shape = LinearShape((Part(context.prefix, self.part),), whole(hidden_size))
+        self.method = context.linear.table(shape, -(-vocab_size // context.parallel.tp.size))
 
 
 class VocabParallelEmbedding(Layer):
@@ -49,28 +46,21 @@ class VocabParallelEmbedding(Layer):
 
     def __init__(self, vocab_size: int, hidden_size: int, scale: float, context: LayerContext) -> None:
         super().__init__()
-        self._name = f"{context.prefix}.weight"
         self._group = context.split_over
         self.table = VocabTable(vocab_size, hidden_size, context)
         self._scale = torch.tensor(scale, dtype=context.dtype).item()
 
-    @property
-    def weight(self) -> Tensor:
-        """The table."""
-        return self.table.weight
-
     def slots(self) -> WeightSlots:
-        rows, weight = self.table.rows, self.table.weight
-        return {self._name: WeightSlot(weight[: rows.size], spans=(rows, whole(weight.shape[1])))}
+        return self.table.method.slots()
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden_size]."""
         if self._group is None:
-            rows = F.embedding(token_ids, self.table.weight)
+            rows = self.table.method.rows(token_ids)
         else:
-            local = token_ids - self.table.rows.start
-            elsewhere = (local < 0) | (local >= self.table.rows.size)
-            rows = F.embedding(local.masked_fill_(elsewhere, 0), self.table.weight)
+            local = token_ids - self.table.part.start
+            elsewhere = (local < 0) | (local >= self.table.part.size)
+            rows = self.table.method.rows(local.masked_fill_(elsewhere, 0))
             rows = self._group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
         return rows if self._scale == 1.0 else rows * self._scale
 
@@ -98,9 +88,7 @@ class VocabParallelHead(Layer):
         super().__init__()
         self._group = context.split_over
         self._vocab_size = vocab_size
-        table = VocabTable(vocab_size, hidden_size, context) if tied is None else tied
-        shape = LinearShape((Part(context.prefix, table.rows),), whole(hidden_size))
-        self._method = DenseMethod(shape, context.dtype, context.ops, weight=table.weight, one_row_dtype=torch.float32)
+        self._method = (VocabTable(vocab_size, hidden_size, context) if tied is None else tied).method
         self._tied = tied is not None
         self._softcap = softcap
 

@@ -9,21 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps, Gate, OneRow
-from sapwood_worker.model.quantization.linear_method import Fuses, LinearMethod, LinearShape, Norm
+from sapwood_worker.model.quantization.linear_method import Fuses, LinearShape, Norm, TableMethod
 from sapwood_worker.model.weight_slot import WeightSlots
 
 ONE_ROW = Fuses(norm=True, gate_after=True, residual=True)
 """What the device's product of a single row fuses."""
 
 
-class DenseMethod(LinearMethod):
+class DenseMethod(TableMethod):
     """Multiplies as torch does, or by what the device has for it.
 
     Args:
         shape: The layer's.
         dtype: The dtype of weights and activations.
         ops: The device's operations.
-        weight: [N, K], if another layer has it; else it is made.
+        weight: [N, K] or with more rows, which then are outputs too; None: it is made.
         one_row_dtype: The result's dtype for a single row where the device has a product for it; None: ``dtype``.
     """
 
@@ -73,3 +73,6 @@ class DenseMethod(LinearMethod):
         if residual is not None:
             return residual.addmm_(x, self.weight.t())
         return F.linear(x, self.weight, self.bias) if self._product is None else self._product(x)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)

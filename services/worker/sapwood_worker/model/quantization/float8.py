@@ -307,6 +307,6 @@ def _in_blocks(span: Span) -> Span:
     return Span(span.start // GROUP, span.size // GROUP, span.total // GROUP)
 
 
-FP8 = LinearFormat(quantise=partial(_quantised, scaling="row"), keep=_kept)
+FP8 = LinearFormat(quantise=partial(_quantised, scaling="row"), keep=_kept, widens=True)
 FP8_BLOCK = LinearFormat(quantise=partial(_quantised, scaling="block"))
 FP8_TENSOR = LinearFormat(quantise=partial(_quantised, scaling="tensor"))

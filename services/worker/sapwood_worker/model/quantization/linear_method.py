@@ -127,6 +127,18 @@ class LinearMethod(ABC):
         """
 
 
+class TableMethod(LinearMethod):
+    """Weights of which rows are looked up, too: a token's embedding is a row of the matrix that may also be the output head."""
+
+    @abstractmethod
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the weight: int64 [T] -> [T, K], in the model's dtype.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """What a checkpoint says of its weights.
@@ -161,7 +173,11 @@ class LinearFormat:
         quantise: Makes the method that loads weights in the model's dtype and quantises them. None: it cannot be asked for by
             ``--quantization``.
         keep: Makes the method that takes weights as the checkpoint stores them. None: no checkpoint stores them so.
+        keep_table: The same for a table with a row for each token. None: tables are read in the model's dtype.
+        widens: Whether checkpoints can also be read in the model's dtype where they store this format.
     """
 
     quantise: Callable[[LinearShape, torch.dtype, DeviceOps], LinearMethod | None] | None = None
     keep: Callable[[LinearShape, torch.dtype, DeviceOps, Stored], LinearMethod | None] | None = None
+    keep_table: Callable[[LinearShape, torch.dtype, DeviceOps, Stored], TableMethod | None] | None = None
+    widens: bool = False

@@ -16,11 +16,18 @@ from sapwood_worker.model.quantization.compressed import COMPRESSED
 from sapwood_worker.model.quantization.dense import DenseMethod
 from sapwood_worker.model.quantization.float8 import FP8, FP8_BLOCK, FP8_TENSOR
 from sapwood_worker.model.quantization.fp4 import FP4
+from sapwood_worker.model.quantization.gguf import GGUF
 from sapwood_worker.model.quantization.gptq import GPTQ
 from sapwood_worker.model.quantization.grouped import INT4
 from sapwood_worker.model.quantization.int8 import INT8
 from sapwood_worker.model.quantization.joined import JoinedMethod
-from sapwood_worker.model.quantization.linear_method import LinearFormat, LinearMethod, LinearShape, Stored
+from sapwood_worker.model.quantization.linear_method import (
+    LinearFormat,
+    LinearMethod,
+    LinearShape,
+    Stored,
+    TableMethod,
+)
 
 FORMATS = {
     "none": LinearFormat(),
@@ -34,6 +41,7 @@ FORMATS = {
     "compressed-tensors": COMPRESSED,
     "fp4": FP4,
     "bitsandbytes": BITSANDBYTES,
+    "gguf": GGUF,
 }
 _INTEGERS = ("I8", "U8", "I16", "I32", "I64")
 """Types, as safetensors files name them, of numbers that mean nothing without a format."""
@@ -47,6 +55,7 @@ class LinearMethods:
         dtype: The dtype of activations, and of weights in no format.
         ops: The device's operations.
         stored: What the checkpoint stores; None: nothing is kept.
+        widen: Whether formats that a checkpoint's numbers can be read from are not kept, either.
 
     Attributes:
         used: The formats that layers have; ``none``: the model's dtype.
@@ -55,13 +64,23 @@ class LinearMethods:
         ConfigError: There is no such format, or weights cannot be quantised to it.
     """
 
-    def __init__(self, quantization: str, dtype: torch.dtype, ops: DeviceOps, stored: Stored | None = None) -> None:
+    def __init__(
+        self,
+        quantization: str,
+        dtype: torch.dtype,
+        ops: DeviceOps,
+        stored: Stored | None = None,
+        *,
+        widen: bool = False,
+    ) -> None:
         formats = {name: find_part(GROUP, name, FORMATS) for name in part_names(GROUP, FORMATS)}
         wanted = find_part(GROUP, quantization, FORMATS).quantise
         if wanted is None and quantization != "none":
             raise ConfigError(f"--quantization: weights are read in {quantization!r}, not quantised to it")
         self._name, self._quantise = quantization, wanted
+        formats = {name: each for name, each in formats.items() if not (widen and each.widens)}
         self._keep = [(name, each.keep) for name, each in formats.items() if each.keep is not None]
+        self._keep_table = [(name, each.keep_table) for name, each in formats.items() if each.keep_table is not None]
         self._dtype = dtype
         self._ops = ops
         self._stored = stored
@@ -102,6 +121,23 @@ class LinearMethods:
         quantised = self._quantise(shape, self._dtype, self._ops) if self._quantise is not None else None
         self.used.add("none" if quantised is None else self._name)
         return quantised or DenseMethod(shape, self._dtype, self._ops)
+
+    def table(self, shape: LinearShape, rows: int) -> TableMethod:
+        """The method of a table with a row for each token: as the checkpoint stores it, or in the model's dtype.
+
+        Args:
+            shape: The table's, or that of a rank's part.
+            rows: Rows of every rank's part; what ``shape`` has less is zeros.
+        """
+        if self._stored is not None and rows == shape.rows:
+            for name, keep in self._keep_table:
+                kept = keep(shape, self._dtype, self._ops, self._stored)
+                if kept is not None:
+                    self.used.add(f"{name} as stored")
+                    return kept
+        weight = torch.empty(rows, shape.columns.size, dtype=self._dtype, device=self._ops.device)
+        weight[shape.rows :] = 0
+        return DenseMethod(shape, self._dtype, self._ops, weight=weight, one_row_dtype=torch.float32)
 
 
 def _check_wide(module: str, stored: Stored) -> None:

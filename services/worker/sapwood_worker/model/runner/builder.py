@@ -78,6 +78,7 @@ class _Builder:
             seed=options.seed,
             quantization=options.quantization,
             parallel=options.parallel,
+            stored_weights=options.stored_weights,
         )
         self._tp = options.parallel.tp
         self._assure_equal()
@@ -86,7 +87,8 @@ class _Builder:
         self._eos_token_ids = loaded.eos_token_ids
         self._largest_graph = min(options.cuda_graph_max_batch or options.max_running, options.max_running)
         self._quantization = loaded.quantization
-        logger.info("linear layers: %s", self._dtype_name if loaded.quantization == "none" else loaded.quantization)
+        self._weights = self._dtype_name if loaded.quantization == "none" else loaded.quantization
+        logger.info("linear layers: %s", self._weights)
         # The latest token of the request in each row of the page table.
         self._last_tokens = torch.zeros(options.max_running, dtype=torch.int64, device=self._device)
         float8 = options.kv_cache_dtype == "fp8_e4m3"
@@ -163,6 +165,7 @@ class _Builder:
             decode_attention=self._decode.name,
             attention_reason="; ".join(dict.fromkeys((self._prefill.reason, self._decode.reason))),
             special_ids=sentences.special_ids,
+            weights=self._weights,
             windows=tuple(
                 WindowGroup(self._layout.reach(group), count - _SCRATCH_PAGES)
                 for group, count in enumerate(pool.counts)

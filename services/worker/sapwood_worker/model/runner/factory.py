@@ -30,16 +30,8 @@ ON_CPU = (Needs(("memory_fraction", "overlap", *_GRAPHS), lambda config: False, 
 OF_ENCODERS = (
     Needs(
         (
-            *(
-                "tensor_parallel",
-                "quantization",
-                "kv_cache_dtype",
-                "kv_cache_gb",
-                "num_pages",
-                "page_size",
-                "memory_fraction",
-                "overlap",
-            ),
+            *("tensor_parallel", "quantization", "stored_weights"),
+            *("kv_cache_dtype", "kv_cache_gb", "num_pages", "page_size", "memory_fraction", "overlap"),
             *("prefix_cache", "eviction", "kv_events_port", "kv_events_replay_port", "kv_events_topic"),
             *("host_cache_gb", "host_cache_ratio", "host_write_policy", "storage", "storage_prefetch", "storage_share"),
             *("storage_timeout", "storage_timeout_per_1k", "storage_min_tokens", "conservativeness"),
@@ -131,6 +123,7 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         num_pages=config.num_pages,
         kv_cache_bytes=None if config.kv_cache_gb is None else int(config.kv_cache_gb * (1 << 30)),
         quantization=config.quantization,
+        stored_weights=config.stored_weights,
         kv_cache_dtype=config.kv_cache_dtype,
         memory_fraction=config.memory_fraction,
         max_step_tokens=config.max_step_tokens,

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from sapwood_worker.model.distributed.parallel import Parallel
-from sapwood_worker.model.loader import LoadFormat
+from sapwood_worker.model.loader import LoadFormat, StoredWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -29,6 +29,7 @@ class RunnerOptions:
             after a trial of the largest step, elsewhere 1 GiB.
         quantization: How linear layers are quantised: ``fp8`` has scales for each token and output channel, ``fp8_block`` for
             128 numbers of a token and 128 x 128 of the weight, ``fp8_tensor`` one for each tensor.
+        stored_weights: ``keep`` multiplies with weights as they are stored where we can, ``widen`` reads their numbers.
         kv_cache_dtype: The pool's dtype: ``auto`` is the model's.
         memory_fraction: Largest share of the GPU's memory that may be in use, other programs' included.
         max_step_tokens: Most tokens in a step, and the tokens of the trial.
@@ -53,6 +54,7 @@ class RunnerOptions:
     num_pages: int | None = None
     kv_cache_bytes: int | None = None
     quantization: str = "none"
+    stored_weights: StoredWeights = "keep"
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     memory_fraction: float = 0.9
     max_step_tokens: int = 8192

@@ -1,0 +1,69 @@
+"""Compiles ``products.c``, once for each kind of processor that it may run on. Needs nothing but a C compiler.
+
+``hatch_build.py`` runs this when Sapwood is installed, and by hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("products.c")
+_FLAGS = (
+    "-O3",
+    "-std=gnu11",
+    "-shared",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+    "-Werror=implicit",
+)
+_X86 = {"AVX512": "-march=x86-64-v4", "AVX2": "-march=x86-64-v3"}
+_ARM = {"DEFAULT": "-march=armv8.2-a+fp16"}
+
+
+def library_name(capability: str) -> str:
+    """The library's file name for a processor by torch's word for what it can; another one whenever the source changes."""
+    return f"{SOURCE.stem}.{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]}.{capability}.so"
+
+
+def find_compiler() -> list[str] | None:
+    """The command of a C compiler: ``CC``, the system's, or the one in the package ziglang; None: there is none."""
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        if name and shutil.which(name):
+            return [name]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "cc"]
+    return None
+
+
+def compile_libraries(folder: Path = SOURCE.parent) -> list[Path]:
+    """Compiles into ``folder`` what this kind of machine can run; returns the libraries.
+
+    Raises:
+        FileNotFoundError: There is no compiler.
+        subprocess.CalledProcessError: It refused the source; its message is on standard error.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise FileNotFoundError("no C compiler: neither cc, gcc, clang nor the package ziglang is installed")
+    targets: Mapping[str, str] = {"x86_64": _X86, "aarch64": _ARM, "arm64": _ARM}.get(platform.machine(), {})
+    made = []
+    for capability, flag in targets.items():
+        path = folder / library_name(capability)
+        fresh = path.with_suffix(f".{os.getpid()}")  # another process may be doing the same
+        subprocess.run([*compiler, *_FLAGS, flag, "-o", str(fresh), str(SOURCE)], check=True)
+        fresh.replace(path)
+        made.append(path)
+    for old in set(folder.glob(f"{SOURCE.stem}.*.so")) - set(made):
+        old.unlink(missing_ok=True)
+    return made

@@ -1,0 +1,395 @@
+// Products with matrices in the block formats of GGUF files, as they are stored, on a CPU.
+//
+// Formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and gguf-py's quants.py. A row is a run of blocks; here it is
+// read in groups of 32 numbers, each of which is `scale * q - minus` with an integer q. Activations stay float32, so a product
+// differs from one with the dequantised matrix only in the order of its sum.
+//
+// Vectors are those of GCC and Clang: the same source becomes AVX-512, AVX2 or NEON by the flags it is compiled with
+// (hatch_build.py). `run` is torch's own thread pool (GOMP_parallel), since two pools on the same cores wait for each other.
+
+#include <stdint.h>
+#include <string.h>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+
+enum { GROUP = 32, ROWS = 4, CHUNK = 1024, TASK = 32 };
+
+typedef float floats __attribute__((vector_size(64)));
+typedef float floats8 __attribute__((vector_size(32)));
+typedef float floats4 __attribute__((vector_size(16)));
+typedef float floats_at __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef int8_t signed_bytes __attribute__((vector_size(16)));
+typedef uint8_t bytes __attribute__((vector_size(16)));
+typedef uint16_t pairs __attribute__((vector_size(16)));
+typedef uint8_t bytes_at __attribute__((vector_size(16), aligned(1), may_alias));
+
+// A group's numbers: q[i] * scale[i] - minus.
+typedef struct {
+    floats q[2];
+    float scale[2];
+    float minus;
+} group;
+
+INLINE bytes load16(const uint8_t *at) { return *(const bytes_at *)at; }
+
+INLINE floats widen(bytes q) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)q));
+#elif defined(__AVX2__)
+    union { floats8 half[2]; floats all; } wide = {{
+        (floats8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32((__m128i)q)),
+        (floats8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)q, 8))),
+    }};
+    return wide.all;
+#else
+    return __builtin_convertvector(__builtin_convertvector((signed_bytes)q, ints), floats);
+#endif
+}
+
+INLINE float half(const uint8_t *at) {
+    uint16_t bits;
+    memcpy(&bits, at, sizeof bits);
+#if defined(__F16C__)
+    return _cvtsh_ss(bits);
+#else
+    __fp16 value;
+    memcpy(&value, &bits, sizeof value);
+    return (float)value;
+#endif
+}
+
+// Processors shift no bytes: pairs of them are shifted, and the caller masks what came from the neighbour.
+INLINE bytes right(bytes q, int by) { return (bytes)((pairs)q >> by); }
+INLINE bytes left(bytes q, int by) { return (bytes)((pairs)q << by); }
+
+// 16 where the bit of `mask` is set, else 0.
+INLINE bytes bit5(uint32_t mask) {
+#if defined(__AVX512BW__)
+    return (bytes)_mm_maskz_set1_epi8((__mmask16)mask, 16);
+#else
+    const bytes select = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const uint8_t low = (uint8_t)mask, high = (uint8_t)(mask >> 8);
+    const bytes spread = {low, low, low, low, low, low, low, low, high, high, high, high, high, high, high, high};
+    return (bytes)((spread & select) == select) & 16;
+#endif
+}
+
+INLINE group q4_0(const uint8_t *block) {
+    const bytes q = load16(block + 2);
+    const float scale = half(block);
+    return (group){{widen((q & 15) - 8), widen((right(q, 4) & 15) - 8)}, {scale, scale}, 0};
+}
+
+INLINE group q4_1(const uint8_t *block) {
+    const bytes q = load16(block + 4);
+    const float scale = half(block);
+    return (group){{widen(q & 15), widen(right(q, 4) & 15)}, {scale, scale}, -half(block + 2)};
+}
+
+INLINE group q5_0(const uint8_t *block) {
+    const bytes q = load16(block + 6);
+    const float scale = half(block);
+    uint32_t fifth;
+    memcpy(&fifth, block + 2, sizeof fifth);
+    return (group){{widen(((q & 15) | bit5(fifth)) - 16), widen(((right(q, 4) & 15) | bit5(fifth >> 16)) - 16)}, {scale, scale}, 0};
+}
+
+INLINE group q5_1(const uint8_t *block) {
+    const bytes q = load16(block + 8);
+    const float scale = half(block);
+    uint32_t fifth;
+    memcpy(&fifth, block + 4, sizeof fifth);
+    return (group){{widen((q & 15) | bit5(fifth)), widen((right(q, 4) & 15) | bit5(fifth >> 16))}, {scale, scale}, -half(block + 2)};
+}
+
+INLINE group q8_0(const uint8_t *block) {
+    const float scale = half(block);
+    return (group){{widen(load16(block + 2)), widen(load16(block + 18))}, {scale, scale}, 0};
+}
+
+// Scale and minimum of a group of Q4_K and Q5_K: 6 bits each, eight of either in 12 bytes.
+INLINE void six_bits(const uint8_t *packed, int j, float *scale, float *minus) {
+    if (j < 4) {
+        *scale = packed[j] & 63;
+        *minus = packed[j + 4] & 63;
+    } else {
+        *scale = (packed[j + 4] & 15) | (packed[j - 4] >> 6) << 4;
+        *minus = packed[j + 4] >> 4 | (packed[j] >> 6) << 4;
+    }
+}
+
+INLINE group q4_k(const uint8_t *block, int j) {
+    const uint8_t *q = block + 16 + 32 * (j / 2);
+    const int shift = j % 2 * 4;
+    float scale, minus;
+    six_bits(block + 4, j, &scale, &minus);
+    scale *= half(block);
+    return (group){{widen(right(load16(q), shift) & 15), widen(right(load16(q + 16), shift) & 15)},
+                   {scale, scale},
+                   minus * half(block + 2)};
+}
+
+INLINE group q5_k(const uint8_t *block, int j) {
+    const uint8_t *fifth = block + 16, *q = block + 48 + 32 * (j / 2);
+    const int shift = j % 2 * 4;
+    float scale, minus;
+    six_bits(block + 4, j, &scale, &minus);
+    scale *= half(block);
+    return (group){{widen((right(load16(q), shift) & 15) | left(right(load16(fifth), j) & 1, 4)),
+                    widen((right(load16(q + 16), shift) & 15) | left(right(load16(fifth + 16), j) & 1, 4))},
+                   {scale, scale},
+                   minus * half(block + 2)};
+}
+
+INLINE group q6_k(const uint8_t *block, int j) {
+    const int side = j / 4, part = j % 4, low_shift = part / 2 * 4, high_shift = part * 2;
+    const uint8_t *low = block + 64 * side + 32 * (part % 2), *high = block + 128 + 32 * side;
+    const int8_t *scales = (const int8_t *)block + 192 + 8 * side + 2 * part;
+    const float scale = half(block + 208);
+    const bytes q0 = (right(load16(low), low_shift) & 15) | left(right(load16(high), high_shift) & 3, 4);
+    const bytes q1 = (right(load16(low + 16), low_shift) & 15) | left(right(load16(high + 16), high_shift) & 3, 4);
+    return (group){{widen(q0 - 32), widen(q1 - 32)}, {scale * scales[0], scale * scales[1]}, 0};
+}
+
+INLINE floats4 quarter(floats v) {
+    union { floats all; floats8 half[2]; } a = {v};
+    union { floats8 all; floats4 half[2]; } b = {a.half[0] + a.half[1]};
+    return b.half[0] + b.half[1];
+}
+
+// The sum of each vector's numbers.
+INLINE void sum4(floats a, floats b, floats c, floats d, float *sums) {
+#if defined(__AVX2__)
+    const __m128 ab = _mm_hadd_ps((__m128)quarter(a), (__m128)quarter(b));
+    _mm_storeu_ps(sums, _mm_hadd_ps(ab, _mm_hadd_ps((__m128)quarter(c), (__m128)quarter(d))));
+#else
+    const floats4 all[4] = {quarter(a), quarter(b), quarter(c), quarter(d)};
+    for (int i = 0; i < 4; i++) sums[i] = (all[i][0] + all[i][1]) + (all[i][2] + all[i][3]);
+#endif
+}
+
+// By ggml's numbers.
+enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };
+
+// Groups and bytes of a block.
+INLINE int groups_of(const int type) { return type < Q4_K ? 1 : 8; }
+INLINE int64_t bytes_of(const int type) {
+    switch (type) {
+        case Q4_0: return 18;
+        case Q4_1: return 20;
+        case Q5_0: return 22;
+        case Q5_1: return 24;
+        case Q8_0: return 34;
+        case Q4_K: return 144;
+        case Q5_K: return 176;
+        default: return 210;
+    }
+}
+
+// Group j of a block.
+INLINE group read(const int type, const uint8_t *block, int j) {
+    switch (type) {
+        case Q4_0: return q4_0(block);
+        case Q4_1: return q4_1(block);
+        case Q5_0: return q5_0(block);
+        case Q5_1: return q5_1(block);
+        case Q8_0: return q8_0(block);
+        case Q4_K: return q4_k(block, j);
+        case Q5_K: return q5_k(block, j);
+        default: return q6_k(block, j);
+    }
+}
+
+// The sums of ROWS rows times one x. Row by row, since processors fetch ahead what is read in order.
+INLINE void one_token(const int type, const uint8_t *const *rows, const float *x, int64_t groups, float *sums) {
+    floats total[ROWS];
+    for (int r = 0; r < ROWS; r++) {
+        const uint8_t *block = rows[r];
+        const float *with = x;
+        floats part[4] = {0};
+        for (int64_t left = groups / groups_of(type); left > 0; left--, block += bytes_of(type)) {
+#pragma GCC unroll 8
+            for (int j = 0; j < groups_of(type); j++, with += GROUP) {
+                const group g = read(type, block, j);
+                const int odd = groups_of(type) > 1 ? j % 2 * 2 : 0;
+                part[odd] += (g.q[0] * g.scale[0] - g.minus) * *(const floats_at *)with;
+                part[odd + 1] += (g.q[1] * g.scale[1] - g.minus) * *(const floats_at *)(with + 16);
+            }
+        }
+        total[r] = (part[0] + part[1]) + (part[2] + part[3]);
+    }
+    sum4(total[0], total[1], total[2], total[3], sums);
+}
+
+// Groups of a row as float32, to the bit what gguf-py's dequantize gives: product and difference are rounded one by one.
+INLINE void widen_groups(const int type, const uint8_t *row, int64_t at, int64_t groups, float *out) {
+    const int shifted = type == Q4_1 || type == Q5_1 || type == Q4_K || type == Q5_K;
+    const uint8_t *block = row + at / groups_of(type) * bytes_of(type);
+    for (const int64_t end = at + groups; at < end; at += groups_of(type), block += bytes_of(type)) {
+#pragma GCC unroll 8
+        for (int j = 0; j < groups_of(type); j++, out += GROUP) {
+            const group g = read(type, block, j);
+            for (int i = 0; i < 2; i++) {
+                floats_at *to = (floats_at *)(out + 16 * i);
+                *to = g.q[i] * g.scale[i];
+                if (shifted) {
+                    __asm__ volatile("" ::: "memory");  // or the two become one fused operation
+                    *to = *to - g.minus;
+                }
+            }
+        }
+    }
+}
+
+#define FORMAT(type)                                                                                                \
+    static void one_##type(const uint8_t *const *rows, const float *x, int64_t groups, float *sums) {               \
+        one_token(type, rows, x, groups, sums);                                                                     \
+    }                                                                                                               \
+    static void widen_##type(const uint8_t *row, int64_t at, int64_t groups, float *out) {                          \
+        widen_groups(type, row, at, groups, out);                                                                   \
+    }
+FORMAT(Q4_0)
+FORMAT(Q4_1)
+FORMAT(Q5_0)
+FORMAT(Q5_1)
+FORMAT(Q8_0)
+FORMAT(Q4_K)
+FORMAT(Q5_K)
+FORMAT(Q6_K)
+
+typedef struct {
+    void (*one)(const uint8_t *const *rows, const float *x, int64_t groups, float *sums);
+    void (*widen)(const uint8_t *row, int64_t at, int64_t groups, float *out);
+} format;
+
+static const format FORMATS[] = {
+    [Q4_0] = {one_Q4_0, widen_Q4_0}, [Q4_1] = {one_Q4_1, widen_Q4_1}, [Q5_0] = {one_Q5_0, widen_Q5_0},
+    [Q5_1] = {one_Q5_1, widen_Q5_1}, [Q8_0] = {one_Q8_0, widen_Q8_0}, [Q4_K] = {one_Q4_K, widen_Q4_K},
+    [Q5_K] = {one_Q5_K, widen_Q5_K}, [Q6_K] = {one_Q6_K, widen_Q6_K},
+};
+
+// out[t][r]: the sums of ROWS widened rows, CHUNK apart, times `count` of the x.
+INLINE void tile(const int count, const float *w, const float *x, int64_t x_stride, int64_t columns, float *out) {
+    floats total[4][ROWS] = {0};
+    for (int64_t k = 0; k < columns; k += 16) {
+        floats row[ROWS];
+        for (int r = 0; r < ROWS; r++) row[r] = *(const floats_at *)(w + CHUNK * r + k);
+        for (int t = 0; t < count; t++) {
+            const floats each = *(const floats_at *)(x + x_stride * t + k);
+            for (int r = 0; r < ROWS; r++) total[t][r] += row[r] * each;
+        }
+    }
+    for (int t = 0; t < count; t++) sum4(total[t][0], total[t][1], total[t][2], total[t][3], out + ROWS * t);
+}
+
+typedef struct {
+    const uint8_t *data;  // the first row
+    int64_t stride;       // bytes from row to row
+    int64_t rows;
+    int64_t type;  // ggml's number
+    int64_t first;  // the output's column of the first row
+} matrix;
+
+typedef struct {
+    const matrix *parts;
+    int64_t tokens, columns;
+    const float *x;
+    int64_t x_stride;
+    float *out;
+    int64_t out_stride;
+    int64_t tasks, next;
+} product;
+
+static void some_rows(const product *p, const matrix *m, int64_t first, int64_t last) {
+    const format *f = &FORMATS[m->type];
+    float sums[ROWS], wide[ROWS * CHUNK] __attribute__((aligned(64)));
+    for (int64_t row = first; row < last; row += ROWS) {
+        const int64_t count = last - row < ROWS ? last - row : ROWS;
+        const uint8_t *rows[ROWS];
+        for (int r = 0; r < ROWS; r++) rows[r] = m->data + m->stride * (row + (r < count ? r : 0));
+        float *out = p->out + m->first + row;
+        if (p->tokens == 1) {
+            f->one(rows, p->x, p->columns / GROUP, sums);
+            memcpy(out, sums, sizeof(float) * (size_t)count);
+            continue;
+        }
+        for (int64_t k = 0; k < p->columns; k += CHUNK) {
+            const int64_t width = p->columns - k < CHUNK ? p->columns - k : CHUNK;
+            for (int r = 0; r < ROWS; r++) f->widen(rows[r], k / GROUP, width / GROUP, wide + CHUNK * r);
+            for (int64_t t = 0; t < p->tokens; t += 4) {
+                float block[4 * ROWS];
+                const float *x = p->x + p->x_stride * t + k;
+                const int64_t many = p->tokens - t < 4 ? p->tokens - t : 4;
+                switch (many) {
+                    case 1: tile(1, wide, x, p->x_stride, width, block); break;
+                    case 2: tile(2, wide, x, p->x_stride, width, block); break;
+                    case 3: tile(3, wide, x, p->x_stride, width, block); break;
+                    default: tile(4, wide, x, p->x_stride, width, block);
+                }
+                for (int64_t i = 0; i < many; i++)
+                    for (int64_t r = 0; r < count; r++) {
+                        float *to = out + p->out_stride * (t + i) + r;
+                        *to = block[ROWS * i + r] + (k ? *to : 0);
+                    }
+            }
+        }
+    }
+}
+
+static void multiply(void *data) {
+    product *p = data;
+    for (int64_t task; (task = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED)) < p->tasks;) {
+        const matrix *m = p->parts;
+        for (int64_t mine; task >= (mine = (m->rows + TASK - 1) / TASK); m++) task -= mine;
+        const int64_t last = (task + 1) * TASK;
+        some_rows(p, m, task * TASK, last < m->rows ? last : m->rows);
+    }
+}
+
+typedef void (*parallel)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+
+// out[t][part.first + r] = x[t] . row r of the part, for each part.
+EXPORT void sapwood_gguf_multiply(
+    const matrix *parts, int64_t count, const float *x, int64_t tokens, int64_t columns, int64_t x_stride, float *out,
+    int64_t out_stride, parallel run, unsigned threads) {
+    product p = {parts, tokens, columns, x, x_stride, out, out_stride, 0, 0};
+    for (int64_t i = 0; i < count; i++) p.tasks += (parts[i].rows + TASK - 1) / TASK;
+    if (run && threads > 1) run(multiply, &p, threads, 0);
+    else multiply(&p);
+}
+
+typedef struct {
+    const matrix *from;
+    const int64_t *ids;
+    int64_t start, count, columns;
+    float *out;
+    int64_t next, bad;
+} gathering;
+
+static void gather(void *data) {
+    gathering *g = data;
+    const matrix *m = g->from;
+    for (int64_t at; (at = __atomic_fetch_add(&g->next, 1, __ATOMIC_RELAXED)) < g->count;) {
+        const int64_t row = g->ids ? g->ids[at] : g->start + at;
+        if (row < 0 || row >= m->rows) {
+            __atomic_store_n(&g->bad, 1, __ATOMIC_RELAXED);
+            continue;
+        }
+        FORMATS[m->type].widen(m->data + m->stride * row, 0, g->columns / GROUP, g->out + g->columns * at);
+    }
+}
+
+// out[i] = row ids[i], or row start + i, as float32. Returns 1 if there is no such row: what is in its place is undefined.
+EXPORT int64_t sapwood_gguf_rows(
+    const matrix *from, const int64_t *ids, int64_t start, int64_t count, int64_t columns, float *out, parallel run,
+    unsigned threads) {
+    gathering g = {from, ids, start, count, columns, out, 0, 0};
+    if (run && threads > 1 && count >= TASK) run(gather, &g, threads, 0);
+    else gather(&g);
+    return g.bad;
+}

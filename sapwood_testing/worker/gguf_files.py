@@ -1,0 +1,101 @@
+"""Writes GGUF files of transformers' models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+}  # fmt: skip
+_LLAMA_NORM = {"post_attention_layernorm": "ffn_norm"}
+_GEMMA_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def write_gguf(
+    path: Path,
+    model: Any,
+    architecture: str,
+    *,
+    rope_divisors: np.ndarray | None = None,
+    names: Mapping[str, str] | None = None,
+    kinds: Mapping[str, str] | None = None,
+) -> Path:
+    """A model as llama.cpp's converter writes it: names, row order and norms.
+
+    Args:
+        path: The file.
+        model: transformers' model.
+        architecture: What the file says it is.
+        rope_divisors: The values of ``rope_freqs.weight``.
+        names: Other names of tensors, by those in the model.
+        kinds: The types of matrices by their names in the file (``attn_q``); float32 unless given.
+    """
+    config = model.config
+    known = _NAMES | dict(names or (_GEMMA_NORMS if architecture == "gemma3" else _LLAMA_NORM))
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    parameters = config.rope_parameters
+    if architecture == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
+        parameters = parameters["full_attention"]
+    writer.add_rope_freq_base(parameters["rope_theta"])
+    if rope_divisors is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(rope_divisors, np.float32))
+    elif parameters["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(parameters["factor"])
+    tokens = [f"t{i}" for i in range(config.vocab_size)]
+    tokens[50] = "<|im_end|>"
+    tokens[51] = "<|eot_id|>"
+    types = [gguf.TokenType.NORMAL] * len(tokens)
+    types[50] = gguf.TokenType.CONTROL
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_eos_token_id(2)
+    tied = config.tie_word_embeddings
+    for name, tensor in model.state_dict().items():
+        if tied and name == "lm_head.weight":
+            continue
+        stem, kind = name.rsplit(".", 1)
+        block = None
+        if stem.startswith("model.layers."):
+            block, stem = stem.removeprefix("model.layers.").split(".", 1)
+        values = tensor.float()
+        if architecture == "gemma3" and "norm" in stem:
+            values = values + 1
+        if architecture == "llama" and stem in ("self_attn.q_proj", "self_attn.k_proj"):
+            heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
+            values = values.reshape(heads, 2, config.head_dim // 2, *values.shape[1:]).transpose(1, 2)
+            values = values.reshape(tensor.shape)
+        prefix = f"blk.{block}." if block is not None else ""
+        array, stored = values.contiguous().numpy(), (kinds or {}).get(known[stem])
+        if stored is not None and values.dim() > 1:
+            raw = gguf.GGMLQuantizationType[stored]
+            writer.add_tensor(f"{prefix}{known[stem]}.{kind}", gguf.quantize(array, raw), raw_dtype=raw)
+        else:
+            writer.add_tensor(f"{prefix}{known[stem]}.{kind}", array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

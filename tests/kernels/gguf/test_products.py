@@ -1,0 +1,110 @@
+"""Products with GGUF's blocks against the numbers that the gguf package reads in them."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from sapwood_kernels.gguf.build import compile_libraries, find_compiler, library_name
+from sapwood_kernels.gguf.products import TYPES, GgufLibrary, GgufProduct, load_library
+
+# Bytes in which each type's blocks have float16 numbers.
+HALVES = {
+    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> GgufLibrary:
+    installed = load_library()
+    if installed is not None:
+        return installed
+    if find_compiler() is None:
+        pytest.skip("no C compiler")
+    compile_libraries(folder := tmp_path_factory.mktemp("compiled"))
+    path = folder / library_name(torch.backends.cpu.get_cpu_capability())
+    if not path.exists():
+        pytest.skip(f"nothing is compiled for {path.name}")
+    return GgufLibrary(path)
+
+
+def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Random blocks whose float16 numbers are ordinary ones."""
+    _, per_block, block_bytes = TYPES[kind]
+    chance = np.random.default_rng(seed)
+    raw = chance.integers(0, 256, (rows, columns // per_block, block_bytes), np.uint8)
+    for at in HALVES[kind]:
+        numbers = chance.normal(0, 0.02, raw.shape[:2]).astype(np.float16)
+        raw[..., at : at + 2] = numbers[..., None].view(np.uint8)
+    return torch.from_numpy(raw.reshape(rows, -1))
+
+
+def wide(kind: str, raw: torch.Tensor) -> torch.Tensor:
+    values = gguf.dequantize(np.ascontiguousarray(raw.numpy()), gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(np.array(values, np.float32))
+
+
+def test_all_types_are_tried():
+    assert set(HALVES) == set(TYPES)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_rows_are_to_the_bit_what_the_gguf_package_reads(library, kind):
+    raw = blocks(kind, 70, 1536)
+    ids = torch.tensor([0, 69, 3, 3, *range(60)])
+    assert torch.equal(GgufProduct(library, [(kind, raw)], 1536).rows(ids), wide(kind, raw)[ids])
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 33])
+def test_products_differ_from_the_float32_numbers_only_in_the_order_of_sums(library, kind, tokens):
+    raw, x = blocks(kind, 71, 1536), torch.randn(tokens, 1536)
+    exact = x.double() @ wide(kind, raw).double().t()
+    got = GgufProduct(library, [(kind, raw)], 1536)(x)
+    scale = x.double().abs() @ wide(kind, raw).double().abs().t()  # what the sums' terms add up to
+    assert ((got - exact).abs() <= 2e-6 * scale).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_matrices_of_several_types_lie_side_by_side(library, tokens):
+    parts = [(kind, blocks(kind, rows, 512, rows)) for kind, rows in (("Q5_0", 33), ("Q6_K", 1), ("Q8_0", 64))]
+    x = torch.randn(tokens, 512)
+    apart = [GgufProduct(library, [part], 512)(x) for part in parts]
+    assert torch.equal(GgufProduct(library, parts, 512)(x), torch.cat(apart, 1))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+@pytest.mark.parametrize("tokens", [1, 6, 40])
+def test_columns_of_rows_that_lie_apart(library, kind, tokens):
+    raw, x = blocks(kind, 40, 1024), torch.randn(tokens, 512)
+    _, per_block, block_bytes = TYPES[kind]
+    half = raw[:, 512 // per_block * block_bytes :]
+    assert torch.equal(
+        GgufProduct(library, [(kind, half)], 512)(x), GgufProduct(library, [(kind, half.clone())], 512)(x)
+    )
+
+
+def test_a_row_s_product_is_the_same_in_every_small_batch(library):
+    raw, x = blocks("Q5_0", 64, 2048), torch.randn(9, 2048)
+    product = GgufProduct(library, [("Q5_0", raw)], 2048)
+    together = product(x)
+    for count in (2, 3, 8):
+        assert torch.equal(product(x[:count]), together[:count])
+
+
+def test_rows_that_are_not_there_and_bytes_of_another_shape_are_refused(library):
+    raw = blocks("Q8_0", 8, 64)
+    product = GgufProduct(library, [("Q8_0", raw)], 64)
+    for row in (8, -1):
+        with pytest.raises(IndexError, match="beyond the 8"):
+            product.rows(torch.tensor([0, row]))
+    with pytest.raises(ValueError, match="rows of 96 numbers in Q8_0"):
+        GgufProduct(library, [("Q8_0", raw)], 96)
+
+
+def test_a_library_that_is_not_there_is_said(monkeypatch, caplog):
+    monkeypatch.setattr("sapwood_kernels.gguf.products.library_name", lambda capability: "products.none.so")
+    assert load_library() is None
+    assert "GGUF weights are widened as they are loaded" in caplog.text

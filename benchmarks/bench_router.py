@@ -11,6 +11,9 @@ losses    throughput while 1 of 4 workers is stopped (SIGSTOP); time until a res
 overload  p99 of quiet traffic beside 5 000 idle streams, slow readers, vanishing clients, malformed requests, a 100 MB
           message and a flood of 50 times what the workers take
 
+With ``--beside FOLDER`` speed shows what changed since the commit that is checked out there: both routers are in front of
+the same workers, and take turns.
+
 The mock workers (``router_load/mock_worker.py``) speak HTTP to the peers and gRPC to ours. CPU times are those of the router's
 process alone, from /proc. The peers are installed from PyPI into ``benchmarks/.peers``; one that cannot be is left out.
 """
@@ -42,18 +45,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[], help="what to measure; all if none")
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
+    parser.add_argument("--beside", type=Path, help="another checkout, with its own .venv: its router too (speed)")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the usual number of requests")
     parser.add_argument("--logs", type=Path, help="folder for the processes' logs; a temporary one if not given")
     parser.add_argument("--plot", help="PNG file to draw the speeds into")
     args = parser.parse_args()
     engines = [OURS] if args.no_peers else [OURS, *install_peers()]
+    beside = [] if args.beside is None else [str(args.beside.resolve())]
     folder = args.logs or Path(tempfile.mkdtemp(prefix="bench-router-"))
     folder.mkdir(parents=True, exist_ok=True)
     figures: list[Figure] = []
     goals: list[Goal] = []
     for part in args.parts or PARTS:
         print(f"{part} ...", file=sys.stderr)
-        found, aims = PARTS[part](engines, folder, args.scale)
+        found, aims = PARTS[part](engines + beside if part == "speed" else engines, folder, args.scale)
         figures += found
         goals += aims
     print_figures(figures)

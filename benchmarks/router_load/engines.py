@@ -22,6 +22,12 @@ PEER_VERSIONS = {"smg": "1.13.0", "sglang-router": "0.3.2", "vllm-router": "0.1.
 _PEER_NEEDS = ("setproctitle", "orjson", "fastapi", "uvicorn", "aiohttp", "requests")
 """What their launchers import."""
 OURS = "sapwood"
+"""The router of this checkout. That of another one goes by the path of its folder."""
+
+
+def is_ours(engine: str) -> bool:
+    """Whether it is a router of ours, of this checkout or of another one."""
+    return engine == OURS or "/" in engine
 
 
 class Ports:
@@ -202,7 +208,7 @@ def running(
     headers: Mapping[str, str] | None = None,
 ) -> Iterator[Router]:
     """A router in front of the workers, ready for requests, which it may expect to have certain ``headers``."""
-    start = _start_ours if engine == OURS else _start_peer
+    start = _start_ours if is_ours(engine) else _start_peer
     router = start(engine, workers, folder, policy, flags)
     try:
         _await_ready(router, workers, headers or {})
@@ -213,14 +219,15 @@ def running(
 
 def _start_ours(engine: str, workers: Workers, folder: Path, policy: str, flags: tuple[str, ...]) -> Router:
     http_port, grpc_port = workers.ports.take(), workers.ports.take()
+    python = sys.executable if engine == OURS else f"{engine}/.venv/bin/python"
     command = [
-        *(sys.executable, "-m", "sapwood_router", "--host", "127.0.0.1", "--log-level", "warning"),
+        *(python, "-m", "sapwood_router", "--host", "127.0.0.1", "--log-level", "warning"),
         *("--http-port", str(http_port), "--port", str(grpc_port), "--policy", policy),
         *("--tokenizer", f"127.0.0.1:{workers.tokenizer_port}"),
         *("--workers", *(f"127.0.0.1:{port}" for port in workers.grpc_ports)),
         *flags,
     ]
-    return Router(engine, Process(command, {}, folder / f"{engine}.log"), http_port, grpc_port)
+    return Router(engine, Process(command, {}, folder / f"{engine.replace('/', '_')}.log"), http_port, grpc_port)
 
 
 def _start_peer(engine: str, workers: Workers, folder: Path, policy: str, flags: tuple[str, ...]) -> Router:

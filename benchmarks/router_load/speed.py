@@ -16,15 +16,15 @@ from typing import Any
 
 import uvloop
 from report import Figure, Goal
-from router_load.engines import OURS, Router, Times, Workers, cpu_seconds, running
+from router_load.engines import OURS, Router, Times, Workers, cpu_seconds, is_ours, running
 from router_load.load import Result, grpc_load, http_load, http_request, percentile, session_load
 from router_load.mock_tokenizer import encode
 
 _CHUNKS = 32
 _ROUNDS = 3
-_TEXT_OUT, _TEXT = f"{OURS} (text out)", f"{OURS} (text)"
+_TEXT_OUT, _TEXT = "(text out)", "(text)"
 _DIRECT, _DIRECT_GRPC, _DIRECT_SESSION = "direct", "direct (gRPC)", "direct (session)"
-_GRPC, _GRPC_TEXT_OUT = f"{OURS} (gRPC)", f"{OURS} (gRPC, text out)"
+_GRPC, _GRPC_TEXT_OUT = "(gRPC)", "(gRPC, text out)"
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,14 @@ def _measure_kind(
 ) -> None:
     loads: list[tuple[str, Router, Load]] = []
     for router in routers:
-        ours = router.engine == OURS
-        loads.append((router.engine, router, _http(kind, ids_in=ours, ids_out=ours)))
+        name, ours = router.engine, is_ours(router.engine)
+        loads.append((name, router, _http(kind, ids_in=ours, ids_out=ours)))
         if ours:
-            loads.append((_TEXT_OUT, router, _http(kind, ids_in=True)))
-            loads.append((_TEXT, router, _http(kind)))
-            loads.append((_GRPC, router, _grpc(kind, ids_out=True)))
-            loads.append((_GRPC_TEXT_OUT, router, _grpc(kind, ids_out=False)))
+            loads.append((f"{name} {_TEXT_OUT}", router, _http(kind, ids_in=True)))
+            loads.append((f"{name} {_TEXT}", router, _http(kind)))
+            loads.append((f"{name} {_GRPC}", router, _grpc(kind, ids_out=True)))
+            loads.append((f"{name} {_GRPC_TEXT_OUT}", router, _grpc(kind, ids_out=False)))
+    loads.sort(key=lambda load: load[0].removeprefix(load[1].engine))  # those of ours take turns
     direct = Router("direct", workers.processes[0], workers.http_ports[0], workers.grpc_ports[0])
     count = max(64, int(kind.count * scale))
     rates: dict[str, list[float]] = {}
@@ -175,13 +176,20 @@ def _goals(cpu: dict[tuple[str, str], list[float]], p50: dict[tuple[str, str], l
         ("unary", OURS, 2.0),
         ("stream back to back", OURS, 1.0),
         ("stream paced 5 ms", OURS, 1.0),
-        ("stream back to back", _GRPC, 2.0),
-        ("stream paced 5 ms", _GRPC, 2.0),
+        ("stream back to back", f"{OURS} {_GRPC}", 2.0),
+        ("stream paced 5 ms", f"{OURS} {_GRPC}", 2.0),
     ):
         if (kind, "smg") in cpu:
             ratio = median(cpu[kind, engine]) / median(cpu[kind, "smg"])
             goals.append(Goal(f"{kind}: CPU of {engine} to smg's", ratio, most=most))
-    for engine, straight in ((OURS, _DIRECT), (_GRPC, _DIRECT_GRPC)):  # the same client to the router, and to a worker
+    # The same client to the router, and to a worker.
+    for engine, straight in ((OURS, _DIRECT), (f"{OURS} {_GRPC}", _DIRECT_GRPC)):
         added = median(p50["unary", engine]) - median(p50["unary", straight])
         goals.append(Goal(f"added p50 at concurrency 1, {engine}, ms", added, most=1.0))
+    for kind, engine in [key for key in cpu if "/" in key[1]]:
+        mine = OURS + engine[len(engine.partition(" ")[0]) :]
+        for what, table in (("CPU", cpu), ("p50", p50)):
+            if (kind, engine) in table:
+                ratio = median(table[kind, mine]) / median(table[kind, engine])
+                goals.append(Goal(f"{kind}: {what} of {mine} to that beside", ratio, most=1.05))
     return goals

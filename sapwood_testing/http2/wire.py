@@ -21,6 +21,7 @@ from sapwood_common.http2.wire.request_head import RequestHead
 from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.tarpit import Tarpit
 from sapwood_common.pacing.time_share import TimeShare
+from sapwood_common.pacing.write_batch import WriteBatch
 
 SERVICE = "test.Test"
 Frame = tuple[int, int, int, bytes]
@@ -53,6 +54,14 @@ def message(body: bytes, compressed: bool = False) -> bytes:
 def unhurried() -> TimeShare:
     """Nobody has to stop: what is sent to a Wire is taken before it goes on."""
     return TimeShare(lambda: 0.0)
+
+
+class AtOnce(WriteBatch):
+    """Gathers nothing: what a Wire is answered is there before its loop goes on, or where there is none."""
+
+    def add(self, transport: asyncio.Transport, data: bytes) -> None:
+        if not transport.is_closing():
+            transport.write(data)
 
 
 class FakeTransport(asyncio.Transport):
@@ -172,6 +181,7 @@ class Wire:
             or SharedLimits(
                 memory or BodyMemory(1 << 30),
                 share or unhurried(),
+                writes=AtOnce(),
                 strangers=share or unhurried(),
                 calls=total or StreamTotal(),
                 tarpit=Tarpit(0),

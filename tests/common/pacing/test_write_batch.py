@@ -1,6 +1,6 @@
 import asyncio
 
-from sapwood_router.edges.http1.write_batch import WriteBatch
+from sapwood_common.pacing.write_batch import WriteBatch
 
 
 class Recorder(asyncio.Transport):
@@ -17,7 +17,7 @@ class Recorder(asyncio.Transport):
         return self.closing
 
 
-async def test_what_one_turn_of_the_loop_writes_goes_out_in_order_before_tasks_go_on() -> None:
+async def test_what_one_turn_of_the_loop_writes_goes_out_in_one_write_a_connection_before_tasks_go_on() -> None:
     order: list[tuple[str, bytes]] = []
     batch, first, second, gone = WriteBatch(), *(Recorder(name, order) for name in ("first", "second", "gone"))
     woken = asyncio.get_running_loop().create_future()
@@ -34,7 +34,24 @@ async def test_what_one_turn_of_the_loop_writes_goes_out_in_order_before_tasks_g
     assert order == []
     gone.closing = True
     await ending
-    assert order == [("first", b"1"), ("second", b"2"), ("first", b"4"), ("first", b"end")]
+    assert order == [("first", b"14"), ("second", b"2"), ("first", b"end")]
     batch.add(second, b"5")
     await asyncio.sleep(0)
     assert order[-1] == ("second", b"5")
+
+
+async def test_what_is_flushed_or_large_or_many_does_not_wait() -> None:
+    order: list[tuple[str, bytes]] = []
+    batch, first, second = WriteBatch(), Recorder("first", order), Recorder("second", order)
+    batch.add(first, b"1")
+    batch.add(second, b"2")
+    batch.flush(first)
+    batch.flush(first)
+    assert order == [("first", b"1")]
+    batch.add(second, b"x" * 5000)
+    assert order[1:] == [("second", b"2" + b"x" * 5000)]
+    for _ in range(100):
+        batch.add(first, b"y")
+    assert order[2:] == [("first", b"y" * 64)]
+    await asyncio.sleep(0)
+    assert order[3:] == [("first", b"y" * 36)]

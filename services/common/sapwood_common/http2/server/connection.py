@@ -83,6 +83,7 @@ class ServerConnection(asyncio.Protocol):
         self._shared = shared
         self._share = shared.strangers if stranger else shared.time
         self._breaths = shared.breaths
+        self._writes = shared.writes
         self._total = shared.calls
         self._most_held = max(shared.memory.most // 2, most_bytes + WINDOW)
         self._messages = HeldMessages(shared.memory, WINDOW if stranger else self._most_held)
@@ -120,7 +121,7 @@ class ServerConnection(asyncio.Protocol):
 
     def send(self, data: bytes) -> None:
         assert self._transport is not None
-        self._transport.write(data)
+        self._writes.add(self._transport, data)
 
     def send_headers(self, stream: int, block: bytes, *, end: bool = False) -> None:
         if self._has_table:
@@ -138,8 +139,8 @@ class ServerConnection(asyncio.Protocol):
         self._total.open -= 1
         if stream.remote_open:
             self._ids.cut_off(stream.number)
-        if self._closing and not self._streams and self._transport is not None:
-            self._transport.close()
+        if self._closing and not self._streams:
+            self._close_transport()
 
     def check(self, now: float) -> None:
         """Pings, retires or gives up a client that was silent or idle. To be called every few seconds, with the loop's time."""
@@ -170,7 +171,7 @@ class ServerConnection(asyncio.Protocol):
         if self._greeting is None:
             self._goaway(ErrorCodes.NO_ERROR, self._ids.last)
         if not self._streams:
-            self._transport.close()
+            self._close_transport()
 
     def close(self) -> None:
         """Closes, after what was written; calls that run find their client gone."""
@@ -179,6 +180,7 @@ class ServerConnection(asyncio.Protocol):
         self._end_streams()
         if transport is None or isinstance(transport, ClosedTransport):
             return
+        self._writes.flush(transport)
         # A client that reads nothing would keep the connection for ever.
         self._closer = asyncio.get_running_loop().call_later(_CLOSE_SECONDS, transport.abort)
         transport.close()
@@ -286,6 +288,7 @@ class ServerConnection(asyncio.Protocol):
     def _hold(self) -> None:
         """Ends the connection. Its socket closes later: at once, what the client has sent would cost it our last words."""
         assert self._transport is not None
+        self._writes.flush(self._transport)
         self._shared.tarpit.hold(self._transport)
         self.connection_lost(None)
 
@@ -294,6 +297,12 @@ class ServerConnection(asyncio.Protocol):
         if self._behind and self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
             self._share.add(self)
+
+    def _close_transport(self) -> None:
+        """Closes the socket after what was written."""
+        if self._transport is not None:
+            self._writes.flush(self._transport)
+            self._transport.close()
 
     def _settle(self) -> None:
         """Lets the client send more on all streams; gives up a client that sends on and reads nothing."""

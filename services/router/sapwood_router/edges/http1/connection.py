@@ -351,13 +351,12 @@ class HttpConnection(asyncio.BufferedProtocol):
         logger.debug("refused: %s", error.message)
         body = error.message.encode() + b"\n"
         framing = b"content-length: %d\r\nconnection: close\r\n" % len(body)
-        self.writes.flush()
-        self.transport.write(self.heads.make(error.status, _PLAIN, framing) + body)
+        self.writes.add(self.transport, self.heads.make(error.status, _PLAIN, framing) + body)
         self._hold()
 
     def _hold(self) -> None:
         """Ends the connection of a client that sends what is no request, or sends on after the last answer."""
-        self.writes.flush()
+        self.writes.flush(self.transport)
         if not self.transport.is_closing():
             self._host.tarpit.hold(self.transport)
             self.connection_lost(None)
@@ -379,7 +378,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._lingers = True
         self._lingering = _MOST_LINGERED if request is None or request.body.complete else _MOST_REFUSED
         self._host.works(self)
-        self.writes.flush()
+        self.writes.flush(self.transport)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._wait_for_leave()
@@ -388,7 +387,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _close(self) -> None:
         self._lingers = True
         self._host.works(self)
-        self.writes.flush()
+        self.writes.flush(self.transport)
         self.transport.close()
         self._wait_for_leave()
 

@@ -9,10 +9,10 @@ from sapwood_common.http2.server.turnstile import Rank, Turnstile
 from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.tarpit import HELD_SECONDS, Tarpit
 from sapwood_common.pacing.time_share import TimeShare
+from sapwood_common.pacing.write_batch import WriteBatch
 from sapwood_router.edges.http1.head import Headers
 from sapwood_router.edges.http1.request import Request
 from sapwood_router.edges.http1.response_head import ResponseHeads
-from sapwood_router.edges.http1.write_batch import WriteBatch
 
 
 @dataclass(frozen=True, slots=True)

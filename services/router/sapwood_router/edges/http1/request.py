@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from sapwood_common.errors import RequestCancelledError
+from sapwood_common.pacing.write_batch import WriteBatch
 from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.head import Head, Headers
 from sapwood_router.edges.http1.response_head import ResponseHeads
-from sapwood_router.edges.http1.write_batch import WriteBatch
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _BODILESS = frozenset({204, 304})
@@ -67,7 +67,18 @@ class Request:
         over: Whether nothing more reaches the client: the answer is complete, or the client has left.
     """
 
-    __slots__ = ("_chunked", "_connection", "_watchers", "body", "head", "keeps_open", "left", "over", "started")
+    __slots__ = (
+        "_chunked",
+        "_connection",
+        "_transport",
+        "_watchers",
+        "body",
+        "head",
+        "keeps_open",
+        "left",
+        "over",
+        "started",
+    )
 
     def __init__(self, connection: RequestConnection, head: Head, body: Body) -> None:
         self.head = head
@@ -77,6 +88,7 @@ class Request:
         self.left = False
         """Whether the client has left."""
         self._connection = connection
+        self._transport = connection.transport
         self._chunked = False
         self.keeps_open = True
         self._watchers: list[Callable[[], None]] = []
@@ -95,7 +107,7 @@ class Request:
         """Whether the client is there and reads, or has all of its answer: then :meth:`write_chunk` may be called."""
         if self.over:
             return not self.left
-        return not (self._connection.write_paused or self._connection.transport.is_closing())
+        return not (self._connection.write_paused or self._transport.is_closing())
 
     async def drained(self) -> None:
         """Returns once the client has read enough for more.
@@ -104,7 +116,7 @@ class Request:
             RequestCancelledError: It has left.
         """
         await self._connection.drained()
-        if self.left or self._connection.transport.is_closing():
+        if self.left or self._transport.is_closing():
             raise RequestCancelledError("the client left")
 
     async def respond(
@@ -138,8 +150,9 @@ class Request:
         parts = [connection.heads.make(status, headers, framing)]
         if not bodiless:
             parts.append(self._frame(body, last))
-        connection.transport.write(b"".join(parts))
+        connection.writes.add(self._transport, b"".join(parts))
         if last or bodiless:
+            connection.writes.flush(self._transport)
             self._end()
 
     async def send(self, body: bytes, *, last: bool) -> None:
@@ -154,13 +167,13 @@ class Request:
         if self.over:
             return
         connection = self._connection
-        connection.writes.add(connection.transport, b"%x\r\n%b\r\n" % (len(body), body) if self._chunked else body)
+        connection.writes.add(self._transport, b"%x\r\n%b\r\n" % (len(body), body) if self._chunked else body)
 
     def number_writer(self, before: bytes, after: bytes) -> Callable[[int], bool]:
         """Makes what does :meth:`write_chunk` with ``before``, a number and ``after``, if the client is there and
         reads, and says whether it was. It is called for each token of each stream.
         """
-        connection, transport, add = self._connection, self._connection.transport, self._connection.writes.add
+        connection, transport, add = self._connection, self._transport, self._connection.writes.add
         fixed = len(before) + len(after)
         heads: dict[int, bytes] = {}
         """By the number's digits."""
@@ -205,7 +218,7 @@ class Request:
     def _want_body(self) -> None:
         connection = self._connection
         if self.head.expects_continue and not self.body.size:
-            connection.transport.write(_CONTINUE)
+            connection.writes.add(self._transport, _CONTINUE)
         connection.expect_body()
 
     def _frame(self, body: bytes, last: bool) -> bytes:
@@ -216,7 +229,7 @@ class Request:
 
     def _write(self, body: bytes, last: bool) -> None:
         connection = self._connection
-        connection.writes.add(connection.transport, self._frame(body, last))
+        connection.writes.add(self._transport, self._frame(body, last))
         if last:
             self._end()
 

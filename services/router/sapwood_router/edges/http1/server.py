@@ -12,12 +12,12 @@ from sapwood_common.network.tls import ServerTls
 from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.tarpit import Tarpit
 from sapwood_common.pacing.time_share import TimeShare
+from sapwood_common.pacing.write_batch import WriteBatch
 from sapwood_router.edges.http1.connection import HttpConnection
 from sapwood_router.edges.http1.head import Headers
 from sapwood_router.edges.http1.host import ConnectionLimits, HostedConnection
 from sapwood_router.edges.http1.request import Request
 from sapwood_router.edges.http1.response_head import ResponseHeads
-from sapwood_router.edges.http1.write_batch import WriteBatch
 
 logger = logging.getLogger(__name__)
 

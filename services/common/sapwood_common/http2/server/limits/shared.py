@@ -10,6 +10,7 @@ from sapwood_common.http2.server.unfolding import Unfoldings
 from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.tarpit import Tarpit
 from sapwood_common.pacing.time_share import TimeShare
+from sapwood_common.pacing.write_batch import WriteBatch
 
 _STRANGERS_REST = 3.0
 """They work a quarter of the time: what they send waits, and they with it."""
@@ -23,6 +24,7 @@ class SharedLimits:
         memory: Bounds what messages hold.
         time: Shares the event loop's time.
         strangers: Shares a part of it among connections that have to show a key and have not yet.
+        writes: Gathers what is sent in a turn of the loop.
         breaths: Lets a few of the connections and calls that read much go on in each turn of the loop.
         exits: Lets a few cancelled calls end in each turn.
         calls: Bounds the calls of all connections.
@@ -32,6 +34,7 @@ class SharedLimits:
     memory: BodyMemory
     time: TimeShare = field(default_factory=TimeShare)
     strangers: TimeShare = field(default_factory=lambda: TimeShare(rest=_STRANGERS_REST))
+    writes: WriteBatch = field(default_factory=WriteBatch)
     breaths: Turnstile = field(default_factory=Turnstile)
     exits: Turnstile = field(default_factory=Turnstile)
     calls: StreamTotal = field(default_factory=StreamTotal)

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
@@ -99,14 +99,14 @@ def read_sampling(given: Mapping[str, Any], done: int = 0) -> SamplingParams:
     Raises:
         InvalidArgumentError: A value is of the wrong type or out of range; names the field as ``sampling.NAME``.
     """
+    if "seed" not in given:
+        given = {**given, "seed": int.from_bytes(os.urandom(8))}
     try:
         params = msgspec.convert(given, SamplingParams, str_keys=True)
     except msgspec.ValidationError as error:
         raise _explained(str(error), given) from error
     if params.min_tokens > params.max_tokens + done:
         raise _refused("min_tokens", f"must be at most max_tokens, {params.max_tokens + done}", params.min_tokens)
-    if "seed" not in given:
-        return msgspec.structs.replace(params, seed=secrets.randbits(64))
     if not 0 <= params.seed < _UINT64:
         raise InvalidArgumentError("seed must fit 64 bits", field="sampling.seed")
     return params

@@ -33,7 +33,7 @@ def to_worker_request(
 def worker_output_of(message: worker_pb2.WorkerGenerateResponse) -> WorkerOutput:
     """A worker's message as plain values."""
     output = WorkerOutput(
-        token_ids=message.token_ids,
+        token_ids=message.token_ids[:],
         finish=_FROM_PROTO.get(message.finish_reason),
         logprobs=_logprobs_of(message.logprobs) if message.logprobs else (),
         prompt_logprobs=_logprobs_of(message.prompt_logprobs) if message.prompt_logprobs else (),

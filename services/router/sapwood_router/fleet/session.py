@@ -199,28 +199,27 @@ class WorkerSession(SharedCall):
                     handed_on += 1
                     sink.token(token_id)
         for output in response.outputs:
-            answer = output.response
-            token_ids = answer.token_ids[:]
             sink = self._sinks.get(output.stream_id)
-            if sink is None:
-                continue  # closed here while this was on its way
-            handed_on += len(token_ids)
-            self._deliver(output, sink)
+            if sink is not None:  # else it was closed here while this was on its way
+                handed_on += self._deliver(output, sink)
         if handed_on:
             self._on_tokens(handed_on)
 
-    def _deliver(self, output: worker_pb2.SessionOutput, sink: StreamSink) -> None:
+    def _deliver(self, output: worker_pb2.SessionOutput, sink: StreamSink) -> int:
+        """Hands an output on; returns how many tokens are in it."""
         if output.HasField("response"):
             parsed = worker_output_of(output.response)
             if parsed.finish is not None:
                 self._drop(output.stream_id)
             sink.output(parsed)
-        elif output.HasField("embeddings"):
+            return len(parsed.token_ids)
+        if output.HasField("embeddings"):
             if output.embeddings.prompt_tokens:
                 self._drop(output.stream_id)
             sink.vectors(output.embeddings)
         else:
             self._fail(output.stream_id, stream_error(output.error))
+        return 0
 
     def _fail(self, stream_id: int, error: SapwoodError) -> None:
         sink = self._drop(stream_id)

@@ -156,7 +156,8 @@ class RequestWatch:
 
         That stage's time is that of all deltas; its span goes from the first to the end of the request.
         """
-        self._settle()
+        if self._arrivals:
+            self._settle()
         now = time.perf_counter()
         context = self._context
         self._responding += now - started

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.telemetry.logs import is_valid_request_id, new_request_id
@@ -25,4 +25,4 @@ def accept_request_id(given: str, field: str) -> str:
 
 def unique_id(request_id: str) -> str:
     """An id for the worker: clients may use an id twice at a time, workers may not."""
-    return f"{request_id[:_LONGEST_STEM]}.{secrets.token_hex(4)}"
+    return f"{request_id[:_LONGEST_STEM]}.{os.urandom(4).hex()}"

@@ -125,6 +125,8 @@ class DetokenizeSession(SharedCall):
 
     def _gather(self) -> None:
         """Sends what there is at the end of this turn of the event loop, or ``_GATHERING`` later while many streams send."""
+        if self._flushing:
+            return
         busy = self._last_inputs >= _MANY and asyncio.get_running_loop().time() - self._sent < _GATHERING
         self._schedule(_GATHERING if busy else 0.0)
 

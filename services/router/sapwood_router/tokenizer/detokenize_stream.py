@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from sapwood_common.errors import SapwoodError
 from sapwood_router.request.output import Output, OutputBuffer, OutputOptions
-from sapwood_router.request.output_stream import OutputChunk, OutputStream
+from sapwood_router.request.output_stream import WINDOW, OutputChunk, OutputStream
 
 _BATCH = 1024
 """Tokens that are written in one go where the answer is taken whole."""
@@ -56,7 +56,7 @@ class DetokenizeStream(OutputStream):
         self.end_pushed = end
         if end or not self._deferred or len(self.token_ids) - self.written >= _BATCH:
             self._on_dirty(self)
-        return self.full
+        return self._waiting_tokens() >= WINDOW and self.full
 
     def fail(self, error: SapwoodError) -> None:
         if not self.over:

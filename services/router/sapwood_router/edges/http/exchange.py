@@ -51,6 +51,9 @@ class Exchange:
 
     Attributes:
         extra_headers: Of the response, whatever it is.
+        writable: Says whether :attr:`write_events` may be called.
+        write_events: Sends encoded events, in this turn of the loop. Only while no :meth:`send_events` is awaited, and after one
+            was.
     """
 
     def __init__(self, request: Request, dialect: Dialect) -> None:
@@ -61,6 +64,8 @@ class Exchange:
         self.request_id = new_request_id()
         self.client_left = False
         self.extra_headers: Headers = ()
+        self.writable = request.writable
+        self.write_events = request.write_chunk
         self._request = request
         self._watcher: Callable[[], None] | None = None
         self._deadline = math.inf
@@ -204,7 +209,7 @@ class Exchange:
         await self._request.send(events, last=last)
 
     async def drained(self) -> None:
-        """Returns once :meth:`writable`.
+        """Returns once :attr:`writable`.
 
         Raises:
             RequestCancelledError: The client has left, or read nothing until the deadline: nobody else would end its request.
@@ -217,16 +222,8 @@ class Exchange:
             self._request.abort()
             raise RequestCancelledError("the client does not read its answer") from None
 
-    def writable(self) -> bool:
-        """Whether :meth:`write_events` may be called."""
-        return self._request.writable()
-
-    def write_events(self, events: bytes) -> None:
-        """Sends encoded events, in this turn of the loop. Only while no :meth:`send_events` is awaited, and after one was."""
-        self._request.write_chunk(events)
-
     def number_writer(self, before: bytes, after: bytes) -> Callable[[int], bool]:
-        """Makes what sends ``before``, a number and ``after`` as :meth:`write_events` does, unless it may not be called."""
+        """Makes what sends ``before``, a number and ``after`` as :attr:`write_events` does, unless it may not be called."""
         return self._request.number_writer(before, after)
 
     async def _send_first(self, status: int, headers: Headers, body: bytes, *, chunked: bool, last: bool) -> None:

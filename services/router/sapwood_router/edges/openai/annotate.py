@@ -48,6 +48,9 @@ class Annotator:
         echo: Whether each choice begins with its prompt.
         prompt_only: Whether it ends there: what was generated, for there must be something, is dropped.
         tells_prompt: Whether the prompts' own probabilities are told beside the answers.
+
+    Attributes:
+        silent: Whether deltas after each choice's first are left as they are, but for the last.
     """
 
     def __init__(
@@ -66,11 +69,7 @@ class Annotator:
         self._echo = set(range(len(contexts))) if echo else set[int]()
         self._prompt_only = prompt_only
         self._tells_prompt = tells_prompt
-
-    @property
-    def silent(self) -> bool:
-        """Whether deltas after each choice's first are left as they are, but for the last."""
-        return self._writers is None and not self._prompt_only
+        self.silent = self._writers is None and not prompt_only
 
     async def annotate(self, index: int, delta: Delta) -> object | None:
         """The ``logprobs`` of a choice's next delta, None if there are none. The delta's text and usage may be changed.

@@ -15,9 +15,9 @@ from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.openai.annotate import Annotator, ChatWriter
 from sapwood_router.edges.openai.answer import Answer, finish_reason, send_answer, usage_object
-from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL, IGNORED
+from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL
 from sapwood_router.edges.openai.parameters import (
-    SAMPLING,
+    BESIDE,
     StreamWish,
     effort_variables,
     output_of,
@@ -66,7 +66,7 @@ async def chat(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: fl
     """
     given = decode_object(body)
     del body
-    request = convert(given, ChatRequest, CHAT_NEUTRAL, IGNORED | SAMPLING)
+    request = convert(given, ChatRequest, CHAT_NEUTRAL, BESIDE)
     wish = stream_wish(request)
     stream = wish is not StreamWish.WHOLE
     deadline = deadline if stream else exchange.sooner(deadline)

@@ -15,9 +15,9 @@ from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.answer import Answer, send_answer, usage_object
 from sapwood_router.edges.openai.logprobs import CompletionWriter
-from sapwood_router.edges.openai.other_parameters import COMPLETION_NEUTRAL, IGNORED
+from sapwood_router.edges.openai.other_parameters import COMPLETION_NEUTRAL
 from sapwood_router.edges.openai.parameters import (
-    SAMPLING,
+    BESIDE,
     StreamWish,
     output_of,
     sampling_of,
@@ -50,7 +50,7 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     """
     given = decode_object(body)
     del body
-    request = convert(given, CompletionRequest, COMPLETION_NEUTRAL, IGNORED | SAMPLING)
+    request = convert(given, CompletionRequest, COMPLETION_NEUTRAL, BESIDE)
     wish = stream_wish(request)
     stream = wish is not StreamWish.WHOLE
     echo, prompt_only = request.echo is True, request.echo is True and request.max_tokens == 0

@@ -10,7 +10,7 @@ from sapwood_common.contract.sampling import FIELDS, SamplingParams, read_sampli
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.json_body import convert
 from sapwood_router.edges.openai.logprobs import TokenName, number_of, text_of
-from sapwood_router.edges.openai.other_parameters import STREAM_NEUTRAL
+from sapwood_router.edges.openai.other_parameters import IGNORED, STREAM_NEUTRAL
 from sapwood_router.edges.openai.types import AnyRequest, GenerationRequest, StreamOptions
 from sapwood_router.request.context import FieldNames, Truncation
 from sapwood_router.request.field_names import to_client_field
@@ -18,6 +18,9 @@ from sapwood_router.request.output import OutputOptions
 
 SAMPLING = FIELDS
 """Parameters that are sampling settings, by the same names; those that OpenAI lacks are named as in vLLM and SGLang."""
+
+BESIDE = IGNORED | SAMPLING
+"""Parameters that a request may have beside the fields of its type: settings, and what changes nothing."""
 
 TEXT_SAMPLING = SAMPLING - {"max_tokens", "logprobs", "prompt_logprobs"}
 """Those of APIs that name the most tokens themselves and tell no probabilities."""
@@ -91,11 +94,12 @@ def stream_wish(request: GenerationRequest) -> StreamWish:
     Raises:
         InvalidArgumentError: Options for a stream, but no stream; or an option that is not supported.
     """
-    if request.stream_options is not None and not request.stream:
-        raise InvalidArgumentError("stream_options is only allowed with stream", field="stream_options")
+    given = request.stream_options
+    if given is None:
+        return StreamWish.STREAM if request.stream else StreamWish.WHOLE
     if not request.stream:
-        return StreamWish.WHOLE
-    options = convert(request.stream_options or {}, StreamOptions, STREAM_NEUTRAL, prefix="stream_options.")
+        raise InvalidArgumentError("stream_options is only allowed with stream", field="stream_options")
+    options = convert(given, StreamOptions, STREAM_NEUTRAL, prefix="stream_options.")
     if not options.include_usage:
         return StreamWish.STREAM
     return StreamWish.WITH_USAGE_SO_FAR if options.continuous_usage_stats else StreamWish.WITH_USAGE

@@ -7,8 +7,8 @@ import msgspec
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.openai.chat import contexts_of
-from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL, IGNORED
-from sapwood_router.edges.openai.parameters import SAMPLING
+from sapwood_router.edges.openai.other_parameters import CHAT_NEUTRAL
+from sapwood_router.edges.openai.parameters import BESIDE
 from sapwood_router.edges.openai.types import ChatRequest
 from sapwood_router.flow.explain import explain
 from sapwood_router.flow.pipeline import Pipeline
@@ -25,7 +25,7 @@ async def explain_route(exchange: Exchange, body: bytes, pipeline: Pipeline, dea
         SapwoodError: The request is wrong, its prompt cannot be tokenized, or no worker can be chosen.
     """
     given = decode_object(body)
-    request = convert(given, ChatRequest, CHAT_NEUTRAL, IGNORED | SAMPLING)
+    request = convert(given, ChatRequest, CHAT_NEUTRAL, BESIDE)
     exchange.accept_body_id(request)
     asked = contexts_of(request, given, exchange.request_id, deadline)[0]
     asked.caller = exchange.caller(request, given)

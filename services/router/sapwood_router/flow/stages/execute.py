@@ -41,9 +41,15 @@ class Generating(Execution):
         self._held = False
 
     def token(self, token_id: int) -> None:
-        relay = self._stream.relay
-        if relay is None or not self._begun or not relay(token_id):
+        if not self._begun:
             self.output(WorkerOutput([token_id]))
+            return
+        stream = self._stream
+        relay = stream.relay
+        if relay is None or not relay(token_id):
+            self._context.output_ids.append(token_id)
+            if stream.push((token_id,)):
+                self._hold()
 
     def output(self, output: WorkerOutput) -> None:
         context, token_ids = self._context, output.token_ids

@@ -162,7 +162,7 @@ class WorkerConfig(ServiceConfig):
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
         "auto",
         description="Of the KV cache; auto is the model's. fp8_e4m3 takes half the memory and less time, and rounds keys and "
-        "values to 3 bits after the first; each layer's scale comes from a trial prompt at the start.",
+        "values to 3 bits after the first; each layer's scale is the checkpoint's, or comes from a trial prompt at the start.",
     )
     memory_fraction: float = Field(
         0.9, gt=0, le=1, description="Share of the GPU's memory to use in all, unless the KV cache's memory is given."

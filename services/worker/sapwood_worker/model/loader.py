@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +40,7 @@ class LoadedModel:
         eos_token_ids: Its own end tokens.
         quantization: The formats of its linear layers other than the model's dtype, joined by ``+``; ``none``: there are none.
         family: Its family.
+        kv_scales: By layer the factors of a float8 cache's keys and values, where the checkpoint stores them.
     """
 
     model: DecoderModel
@@ -46,6 +48,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     quantization: str
     family: ModelFamily
+    kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
 
 def load_model(
@@ -80,12 +83,14 @@ def load_model(
     """
     with ExitStack() as files:
         source: WeightSource | None = None
+        kv_scales: Mapping[int, tuple[float, float]] = {}
         stored: Stored | None = None
         if path.is_dir():
             family, config = read_hf_config(path)
             eos = read_hf_eos(path)
             if load_format == "auto":
-                source = SafetensorsSource(path, family, tied=config.tie_word_embeddings)
+                source = safetensors = SafetensorsSource(path, family, tied=config.tie_word_embeddings)
+                kv_scales = safetensors.kv_scales()
                 stored = Stored(source.tensors(), read_hf_quantization(path), str(path))
         else:
             file = files.enter_context(closing(_open_gguf(path)))
@@ -106,7 +111,7 @@ def load_model(
             load_weights(model.weights(), source, config.norm_offset, threads)
     with torch.inference_mode():
         model.prepare()
-    return LoadedModel(model, config, eos, "+".join(sorted(linear.used - {"none"})) or "none", family)
+    return LoadedModel(model, config, eos, "+".join(sorted(linear.used - {"none"})) or "none", family, kv_scales)
 
 
 def _limited(config: ModelConfig, context_length: int | None) -> ModelConfig:

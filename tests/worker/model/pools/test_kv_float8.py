@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.errors import ConfigError
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.steps import Part, step_for
 from sapwood_worker.model.pools.device_pool import DevicePool, KVScales
@@ -84,3 +88,34 @@ def test_pages_of_two_groups_come_back_from_the_host_as_they_went():
         now, loaded = content.view(torch.uint8), [3] if layer == 1 else [5, 1]
         assert torch.equal(now[loaded], before[layer][loaded])
         assert not now[[page for page in range(6) if page not in loaded]].any()
+
+
+def with_kv_scales(path, to, names: dict[str, torch.Tensor]):
+    to = shutil.copytree(path, to)
+    save_file(load_file(to / "model.safetensors") | names, to / "model.safetensors")
+    return to
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale", "v_proj.output_scale")],
+)
+def test_scales_that_a_checkpoint_stores_are_taken(tiny_model, make_runner, tmp_path, key: str, value: str):
+    place = "model.layers.1.self_attn."
+    names = {place + key: torch.tensor([0.37]), place + value: torch.tensor(0.11)}
+    path = with_kv_scales(tiny_model("llama").path, tmp_path / "scaled", names)
+    runner = make_runner(path, kv_cache_dtype="fp8_e4m3")
+    scales = runner._pool.scales
+    assert scales.of(1) == (pytest.approx(0.37), pytest.approx(0.11))
+    assert scales.of(0) == make_runner(tiny_model("llama").path, kv_cache_dtype="fp8_e4m3")._pool.scales.of(0)
+    logits, whole = runner.logits(step(runner, PROMPT, 0)), make_runner(path)
+    expected = whole.logits(step(whole, PROMPT, 0))
+    assert 0 < float((logits - expected).norm() / expected.norm()) < 0.3
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(-1.0), torch.ones(2)])
+def test_scales_that_are_no_scales_are_named(tiny_model, make_runner, tmp_path, scale: torch.Tensor):
+    names = {f"model.layers.1.self_attn.{kind}_scale": scale.clone() for kind in "kv"}
+    path = with_kv_scales(tiny_model("llama").path, tmp_path / "scaled", names)
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.self_attn\.k_scale .*one scale, above 0"):
+        make_runner(path)

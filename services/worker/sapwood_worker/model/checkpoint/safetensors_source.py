@@ -7,8 +7,9 @@ Weights stored in float8 go into a float8 slot as they are. For another slot the
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,11 +21,12 @@ from sapwood_worker.model.families.hf_values import read_json
 from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# Constants that some old checkpoints store, and scales of activations and caches, which we compute ourselves.
+# Constants that some old checkpoints store, scales of activations, which we compute ourselves, and those of the cache.
 _IGNORED_SUFFIXES = (
     *(".rotary_emb.inv_freq", ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale"),
     *(".q_scale", ".k_scale", ".v_scale"),
 )
+_KV_SCALE = re.compile(r".*layers\.(\d+)\.self_attn\.(?:attn\.)?([kv])(?:_scale|_proj\.(?:[kv]_scale|output_scale))")
 _BLOCK = 128
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,6 +49,8 @@ class SafetensorsSource:
         self._found: dict[str, tuple[Path, str]] = {}
         # Our name of a weight -> that of its scales.
         self._scales: dict[str, str] = {}
+        # By layer and what is scaled, the file of a cache's scale and its name there.
+        self._kv_scales: dict[tuple[int, Literal["k", "v"]], tuple[Path, str]] = {}
         self._directory = directory
         for path in _paths(directory):
             try:
@@ -55,6 +59,8 @@ class SafetensorsSource:
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{path}: cannot be read: {error}") from error
             for stored in self._files[path].keys():  # noqa: SIM118  (not a mapping)
+                if found_scale := _KV_SCALE.fullmatch(stored):
+                    self._kv_scales[int(found_scale[1]), "k" if found_scale[2] == "k" else "v"] = path, stored
                 if stored.startswith(family.skipped) or stored.endswith(_IGNORED_SUFFIXES):
                     continue
                 prefix = next((each for each in family.prefixes if stored.startswith(each)), "")
@@ -87,6 +93,25 @@ class SafetensorsSource:
             slot.target.copy_(tensor)
         except (OSError, SafetensorError, ValueError) as error:
             raise ConfigError(f"{path}: tensor {stored} cannot be read: {error}") from error
+
+    def kv_scales(self) -> dict[int, tuple[float, float]]:
+        """The factors of a float8 cache's keys and values, of the layers that the checkpoint stores both for.
+
+        Raises:
+            ConfigError: One is no positive number; names it and the file.
+        """
+        return {
+            layer: (self._kv_scale(layer, "k"), self._kv_scale(layer, "v"))
+            for layer, kind in sorted(self._kv_scales)
+            if kind == "k" and (layer, "v") in self._kv_scales
+        }
+
+    def _kv_scale(self, layer: int, kind: Literal["k", "v"]) -> float:
+        path, stored = self._kv_scales[layer, kind]
+        tensor: Tensor = self._files[path].get_tensor(stored).float()
+        if tensor.numel() != 1 or not 0 < tensor.item() < float("inf"):
+            raise ConfigError(f"{path}: tensor {stored} {list(tensor.shape)}: a layer's cache has one scale, above 0")
+        return tensor.item()
 
     def _read(self, name: str) -> Tensor:
         path, stored = self._found[name]

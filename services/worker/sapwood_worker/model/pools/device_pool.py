@@ -26,7 +26,8 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """Factors by which stored numbers are multiplied to give the true ones; powers of two, so that scaling is exact.
+    """Factors by which stored numbers are multiplied to give the true ones: ours are powers of two, so that scaling is exact, a
+    checkpoint's may be any.
 
     Attributes:
         keys: One factor for each layer's keys.

@@ -28,7 +28,7 @@ from sapwood_worker.model.pools.host_pool import HostPool, host_pool_pages, pool
 from sapwood_worker.model.pools.shared_memory import SharedMemory
 from sapwood_worker.model.pools.torch_transfer import make_transfer
 from sapwood_worker.model.runner.input_builder import build_forward_batch
-from sapwood_worker.model.runner.kv_calibration import calibrate
+from sapwood_worker.model.runner.kv_calibration import kv_scales
 from sapwood_worker.model.runner.memory_profile import measure_pool_bytes
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
@@ -96,7 +96,7 @@ class _Builder:
         self._layout = loaded.family.kv_layout(self._config, kept, options.page_size).shard(self._tp.size)
         self._scales: KVScales | None = None
         if float8:
-            own = calibrate(self._model, self._config, self._layout, self._dtype, self._device)
+            own = kv_scales(loaded.kv_scales, self._model, self._config, self._layout, self._dtype, self._device)
             self._scales = KVScales.largest(self._tp.exchange(own))
         generates = self._config.labels is None  # a graph ends with the choice of a token
         self._captures = self._ops.captures and self._dtype != torch.float32 and options.cuda_graphs and generates

@@ -3,12 +3,13 @@
 float8_e4m3 holds numbers from 2^-9 to 448, with full precision from 2^-6 on, so nearly every layer's keys and values fit as they
 are. A layer gets a scale other than 1 only if its largest number in the trial is under 2, where many would be too small, or over
 224, where other prompts could exceed the range. Scales are powers of 2, so that scaling adds no rounding. Numbers beyond the
-range are clamped, never made infinite.
+range are clamped, never made infinite. What a checkpoint stores for a layer is taken instead.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -63,6 +64,28 @@ class TrialPlan:
             query, stored.keys[0], stored.values[0], scale=layer.scale, window=layer.window, softcap=layer.softcap
         )
         return result.flatten(1)
+
+
+def kv_scales(
+    stored: Mapping[int, tuple[float, float]],
+    model: DecoderModel,
+    config: ModelConfig,
+    layout: KVLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVScales:
+    """The scales for a model's cache: those that its checkpoint stores, for other layers those of :func:`calibrate`.
+
+    Args:
+        stored: By layer those of keys and of values.
+        model: As of :func:`calibrate`, like the rest.
+    """
+    found = dict(stored)
+    if len(found) < config.num_layers:
+        calibrated = calibrate(model, config, layout, dtype, device)
+        found = {layer: found.get(layer, calibrated.of(layer)) for layer in range(config.num_layers)}
+    keys, values = zip(*(found[layer] for layer in range(config.num_layers)), strict=True)
+    return KVScales(keys, values)
 
 
 @torch.inference_mode()

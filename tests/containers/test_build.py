@@ -103,6 +103,12 @@ def test_every_profile_and_override_is_valid(engine) -> None:
             assert device["device_ids"] == [str(number)]
             assert {volume["target"] for volume in shown[name]["volumes"]} == {"/models", "/kv", "/kernels"}
             assert set(shown[name]["depends_on"]) == {"model"}
+    split = ("-f", "compose.yaml", "-f", "docker/compose.gpu.yaml", "-f", "docker/compose.tensor-parallel.yaml")
+    shown = json.loads(engine.compose(*split, "--profile", "gpu", "config", "--format", "json", SAPWOOD_GPUS="4"))
+    worker = shown["services"]["worker-gpu-0"]
+    (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+    assert int(device["count"]) == int(worker["environment"]["SAPWOOD_WORKER_TENSOR_PARALLEL"]) == 4
+    assert "device_ids" not in device
 
 
 def test_promtool_finds_the_rules_right(engine) -> None:

@@ -91,6 +91,9 @@ def test_every_manifest_is_valid(version: str, everything: list[dict[str, Any]])
 
 def test_all_components_go_together(everything: list[dict[str, Any]]) -> None:
     kinds = {item["kind"] for item in everything}
+    split = of_kind(everything, "ConfigMap")["worker"]["data"]["SAPWOOD_WORKER_TENSOR_PARALLEL"]
+    [container] = of_kind(everything, "StatefulSet")["worker"]["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(split) == 2
     assert {"PodMonitor", "PrometheusRule", "RoleBinding"} <= kinds
     for name, config in CONFIGS.items():
         prefix = str(config.model_config["env_prefix"])

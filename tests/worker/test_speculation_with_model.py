@@ -20,7 +20,9 @@ from sapwood_common.grammar.artefact import GrammarArtefact
 from sapwood_common.grammar.compile import GrammarBuilder
 from sapwood_common.grammar.source import GrammarKind, GrammarOptions, GrammarSource
 from sapwood_common.grammar.vocabulary import TokenVocabulary
+from sapwood_testing.worker.group_of_threads import run_group
 from sapwood_testing.worker.scripted_drafter import ScriptedDrafter
+from sapwood_testing.worker.split_models import SHAPE
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
@@ -291,3 +293,21 @@ def test_auto_measures_steps_and_changes_no_token(
     expected = plain("llama")
     scheduler, runner = make(speculate="auto", drafter=scripted(expected, 1.0), max_running=2)
     assert_alike(run(scheduler, runner, False, requests(store)), expected)
+
+
+def test_ranks_of_a_split_model_check_drafts_alike(tiny_model: Any, store: GrammarStore) -> None:
+    settings: dict[str, Any] = {"page_size": 16, "num_pages": 128, "max_running": 8}
+
+    def both(runner: Any) -> tuple[Answers, Answers, int, int]:
+        found: list[Answers] = []
+        for speculate in ("off", "prefix"):
+            drafter = scripted(found[0], 0.8) if found else None
+            config = SchedulerConfig(context_length=512, eos_token_ids=frozenset({0}), speculate=speculate, **settings)
+            scheduler = Scheduler(config, masks=TokenMasks(VOCAB, threads=1), drafter=drafter)
+            found.append(run(scheduler, runner, False, requests(store)[8:18]))
+        load = scheduler.load()
+        return *found, load.accepted_tokens, load.drafted_tokens
+
+    expected, found, accepted, drafted = run_group(2, tiny_model("llama", **SHAPE).path, both, **settings)
+    assert_alike(found, expected)
+    assert 30 < accepted < drafted

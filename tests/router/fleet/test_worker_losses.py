@@ -100,14 +100,17 @@ class WorkerProcess:
 
 
 class Load:
-    """Streams requests without a pause and checks each answer."""
+    """Streams requests without a pause and checks each answer. ``prompts``: what is asked, over and over; none: anything."""
 
-    def __init__(self, stub: router_pb2_grpc.RouterStub, streams: int, seed: int) -> None:
+    def __init__(
+        self, stub: router_pb2_grpc.RouterStub, streams: int, seed: int, prompts: Sequence[list[int]] = ()
+    ) -> None:
         self._stub = stub
+        self._prompts = prompts
         self._rng = random.Random(seed)
         self._tasks = [asyncio.ensure_future(self._run()) for _ in range(streams)]
         self._stopping = False
-        self.done = self.resumed = 0
+        self.done = self.resumed = self.accepted = 0
 
     async def stop(self) -> None:
         self._stopping = True
@@ -121,6 +124,8 @@ class Load:
     async def _run(self) -> None:
         while not self._stopping:
             prompt = [self._rng.randrange(3, VOCAB) for _ in range(self._rng.randrange(1, 60))]
+            if self._prompts:
+                prompt = self._rng.choice(self._prompts)
             request = router_pb2.RouterGenerateRequest()
             request.tokens.ids.extend(prompt)
             request.sampling.seed, request.sampling.max_tokens = 7, LENGTH
@@ -132,6 +137,7 @@ class Load:
             assert response.usage.completion_tokens == LENGTH
             assert response.usage.prompt_tokens == len(prompt)
             self.done += 1
+            self.accepted += response.usage.accepted_prediction_tokens
             self.resumed += int(dict(await call.trailing_metadata())["x-sapwood-resumptions"])
 
 
@@ -270,6 +276,24 @@ async def test_no_request_fails_and_every_stream_is_as_if_undisturbed(lose, roun
         await progress(load, 8)
         await load.stop()
         assert all(worker.in_flight == 0 and worker.pending_tokens == 0 for worker in router.registry.all())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_streams_whose_tokens_are_drafted_go_on_unchanged_when_their_worker_is_killed() -> None:
+    prompts = [[3 + number] * (5 + number) for number in range(12)]
+    async with cluster(3, flags=("--speculate", "prefix")) as (router, workers, stub):
+        load = Load(stub, streams=12, seed=1, prompts=prompts)
+        rng = random.Random(1)
+        await progress(load, 36)
+        losses = 0
+        while losses < 3 or load.resumed < 3:
+            assert losses < 30
+            await kill_and_restart(router, rng.choice(workers), len(workers), load)
+            await progress(load, 24)
+            losses += 1
+        await load.stop()
+        assert load.accepted > 100
 
 
 @pytest.mark.slow

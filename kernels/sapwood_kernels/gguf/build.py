@@ -61,6 +61,8 @@ def compile_libraries(folder: Path = SOURCE.parent) -> list[Path]:
     for capability, flag in targets.items():
         path = folder / library_name(capability)
         fresh = path.with_suffix(f".{os.getpid()}")  # another process may be doing the same
+        if "ziglang" in compiler:
+            flag = flag.replace("x86-64-v", "x86_64_v")  # zig's own spelling
         subprocess.run([*compiler, *_FLAGS, flag, "-o", str(fresh), str(SOURCE)], check=True)
         fresh.replace(path)
         made.append(path)

@@ -89,7 +89,7 @@ class Simulation:
         self.scheduler = Scheduler(self.config, clock=lambda: self.now, drafter=drafter)
         self.tree = CheckedTree(page_size, self.config.eviction) if seed % 2 else None
         if self.tree is not None:
-            self.scheduler._cache._tree = self.tree
+            self.scheduler._cache._tree = self.scheduler._cache.pins._tree = self.tree
         info = ModelInfo(
             architecture="fake",
             dtype="none",

@@ -15,6 +15,7 @@ from sapwood_common.grammar.source import GrammarSource
 from sapwood_common.grammar.vocabulary import TokenVocabulary
 from sapwood_common.network.channel import open_channel
 from sapwood_common.status import from_rpc_error
+from sapwood_testing.worker.asking import collect
 
 PATTERN = "[a-f]{10,20}:[0-9]{5}"
 SUMS = """
@@ -48,13 +49,6 @@ def request(name: str = "r", tokens: list[int] | None = None, **fields: object) 
 
 def grammar(**fields: object) -> common_pb2.Grammar:
     return common_pb2.Grammar(**fields)  # type: ignore[arg-type]
-
-
-async def collect(stub, message) -> tuple[list[int], worker_pb2.WorkerGenerateResponse]:
-    tokens: list[int] = []
-    async for response in stub.Generate(message):
-        tokens += response.token_ids
-    return tokens, response
 
 
 async def test_compiled_there_or_here_the_output_is_the_same_and_matches(lend) -> None:

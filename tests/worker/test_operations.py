@@ -17,6 +17,7 @@ from sapwood.cli.errors import REFUSED
 from sapwood.cli.main import main
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_testing.worker.asking import collect, load_where, rest_of
 from sapwood_testing.worker.fake_runner import continuation
 
 VOCAB = 1000
@@ -33,28 +34,6 @@ def request(name: str, prompt: list[int], max_tokens: int = 5, **fields: object)
 
 def expected(prompt: list[int], count: int) -> list[int]:
     return list(islice(continuation(prompt, SamplingParams(seed=SEED), VOCAB), count))
-
-
-async def collect(stub, message) -> tuple[list[int], worker_pb2.WorkerGenerateResponse]:
-    tokens: list[int] = []
-    async for response in stub.Generate(message):
-        tokens += response.token_ids
-    return tokens, response
-
-
-async def rest_of(call) -> list[int]:
-    tokens: list[int] = []
-    while (response := await call.read()) is not grpc.aio.EOF:
-        tokens += response.token_ids
-    return tokens
-
-
-async def load_where(stub, condition) -> worker_pb2.LoadReport:
-    async with asyncio.timeout(60):
-        async for response in stub.WatchLoad(worker_pb2.WatchLoadRequest(interval_ms=10)):
-            if condition(response.load):
-                return response.load
-    raise AssertionError("the stream of loads ended")
 
 
 async def health_is(channel, status: int) -> None:

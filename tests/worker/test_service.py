@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
 from itertools import islice
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.contract.child_seed import child_seed
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.status import from_rpc_error
+from sapwood_testing.worker.asking import collect, load_where, rest_of
 from sapwood_testing.worker.fake_runner import continuation
 
 VOCAB = 1000
@@ -44,33 +44,6 @@ def request(name: str, prompt: list[int], **sampling: object) -> worker_pb2.Work
 
 def expected(prompt: list[int], count: int) -> list[int]:
     return list(islice(continuation(prompt, SamplingParams(seed=SEED), VOCAB), count))
-
-
-async def collect(stub, message) -> tuple[list[int], worker_pb2.WorkerGenerateResponse]:
-    tokens: list[int] = []
-    async for response in stub.Generate(message):
-        tokens += response.token_ids
-    return tokens, response
-
-
-async def rest_of(call) -> list[int]:
-    tokens: list[int] = []
-    while (response := await call.read()) is not grpc.aio.EOF:
-        tokens += response.token_ids
-    return tokens
-
-
-async def loads(stub) -> AsyncIterator[worker_pb2.LoadReport]:
-    async for response in stub.WatchLoad(worker_pb2.WatchLoadRequest(interval_ms=10)):
-        yield response.load
-
-
-async def load_where(stub, condition) -> worker_pb2.LoadReport:
-    async with asyncio.timeout(60):
-        async for load in loads(stub):
-            if condition(load):
-                return load
-    raise AssertionError("the stream of loads ended")
 
 
 async def test_concurrent_requests_each_get_their_own_tokens_and_usage(lend) -> None:

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from sapwood.cli.local.restarts import MOST, WINDOW, Restarts
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from sapwood_testing.clock import Clock
 
 
 def test_each_restart_waits_longer_and_after_too_many_there_is_none() -> None:

@@ -6,13 +6,7 @@ import pytest
 
 from sapwood_common.pacing.loop_lag import HALF_LIFE, INTERVAL, MOST, LoopLag
 from sapwood_common.pacing.silence import Silence
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from sapwood_testing.clock import Clock
 
 
 def test_silence_is_counted_but_not_while_one_stood_still_oneself() -> None:

@@ -8,16 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from sapwood_common.pacing.time_share import SLICE, TimeShare
-
-
-class Clock:
-    """Stands still but for what work costs."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from sapwood_testing.clock import Clock
 
 
 class Worker:
@@ -35,7 +26,7 @@ class Worker:
 
 
 async def test_workers_take_turns_and_a_turn_of_the_loop_holds_one_slice() -> None:
-    clock, done = Clock(), []
+    clock, done = Clock(100.0), []
     share = TimeShare(clock)
     for name in "abc":
         share.add(Worker(name, 6, clock, done))
@@ -53,7 +44,7 @@ async def test_workers_take_turns_and_a_turn_of_the_loop_holds_one_slice() -> No
 
 
 async def test_who_has_little_left_leaves_the_turn_to_the_next() -> None:
-    clock, done = Clock(), []
+    clock, done = Clock(100.0), []
     share = TimeShare(clock)
     for name in "abc":
         share.add(Worker(name, 1, clock, done))
@@ -63,7 +54,7 @@ async def test_who_has_little_left_leaves_the_turn_to_the_next() -> None:
 
 
 async def test_who_is_added_twice_waits_once_and_who_is_gone_not_at_all() -> None:
-    clock, done = Clock(), []
+    clock, done = Clock(100.0), []
     share = TimeShare(clock)
     first, second = Worker("a", 1, clock, done), Worker("b", 1, clock, done)
     for worker in (first, second, first):
@@ -78,7 +69,7 @@ async def test_who_is_added_twice_waits_once_and_who_is_gone_not_at_all() -> Non
 async def test_a_step_that_took_far_too_long_leaves_as_much_time_to_others(monkeypatch) -> None:
     later: list[tuple[float, Callable[[], None]]] = []
     monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda delay, turn: later.append((delay, turn)))
-    clock, done = Clock(), []
+    clock, done = Clock(100.0), []
     share = TimeShare(clock)
     share.add(Worker("long", 2, clock, done, step=20 * SLICE))
     for _ in range(10):
@@ -101,7 +92,7 @@ def spend(share: TimeShare, clock: Clock, seconds: float) -> bool:
 
 
 def test_what_was_just_read_has_a_slice_and_all_together_half_of_the_time() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     share = TimeShare(clock)
     assert not spend(share, clock, 0.5 * SLICE)
     assert spend(share, clock, 2 * SLICE)
@@ -116,7 +107,7 @@ def test_what_was_just_read_has_a_slice_and_all_together_half_of_the_time() -> N
 
 
 async def test_strangers_rest_three_times_as_long_as_they_work(monkeypatch) -> None:
-    clock, done = Clock(), []
+    clock, done = Clock(100.0), []
     share = TimeShare(clock, rest=3.0)
     rests = []
 
@@ -142,7 +133,7 @@ async def test_strangers_rest_three_times_as_long_as_they_work(monkeypatch) -> N
 
 
 async def test_strangers_have_an_eighth_of_the_time_for_what_they_have_just_sent() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     share = TimeShare(clock, rest=3.0)
     begun = clock.now
     worked = 0.0

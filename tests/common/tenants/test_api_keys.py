@@ -4,13 +4,7 @@ import pytest
 
 from sapwood_common.errors import ConfigError, ResourceExhaustedError, UnauthenticatedError
 from sapwood_common.tenants.api_keys import ApiKeys, hash_key, make_key
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from sapwood_testing.clock import Clock
 
 
 def test_a_key_names_its_owner(tmp_path: Path) -> None:
@@ -25,7 +19,7 @@ def test_a_key_names_its_owner(tmp_path: Path) -> None:
 
 
 def test_a_rate_refills_and_survives_a_new_file(tmp_path: Path) -> None:
-    key, path, clock = make_key(), tmp_path / "keys", Clock()
+    key, path, clock = make_key(), tmp_path / "keys", Clock(100.0)
     path.write_text(f"alice {hash_key(key)} 60\n")
     keys = ApiKeys(path, clock)
     for _ in range(10):
@@ -41,7 +35,7 @@ def test_a_rate_refills_and_survives_a_new_file(tmp_path: Path) -> None:
 
 
 def test_a_broken_new_file_leaves_the_keys_as_they_were(tmp_path: Path) -> None:
-    key, path, clock = make_key(), tmp_path / "keys", Clock()
+    key, path, clock = make_key(), tmp_path / "keys", Clock(100.0)
     path.write_text(f"alice {hash_key(key)}\n")
     keys = ApiKeys(path, clock)
     path.write_text("what is this\n")
@@ -70,7 +64,7 @@ def test_a_wrong_line_is_refused_by_number_and_never_shown(tmp_path: Path, line:
 
 
 def test_the_keys_of_a_tenant_share_what_its_first_line_says(tmp_path: Path) -> None:
-    first, second, path, clock = make_key(), make_key(), tmp_path / "keys", Clock()
+    first, second, path, clock = make_key(), make_key(), tmp_path / "keys", Clock(100.0)
     path.write_text(f"a {hash_key(first)} 6 tokens=600 weight=2.5 priority=-7\nb {'1' * 64}\na {hash_key(second)}\n")
     keys = ApiKeys(path, clock)
     tenant = keys.check(f"Bearer {first}")
@@ -82,7 +76,7 @@ def test_the_keys_of_a_tenant_share_what_its_first_line_says(tmp_path: Path) -> 
 
 
 def test_tokens_are_paid_afterwards_and_debts_are_waited_for(tmp_path: Path) -> None:
-    key, path, clock = make_key(), tmp_path / "keys", Clock()
+    key, path, clock = make_key(), tmp_path / "keys", Clock(100.0)
     path.write_text(f"a {hash_key(key)} tokens=600\n")
     tenant = ApiKeys(path, clock).check(f"Bearer {key}")
     tenant.take_prompt(90)
@@ -96,7 +90,7 @@ def test_tokens_are_paid_afterwards_and_debts_are_waited_for(tmp_path: Path) -> 
 
 def test_each_tenant_has_a_salt_that_survives_other_lines_and_limits(tmp_path: Path) -> None:
     keys = [make_key(), make_key()]
-    path, clock = tmp_path / "keys", Clock()
+    path, clock = tmp_path / "keys", Clock(100.0)
     path.write_text(f"a {hash_key(keys[0])}\nb {hash_key(keys[1])}\n")
     store = ApiKeys(path, clock)
     salts = [store.check(f"Bearer {key}").settings.cache_salt for key in keys]

@@ -5,18 +5,12 @@ import pytest
 from sapwood_common import errors
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
 from sapwood_router.fleet.outcome import Outcome, WorkerLostError, outcome_of
+from sapwood_testing.clock import Clock
 
 SETTINGS = BreakerSettings(
     consecutive=3, failure_rate=0.5, least_requests=10, window=10.0, open_seconds=1.0, most_open_seconds=4.0
 )
 OPEN, HALF_OPEN, CLOSED = BreakerState.OPEN, BreakerState.HALF_OPEN, BreakerState.CLOSED
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

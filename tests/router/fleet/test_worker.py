@@ -8,13 +8,7 @@ from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.routing.load import Load
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from sapwood_testing.clock import Clock
 
 
 def served(model: str = "m", epoch: int = 1) -> ServedModel:

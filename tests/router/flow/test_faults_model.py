@@ -27,6 +27,7 @@ from sapwood_router.request.context import FieldNames, RequestContext, TokenProm
 from sapwood_router.request.output import OutputOptions
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policies.least_load import LeastLoad
+from sapwood_testing.clock import Clock
 
 # The share of faults never opens it here: its window is known to a tenth only, and is tested by itself.
 BREAKER = BreakerSettings(consecutive=3, least_requests=10**9, open_seconds=1.0, most_open_seconds=4.0)
@@ -41,13 +42,6 @@ KINDS = {
     "client": errors.InvalidArgumentError,
     "lost": WorkerLostError,
 }
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass

@@ -10,14 +10,7 @@ from sapwood_common import errors
 from sapwood_router.fleet.outcome import WorkerLeftError, WorkerLostError
 from sapwood_router.flow.resume import Failover
 from sapwood_router.flow.retry import RetryBudget, RetryPolicy, RetrySettings
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
+from sapwood_testing.clock import Clock
 
 FAR = 1e9
 

@@ -8,6 +8,7 @@ import json
 import threading
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
@@ -124,14 +125,20 @@ def api_server():
     server.server.server_close()
 
 
-async def test_workers_come_and_go_with_the_slices(api_server: ApiServer, wait_until) -> None:
-    api_server.put(endpoint_slice("a", "10.0.0.1", "10.0.0.2"))
+def client_of(api_server: ApiServer) -> Any:
+    """The official client, which tries nothing again by itself."""
     from kubernetes import client  # takes seconds
 
     configuration = client.Configuration()
     configuration.host = f"http://127.0.0.1:{api_server.server.server_port}"
     configuration.proxy = None
-    api = client.DiscoveryV1Api(client.ApiClient(configuration))
+    configuration.retries = False
+    return client.DiscoveryV1Api(client.ApiClient(configuration))
+
+
+async def test_workers_come_and_go_with_the_slices(api_server: ApiServer, wait_until) -> None:
+    api_server.put(endpoint_slice("a", "10.0.0.1", "10.0.0.2"))
+    api = client_of(api_server)
     named: list[frozenset[str]] = []
     following = asyncio.create_task(follow_endpoint_slices(api, parse_service("prod/worker:grpc"), named.append))
 
@@ -158,11 +165,7 @@ async def test_workers_come_and_go_with_the_slices(api_server: ApiServer, wait_u
 
 async def test_the_port_may_be_a_number(api_server: ApiServer, wait_until) -> None:
     api_server.put(endpoint_slice("a", "10.0.0.1"))
-    from kubernetes import client  # takes seconds
-
-    configuration = client.Configuration()
-    configuration.host = f"http://127.0.0.1:{api_server.server.server_port}"
-    api = client.DiscoveryV1Api(client.ApiClient(configuration))
+    api = client_of(api_server)
     named: list[frozenset[str]] = []
     following = asyncio.create_task(follow_endpoint_slices(api, parse_service("prod/worker:9161"), named.append))
     await wait_until(lambda: named == [frozenset({"10.0.0.1:9161"})])
@@ -170,13 +173,7 @@ async def test_the_port_may_be_a_number(api_server: ApiServer, wait_until) -> No
 
 
 async def test_while_the_api_server_does_not_answer_something_else_stands_in(api_server: ApiServer, wait_until) -> None:
-    from kubernetes import client  # takes seconds
-
-    configuration = client.Configuration()
-    configuration.host = f"http://127.0.0.1:{api_server.server.server_port}"
-    configuration.proxy = None
-    configuration.retries = False
-    api = client.DiscoveryV1Api(client.ApiClient(configuration))
+    api = client_of(api_server)
     named: list[frozenset[str]] = []
     lives: list[str] = []
 
@@ -203,13 +200,7 @@ async def test_while_the_api_server_does_not_answer_something_else_stands_in(api
 
 
 async def test_an_api_server_that_says_nothing_is_one_that_fails(api_server: ApiServer, wait_until) -> None:
-    from kubernetes import client  # takes seconds
-
-    configuration = client.Configuration()
-    configuration.host = f"http://127.0.0.1:{api_server.server.server_port}"
-    configuration.proxy = None
-    configuration.retries = False
-    api = client.DiscoveryV1Api(client.ApiClient(configuration))
+    api = client_of(api_server)
     named: list[frozenset[str]] = []
     lives: list[str] = []
 

@@ -9,13 +9,7 @@ from sapwood_router.routing.index.prefixes import PrefixIndex
 from sapwood_router.routing.policies.base import PromptPages
 from sapwood_router.routing.policies.cache_aware import CacheAware
 from sapwood_router.routing.worker_view import WorkerView
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from sapwood_testing.clock import Clock
 
 
 def conversations(count: int, turns: int = 3) -> list[list[PromptPages]]:
@@ -36,7 +30,7 @@ def make(clock: Clock) -> tuple[CacheAware, BlockIndex]:
 
 
 def test_turns_of_one_conversation_go_to_one_heir_and_conversations_are_spread() -> None:
-    policy, _ = make(Clock())
+    policy, _ = make(Clock(100.0))
     talks = conversations(12)
     for turns in talks:
         for turn in turns:
@@ -53,7 +47,7 @@ def test_turns_of_one_conversation_go_to_one_heir_and_conversations_are_spread()
 
 
 def test_a_copy_that_is_there_counts_more_than_what_was_handed_on() -> None:
-    policy, blocks = make(Clock())
+    policy, blocks = make(Clock(100.0))
     ((turn,),) = conversations(1, turns=1)
     blocks.reset("w1")
     blocks.reset("w2", [(Tier.GPU, turn.hashes(16))])
@@ -64,7 +58,7 @@ def test_a_copy_that_is_there_counts_more_than_what_was_handed_on() -> None:
 
 
 def test_what_was_handed_on_is_forgotten_after_its_time_and_when_the_heir_restarts() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     policy, _ = make(clock)
     ((turn,),) = conversations(1, turns=1)
     for forget in ("time", "restart"):
@@ -79,7 +73,7 @@ def test_what_was_handed_on_is_forgotten_after_its_time_and_when_the_heir_restar
 
 
 def test_memory_is_bounded_and_the_latest_are_kept() -> None:
-    hot = HotPrefixes(Clock())
+    hot = HotPrefixes(Clock(100.0))
     for number in range(10 * MOST_CHAINS):
         hot.asked("w0", [f"{number}-{page}".encode() for page in range(2 * MOST_PAGES)])
     hot.asked("w0", [])

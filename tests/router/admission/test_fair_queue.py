@@ -1,39 +1,22 @@
 """The queue in front of busy workers: its order, its refusals, and that it loses nobody."""
 
-import asyncio
+from __future__ import annotations
+
 import gc
 import random
 import weakref
 from dataclasses import dataclass
 
-import grpc
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sapwood.v1 import router_pb2
-from sapwood_common.errors import InvalidArgumentError, ResourceExhaustedError
-from sapwood_common.status import from_rpc_error
-from sapwood_common.tenants.tenant import Tenant, TenantSettings
-from sapwood_router.admission.control import AdmissionControl
+from sapwood_common.errors import ResourceExhaustedError
 from sapwood_router.admission.fair_queue import Admission, AdmissionSettings, Ticket
-from sapwood_router.fleet.circuit_breaker import BreakerSettings, CircuitBreaker
-from sapwood_router.fleet.outcome import Outcome
-from sapwood_router.fleet.registry import Registry
-from sapwood_router.fleet.served_model import ServedModel
-from sapwood_router.fleet.worker import Worker
-from sapwood_router.request.caller import Caller, caller_of
-from sapwood_router.request.spending import Spending
+from sapwood_testing.clock import Clock
 
 FAR = 1e9
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class NoSpread(random.Random):
@@ -343,123 +326,3 @@ class AgainstAModel(RuleBasedStateMachine):
 
 AgainstAModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestAgainstAModel = AgainstAModel.TestCase
-
-
-@pytest.mark.parametrize("value", ["high", "101", "-101", "1.5"])
-def test_a_priority_that_makes_no_sense_is_named(value) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        caller_of({"x-priority": value}.get, None)
-    assert caught.value.field == "x-priority"
-
-
-def test_the_tenant_is_the_keys_name_where_there_are_keys() -> None:
-    given = {"x-tenant": "me", "x-priority": "-3", "x-session-id": "s"}
-    caller = caller_of(given.get, None)
-    assert (caller.tenant, caller.priority, caller.session, caller.weight) == ("me", -3, "s", 1.0)
-    account = Tenant(TenantSettings("key", weight=2.0, cache_salt="salt"), Clock())
-    assert caller_of(given.get, account) == Caller("key", -3, "s", 2.0, "salt", Spending(account))
-
-
-async def test_requests_beyond_the_workers_room_wait_their_turn(make_cluster, wait_until) -> None:
-    async with make_cluster(2, requests_per_worker=2) as cluster:
-        gate = asyncio.Event()
-        for worker in cluster.workers:
-            worker.script.gate = gate
-        running = [asyncio.ensure_future(cluster.generate(f"text {number}")) for number in range(12)]
-        await wait_until(lambda: len(cluster.calls()) == 4 and cluster.router.status().queued == 8)
-        late = asyncio.ensure_future(cluster.generate("urgent!!", metadata=(("x-priority", "1"),)))
-        await wait_until(lambda: cluster.router.status().queued == 9)
-        assert len(cluster.calls()) == 4
-        assert "sapwood_router_queued_requests 9.0" in (await cluster.http.get("/metrics")).text
-        gate.set()
-        texts = ["".join(r.text for r in responses) for responses in await asyncio.gather(*running, late)]
-        assert texts == [*(f"text {number}" for number in range(12)), "urgent!!"]
-        assert any(len(worker.calls[2].request.token_ids) == 9 for worker in cluster.workers)  # the next one, once
-        await cluster.idle()
-
-
-async def test_of_many_that_come_at_once_only_those_that_fit_are_tokenized(make_cluster, wait_until) -> None:
-    async with make_cluster(1, requests_per_worker=2, queue_size=3) as cluster:
-        cluster.workers[0].script.gate = asyncio.Event()
-        tasks = [asyncio.ensure_future(cluster.generate(f"text {number}")) for number in range(40)]
-        await wait_until(lambda: sum(task.done() for task in tasks) == 35)
-        await wait_until(lambda: len(cluster.calls()) == 2 and cluster.router.status().queued == 3)
-        assert len(cluster.tokenizer.request_ids) == 5
-        cluster.workers[0].script.gate.set()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-        assert sum(isinstance(each, list) for each in ended) == 5
-        await cluster.idle()
-
-
-async def test_a_full_queue_is_429_with_a_delay_and_a_client_that_leaves_frees_its_place(
-    make_cluster, wait_until
-) -> None:
-    async with make_cluster(1, requests_per_worker=1, queue_size=1) as cluster:
-        cluster.workers[0].script.gate = asyncio.Event()
-        first = asyncio.ensure_future(cluster.generate("first"))
-        await wait_until(lambda: len(cluster.calls()) == 1)
-        call = cluster.stub.Generate(router_pb2.RouterGenerateRequest(text="second"))
-        reading = asyncio.ensure_future(call.read())
-        await wait_until(lambda: cluster.router.status().queued == 1)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await cluster.generate("third")
-        error = from_rpc_error(caught.value)
-        assert isinstance(error, ResourceExhaustedError)
-        assert 1 <= error.retry_after <= 2
-        tokenized = len(cluster.tokenizer.request_ids)
-        for path, body in (("completions", {"prompt": "third"}), ("embeddings", {"input": "third"})):
-            response = await cluster.http.post(f"/v1/{path}", json=body)
-            assert response.status_code == 429
-            assert int(response.headers["retry-after"]) >= 1
-            assert 1000 <= int(response.headers["retry-after-ms"]) <= 2000
-        assert len(cluster.tokenizer.request_ids) == tokenized  # refused before anything was done for them
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-        await wait_until(lambda: cluster.router.status().queued == 0)
-        fourth = asyncio.ensure_future(cluster.generate("fourth"))
-        await wait_until(lambda: cluster.router.status().queued == 1)
-        cluster.workers[0].script.gate.set()
-        for task, text in ((first, "first"), (fourth, "fourth")):
-            assert "".join(r.text for r in await task) == text
-
-
-async def test_a_deadline_passes_in_the_queue(make_cluster, wait_until, expect_error) -> None:
-    async with make_cluster(1, requests_per_worker=1) as cluster:
-        cluster.workers[0].script.gate = asyncio.Event()
-        first = asyncio.ensure_future(cluster.generate("first"))
-        await wait_until(lambda: len(cluster.calls()) == 1)
-        await expect_error(cluster.generate("second", timeout=0.3), grpc.StatusCode.DEADLINE_EXCEEDED)
-        cluster.workers[0].script.gate.set()
-        await first
-        assert len(cluster.calls()) == 1
-        await cluster.idle()
-
-
-async def test_of_those_that_wait_a_half_open_breaker_lets_one_go() -> None:
-    clock = Clock()
-    full, failed = (Worker(name, CircuitBreaker(BreakerSettings(), clock), clock) for name in ("full", "failed"))
-    registry = Registry([full, failed], most_requests=lambda model: 4)
-    for worker in (full, failed):
-        registry.mark_up(worker, ServedModel("m", 100, 10, 4, 10, epoch=1))
-    for _ in range(4):
-        full.lease(1)
-    for _ in range(5):
-        failed.breaker.fault()
-    control = AdmissionControl(registry, AdmissionSettings(), clock, random.Random(0))
-    places = [control.reserve("m", Caller(), 1, FAR) for _ in range(6)]
-    turns = [asyncio.ensure_future(place.turn()) for place in places if not place.ready()]
-    assert len(turns) == 6
-    clock.now += 1.0
-    control.pump()
-    await asyncio.sleep(0)
-    assert [turn.done() for turn in turns] == [True, *(False,) * 5]
-    probe = failed.breaker.begin()
-    control.pump()
-    assert control.waiting == 5
-    probe.end(Outcome.SUCCESS)
-    failed.lease(1)
-    control.pump()
-    assert control.waiting == 2
-    for turn in turns:
-        turn.cancel()

@@ -72,11 +72,12 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
     tracing = start_tracing("sapwood-worker", config.trace_endpoint, config.trace_ratio)
     worker_metrics = WorkerMetrics(metrics)
     telemetry = RpcTelemetry(metrics, tracing)
+    sglang = _sglang() if config.sglang else None
     server = ServiceServer(
         config.host,
         config.port,
-        [SERVICE],
-        uncounted=UNCOUNTED,
+        [SERVICE] if sglang is None else [SERVICE, sglang.SERVICE],
+        uncounted=UNCOUNTED if sglang is None else UNCOUNTED | sglang.UNCOUNTED,
         telemetry=telemetry,
         tls=server_tls(config.tls_cert, config.tls_key, config.tls_client_ca),
         health_address=config.health_address,
@@ -92,6 +93,8 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
     logger.info("metrics at http://%s:%d/metrics", config.host, exposed.port)
     service = WorkerService(engine, server.draining, health.drain, telemetry)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
+    if sglang is not None:
+        sglang.add_to(server.grpc, service, engine, config, server.draining)
     running: asyncio.Future[int] | None = None
     serving: asyncio.Future[None] | None = None
     lagging = asyncio.ensure_future(engine.vitals.lag.run())
@@ -196,6 +199,17 @@ class _Health:
     async def _tell(self) -> None:
         draining = self._server.draining.is_set()
         await self._server.set_serving(self._is_loaded and self._vitals.well and not draining)
+
+
+def _sglang() -> Any:
+    """The module that speaks SGLang's protocol; its messages are a package of their own."""
+    try:
+        from sapwood_worker.front.sglang import service
+    except ImportError as error:
+        raise ConfigError(
+            f"--sglang needs the package smg-grpc-proto: pip install 'sapwood[sglang]' ({error})"
+        ) from error
+    return service
 
 
 def _publisher(config: WorkerConfig, engine: Engine, info: ModelInfo) -> KvEventPublisher | None:

@@ -65,6 +65,7 @@ class WorkerConfig(ServiceConfig):
             lambda config: config.prefix_cache or config.policy not in ("lpm", "dfs-weight"),
             "without {prefix_cache}: it goes by what is cached",
         ),
+        Needs(("sglang_tokenizer",), lambda config: config.sglang, "without {sglang}"),
         Needs(("kv_events_port",), lambda config: config.prefix_cache, "without {prefix_cache}"),
         Needs(
             ("kv_events_replay_port", "kv_events_topic"),
@@ -117,6 +118,15 @@ class WorkerConfig(ServiceConfig):
         ge=0,
         le=65535,
         description="Port of /metrics; 0 takes a free one; none is 9161, or a free one with --port 0.",
+    )
+    sglang: bool = Field(
+        False,
+        description="Also answer SGLang's scheduler protocol on the same port, for gateways made for SGLang such as smg.",
+    )
+    sglang_tokenizer: str = Field(
+        "",
+        description="Folder of the tokenizer files that such gateways get from this worker; empty: the model's own folder. A "
+        ".gguf file has none that they can read.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the model runs; auto takes CUDA if it is there."

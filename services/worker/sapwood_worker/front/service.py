@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, NamedTuple, cast
 
 import grpc
@@ -92,7 +93,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.WorkerGenerateRequest, context: Context
     ) -> AsyncIterator[worker_pb2.WorkerGenerateResponse]:
         """Streams tokens. However the call ends, cancelled, past its deadline or broken, its request ends with it."""
-        generation = await self._start(request, context.time_remaining())
+        generation = await self.start(request, context.time_remaining())
         # A call that ends while its last message is being sent does not come back here.
         context.add_done_callback(cast(Any, lambda _: generation.close()))
         try:
@@ -115,7 +116,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
         session = Session(
-            self._start,
+            self.start,
             self._embed_measured,
             self._engine,
             self._info(),
@@ -146,8 +147,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     def _session_idle(self) -> None:
         self._idle.set()
 
-    async def _start(self, request: worker_pb2.WorkerGenerateRequest, seconds: float | None) -> Generation:
-        _, info, _, grammars, _ = self._loaded()
+    async def start(self, request: worker_pb2.WorkerGenerateRequest, seconds: float | None) -> Generation:
+        """Checks a request and submits it; the caller reads it to its end or closes it.
+
+        Args:
+            request: The request.
+            seconds: Seconds to its deadline; None if it has none.
+
+        Raises:
+            InvalidArgumentError: It cannot be run; the field is named.
+            UnavailableError: The model is being loaded, or the worker drains.
+        """
+        _, info, _, grammars, _ = self.loaded()
         if self._draining.is_set():
             raise UnavailableError("this worker is draining", retry_after=1.0)
         check_prompt(request, info)
@@ -167,7 +178,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             )
 
     def _info(self) -> worker_pb2.GetModelInfoResponse:
-        name, info, epoch, _, max_running = self._loaded()
+        name, info, epoch, _, max_running = self.loaded()
         return worker_pb2.GetModelInfoResponse(
             model=name,
             architecture=info.architecture,
@@ -203,7 +214,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             raise InvalidArgumentError(
                 f"interval_ms is {interval}; it must be 0 or at least {LEAST_INTERVAL_MS}", field="interval_ms"
             )
-        self._loaded()
+        self.loaded()
         engine = self._engine
         draining = asyncio.ensure_future(self._draining.wait())
         change: asyncio.Future[None] | None = None
@@ -224,19 +235,19 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def FlushCache(
         self, request: worker_pb2.FlushCacheRequest, context: Context
     ) -> worker_pb2.FlushCacheResponse:
-        self._loaded()
+        self.loaded()
         return worker_pb2.FlushCacheResponse(freed_pages=await self._engine.flush_cache())
 
     async def GetCacheStats(
         self, request: worker_pb2.GetCacheStatsRequest, context: Context
     ) -> worker_pb2.GetCacheStatsResponse:
-        self._loaded()
+        self.loaded()
         return worker_pb2.GetCacheStatsResponse(tiers=to_tier_stats(await self._engine.cache_command("stats")))
 
     async def ClearCache(
         self, request: worker_pb2.ClearCacheRequest, context: Context
     ) -> worker_pb2.ClearCacheResponse:
-        self._loaded()
+        self.loaded()
         reports: list[TierReport] = []
         for tier in to_tier_names(request):
             reports = await self._engine.cache_command("clear", tier)
@@ -246,7 +257,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.AttachStorageRequest, context: Context
     ) -> worker_pb2.AttachStorageResponse:
         """Attaches a store; returns when it is, or fails with what the store said and goes on trying."""
-        self._loaded()
+        self.loaded()
         if not request.url:
             raise InvalidArgumentError("url is missing", field="url")
         return worker_pb2.AttachStorageResponse(
@@ -256,15 +267,22 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def DetachStorage(
         self, request: worker_pb2.DetachStorageRequest, context: Context
     ) -> worker_pb2.DetachStorageResponse:
-        self._loaded()
+        self.loaded()
         return worker_pb2.DetachStorageResponse(tiers=to_tier_stats(await self._engine.cache_command("detach")))
 
     async def SubscribeKvEvents(
         self, request: worker_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[worker_pb2.SubscribeKvEventsResponse]:
         """Pushes what is cached until the client goes or the worker drains."""
-        block_size = self._loaded().info.page_size
+        block_size = self.loaded().info.page_size
         token_ids = request.token_ids if request.HasField("token_ids") else True
+        async with aclosing(self.kv_batches()) as batches:
+            async for batch in batches:
+                yield to_kv_events(batch, block_size, token_ids=token_ids)
+        raise UnavailableError("this worker is shutting down", retry_after=1.0)
+
+    async def kv_batches(self) -> AsyncGenerator[KvEventBatch]:
+        """What is cached, as a snapshot, and each change of it; ends when the worker drains."""
         batches = self._engine.kv_events.subscribe()
         draining = asyncio.ensure_future(self._draining.wait())
         upcoming: asyncio.Future[KvEventBatch] | None = None
@@ -274,17 +292,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 await asyncio.wait({upcoming, draining}, return_when=asyncio.FIRST_COMPLETED)
                 if draining.done():
                     break
-                yield to_kv_events(upcoming.result(), block_size, token_ids=token_ids)
+                yield upcoming.result()
         finally:
             draining.cancel()
             if upcoming is not None and not upcoming.done():
                 upcoming.cancel()
                 await asyncio.wait({upcoming})
             await batches.aclose()
-        raise UnavailableError("this worker is shutting down", retry_after=1.0)
 
     async def PinPrefix(self, request: worker_pb2.PinPrefixRequest, context: Context) -> worker_pb2.PinPrefixResponse:
-        self._loaded()
+        self.loaded()
         if not 0 < len(request.name) <= MOST_NAME:
             raise InvalidArgumentError(f"name must have 1 to {MOST_NAME} characters", field="name")
         namespace = to_namespace(request.cache_salt, request.lora_name)
@@ -295,16 +312,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def UnpinPrefix(
         self, request: worker_pb2.UnpinPrefixRequest, context: Context
     ) -> worker_pb2.UnpinPrefixResponse:
-        self._loaded()
+        self.loaded()
         return worker_pb2.UnpinPrefixResponse(found=await self._engine.unpin(request.name))
 
     async def Pause(self, request: worker_pb2.PauseRequest, context: Context) -> worker_pb2.PauseResponse:
-        self._loaded()
+        self.loaded()
         await self._engine.pause(retract=request.retract)
         return worker_pb2.PauseResponse()
 
     async def Resume(self, request: worker_pb2.ResumeRequest, context: Context) -> worker_pb2.ResumeResponse:
-        self._loaded()
+        self.loaded()
         await self._engine.resume()
         return worker_pb2.ResumeResponse()
 
@@ -316,7 +333,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def StartProfile(
         self, request: worker_pb2.StartProfileRequest, context: Context
     ) -> worker_pb2.StartProfileResponse:
-        self._loaded()
+        self.loaded()
         folder = request.folder or tempfile.mkdtemp(prefix="sapwood-profile-")
         await self._engine.start_profile(folder)
         return worker_pb2.StartProfileResponse(folder=folder)
@@ -324,12 +341,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def StopProfile(
         self, request: worker_pb2.StopProfileRequest, context: Context
     ) -> worker_pb2.StopProfileResponse:
-        self._loaded()
+        self.loaded()
         return worker_pb2.StopProfileResponse(path=await self._engine.stop_profile())
 
     async def Embed(self, request: worker_pb2.WorkerEmbedRequest, context: Context) -> worker_pb2.WorkerEmbedResponse:
         """Embeds all inputs. A call that is cancelled takes its inputs out of the scheduler."""
-        vectors, prompt_tokens = await self._embed(request, context.time_remaining())
+        vectors, prompt_tokens = await self.embed(request, context.time_remaining())
         return worker_pb2.WorkerEmbedResponse(
             embeddings=[worker_pb2.Embedding(values=vector.tolist()) for vector in vectors],
             prompt_tokens=prompt_tokens,
@@ -338,21 +355,22 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def _embed_measured(
         self, request: worker_pb2.WorkerEmbedRequest, seconds: float | None
     ) -> tuple[npt.NDArray[np.float32], int]:
-        """As :meth:`_embed`; what comes over a session is counted, timed and traced as a call of its own is."""
+        """As :meth:`embed`; what comes over a session is counted, timed and traced as a call of its own is."""
         running = self._telemetry.begin(_EMBED, ((TRACEPARENT_KEY, request.traceparent),))
         ended: BaseException | None = None
         try:
-            return await self._embed(request, seconds)
+            return await self.embed(request, seconds)
         except BaseException as error:
             ended = error
             raise
         finally:
             running.end(ended)
 
-    async def _embed(
+    async def embed(
         self, request: worker_pb2.WorkerEmbedRequest, seconds: float | None
     ) -> tuple[npt.NDArray[np.float32], int]:
-        info = self._loaded().info
+        """The vectors of all inputs, and the number of their tokens. Raises as :meth:`start`."""
+        info = self.loaded().info
         if self._draining.is_set():
             raise UnavailableError("this worker is draining", retry_after=1.0)
         inputs = to_inputs(request, info)
@@ -368,7 +386,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         )
         return vectors, sum(map(len, inputs))
 
-    def _loaded(self) -> ServedModel:
+    def loaded(self) -> ServedModel:
+        """The model that is served; raises UnavailableError until it is loaded."""
         if self.model is None:
             raise UnavailableError("the model is being loaded", retry_after=1.0)
         return self.model

@@ -58,7 +58,9 @@ def workers(tokenizer: Path) -> Iterator[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def gateway(workers: list[str], make_environment: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def gateway(
+    workers: list[str], make_environment: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
     program = make_environment(GATEWAY) / "smg"
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -143,9 +143,7 @@ async def test_it_describes_itself(stub: Any) -> None:
     assert server.server_args["page_size"] * 512 == server.max_total_num_tokens
     (load,) = (await stub.GetLoads(sglang_scheduler_pb2.GetLoadsRequest())).loads
     assert load.max_total_num_tokens == server.max_total_num_tokens
-    assert not (
-        await stub.ListLoadedLoRAAdapters(sglang_scheduler_pb2.ListLoadedLoRAAdaptersRequest())
-    ).loaded_adapters
+    assert not (await stub.ListLoadedLoRAAdapters(sglang_scheduler_pb2.ListLoadedLoRAAdaptersRequest())).loaded_adapters
 
 
 async def test_a_subscriber_hears_of_what_is_cached(stub: Any) -> None:

@@ -34,7 +34,9 @@ def tokenizer_bundle(folder: Path) -> bytes:
     """
     files = [folder / name for name in _FILES if (folder / name).is_file()]
     if not any(file.name.startswith("tokenizer.") for file in files):
-        raise UnimplementedError(f"{folder.name} has no tokenizer files for gateways: give the worker --sglang-tokenizer")
+        raise UnimplementedError(
+            f"{folder.name} has no tokenizer files for gateways: give the worker --sglang-tokenizer"
+        )
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
         for file in files:

@@ -35,7 +35,7 @@ class Fate:
     first_closed: float = 0.0
     """Seconds that the first of these had."""
     rules: dict[str, int] = field(default_factory=dict)
-    """What servers said as they closed, and how often."""
+    """What servers said as they closed, or before they read no more, and how often."""
 
 
 class _Connection(asyncio.Protocol):
@@ -131,16 +131,25 @@ async def _attack(
                     await asyncio.sleep(flood.hang_up)
         except TimeoutError:
             pass
+        rule = _rule(flood, connection)
         if connection.lost.is_set():
             fate.closed += 1
             fate.first_closed = fate.first_closed or time.monotonic() - began
-            said = find_farewell(connection.tail) if flood.front == "grpc" else None
-            rule = f"{said.code} {said.text}" if said is not None else "closed"
-            if flood.front == "http" and connection.tail.startswith(b"HTTP/1.1 "):
-                rule = connection.tail.split(b"\r\n", 1)[0].decode("latin-1")
-            fate.rules[rule] = fate.rules.get(rule, 0) + 1
+            rule = rule or "closed"
         else:
             connection.transport.abort()
+        if rule:
+            fate.rules[rule] = fate.rules.get(rule, 0) + 1
+
+
+def _rule(flood: Flood, connection: _Connection) -> str:
+    """What the server said as it closed, or before it read no more; "" for nothing."""
+    if flood.front == "grpc":
+        said = find_farewell(connection.tail)
+        return "" if said is None or not said.code else f"{said.code} {said.text}"
+    line = connection.tail.split(b"\r\n", 1)[0]
+    refused = line.startswith((b"HTTP/1.1 4", b"HTTP/1.1 5"))
+    return line.decode("latin-1") if refused or (connection.lost.is_set() and line.startswith(b"HTTP/1.1 ")) else ""
 
 
 async def main() -> None:

@@ -48,6 +48,7 @@ def test_a_services_flag_wins_over_ups_own_and_that_over_the_services_variable(m
     assert read("--policy", "least_load", "--router-policy", "round_robin").router.config.policy == "round_robin"
     assert read().worker.config.threads == 5
     assert read("--threads", "3").worker.config.threads == 3
+    assert read("--tensor-parallel", "2").worker.config.tensor_parallel == 2
 
 
 def test_what_concerns_several_services_is_said_once(tmp_path: Path) -> None:

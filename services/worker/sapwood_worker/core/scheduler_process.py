@@ -103,6 +103,7 @@ def main() -> int:
     config = begin(arguments)
     setup_logging("scheduler", config.log_level, config.log_format)
     mailbox = ZmqMailbox(arguments.folder, arguments.parent)
+    Pulse(arguments.folder / PROGRESS_FILE)
     try:
         runner = _make_runner(arguments, config)
         tiering = build_tiering(config, runner)
@@ -119,7 +120,6 @@ def main() -> int:
     dump = None if config.crash_dump_folder is None else CrashDump(config.crash_dump_folder, runner.info)
     try:
         progress = StepProgress(arguments.folder / PROGRESS_FILE, config.watchdog_timeout)
-        Pulse(arguments.folder / PROGRESS_FILE)
         operations = Operations(scheduler, _profiler())
         overlap = config.overlap
         loop = EventLoop(

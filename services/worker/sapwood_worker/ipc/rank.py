@@ -81,13 +81,11 @@ class RankSilence:
 
     Attributes:
         rank: The argument.
-        has_pulse: Whether its pulse has ever beaten.
         seconds: Seconds without a sign of life, by the last :meth:`check`.
     """
 
     def __init__(self, rank: Rank, interval: float) -> None:
         self.rank = rank
-        self.has_pulse = False
         self.seconds = 0.0
         self._silence = Silence(interval, time.monotonic)
         self._signs = rank.signs_of_life()
@@ -95,7 +93,6 @@ class RankSilence:
     def check(self) -> float:
         """Seconds without a sign of life."""
         before, self._signs = self._signs, self.rank.signs_of_life()
-        self.has_pulse = self._signs[0] > 0
         if self._signs != before:
             self._silence.heard()
         self.seconds = self._silence.check()

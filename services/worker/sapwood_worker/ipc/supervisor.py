@@ -24,8 +24,8 @@ _LEAST_FROZEN = 0.5
 """Seconds without a sign of life below which none are reported: the pulse also comes late when CPU is short."""
 
 _LOST_AFTER, _LOST_AT_START_AFTER = 1.5, 30.0
-"""Seconds without a sign of life after which a rank of several is lost: the others wait for it and can do nothing else. Before a
-process's first pulse nothing but its CPU time shows that it lives."""
+"""Seconds without a sign of life after which a rank of several is lost: the others wait for it and can do nothing else. While it
+loads its model, a slow disk may keep it still for longer."""
 
 
 class Supervisor:
@@ -102,7 +102,7 @@ class Supervisor:
 
     async def _watch_start(self, process: SchedulerProcess) -> None:
         silences = [RankSilence(rank, _POLL_SECONDS) for rank in process.ranks]
-        while not _end_if_lost(process, silences):
+        while not _end_if_lost(process, silences, _LOST_AT_START_AFTER):
             await asyncio.sleep(_POLL_SECONDS)
             for each in silences:
                 each.check()
@@ -127,19 +127,19 @@ class Supervisor:
                 logger.warning("the scheduler process %s", "lives" if vitals.well else "gives no sign of life")
             if vitals.well != was_well:
                 on_change()
-            if _end_if_lost(process, silences):
+            if _end_if_lost(process, silences, _LOST_AFTER):
                 return
             if worst > self._restart:
                 logger.error("nothing done for %.1f s: its process is ended", worst)
-                process.kill()
+                process.kill(f"nothing done for {worst:.1f} s")
                 return
             await asyncio.sleep(interval)
 
 
-def _end_if_lost(process: SchedulerProcess, silences: list[RankSilence]) -> bool:
-    """Ends the processes of a group if one of them gives no sign of life; returns whether it has."""
+def _end_if_lost(process: SchedulerProcess, silences: list[RankSilence], limit: float) -> bool:
+    """Ends the processes of a group if one of them has given no sign of life for so many seconds; returns whether it has."""
     for each in silences:
-        if len(silences) > 1 and each.seconds > (_LOST_AFTER if each.has_pulse else _LOST_AT_START_AFTER):
+        if len(silences) > 1 and each.seconds > limit:
             process.kill(f"{each.rank.name} has given no sign of life for {each.seconds:.1f} s", each.rank)
             return True
     return False

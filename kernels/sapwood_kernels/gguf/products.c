@@ -16,39 +16,51 @@
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 
-enum { GROUP = 32, ROWS = 4, CHUNK = 1024, TASK = 32 };
+// LANES: numbers of a vector, as wide as the processor's registers; TOKENS: those whose sums fit in its registers with ROWS rows.
+#if defined(__AVX512F__)
+enum { LANES = 16, TOKENS = 4 };
+#elif defined(__AVX2__)
+enum { LANES = 8, TOKENS = 2 };
+#else
+enum { LANES = 4, TOKENS = 4 };
+#endif
+enum { GROUP = 32, PARTS = GROUP / LANES, ROWS = 4, CHUNK = 1024, TASK = 32 };
 
-typedef float floats __attribute__((vector_size(64)));
-typedef float floats8 __attribute__((vector_size(32)));
+typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef float floats4 __attribute__((vector_size(16)));
-typedef float floats_at __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t ints __attribute__((vector_size(64)));
-typedef int8_t signed_bytes __attribute__((vector_size(16)));
+typedef float floats_at __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef int8_t signed_bytes __attribute__((vector_size(LANES)));
 typedef uint8_t bytes __attribute__((vector_size(16)));
 typedef uint16_t pairs __attribute__((vector_size(16)));
 typedef uint8_t bytes_at __attribute__((vector_size(16), aligned(1), may_alias));
 
-// A group's numbers: q[i] * scale[i] - minus.
+// A group's numbers: those of part i are q[i] * scale[i / (PARTS / 2)] - minus.
 typedef struct {
-    floats q[2];
+    floats q[PARTS];
     float scale[2];
     float minus;
 } group;
 
 INLINE bytes load16(const uint8_t *at) { return *(const bytes_at *)at; }
 
-INLINE floats widen(bytes q) {
+// A group of 32 signed bytes.
+INLINE group grouped(bytes low, bytes high, float low_scale, float high_scale, float minus) {
+    group g = {.scale = {low_scale, high_scale}, .minus = minus};
+    const bytes both[2] = {low, high};
+    for (int i = 0; i < PARTS; i++) {
+        const bytes q = both[i / (PARTS / 2)];
 #if defined(__AVX512F__)
-    return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)q));
+        g.q[i] = (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)q));
 #elif defined(__AVX2__)
-    union { floats8 half[2]; floats all; } wide = {{
-        (floats8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32((__m128i)q)),
-        (floats8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)q, 8))),
-    }};
-    return wide.all;
+        const __m128i part = i % 2 ? _mm_srli_si128((__m128i)q, 8) : (__m128i)q;
+        g.q[i] = (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(part));
 #else
-    return __builtin_convertvector(__builtin_convertvector((signed_bytes)q, ints), floats);
+        union { bytes all; signed_bytes part[PARTS / 2]; } split = {q};
+        g.q[i] = __builtin_convertvector(__builtin_convertvector(split.part[i % (PARTS / 2)], ints), floats);
 #endif
+    }
+    return g;
 }
 
 INLINE float half(const uint8_t *at) {
@@ -82,13 +94,13 @@ INLINE bytes bit5(uint32_t mask) {
 INLINE group q4_0(const uint8_t *block) {
     const bytes q = load16(block + 2);
     const float scale = half(block);
-    return (group){{widen((q & 15) - 8), widen((right(q, 4) & 15) - 8)}, {scale, scale}, 0};
+    return grouped((q & 15) - 8, (right(q, 4) & 15) - 8, scale, scale, 0);
 }
 
 INLINE group q4_1(const uint8_t *block) {
     const bytes q = load16(block + 4);
     const float scale = half(block);
-    return (group){{widen(q & 15), widen(right(q, 4) & 15)}, {scale, scale}, -half(block + 2)};
+    return grouped(q & 15, right(q, 4) & 15, scale, scale, -half(block + 2));
 }
 
 INLINE group q5_0(const uint8_t *block) {
@@ -96,7 +108,7 @@ INLINE group q5_0(const uint8_t *block) {
     const float scale = half(block);
     uint32_t fifth;
     memcpy(&fifth, block + 2, sizeof fifth);
-    return (group){{widen(((q & 15) | bit5(fifth)) - 16), widen(((right(q, 4) & 15) | bit5(fifth >> 16)) - 16)}, {scale, scale}, 0};
+    return grouped(((q & 15) | bit5(fifth)) - 16, ((right(q, 4) & 15) | bit5(fifth >> 16)) - 16, scale, scale, 0);
 }
 
 INLINE group q5_1(const uint8_t *block) {
@@ -104,12 +116,12 @@ INLINE group q5_1(const uint8_t *block) {
     const float scale = half(block);
     uint32_t fifth;
     memcpy(&fifth, block + 4, sizeof fifth);
-    return (group){{widen((q & 15) | bit5(fifth)), widen((right(q, 4) & 15) | bit5(fifth >> 16))}, {scale, scale}, -half(block + 2)};
+    return grouped((q & 15) | bit5(fifth), (right(q, 4) & 15) | bit5(fifth >> 16), scale, scale, -half(block + 2));
 }
 
 INLINE group q8_0(const uint8_t *block) {
     const float scale = half(block);
-    return (group){{widen(load16(block + 2)), widen(load16(block + 18))}, {scale, scale}, 0};
+    return grouped(load16(block + 2), load16(block + 18), scale, scale, 0);
 }
 
 // Scale and minimum of a group of Q4_K and Q5_K: 6 bits each, eight of either in 12 bytes.
@@ -129,9 +141,8 @@ INLINE group q4_k(const uint8_t *block, int j) {
     float scale, minus;
     six_bits(block + 4, j, &scale, &minus);
     scale *= half(block);
-    return (group){{widen(right(load16(q), shift) & 15), widen(right(load16(q + 16), shift) & 15)},
-                   {scale, scale},
-                   minus * half(block + 2)};
+    const bytes q0 = right(load16(q), shift) & 15, q1 = right(load16(q + 16), shift) & 15;
+    return grouped(q0, q1, scale, scale, minus * half(block + 2));
 }
 
 INLINE group q5_k(const uint8_t *block, int j) {
@@ -140,10 +151,9 @@ INLINE group q5_k(const uint8_t *block, int j) {
     float scale, minus;
     six_bits(block + 4, j, &scale, &minus);
     scale *= half(block);
-    return (group){{widen((right(load16(q), shift) & 15) | left(right(load16(fifth), j) & 1, 4)),
-                    widen((right(load16(q + 16), shift) & 15) | left(right(load16(fifth + 16), j) & 1, 4))},
-                   {scale, scale},
-                   minus * half(block + 2)};
+    const bytes q0 = (right(load16(q), shift) & 15) | left(right(load16(fifth), j) & 1, 4);
+    const bytes q1 = (right(load16(q + 16), shift) & 15) | left(right(load16(fifth + 16), j) & 1, 4);
+    return grouped(q0, q1, scale, scale, minus * half(block + 2));
 }
 
 INLINE group q6_k(const uint8_t *block, int j) {
@@ -153,13 +163,15 @@ INLINE group q6_k(const uint8_t *block, int j) {
     const float scale = half(block + 208);
     const bytes q0 = (right(load16(low), low_shift) & 15) | left(right(load16(high), high_shift) & 3, 4);
     const bytes q1 = (right(load16(low + 16), low_shift) & 15) | left(right(load16(high + 16), high_shift) & 3, 4);
-    return (group){{widen(q0 - 32), widen(q1 - 32)}, {scale * scales[0], scale * scales[1]}, 0};
+    return grouped(q0 - 32, q1 - 32, scale * scales[0], scale * scales[1], 0);
 }
 
+// Four numbers with the sum of a vector's.
 INLINE floats4 quarter(floats v) {
-    union { floats all; floats8 half[2]; } a = {v};
-    union { floats8 all; floats4 half[2]; } b = {a.half[0] + a.half[1]};
-    return b.half[0] + b.half[1];
+    union { floats all; floats4 part[LANES / 4]; } a = {v};
+    for (int count = LANES / 8; count > 0; count /= 2)
+        for (int i = 0; i < count; i++) a.part[i] += a.part[i + count];
+    return a.part[0];
 }
 
 // The sum of each vector's numbers.
@@ -211,14 +223,14 @@ INLINE void one_token(const int type, const uint8_t *const *rows, const float *x
     for (int r = 0; r < ROWS; r++) {
         const uint8_t *block = rows[r];
         const float *with = x;
-        floats part[4] = {0};
+        floats part[4] = {0};  // several, since each sum waits for the one before
         for (int64_t left = groups / groups_of(type); left > 0; left--, block += bytes_of(type)) {
 #pragma GCC unroll 8
             for (int j = 0; j < groups_of(type); j++, with += GROUP) {
                 const group g = read(type, block, j);
-                const int odd = groups_of(type) > 1 ? j % 2 * 2 : 0;
-                part[odd] += (g.q[0] * g.scale[0] - g.minus) * *(const floats_at *)with;
-                part[odd + 1] += (g.q[1] * g.scale[1] - g.minus) * *(const floats_at *)(with + 16);
+                for (int i = 0; i < PARTS; i++)
+                    part[(j * PARTS + i) % 4] +=
+                        (g.q[i] * g.scale[i / (PARTS / 2)] - g.minus) * *(const floats_at *)(with + LANES * i);
             }
         }
         total[r] = (part[0] + part[1]) + (part[2] + part[3]);
@@ -234,9 +246,9 @@ INLINE void widen_groups(const int type, const uint8_t *row, int64_t at, int64_t
 #pragma GCC unroll 8
         for (int j = 0; j < groups_of(type); j++, out += GROUP) {
             const group g = read(type, block, j);
-            for (int i = 0; i < 2; i++) {
-                floats_at *to = (floats_at *)(out + 16 * i);
-                *to = g.q[i] * g.scale[i];
+            for (int i = 0; i < PARTS; i++) {
+                floats_at *to = (floats_at *)(out + LANES * i);
+                *to = g.q[i] * g.scale[i / (PARTS / 2)];
                 if (shifted) {
                     __asm__ volatile("" ::: "memory");  // or the two become one fused operation
                     *to = *to - g.minus;
@@ -276,7 +288,7 @@ static const format FORMATS[] = {
 // out[t][r]: the sums of ROWS widened rows, CHUNK apart, times `count` of the x.
 INLINE void tile(const int count, const float *w, const float *x, int64_t x_stride, int64_t columns, float *out) {
     floats total[4][ROWS] = {0};
-    for (int64_t k = 0; k < columns; k += 16) {
+    for (int64_t k = 0; k < columns; k += LANES) {
         floats row[ROWS];
         for (int r = 0; r < ROWS; r++) row[r] = *(const floats_at *)(w + CHUNK * r + k);
         for (int t = 0; t < count; t++) {
@@ -321,15 +333,15 @@ static void some_rows(const product *p, const matrix *m, int64_t first, int64_t 
         for (int64_t k = 0; k < p->columns; k += CHUNK) {
             const int64_t width = p->columns - k < CHUNK ? p->columns - k : CHUNK;
             for (int r = 0; r < ROWS; r++) f->widen(rows[r], k / GROUP, width / GROUP, wide + CHUNK * r);
-            for (int64_t t = 0; t < p->tokens; t += 4) {
+            for (int64_t t = 0; t < p->tokens; t += TOKENS) {
                 float block[4 * ROWS];
                 const float *x = p->x + p->x_stride * t + k;
-                const int64_t many = p->tokens - t < 4 ? p->tokens - t : 4;
+                const int64_t many = p->tokens - t < TOKENS ? p->tokens - t : TOKENS;
                 switch (many) {
                     case 1: tile(1, wide, x, p->x_stride, width, block); break;
                     case 2: tile(2, wide, x, p->x_stride, width, block); break;
                     case 3: tile(3, wide, x, p->x_stride, width, block); break;
-                    default: tile(4, wide, x, p->x_stride, width, block);
+                    default: tile(TOKENS, wide, x, p->x_stride, width, block);
                 }
                 for (int64_t i = 0; i < many; i++)
                     for (int64_t r = 0; r < count; r++) {

@@ -130,10 +130,10 @@ def layers_of(loaded: LoadedModel) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """A layer's methods, with the projections that each has."""
     attention, mlp = loaded.model.layers[1].attention, loaded.model.layers[1].mlp
     return {
-        "self_attn": (attention.qkv._method, ("q_proj", "k_proj", "v_proj")),
-        "self_attn.output": (attention.output._method, ("o_proj",)),
-        "mlp": (mlp.gate_up._method, ("gate_proj", "up_proj")),
-        "mlp.down": (mlp.down._method, ("down_proj",)),
+        "self_attn": (attention.qkv.method, ("q_proj", "k_proj", "v_proj")),
+        "self_attn.output": (attention.output.method, ("o_proj",)),
+        "mlp": (mlp.gate_up.method, ("gate_proj", "up_proj")),
+        "mlp.down": (mlp.down.method, ("down_proj",)),
     }
 
 

@@ -52,7 +52,7 @@ class SafetensorsSource:
         # By layer and what is scaled, the file of a cache's scale and its name there.
         self._kv_scales: dict[tuple[int, Literal["k", "v"]], tuple[Path, str]] = {}
         self._directory = directory
-        for path in _paths(directory):
+        for path in checkpoint_files(directory):
             try:
                 # Mapped, not read; closed with the object.
                 self._files[path] = safe_open(path, framework="pt")
@@ -119,7 +119,12 @@ class SafetensorsSource:
         return tensor
 
 
-def _paths(directory: Path) -> list[Path]:
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The safetensors files of a directory.
+
+    Raises:
+        ConfigError: There are none, or the index is broken.
+    """
     index = directory / _INDEX
     if index.is_file():
         shards = read_json(index).get("weight_map")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor, nn
 
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
@@ -107,7 +108,20 @@ class DecoderModel(Layer):
 
     def layer_size(self) -> int:
         """Numbers of the layers' matrices, however they are held: all but those of embedding and head."""
-        return sum(each.size for each in self.layers.modules() if isinstance(each, Linear))
+        shapes = (each.shape for each in self.layers.modules() if isinstance(each, Linear))
+        return sum(shape.rows * shape.columns.size for shape in shapes)
+
+    def run_layer(self, index: int, hidden: Tensor, plan: AttentionPlan) -> Tensor:
+        """Runs one layer over one text from its first token on, for who looks between layers.
+
+        Args:
+            index: The layer's.
+            hidden: [T, hidden_size]: what the layer before returned, or the embedding; may be overwritten.
+            plan: The text's attention.
+        """
+        positions = torch.arange(len(hidden), device=hidden.device)
+        result: Tensor = self.layers[index](hidden, self.rotary[self._kinds[index]](positions), plan)
+        return result
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Runs the layers over a flat ragged batch; writes keys and values to the cache.

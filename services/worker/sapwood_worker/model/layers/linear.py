@@ -22,24 +22,25 @@ class Linear(Layer):
         context: Where and how it is built.
 
     Attributes:
-        size: Numbers of its weight on this rank, however they are held.
+        shape: The argument.
+        method: How they are held, and the product with them.
     """
 
     def __init__(self, shape: LinearShape, context: LayerContext) -> None:
         super().__init__()
-        self.size = shape.rows * shape.columns.size
-        self._method = context.linear.method(shape)
+        self.shape = shape
+        self.method = context.linear.method(shape)
         self._ops = context.ops
 
     def slots(self) -> WeightSlots:
-        return self._method.slots()
+        return self.method.slots()
 
     def finish(self) -> None:
-        self._method.finish()
+        self.method.finish()
 
     def gates(self, rows: int) -> bool:
         """Whether a gated activation after a product of so many rows costs nothing."""
-        return self._method.fuses(rows).gate_after
+        return self.method.fuses(rows).gate_after
 
 
 class ColumnLinear(Linear):
@@ -58,7 +59,7 @@ class ColumnLinear(Linear):
 
     def forward(self, x: Tensor, norm: Norm, gate: Gate | None = None) -> Tensor:
         """[T, in_features], which it norms first -> [T, sum of the parts], half of that with a gated activation ``gate``."""
-        method = self._method
+        method = self.method
         fused = method.fuses(x.shape[0])
         taken = norm if fused.norm else None
         if taken is None:
@@ -97,7 +98,7 @@ class RowLinear(Linear):
 
         The output is added to ``residual`` in place, if there is one, and the sum returned.
         """
-        method, group = self._method, self._group
+        method, group = self.method, self._group
         fused = method.fuses(x.shape[0])
         if gate is not None and not fused.gate_before:
             x, gate = self._ops.gated(gate)(x), None

@@ -1,0 +1,112 @@
+"""A model run layer by layer over pieces of text, with a look at what goes into its linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sapwood_kernels.ops.device import Gate
+from sapwood_worker.model.layers.linear import Linear
+from sapwood_worker.model.loader import LoadedModel
+from sapwood_worker.model.quantization.linear_method import Fuses, LinearMethod, Norm
+from sapwood_worker.model.runner.kv_calibration import TrialPlan
+from sapwood_worker.model.weight_slot import WeightSlots
+
+
+class Watched(LinearMethod):
+    """A method, and the second moments of its inputs.
+
+    Args:
+        method: Multiplies.
+        columns: Inputs.
+        device: Where they lie.
+
+    Attributes:
+        method: The argument.
+        moments: float32 [columns, columns], the sum over all rows so far.
+    """
+
+    def __init__(self, method: LinearMethod, columns: int, device: torch.device) -> None:
+        self.method = method
+        self.moments = torch.zeros(columns, columns, device=device)
+
+    def slots(self) -> WeightSlots:
+        return self.method.slots()
+
+    def finish(self) -> None:
+        self.method.finish()
+
+    def fuses(self, rows: int) -> Fuses:
+        return Fuses()
+
+    def apply(
+        self,
+        x: Tensor,
+        *,
+        norm: Norm | None = None,
+        gate_before: Gate | None = None,
+        gate_after: Gate | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        wide = x.float()
+        self.moments.addmm_(wide.t(), wide)
+        return self.method.apply(x)
+
+
+class LayerRun:
+    """Pieces of text on their way through a model.
+
+    Args:
+        loaded: The model.
+        pieces: Token ids; each piece is a text by itself.
+        dtype: The dtype of activations.
+        device: Where the model is.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, pieces: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._model = loaded.model
+        self._dtype, self._device = dtype, device
+        self._pieces = [torch.tensor(piece, device=device) for piece in pieces]
+        self._hidden = [loaded.model.embedding(piece) for piece in self._pieces]
+        names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+        self._layout = loaded.family.kv_layout(loaded.config, names[dtype], 16)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there are any pieces."""
+        return bool(self._pieces)
+
+    def watch(self, index: int) -> dict[Linear, Tensor]:
+        """The second moments of the inputs of a layer's linear layers; the pieces stay where they are."""
+        linears = [each for each in list(self._model.layers)[index].modules() if isinstance(each, Linear)]
+        watched: dict[Linear, Watched] = {}
+        for linear in linears:
+            linear.method = watched[linear] = Watched(linear.method, linear.shape.columns.size, self._device)
+        self._through(index)
+        for linear in linears:
+            linear.method = watched[linear].method
+        return {linear: each.moments for linear, each in watched.items()}
+
+    def advance(self, index: int) -> None:
+        """Takes the pieces through a layer."""
+        self._hidden = self._through(index)
+
+    def perplexity(self) -> float:
+        """Of the pieces, which are past the last layer."""
+        losses = []
+        for piece, hidden in zip(self._pieces, self._hidden, strict=True):
+            logits = self._model.logits(hidden).float().log_softmax(-1)
+            losses.append(-logits[:-1].gather(1, piece[1:, None]))
+        return float(torch.cat(losses).mean().exp())
+
+    def _through(self, index: int) -> list[Tensor]:
+        return [
+            self._model.run_layer(
+                index, hidden.clone(), TrialPlan(self._layout, len(hidden), self._dtype, self._device)
+            )
+            for hidden in self._hidden
+        ]

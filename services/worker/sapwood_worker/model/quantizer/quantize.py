@@ -1,0 +1,186 @@
+"""Quantises a Hugging Face directory layer by layer, each with the inputs that the rounded layers before it give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from sapwood_common.errors import ConfigError
+from sapwood_common.models.progress import Progress
+from sapwood_kernels.ops.factory import device_ops
+from sapwood_worker.model.checkpoint.hf_config import read_hf_quantization
+from sapwood_worker.model.checkpoint.safetensors_source import checkpoint_files
+from sapwood_worker.model.layers.linear import Linear
+from sapwood_worker.model.loader import LoadedModel, load_model
+from sapwood_worker.model.quantization.dense import DenseMethod
+from sapwood_worker.model.quantizer.checkpoint import CheckpointWriter
+from sapwood_worker.model.quantizer.layers import LayerRun
+from sapwood_worker.model.quantizer.schemes import Scheme
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """What became of a model.
+
+    Attributes:
+        before: Perplexity of the measured text; None: there is none.
+        after: That of the new checkpoint, read again as a worker reads it.
+        wide: Linear layers that the scheme cannot hold, which stay as they were.
+    """
+
+    before: float | None
+    after: float | None
+    wide: list[str]
+
+
+@torch.inference_mode()
+def quantize(
+    source: Path,
+    target: Path,
+    scheme: Scheme,
+    *,
+    calibration: Sequence[Sequence[int]],
+    measured: Sequence[Sequence[int]],
+    device: str,
+    threads: int,
+    progress: Progress,
+) -> Quantized:
+    """Writes a quantised copy of a checkpoint.
+
+    Args:
+        source: A Hugging Face directory.
+        target: The new one.
+        scheme: How linear layers are stored; embedding, norms and output head are copied.
+        calibration: Token ids of texts by whose inputs weights are rounded; empty: to the nearest.
+        measured: Those of texts whose perplexity is told; each of two tokens at least.
+        device: Where it is computed, as torch names it.
+        threads: Tensors read at once.
+        progress: Told how far it is.
+
+    Raises:
+        ConfigError: The source cannot be read or is quantised, or the target is there.
+    """
+    if not source.is_dir():
+        raise ConfigError(f"{source}: only Hugging Face directories can be quantised")
+    if read_hf_quantization(source):
+        raise ConfigError(f"{source}: config.json says that it is quantised")
+    if target.exists():
+        raise ConfigError(f"{target} is there already")
+    ops = device_ops(device)
+    dtype = torch.float32 if ops.device.type == "cpu" else torch.bfloat16
+
+    def load(path: Path) -> LoadedModel:
+        return load_model(path, "auto", dtype, ops, context_length=None, threads=threads, seed=0)
+
+    loaded = load(source)
+    _check_names(source, loaded)
+    whole = perplexity(loaded, measured, dtype, ops.device)
+    run = LayerRun(loaded, calibration, dtype, ops.device)
+    writer = CheckpointWriter(target)
+    try:
+        wide = _Rounding(loaded, scheme, run, writer, _scales_dtype(source), progress).all_layers()
+        _copy_others(source, loaded, writer, set(wide))
+        writer.finish(source, scheme.configuration(["lm_head", *wide]))
+    finally:
+        writer.abandon()
+    del run, loaded
+    return Quantized(whole, perplexity(load(target), measured, dtype, ops.device), wide)
+
+
+def perplexity(
+    loaded: LoadedModel, pieces: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+) -> float | None:
+    """A model's perplexity over texts; None: there are none."""
+    if not pieces:
+        return None
+    run = LayerRun(loaded, pieces, dtype, device)
+    for index in range(loaded.config.num_layers):
+        run.advance(index)
+    return run.perplexity()
+
+
+class _Rounding:
+    """The layers' way into the new checkpoint."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        scheme: Scheme,
+        run: LayerRun,
+        writer: CheckpointWriter,
+        scales_dtype: torch.dtype,
+        progress: Progress,
+    ) -> None:
+        self._loaded, self._scheme, self._run = loaded, scheme, run
+        self._writer, self._scales_dtype, self._progress = writer, scales_dtype, progress
+        self._done = 0
+
+    def all_layers(self) -> list[str]:
+        """Writes all layers; returns the names of those that the scheme cannot hold."""
+        wide: list[str] = []
+        for index, layer in enumerate(self._loaded.model.layers):
+            linears = [each for each in layer.modules() if isinstance(each, Linear)]
+            moments = self._run.watch(index) if self._scheme.group is not None and self._run.has_text else {}
+            for linear in linears:
+                if self._scheme.fits(linear.shape.columns.size):
+                    self._round(linear, moments.get(linear))
+                else:
+                    wide += [part.name for part in linear.shape.parts]
+                self._done += linear.shape.rows * linear.shape.columns.size
+                self._progress("quantising", 2 * self._done, 2 * self._loaded.model.layer_size())
+            self._run.advance(index)
+        return wide
+
+    def _round(self, linear: Linear, moments: torch.Tensor | None) -> None:
+        method = linear.method
+        assert isinstance(method, DenseMethod)
+        rounded = self._scheme.round(method.weight.float(), moments, self._scales_dtype)
+        start = 0
+        for part in linear.shape.parts:
+            rows = slice(start, start + part.rows.size)
+            for kind, tensor in rounded.tensors.items():
+                shape = torch.tensor([part.rows.size, linear.shape.columns.size])
+                self._writer.add(f"{part.name}.{kind}", shape if kind == "weight_shape" else tensor[rows])
+            start = rows.stop
+        method.weight.copy_(rounded.numbers)
+        method.finish()  # a device may hold the weight in another layout, too
+
+
+def _copy_others(source: Path, loaded: LoadedModel, writer: CheckpointWriter, wide: set[str]) -> None:
+    """Copies what is not rounded as it is stored."""
+    rounded = {f"{name}.weight" for name in _projections(loaded) if name not in wide}
+    for path in checkpoint_files(source):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a mapping)
+                if name not in rounded:
+                    writer.add(name, file.get_tensor(name))
+
+
+def _projections(loaded: LoadedModel) -> list[str]:
+    linears = (each for each in loaded.model.layers.modules() if isinstance(each, Linear))
+    return [part.name for linear in linears for part in linear.shape.parts]
+
+
+def _check_names(source: Path, loaded: LoadedModel) -> None:
+    names: set[str] = set()
+    for path in checkpoint_files(source):
+        with safe_open(path, framework="pt") as file:
+            names |= set(file.keys())
+    other = sorted(name for name in _projections(loaded) if f"{name}.weight" not in names)
+    if other:
+        raise ConfigError(
+            f"{source}: tensor {other[0]}.weight goes by another name; only plain language models can be quantised"
+        )
+
+
+def _scales_dtype(source: Path) -> torch.dtype:
+    """That of the weights, if it is one of 16 bits."""
+    with safe_open(checkpoint_files(source)[0], framework="pt") as file:
+        found = {file.get_tensor(name).dtype for name in list(file.keys())[:1]}
+    return next((dtype for dtype in _HALVES if dtype in found), torch.float32)

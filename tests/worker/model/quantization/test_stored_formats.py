@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_testing.worker import quantised_layers as layouts
+from sapwood_testing.models import quantised_layers as layouts
 from sapwood_testing.worker.thread_ranks import ThreadGroup
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.loader import LoadedModel, load_model

@@ -27,118 +27,8 @@ from sapwood_router.app import RouterApplication
 from sapwood_router.config import RouterConfig
 from sapwood_router.fleet.worker import Worker
 from sapwood_testing.router.fake_tokenizer import FakeTokenizer
-from sapwood_testing.router.ports import port_of_its_own
+from sapwood_testing.router.worker_process import VOCAB, Load, WorkerProcess
 from sapwood_testing.worker.fake_runner import continuation
-
-VOCAB = 131  # the fake tokenizer reads each as an ASCII character
-LENGTH = 60
-
-
-class WorkerProcess:
-    """One that can be killed and started again on its port.
-
-    Args:
-        namespace: The network it is in; None for this machine's own.
-        flags: Further flags.
-    """
-
-    def __init__(self, namespace: Any | None = None, flags: Sequence[str] = ()) -> None:
-        self.port = port_of_its_own()
-        self.flags = flags
-        self.process: asyncio.subprocess.Process | None = None
-        self.namespace = namespace
-        self.host = "127.0.0.1" if namespace is None else namespace.host
-
-    @property
-    def address(self) -> str:
-        return f"{self.host}:{self.port}"
-
-    async def start(self) -> None:
-        self.process = await asyncio.create_subprocess_exec(
-            *(() if self.namespace is None else ("ip", "netns", "exec", self.namespace.name)),
-            *(sys.executable, "-m", "sapwood_testing.worker.fake_worker", "--port", str(self.port)),
-            *(
-                "--host",
-                self.host,
-                "--metrics-port",
-                "0",
-                "--vocab-size",
-                str(VOCAB),
-                "--step-ms",
-                "10",
-                "--context-length",
-                "512",
-                *self.flags,
-            ),
-            stderr=asyncio.subprocess.PIPE,
-        )
-        async with asyncio.timeout(60):
-            while line := (await self.process.stderr.readline()).decode():
-                if found := re.search(r"listening on \S+:(\d+)", line):
-                    self.port = int(found[1])
-                    self.drain = asyncio.ensure_future(self.process.stderr.read())
-                    return
-        raise AssertionError("the worker did not start")
-
-    def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    def send_to_scheduler(self, number: signal.Signals) -> None:
-        """To the process behind the one that speaks gRPC."""
-        os.kill(self.ranks()[0], number)
-
-    def ranks(self) -> list[int]:
-        """The processes behind the one that speaks gRPC, in the order of their ranks."""
-        pid = self.process.pid
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-    async def kill(self) -> None:
-        if self.process is not None and self.process.returncode is None:
-            self.process.kill()
-            await self.process.wait()
-            await self.drain
-
-
-class Load:
-    """Streams requests without a pause and checks each answer. ``prompts``: what is asked, over and over; none: anything."""
-
-    def __init__(
-        self, stub: router_pb2_grpc.RouterStub, streams: int, seed: int, prompts: Sequence[list[int]] = ()
-    ) -> None:
-        self._stub = stub
-        self._prompts = prompts
-        self._rng = random.Random(seed)
-        self._tasks = [asyncio.ensure_future(self._run()) for _ in range(streams)]
-        self._stopping = False
-        self.done = self.resumed = self.accepted = 0
-
-    async def stop(self) -> None:
-        self._stopping = True
-        await asyncio.gather(*self._tasks)
-
-    def check(self) -> None:
-        for task in self._tasks:
-            if task.done():
-                task.result()
-
-    async def _run(self) -> None:
-        while not self._stopping:
-            prompt = [self._rng.randrange(3, VOCAB) for _ in range(self._rng.randrange(1, 60))]
-            if self._prompts:
-                prompt = self._rng.choice(self._prompts)
-            request = router_pb2.RouterGenerateRequest()
-            request.tokens.ids.extend(prompt)
-            request.sampling.seed, request.sampling.max_tokens = 7, LENGTH
-            call = self._stub.Generate(request, timeout=120)
-            tokens: list[int] = []
-            async for response in call:
-                tokens += response.token_ids
-            assert tokens == list(islice(continuation(prompt, SamplingParams(seed=7), VOCAB), LENGTH))
-            assert response.usage.completion_tokens == LENGTH
-            assert response.usage.prompt_tokens == len(prompt)
-            self.done += 1
-            self.accepted += response.usage.accepted_prediction_tokens
-            self.resumed += int(dict(await call.trailing_metadata())["x-sapwood-resumptions"])
 
 
 @contextlib.asynccontextmanager
@@ -381,7 +271,13 @@ async def test_a_frozen_idle_worker_keeps_no_new_request_waiting() -> None:
 async def test_a_killed_routers_stream_just_breaks_and_with_its_seed_another_router_gives_the_same_answer() -> None:
     async with cluster(2) as (router, workers, _):
         doomed = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "sapwood_router", "--port", "0", "--http-port", "0", "--metrics-port", "0"),
+            *(
+                sys.executable,
+                "-m",
+                "sapwood.cli.local.tied",
+                "sapwood_router",
+            ),  # tied: it ends with a test that fails before
+            *("--port", "0", "--http-port", "0", "--metrics-port", "0"),
             *("--tokenizer", router._config.tokenizer, "--workers", *(worker.address for worker in workers)),
             stderr=asyncio.subprocess.PIPE,
         )

@@ -22,7 +22,7 @@ from sapwood_common.models.model_files import demo_path
 pytestmark = [pytest.mark.slow, pytest.mark.clients, pytest.mark.model, pytest.mark.timeout(1200)]
 
 GATEWAY = "smg==1.13.0"
-PROMPT = "The three primary colours are"
+PROMPT = "<bos>The three primary colours are"  # the gateway adds no token to completions
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
@@ -103,7 +103,7 @@ def text(workers: list[str], tokenizer: Path) -> str:
     from transformers import AutoTokenizer
 
     read = AutoTokenizer.from_pretrained(tokenizer)
-    ids = read.encode(PROMPT, add_special_tokens=False)  # the gateway adds none to completions
+    ids = read.encode(PROMPT, add_special_tokens=False)
     settings = common_pb2.SamplingParams(temperature=0, max_tokens=8)
     request = worker_pb2.WorkerGenerateRequest(request_id="own", token_ids=ids, sampling=settings)
     tokens = [token for response in stub(workers[0]).Generate(request) for token in response.token_ids]

@@ -37,7 +37,7 @@ from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.records.grammar_state import MaskFiller
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.place import ALONE, Place
-from sapwood_worker.records.step import RankLostError
+from sapwood_worker.records.step import RankGoneError, RankLostError
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,8 @@ def main() -> int:
         return 1
     except RankLostError as error:
         logger.error("%s", error, exc_info=error.__cause__)
-        last_words(arguments.folder, 0).write_text(str(error))
+        if not isinstance(error, RankGoneError):
+            last_words(arguments.folder, 0).write_text(str(error))
         mailbox.close()
         sys.stderr.flush()
         os._exit(1)  # nothing waits for exchanges that will never end

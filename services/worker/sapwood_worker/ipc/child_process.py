@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_TELLS = Path("/proc/self/stat").exists()
 
 
 class ChildProcess:
@@ -38,6 +39,11 @@ class ChildProcess:
     async def wait(self) -> int:
         """Waits for the end; returns :attr:`returncode`. May be cancelled, and be called by several."""
         return await asyncio.shield(self._ended)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended, or is about to, as the kernel tells; False where the kernel does not tell."""
+        return _TELLS and self._stat()[:1] in ([], [b"Z"], [b"X"])
 
     def cpu_ticks(self) -> int:
         """The CPU time that it has used, in the kernel's ticks; 0 where the kernel does not tell."""

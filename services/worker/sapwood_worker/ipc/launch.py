@@ -177,11 +177,16 @@ class SchedulerProcess:
         waits = {asyncio.ensure_future(rank.process.wait()): rank for rank in self.ranks}
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            # The others end soon after, because of it; which one began it is seen when all that have ended by now are known.
+            gone = [each for each, rank in waits.items() if each not in done and rank.process.is_gone]
+            if gone:
+                done |= (await asyncio.wait(gone, timeout=_LAST_WORDS_SECONDS))[0]
         finally:
             for wait in waits:
                 wait.cancel()
         if self._ended is None:
-            self._ended = min((waits[each] for each in done), key=lambda rank: (not rank.was_killed, rank.number))
+            ended = (waits[each] for each in done)
+            self._ended = min(ended, key=lambda rank: (not rank.was_killed, not rank.has_spoken, rank.number))
         return self._ended
 
     def _how_it_ended(self) -> str:

@@ -57,6 +57,11 @@ class Rank:
         """Whether a signal has ended it."""
         return (self.process.returncode or 0) < 0
 
+    @property
+    def has_spoken(self) -> bool:
+        """Whether it has left last words."""
+        return self._words.is_file()
+
     def signs_of_life(self) -> tuple[int, int]:
         """The pulse and the CPU time in kernel ticks: either has changed if the process has run since the last call.
 
@@ -66,7 +71,7 @@ class Rank:
 
     def how_it_ended(self) -> str:
         """For people."""
-        if self._words.is_file():
+        if self.has_spoken:
             return self._words.read_text()
         code = self.process.returncode
         return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"

@@ -159,6 +159,10 @@ class RankLostError(Exception):
     """A rank of those that run the model together has failed or computes something else than the others: none can go on."""
 
 
+class RankGoneError(RankLostError):
+    """A rank has ended, which knows why itself."""
+
+
 class Runner(Protocol):
     """Runs the model on a step's batch.
 

@@ -12,7 +12,7 @@ from sapwood_worker.core.group.follower import COLLECT, READY, attempt
 from sapwood_worker.core.group.report import RankReport
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.records.page_copies import CopyReport
-from sapwood_worker.records.step import LateMasks, LaunchedStep, Masks, ModelOutput, RankLostError, Step
+from sapwood_worker.records.step import LateMasks, LaunchedStep, Masks, ModelOutput, RankGoneError, RankLostError, Step
 from sapwood_worker.records.step_wire import encode, encode_masks
 
 _ALONE_SECONDS = 1.0
@@ -68,7 +68,7 @@ class GroupRunner:
             try:
                 follower.send_bytes(message)
             except OSError as error:
-                raise RankLostError(f"rank {rank} is gone") from error
+                raise RankGoneError(f"rank {rank} is gone") from error
 
     def collect(self, launched: LaunchedStep | Exception) -> ModelOutput:
         """Waits until all ranks have computed the oldest unfinished step.
@@ -108,7 +108,7 @@ class GroupRunner:
         try:
             return RankReport.from_bytes(follower.recv_bytes())
         except Exception as error:  # the end of the connection, or what the rank says of its own
-            raise RankLostError(f"rank {rank} is gone") from error
+            raise RankGoneError(f"rank {rank} is gone") from error
 
 
 def _result(launched: LaunchedStep | Exception) -> ModelOutput:

@@ -88,6 +88,16 @@ MUTATIONS = [
     Mutation("core/scheduler/deadlines.py", "self._heap[0][0] <= now", "self._heap[0][0] <= now - 3"),
     # What leaves the queue is not counted in it.
     Mutation("core/scheduler/waiting/waiting_queue.py", "        self.num_tokens -= tokens\n", ""),
+    # What was right of a draft is computed, what was wrong is not.
+    Mutation(
+        "core/scheduler/scheduler.py",
+        "                right = len(tokens) - 1\n",
+        "                right = len(draft)\n",
+    ),
+    # A draft needs pages too.
+    Mutation("core/scheduler/running/running_batch.py", "- 1, request.capacity - start))", "- 1, count))"),
+    # How much of a draft was right must be known before the next step is planned.
+    Mutation("core/scheduler/running/step_in_flight.py", "bool(grammars or drafts)", "bool(grammars)"),
     # An abort during a step waits for its end.
     Mutation("core/scheduler/scheduler.py", "            if request.over:\n", "            if False:\n"),
     # A request that ends stays until no step in flight computes it.

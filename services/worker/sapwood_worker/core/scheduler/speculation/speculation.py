@@ -24,6 +24,8 @@ MOST_DRAFTED = 31
 """Tokens of a draft: with the token before them they fill a decode graph of 32 rows."""
 _LEAST_RATE, _LEAST_WORTH = 0.3, 0.2
 """Rate below which nothing is drafted, and worth below which a drafted token is not looked at."""
+_HOPELESS, _SELDOM = 0.05, 8
+"""Rate below which a request is looked at only once in so many tokens, to save the host's time."""
 _CLEARLY = 1.08
 """Times as many tokens a second that drafting must promise: measurements are noisy."""
 _DRAFTED_STEPS, _PLAIN_STEPS = 192, 3
@@ -109,6 +111,8 @@ class Speculation:
         drafts = request.drafts
         if drafts is None:
             drafts = request.drafts = RequestDrafts(self._drafter.begin(request))
+        elif drafts.rate < _HOPELESS and (len(request.token_ids) + request.serial) % _SELDOM:
+            return [], 0.0
         rate, unknown = drafts.learn(), request.unknown
         most = min(most, request.max_length - len(request.token_ids) - unknown - 1)
         draft = drafts.drafter.propose(unknown, most if rate >= _LEAST_RATE else 0)

@@ -43,8 +43,8 @@ class Drafter:
 def requests(count: int, **sampling: object) -> list[Request]:
     found = []
     for serial in range(count):
-        request = Request(serial, f"r{serial}", [1, 2, 3], SamplingParams(**({"max_tokens": 100} | sampling)))
-        request.token_ids.append(4)
+        request = Request(serial, f"r{serial}", list(range(7)), SamplingParams(**({"max_tokens": 100} | sampling)))
+        request.token_ids.append(7)
         found.append(request)
     return found
 
@@ -152,13 +152,14 @@ def test_tokens_a_second_are_never_much_below_those_without_drafts(seed: int) ->
         drafts = planner.plan(many) or [[] for _ in many]
         positions = rows + sum(map(len, drafts))
         took = (1.0 + slope * (positions - rows)) * chance.uniform(0.9, 1.1)
-        for row, draft in zip(found, drafts, strict=True):
+        for request, row, draft in zip(many, found, drafts, strict=True):
             got = 0
             while got < len(draft) and chance.random() < right:
                 got += 1
             missed = got < len(draft) or chance.random() >= right
             row.seen = (got + (not missed), int(missed))
             tokens += got + 1
+            request.token_ids.extend([7] * (got + 1))
         seconds += took
         planner.measured(rows, positions, took)
     assert tokens / seconds >= 0.985 * rows, (rows, right, slope)

@@ -227,19 +227,21 @@ async def test_of_too_many_that_say_nothing_or_half_a_handshake_the_oldest_goes(
         client.close()
 
 
-async def test_a_failed_handshake_is_its_clients_alone(listener, made, caplog) -> None:
-    acceptor = Acceptor(listener, Made, Encryption(server_context(), 5.0, 5.0))
+async def test_a_failed_handshake_is_its_clients_alone_who_waits_for_the_end(listener, made, caplog) -> None:
+    acceptor = Acceptor(listener, Made, Encryption(server_context(), 5.0, 5.0, held=3600.0))
     acceptor.start()
     (client,) = connect(listener, 1)
     client.sendall(b"GET / HTTP/1.1\r\n\r\n")
     client.setblocking(False)
     loop = asyncio.get_running_loop()
+    await until(lambda: acceptor._tarpit.held == 1)
+    await until(lambda: acceptor.handshakes == 0)
+    await greet(listener)
+    acceptor.close()
     try:
         while await loop.sock_recv(client, 100):
             pass
     except ConnectionResetError:
         pass
     client.close()
-    await greet(listener)
-    acceptor.close()
     assert [record for record in caplog.records if record.levelname != "DEBUG"] == []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -26,7 +28,7 @@ SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer", "
 
 @contextlib.contextmanager
 def worker(model: Path, log: Path, *flags: str) -> Iterator[Any]:
-    """A worker's stub."""
+    """A worker's stub; its process id is in ``pid``."""
     command = [
         sys.executable,
         "-m",
@@ -46,7 +48,9 @@ def worker(model: Path, log: Path, *flags: str) -> Iterator[Any]:
             assert process.poll() is None, log.read_text()
             time.sleep(0.05)
         with grpc.insecure_channel(found[1]) as channel:
-            yield worker_pb2_grpc.WorkerStub(channel)
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            stub.pid = process.pid
+            yield stub
     finally:
         process.kill()
         process.wait()
@@ -75,6 +79,39 @@ def test_processes_answer_as_one(tiny_model: Any, make_runner: Any, make_driver:
 
         with ThreadPoolExecutor(4) as executor:
             assert dict(zip(prompts, executor.map(ask, prompts), strict=True)) == expected
+
+
+@pytest.mark.slow
+def test_a_rank_lost_in_the_middle_of_a_sum_is_named_and_the_model_is_loaded_anew(
+    tiny_model: Any, tmp_path: Path
+) -> None:
+    def ask(stub: Any, count: int) -> Iterator[list[int]]:
+        sampling = common_pb2.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        request = worker_pb2.WorkerGenerateRequest(request_id="r", token_ids=range(3, 40), sampling=sampling)
+        for response in stub.Generate(request):
+            yield list(response.token_ids)
+
+    def ranks(stub: Any) -> list[int]:
+        return [int(child) for child in Path(f"/proc/{stub.pid}/task/{stub.pid}/children").read_text().split()]
+
+    path = tiny_model("llama", **SHAPE).path
+    with worker(
+        path, tmp_path / "log", "--tensor-parallel", "2", "--num-pages", "80", "--no-structured-output"
+    ) as stub:
+        expected = list(ask(stub, 40))
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            stream = ask(stub, 900)
+            next(stream)
+            os.kill(ranks(stub)[1], number)
+            with pytest.raises(grpc.RpcError, match="rank 1 of 2") as lost:
+                list(stream)
+            assert lost.value.code() == grpc.StatusCode.UNAVAILABLE
+            answer: list[list[int]] = []
+            while not answer:
+                time.sleep(0.1)
+                with contextlib.suppress(grpc.RpcError):
+                    answer = list(ask(stub, 40))
+            assert [token for part in answer for token in part] == [token for part in expected for token in part]
 
 
 def demo_answers(stub: Any) -> list[tuple[list[int], list[float]]]:

@@ -244,7 +244,8 @@ async def _serving(
     server = Http2Server(lambda _, handler: handler, most_bytes, rpc_status, gate, timeouts, memory)
     service = Service()
     server.add_registered_method_handlers(SERVICE, service.handlers())
-    running = Running(server, service, await server.start(Port("127.0.0.1", 0, tls, alpn=("h2",), handshake=handshake)))
+    port = Port("127.0.0.1", 0, tls, alpn=("h2",), handshake=handshake, held=timeouts.held)
+    running = Running(server, service, await server.start(port))
     yield running
     await server.stop(0)
     await _until(lambda: not any(map(_is_servers, asyncio.all_tasks())))

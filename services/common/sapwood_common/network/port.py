@@ -9,6 +9,7 @@ from sapwood_common.network.acceptor import Acceptor
 from sapwood_common.network.listen import listen
 from sapwood_common.network.tls import ServerContext, ServerTls
 from sapwood_common.network.tls_connection import Encryption
+from sapwood_common.pacing.tarpit import HELD_SECONDS
 from sapwood_common.unix_socket import port_of
 
 
@@ -23,6 +24,7 @@ class Port:
         reuse: Whether other processes listen on the same port; each takes some of the connections.
         handshake: Seconds for a TLS handshake.
         shutdown: Seconds for the end of a connection over TLS.
+        held: Seconds for which the connection of a client whose TLS is wrong is held.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Port:
         reuse: bool = False,
         handshake: float = 10.0,
         shutdown: float = 10.0,
+        held: float = HELD_SECONDS,
     ) -> None:
         self.host = host
         self.number = number
@@ -42,6 +45,7 @@ class Port:
         self.reuse = reuse
         self.handshake = handshake
         self._shutdown = shutdown
+        self._held = held
         self._context = None if tls is None else ServerContext(tls, alpn)
         self._acceptor: Acceptor | None = None
 
@@ -57,7 +61,9 @@ class Port:
         listener = listen(self.host, self.number, reuse_port=self.reuse)
         number = port_of(listener)
         context = self._context
-        encryption = None if context is None else Encryption(context.context, self.handshake, self._shutdown)
+        encryption = (
+            None if context is None else Encryption(context.context, self.handshake, self._shutdown, self._held)
+        )
         self._acceptor = Acceptor(listener, make, encryption)
         self._acceptor.start()
         return number

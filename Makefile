@@ -37,7 +37,7 @@ test: $(BIN)/.installed-dev $(BIN)/.system node ## Run the tests but the slow on
 test-slow: $(BIN)/.installed-dev $(BIN)/.system ## Run the slow tests: SHARD=2/6 a sixth of them
 	$(TEST_ENV) SHARD=$(SHARD) $(BIN)/pytest -n auto -m "slow and not containers and not clients" $(ARGS)
 
-test-clients: $(BIN)/.installed-dev ## Install openai, langchain, litellm, pydantic-ai and guidellm and run their calls against a demo cluster
+test-clients: $(BIN)/.installed-dev ## Install other people's clients and benchmarks and run their calls against a demo cluster
 	$(BIN)/pytest tests/clients -m clients -v $(ARGS)
 
 test-containers: $(BIN)/.installed-dev ## Build the images, run the compose file on a Docker engine of its own and hurt it (root on Debian)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,40 @@ import pytest
 from sapwood_common.models.model_files import sapwood_home
 
 MakeEnvironment = Callable[..., Path]
+# Neither telemetry, nor lists of models from elsewhere, nor a hub.
+QUIET = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@pytest.fixture(scope="session")
+def run_client() -> Callable[..., str]:
+    """Runs a program; gives what it printed, and fails with it if the program does."""
+
+    def run(*command: object) -> str:
+        environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()} | QUIET
+        done = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, env=environment, timeout=1500, check=False
+        )
+        assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def show_versions(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """Prints which versions a test is about, passed or not."""
+
+    def show(*requirements: str) -> None:
+        with capsys.disabled():
+            print(f" {', '.join(requirements)}", end=" ", flush=True)
+
+    return show
 
 
 @pytest.fixture(scope="session")
@@ -43,5 +78,28 @@ def make_environment() -> MakeEnvironment:
                 subprocess.run([*install, *requirements], check=True)
                 (folder / "complete").touch()
         return folder / "bin"
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_packages() -> Callable[..., Path]:
+    """Installs packages of npm beside a script, or finds them; gives the copy of the script that sees them."""
+
+    def make(script: Path, *packages: str) -> Path:
+        if shutil.which("npm") is None:
+            pytest.skip("no npm here")
+        key = hashlib.sha256("\0".join(packages).encode()).hexdigest()
+        folder = sapwood_home() / "clients" / f"npm-{key[:12]}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with (folder.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "complete").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                install = ["npm", "install", "--silent", "--no-audit", "--no-fund", *packages]
+                subprocess.run(install, cwd=folder, check=True)
+                (folder / "complete").touch()
+            return Path(shutil.copy(script, folder))
 
     return make

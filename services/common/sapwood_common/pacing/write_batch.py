@@ -24,14 +24,17 @@ class WriteBatch:
 
     def add(self, transport: asyncio.Transport, data: bytes) -> None:
         """Writes data after what was added before; nowhere, if the transport is closing then."""
-        parts = self._pending.get(transport)
-        if parts is not None:
-            parts.append(data)
-        else:
-            if not self._pending:
+        pending = self._pending
+        parts = pending.get(transport)
+        if parts is None:
+            if not pending:
                 asyncio.get_running_loop().call_soon(self._flush)
-            parts = self._pending[transport] = [data]
-        if len(data) >= _LARGE or len(parts) >= _MOST_PARTS:
+            pending[transport] = [data]
+        else:
+            parts.append(data)
+            if len(parts) >= _MOST_PARTS:
+                self.flush(transport)
+        if len(data) >= _LARGE:
             self.flush(transport)
 
     def flush(self, transport: asyncio.Transport) -> None:

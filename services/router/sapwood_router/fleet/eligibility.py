@@ -69,7 +69,7 @@ def eligible(workers: Iterable[Worker], demand: Demand) -> Eligible:
         if misfits:
             raise _misfit(misfits, demand)
         raise UnavailableError(f"no worker is available for model {model!r}", retry_after=RETRY_AFTER)
-    roomy = [worker for worker in fitting if worker.room] or fitting
+    roomy = [worker for worker in fitting if worker.in_flight < worker.most_requests] or fitting
     likelier = [worker for worker in roomy if worker.step_seconds < _OVERLONG_STEP] or roomy
     if len(likelier) < len(fitting):
         excluded |= {worker: _passed_over(worker) for worker in fitting if worker not in likelier}

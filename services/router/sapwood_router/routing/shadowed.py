@@ -20,10 +20,13 @@ class Shadowed:
     def __init__(self, live: Policy, shadows: Mapping[str, Policy], on_shadow: Callable[[str, bool], None]) -> None:
         self.live = live
         self._shadows = shadows
+        self._all = (live, *shadows.values())
         self._on_shadow = on_shadow
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
         choice = self.live.choose(workers, prompt)
+        if not self._shadows:
+            return choice
         for name, would in self.would_choose(workers, prompt).items():
             self._on_shadow(name, would.address == choice.address)
         return choice
@@ -33,15 +36,15 @@ class Shadowed:
         return {name: shadow.choose(workers, prompt) for name, shadow in self._shadows.items()}
 
     def placed(self, address: str, page_size: int, prompt: PromptPages) -> None:
-        for policy in (self.live, *self._shadows.values()):
+        for policy in self._all:
             policy.placed(address, page_size, prompt)
 
     def finished(self, address: str, page_size: int, prompt: PromptPages, new_tokens: Sequence[int]) -> None:
-        for policy in (self.live, *self._shadows.values()):
+        for policy in self._all:
             policy.finished(address, page_size, prompt, new_tokens)
 
     def failed(self, address: str, page_size: int, prompt: PromptPages) -> None:
-        for policy in (self.live, *self._shadows.values()):
+        for policy in self._all:
             policy.failed(address, page_size, prompt)
 
     def explain(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Mapping[str, tuple[int, float]]:

@@ -197,11 +197,30 @@ async def test_extensions_and_trailers_are_skipped_and_bodies_end_where_they_end
 
 
 def test_a_head_says_what_is_asked() -> None:
-    head = HeadReader().read(POST + b"Content-Length: 7 \r\nExpect: 100-Continue\r\nX-A: 1\r\nx-a: 2\r\n\r\n")
-    assert (head.method, head.path, head.length, head.expects_continue, head.keep_alive) == ("POST", "/", 7, True, True)
-    assert (head.fields[b"x-a"], len(head.headers)) == (b"2", 5)
-    old = HeadReader().read(b"GET /a HTTP/1.0\r\nConnection: keep-alive\r\nExpect: 100-continue\r\n\r\n")
-    assert (old.length, old.takes_chunks, old.keep_alive, old.expects_continue) == (0, False, True, False)
-    assert not HeadReader().read(b"GET /a HTTP/1.0\r\n\r\n").keep_alive
-    assert not HeadReader().read(GET + b"Connection: keep-alive, close\r\n\r\n").keep_alive
-    assert HeadReader().read(CHUNKED).length is None
+    read = HeadReader().read
+    head, length = read(POST + b"Content-Length: 7 \r\nExpect: 100-Continue\r\nX-A: 1\r\nx-a: 2\r\n\r\n")
+    assert (head.method, head.path, length, head.expects_continue, head.keep_alive) == ("POST", "/", 7, True, True)
+    assert (head.fields[b"x-a"], len(head.headers)) == (b"2", 4)
+    old, length = read(b"GET /a HTTP/1.0\r\nConnection: keep-alive\r\nExpect: 100-continue\r\n\r\n")
+    assert (length, old.takes_chunks, old.keep_alive, old.expects_continue) == (0, False, True, False)
+    assert not read(b"GET /a HTTP/1.0\r\n\r\n")[0].keep_alive
+    assert not read(GET + b"Connection: keep-alive, close\r\n\r\n")[0].keep_alive
+    assert read(CHUNKED)[1] is None
+
+
+def test_a_head_that_comes_again_is_read_once_and_its_length_each_time() -> None:
+    reader = HeadReader()
+    heads = [reader.read(POST + b"content-length: %d\r\nx-a: 1\r\n\r\n" % size) for size in (7, 12345, 7)]
+    assert [length for _, length in heads] == [7, 12345, 7]
+    assert heads[0][0] is heads[1][0] is heads[2][0]
+    other, length = reader.read(POST + b"content-length: 7\r\nx-a: 2\r\n\r\n")
+    assert (other.fields[b"x-a"], length) == (b"2", 7)
+    assert reader.read(POST + b"content-length:7\r\n\r\n")[1] == reader.read(POST + b"content-length:7\r\n\r\n")[1] == 7
+    for again in range(2):
+        with pytest.raises(HttpError):
+            reader.read(POST + b"content-length: 7\r\ncontent-length: 7\r\n\r\n")
+        with pytest.raises(HttpError):
+            reader.read(POST + b"content-length: 7\r\ntransfer-encoding: gzip\r\n\r\n")
+        assert reader.read(CHUNKED)[1] is None, again
+    for number in range(1000):
+        assert reader.read(GET + b"x-a: %d\r\n\r\n" % number)[0].fields[b"x-a"] == b"%d" % number

@@ -173,7 +173,13 @@ class ServerStream:
             return
         flow, length = self._flow, len(message)
         size = length + PREFIX
-        if self.ready and size <= flow.stream_window + self.balance and size <= flow.window and size <= flow.frame_size:
+        if (
+            not self._unsent
+            and self._connection.writable
+            and size <= flow.stream_window + self.balance
+            and size <= flow.window
+            and size <= flow.frame_size
+        ):
             self.balance -= size
             flow.window -= size
             self._connection.send(

@@ -19,11 +19,13 @@ from sapwood_router.edges.http.timeouts import asked_timeout, client_timeout
 from sapwood_router.edges.http1.head import Headers
 from sapwood_router.edges.http1.request import Request
 from sapwood_router.flow.delivery import READER_SLACK
-from sapwood_router.request.caller import PRIORITY_KEY, Caller, caller_of
+from sapwood_router.request.caller import NOBODY, PRIORITY_KEY, SESSION_KEY, TENANT_KEY, Caller, caller_of
 from sapwood_router.request.request_ids import accept_request_id
 
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 """vLLM's and OpenAI's, which they route by, too: what has the same one is one session, shares a beginning, or an end user."""
+_SESSIONS = frozenset(_SESSION_FIELDS)
+_CALLER_HEADERS = frozenset(key.encode() for key in (TENANT_KEY, PRIORITY_KEY, SESSION_KEY))
 _REQUEST_ID_HEADER = REQUEST_ID_KEY.encode()
 _JSON = (b"content-type", b"application/json")
 _EVENTS = [
@@ -91,10 +93,8 @@ class Exchange:
         Raises:
             InvalidArgumentError: It is unfit for headers and logs.
         """
-        if self._header(REQUEST_ID_KEY):
-            return
         for field, given in (("request_id", request.request_id), ("rid", request.rid)):
-            if given:
+            if given and not self.headers.get(_REQUEST_ID_HEADER):
                 self.request_id = accept_request_id(given, field)
                 request_id_var.set(self.request_id)
 
@@ -133,6 +133,9 @@ class Exchange:
         Raises:
             InvalidArgumentError: A header or a field makes no sense.
         """
+        named = tenant_var.get() is not None or request.priority is not None or bool(request.cache_salt)
+        if not named and _SESSIONS.isdisjoint(given) and _CALLER_HEADERS.isdisjoint(self.headers):
+            return NOBODY  # the usual case, in a tenth of the time
         # vLLM's priorities count the other way: the lowest goes first.
         priority = None if request.priority is None else str(min(max(-request.priority, -MOST_PRIORITY), MOST_PRIORITY))
 

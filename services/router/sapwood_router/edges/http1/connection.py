@@ -15,7 +15,6 @@ from sapwood_common.errors import SapwoodError
 from sapwood_common.http2.server.turnstile import Place
 from sapwood_router.edges.http1.body import Body
 from sapwood_router.edges.http1.errors import HttpError
-from sapwood_router.edges.http1.head import HeadReader
 from sapwood_router.edges.http1.host import ConnectionHost
 from sapwood_router.edges.http1.request import Request
 
@@ -258,12 +257,12 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._stop_timer()
         self._at = end
         try:
-            head = HeadReader().read(data[begin:end])
+            head, length = self._host.requests.read(data[begin:end])
         except HttpError as error:
             self._refuse(error)
             return False
         self._host.works(self)
-        request = self._request = Request(self, head, Body(head.length, self._host.bodies))
+        request = self._request = Request(self, head, Body(length, self._host.bodies))
         turnstile = self._host.turnstile
         if turnstile.busy:
             self._place = turnstile.enter(lambda: self._host.begin(request), *self._host.rank(head.headers))

@@ -18,6 +18,9 @@ _LINE = re.compile(rb"([A-Z]+) ([!\"$-~]+) HTTP/1\.([01])\r\n")
 """Stricter than llhttp, which takes HTTP/0.9 and 2.0, RTSP, more spaces than one and fragments."""
 _OTHER_VERSION = re.compile(rb"[A-Z]+ [^ \r\n]+ HTTP/(?!1\.[01]\r)[0-9.]+\r\n")
 _HOST = re.compile(rb"[A-Za-z0-9._~%:\[\]-]*")
+_LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?([0-9]{1,15})\r\n")
+_MOST_KNOWN, _LONGEST_KNOWN = 256, 2048
+"""Heads that are remembered, and the bytes of one."""
 _METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"TRACE"})
 _ONCE = frozenset(
     {
@@ -40,15 +43,14 @@ class Head:
     Attributes:
         method: As sent, such as ``POST``.
         path: With percent signs decoded.
-        headers: In order, names in small letters.
-        fields: The same by name; of several with one name the last.
-        length: Bytes of the body; None: it comes in chunks.
+        headers: In order, names in small letters; without content-length. Not to be changed.
+        fields: The same by name; of several with one name the last. Not to be changed.
         takes_chunks: Whether the client knows an answer in chunks; to others its end is the connection's.
         keep_alive: Whether the client may send another request after it.
         expects_continue: Whether the client waits to be told to send the body.
     """
 
-    __slots__ = ("expects_continue", "fields", "headers", "keep_alive", "length", "method", "path", "takes_chunks")
+    __slots__ = ("expects_continue", "fields", "headers", "keep_alive", "method", "path", "takes_chunks")
 
     def __init__(self, line: re.Match[bytes], headers: list[tuple[bytes, bytes]]) -> None:
         method, target, minor = line.groups()
@@ -59,8 +61,6 @@ class Head:
         self.takes_chunks = minor == b"1"
         self.headers = headers
         self.fields = fields = dict(headers)
-        if len(fields) < len(headers):
-            _check_doubled(headers)
         self.keep_alive = self.takes_chunks if b"connection" not in fields else self._asks_to_stay()
         host = fields.get(b"host")
         if host is None:
@@ -68,14 +68,9 @@ class Head:
                 raise HttpError(400, "the header host is missing", field="host")
         elif _HOST.fullmatch(host) is None:
             raise HttpError(400, "the header host is no host and port", field="host")
-        self.length: int | None = int(fields.get(b"content-length", b"0"))  # llhttp lets nothing but digits through
         coding = fields.get(b"transfer-encoding")
-        if coding is not None:
-            if coding.lower() != b"chunked" or not self.takes_chunks:
-                raise HttpError(
-                    400, "transfer-encoding may only be chunked, and in HTTP/1.1", field="transfer-encoding"
-                )
-            self.length = None
+        if coding is not None and (coding.lower() != b"chunked" or not self.takes_chunks):
+            raise HttpError(400, "transfer-encoding may only be chunked, and in HTTP/1.1", field="transfer-encoding")
         expect = fields.get(b"expect")
         if expect is not None and expect.lower() != b"100-continue":
             raise HttpError(417, "expect may only be 100-continue", field="expect")
@@ -88,38 +83,72 @@ class Head:
 
 
 class HeadReader:
-    """Reads one head; httptools calls it back."""
-
-    __slots__ = ("_headers",)
+    """Reads heads. A client sends the same one again and again, but for the length of the body: such a head is read once."""
 
     def __init__(self) -> None:
-        self._headers: list[tuple[bytes, bytes]] = []
+        self._known: dict[bytes, tuple[Head, int | None]] = {}
+        """Heads as they came, without the number of content-length."""
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if len(self._headers) >= MOST_HEADERS:
-            raise HttpError(431, f"more than {MOST_HEADERS} headers")
-        self._headers.append((name.lower(), value.rstrip()))
+    def read(self, data: bytes) -> tuple[Head, int | None]:
+        """Reads a head.
 
-    def read(self, data: bytes) -> Head:
-        """The head that ``data`` is, from the request's line to the empty one.
+        Args:
+            data: From the request's line to the empty one.
+
+        Returns:
+            The head, and the bytes of its body; None: that comes in chunks.
 
         Raises:
             HttpError: It is malformed, or of an HTTP that is not spoken here.
         """
-        line = _LINE.match(data)
-        if line is None:
-            if _OTHER_VERSION.match(data) is not None:
-                raise HttpError(505, "this port speaks HTTP/1.1")
-            raise HttpError(400, "not a line of an HTTP/1.1 request")
-        try:
-            httptools.HttpRequestParser(self).feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # nothing that one could change to is spoken here: it is answered as if it had not asked
-        except httptools.HttpParserError as error:
-            if isinstance(error.__context__, HttpError):
-                raise error.__context__ from None
-            raise HttpError(400, f"malformed request: {str(error)[:100]}") from None
-        return Head(line, self._headers)
+        found = _LENGTH.search(data)
+        key = data if found is None else data[: found.start(1)] + data[found.end(1) :]
+        known = self._known.get(key)
+        if known is None:
+            known = _read(data)
+            if len(key) <= _LONGEST_KNOWN:
+                if len(self._known) >= _MOST_KNOWN:
+                    self._known.clear()
+                self._known[key] = known
+        elif found is not None and known[1] is not None:
+            return known[0], int(found[1])
+        return known
+
+
+class _HeaderFields:
+    """Keeps what httptools finds in a head."""
+
+    __slots__ = ("found",)
+
+    def __init__(self) -> None:
+        self.found: list[tuple[bytes, bytes]] = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.found) >= MOST_HEADERS:
+            raise HttpError(431, f"more than {MOST_HEADERS} headers")
+        self.found.append((name.lower(), value.rstrip()))
+
+
+def _read(data: bytes) -> tuple[Head, int | None]:
+    line = _LINE.match(data)
+    if line is None:
+        if _OTHER_VERSION.match(data) is not None:
+            raise HttpError(505, "this port speaks HTTP/1.1")
+        raise HttpError(400, "not a line of an HTTP/1.1 request")
+    fields = _HeaderFields()
+    try:
+        httptools.HttpRequestParser(fields).feed_data(data)
+    except httptools.HttpParserUpgrade:
+        pass  # nothing that one could change to is spoken here: it is answered as if it had not asked
+    except httptools.HttpParserError as error:
+        if isinstance(error.__context__, HttpError):
+            raise error.__context__ from None
+        raise HttpError(400, f"malformed request: {str(error)[:100]}") from None
+    _check_doubled(fields.found)
+    lengths = [value for name, value in fields.found if name == b"content-length"]
+    head = Head(line, [field for field in fields.found if field[0] != b"content-length"])
+    # llhttp lets nothing but digits through as a length, and none beside chunks.
+    return head, None if b"transfer-encoding" in head.fields else int(lengths[0]) if lengths else 0
 
 
 def _path_of(target: bytes) -> str:

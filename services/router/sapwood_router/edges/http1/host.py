@@ -10,7 +10,7 @@ from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_common.pacing.tarpit import HELD_SECONDS, Tarpit
 from sapwood_common.pacing.time_share import TimeShare
 from sapwood_common.pacing.write_batch import WriteBatch
-from sapwood_router.edges.http1.head import Headers
+from sapwood_router.edges.http1.head import Headers, HeadReader
 from sapwood_router.edges.http1.request import Request
 from sapwood_router.edges.http1.response_head import ResponseHeads
 
@@ -67,6 +67,7 @@ class ConnectionHost(Protocol):
     """Where those read on that have filled ``input``: what a turn reads is bounded, however many send."""
     writes: WriteBatch
     heads: ResponseHeads
+    requests: HeadReader
     bodies: BodyMemory
     tarpit: Tarpit
     """Where connections end whose clients broke a rule."""

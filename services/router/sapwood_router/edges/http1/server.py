@@ -14,7 +14,7 @@ from sapwood_common.pacing.tarpit import Tarpit
 from sapwood_common.pacing.time_share import TimeShare
 from sapwood_common.pacing.write_batch import WriteBatch
 from sapwood_router.edges.http1.connection import HttpConnection
-from sapwood_router.edges.http1.head import Headers
+from sapwood_router.edges.http1.head import Headers, HeadReader
 from sapwood_router.edges.http1.host import ConnectionLimits, HostedConnection
 from sapwood_router.edges.http1.request import Request
 from sapwood_router.edges.http1.response_head import ResponseHeads
@@ -72,6 +72,7 @@ class HttpServer:
         self.breaths = Turnstile()
         self.writes = WriteBatch()
         self.heads = ResponseHeads()
+        self.requests = HeadReader()
         self.bodies = bodies
         self.tarpit = Tarpit(self.limits.held_seconds)
         self.input = memoryview(bytearray(_INPUT_BYTES))

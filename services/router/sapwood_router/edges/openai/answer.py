@@ -39,11 +39,14 @@ def finish_reason(finish: Finish, called: bool) -> str:
 
 def usage_object(usages: Sequence[Usage], continuations: int = 1) -> UsageObject:
     """The usage of several requests together; a prompt counts once for all its ``continuations``."""
-    prompt = sum(usage.prompt_tokens for usage in usages[::continuations])
-    completion = sum(usage.completion_tokens for usage in usages)
-    cached = sum(usage.cached_tokens for usage in usages[::continuations])
-    accepted = sum(usage.accepted_prediction_tokens for usage in usages)
-    rejected = sum(usage.rejected_prediction_tokens for usage in usages)
+    prompt = cached = completion = accepted = rejected = 0
+    for usage in usages[::continuations]:
+        prompt += usage.prompt_tokens
+        cached += usage.cached_tokens
+    for usage in usages:
+        completion += usage.completion_tokens
+        accepted += usage.accepted_prediction_tokens
+        rejected += usage.rejected_prediction_tokens
     drafted = CompletionTokensDetails(accepted, rejected) if accepted or rejected else msgspec.UNSET
     return UsageObject(prompt, completion, prompt + completion, PromptTokensDetails(cached), drafted)
 

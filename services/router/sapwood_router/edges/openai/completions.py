@@ -204,4 +204,4 @@ def _prompts(value: Any, suffix: str) -> list[tuple[str, Prompt]]:
 
 
 def _is_tokens(value: list[Any]) -> bool:
-    return all(type(item) is int for item in value)
+    return set(map(type, value)) <= {int}

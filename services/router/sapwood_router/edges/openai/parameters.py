@@ -40,8 +40,12 @@ def sampling_of(given: Mapping[str, Any], fields: FieldNames, **own: int | None)
     Raises:
         InvalidArgumentError: One is of the wrong type or out of range.
     """
-    wanted = {name: given[name] for name in SAMPLING & given.keys()} | own
-    values = {name: value for name, value in wanted.items() if value is not None}
+    values: dict[str, Any] = {}
+    for name, value in (*given.items(), *own.items()):
+        if value is None:
+            values.pop(name, None)
+        elif name in SAMPLING:
+            values[name] = value
     if values.get("top_k") in (0, -1):
         del values["top_k"]
     if values.get("top_p") == 0 and values["top_p"] is not False:

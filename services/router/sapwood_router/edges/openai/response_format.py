@@ -25,6 +25,15 @@ _KINDS = {
     "structural_tag": "JSON as text",
 }
 """vLLM's kinds of structured output, and what each must be."""
+_PARAMETERS = (
+    ("regex", "regex"),
+    ("ebnf", "grammar"),
+    ("guided_json", "json"),
+    ("guided_regex", "regex"),
+    ("guided_choice", "choice"),
+    ("guided_grammar", "grammar"),
+)
+"""Parameters of their own, each with the kind that its value is."""
 _NO_OPTION = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
 """vLLM's options that false leaves out."""
 
@@ -40,14 +49,11 @@ def answer_grammar(request: GenerationRequest) -> tuple[AnswerGrammar | None, st
     """
     found = _response_format(request.response_format)
     parameters = [] if found[0] is None else [found]
-    for name, kind, value in (
-        ("regex", "regex", request.regex),
-        ("ebnf", "grammar", request.ebnf),
-        ("guided_json", "json", request.guided_json),
-        ("guided_regex", "regex", request.guided_regex),
-        ("guided_choice", "choice", request.guided_choice),
-        ("guided_grammar", "grammar", request.guided_grammar),
-    ):
+    values = (
+        *(request.regex, request.ebnf, request.guided_json),
+        *(request.guided_regex, request.guided_choice, request.guided_grammar),
+    )
+    for (name, kind), value in zip(_PARAMETERS, values, strict=True):
         if value is not None:
             parameters.append((_of_kind(kind, value, name), name))
     if request.structured_outputs is not None:

@@ -18,6 +18,7 @@ import pytest
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_testing.worker.fake_runner import FakeRunner, continuation, random_windows
 from sapwood_testing.worker.fake_storage import FakeExecutor, FakeStorage
+from sapwood_testing.worker.scripted_drafter import ScriptedDrafter
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host_pages import HostPages
 from sapwood_worker.core.cache.storage.connection import Connection
@@ -72,9 +73,16 @@ class Simulation:
             conservativeness=0.0,
             kv_events=True,
             windows=windows,
+            speculate="prefix" if seed % 2 else "off",
         )
         self.events = KvEventStream()
-        self.scheduler = Scheduler(config, self.tiers)
+        drafter = ScriptedDrafter(
+            lambda request: continuation(request.token_ids[: request.prompt_length], request.sampling, VOCAB),
+            random.Random(seed),
+            right=0.8,
+            vocab_size=VOCAB,
+        )
+        self.scheduler = Scheduler(config, self.tiers, drafter=drafter)
         self.limit = min(self.limit, pages * size)
         info = ModelInfo(
             architecture="fake",
@@ -243,6 +251,7 @@ def run_seeds(first: int, steps: int) -> dict[str, int]:
             **{f"aborted amid {what}": simulation.aborted_amid[what] for what in MOVES},
             **{f"retracted amid {what}": simulation.retracted_amid[what] for what in MOVES},
             "retractions": simulation.scheduler.num_retractions,
+            "accepted": simulation.scheduler.load().accepted_tokens,
             **{name: count for name, count in (counters | storage).items() if "seconds" not in name},
         }
         for name, count in happened.items():

@@ -219,9 +219,9 @@ class Scheduler:
         if self.num_retractions == retractions:
             self._ratio.step()
             self._admission.admit(adder, self._steps)
-        copies = self._tiers.take() if self._tiers is not None else None
         chunks = [*((request, 1) for request in plan.last_tokens), *adder.chunks]
         drafts = self._speculation.plan(plan.decodes) if self._speculation is not None and not chunks else []
+        copies = self._tiers.take() if self._tiers is not None else None  # the last pages have been given
         step = StepInFlight(self._steps, plan.decodes, chunks, self._running, copies, self._masks, drafts)
         if step.plan:
             self._in_flight.append(step)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 
 HELD_SECONDS = 5.0
-_MOST_HELD = 2048
-"""Connections; beyond it the one that was held the longest closes. Each is a socket and a few KB, over TLS some ten."""
+_MOST_HELD = 1024
+"""Connections; beyond it the one that was held the longest closes. Each is a socket and a few KB, over TLS 27."""
 _CLOSED_AT_ONCE = 64
 """Connections that close in one turn of the event loop."""
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 
 _LARGE = 4 * 1024
-"""Bytes: so much is written at once, with what waits. There is nothing to be gained by gathering it."""
-_MOST_PARTS = 64
-"""Pieces of one connection that are gathered: it has to hear of a socket that takes no more, also within a turn."""
+"""Bytes of one connection that are written at once: more would cost time to gather, and a connection has to hear of a socket that
+takes no more, also within a turn."""
 
 
 class WriteBatch:
@@ -20,31 +19,28 @@ class WriteBatch:
     """
 
     def __init__(self) -> None:
-        self._pending: dict[asyncio.Transport, list[bytes]] = {}
+        self._pending: dict[asyncio.Transport, bytes] = {}
 
     def add(self, transport: asyncio.Transport, data: bytes) -> None:
         """Writes data after what was added before; nowhere, if the transport is closing then."""
         pending = self._pending
-        parts = pending.get(transport)
-        if parts is None:
-            if not pending:
-                asyncio.get_running_loop().call_soon(self._flush)
-            pending[transport] = [data]
-        else:
-            parts.append(data)
-            if len(parts) >= _MOST_PARTS:
-                self.flush(transport)
+        before = pending.get(transport)
+        if before is not None:
+            data = before + data
+        elif not pending:
+            asyncio.get_running_loop().call_soon(self._flush)
+        pending[transport] = data
         if len(data) >= _LARGE:
             self.flush(transport)
 
     def flush(self, transport: asyncio.Transport) -> None:
         """Writes now what was added for a transport: before something is written past it, or the transport closed."""
-        parts = self._pending.pop(transport, None)
-        if parts is not None and not transport.is_closing():
-            transport.write(b"".join(parts))
+        data = self._pending.pop(transport, b"")
+        if data and not transport.is_closing():
+            transport.write(data)
 
     def _flush(self) -> None:
         pending, self._pending = self._pending, {}
-        for transport, parts in pending.items():
+        for transport, data in pending.items():
             if not transport.is_closing():
-                transport.write(b"".join(parts))
+                transport.write(data)

@@ -68,6 +68,16 @@ async def test_an_error_carries_its_status_and_field(running) -> None:
     assert violation.field_violations[0].field == "texts"
 
 
+async def test_a_request_of_far_too_many_fields_is_refused_before_it_is_parsed(running) -> None:
+    _, _, channel = running
+    stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=[""] * 40_000))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "the request has more than 32768 fields"
+    await stub.Tokenize(tokenizer_pb2.TokenizeRequest(texts=["a" * 10_000] * 40))
+
+
 async def test_an_unforeseen_exception_is_internal_and_keeps_its_text_to_the_log(running, caplog) -> None:
     _, _, channel = running
     with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -14,17 +14,20 @@ from google.protobuf.message import DecodeError
 from sapwood_common import errors, status
 from sapwood_common.serving.gate import FOR_EVERYBODY
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry, RunningCall
-from sapwood_common.serving.wire import find_invalid_utf8
+from sapwood_common.serving.wire import count_fields, find_invalid_utf8
 from sapwood_common.telemetry import logs as telemetry
 
 logger = logging.getLogger(__name__)
 
+_LARGE, _MOST_FIELDS = 64 * 1024, 32_768
+"""Bytes of a request from which on its fields are counted, and how many it may have then: texts and token ids are one each."""
+
 
 class _Malformed:
-    """Stands for a request whose bytes would not parse, until the handler can answer it."""
+    """Stands for a request whose bytes would not parse, or take too long, until the handler can answer it."""
 
-    def __init__(self, field: str | None) -> None:
-        self.field = field
+    def __init__(self, problem: str, field: str | None = None) -> None:
+        self.error = errors.InvalidArgumentError(problem, field=field)
 
 
 class ServiceInterceptor:
@@ -134,7 +137,7 @@ class ServiceInterceptor:
         if self._draining:
             raise errors.UnavailableError("this service is shutting down", retry_after=1.0)
         if isinstance(request, _Malformed):
-            raise _malformed_error(request)
+            raise request.error
 
     def _end(self, method: str, running: RunningCall, error: BaseException | None) -> None:
         running.end(error)
@@ -145,27 +148,27 @@ class ServiceInterceptor:
 
 
 def _safe(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    message_class = getattr(deserializer, "__self__", None)  # FromString is bound to the message class
+    descriptor = getattr(message_class, "DESCRIPTOR", None)
+
     def parse(raw: bytes) -> Any:
+        if len(raw) >= _LARGE and descriptor is not None and count_fields(raw, descriptor, _MOST_FIELDS) > _MOST_FIELDS:
+            return _Malformed(f"the request has more than {_MOST_FIELDS} fields")
         try:
             return deserializer(raw)
         except DecodeError:
-            message_class = getattr(deserializer, "__self__", None)  # FromString is bound to the message class
-            descriptor = getattr(message_class, "DESCRIPTOR", None)
-            return _Malformed(find_invalid_utf8(raw, descriptor) if descriptor is not None else None)
+            field = None if descriptor is None else find_invalid_utf8(raw, descriptor)
+            if field is not None:
+                return _Malformed(f"{field} is not valid UTF-8", field)
+            return _Malformed("the request is not a valid protobuf message of its type")
 
     return parse
-
-
-def _malformed_error(request: _Malformed) -> errors.InvalidArgumentError:
-    if request.field is not None:
-        return errors.InvalidArgumentError(f"{request.field} is not valid UTF-8", field=request.field)
-    return errors.InvalidArgumentError("the request is not a valid protobuf message of its type")
 
 
 async def _refuse_malformed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in requests:
         if isinstance(request, _Malformed):
-            raise _malformed_error(request)
+            raise request.error
         yield request
 
 

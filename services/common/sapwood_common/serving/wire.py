@@ -1,7 +1,8 @@
-"""Finds which field of a message that would not parse is at fault, so that the error can name it.
+"""Looks at messages beside their descriptors, without parsing them.
 
-protobuf's parser only says "Error parsing message". :func:`find_invalid_utf8` walks the wire format beside the descriptor, in one
-pass, O(bytes), and finds the first string field that is not UTF-8. It is called only after a parse has failed.
+protobuf's parser only says "Error parsing message": :func:`find_invalid_utf8` finds the first string field that is not UTF-8, so
+that the error can name it. And it parses whatever comes: 16 MB of empty fields take 0.2 s, and 400 MB. :func:`count_fields` tells
+before. Both look at a bounded number of fields: a megabyte of them would take a second.
 """
 
 from __future__ import annotations
@@ -11,11 +12,45 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
+_MOST_LOOKED_AT = 4096
+"""Fields of each message among which the one at fault is looked for."""
+
+
+def count_fields(raw: bytes, descriptor: Descriptor, most: int) -> int:
+    """How many fields a message has, those of messages in it included; counted until there are more than ``most``."""
+    count, messages = 0, [(0, len(raw), descriptor)]
+    try:
+        while messages:
+            offset, end, descriptor = messages.pop()
+            fields = descriptor.fields_by_number
+            while offset < end and count <= most:
+                count += 1
+                tag, offset = _varint(raw, offset)
+                kind = tag & 7
+                if kind == _LENGTH:
+                    size, offset = _varint(raw, offset)
+                    field = fields.get(tag >> 3)
+                    if field is not None and field.message_type is not None:
+                        messages.append((offset, min(offset + size, end), field.message_type))
+                    offset += size
+                elif kind == _VARINT:
+                    _, offset = _varint(raw, offset)
+                elif kind in (_FIXED64, _FIXED32):
+                    offset += 8 if kind == _FIXED64 else 4
+                else:  # no message, or one with groups, which nothing here has
+                    return count
+    except IndexError:  # it ends early
+        pass
+    return count
+
+
 def find_invalid_utf8(raw: bytes, descriptor: Descriptor, prefix: str = "") -> str | None:
     """The dotted path of the first string field whose bytes are not UTF-8, or None (then the bytes are no message)."""
     offset = 0
     try:
-        while offset < len(raw):
+        for _ in range(_MOST_LOOKED_AT):
+            if offset >= len(raw):
+                break
             tag, offset = _varint(raw, offset)
             field = descriptor.fields_by_number.get(tag >> 3)
             kind = tag & 7

@@ -9,7 +9,7 @@ import msgspec
 
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.sse import with_field
-from sapwood_router.edges.runs import running
+from sapwood_router.edges.runs import Running
 from sapwood_router.edges.whole import RESUMPTIONS_HEADER, collect, told_headers
 from sapwood_router.flow.delivery import Delivery
 from sapwood_router.flow.pipeline import Pipeline
@@ -45,7 +45,7 @@ async def send_whole(
     Raises:
         SapwoodError: It failed.
     """
-    with running(exchange, pipeline, [context]) as runs:
+    with Running(exchange, pipeline, [context]) as runs:
         (whole,) = await collect(runs)
         assert whole.finish is not None, "a run ends with a finish or an error"
         body = msgspec.json.encode(make_body(whole.output, whole.finish))
@@ -58,7 +58,7 @@ async def send_events(exchange: Exchange, context: RequestContext, pipeline: Pip
     Raises:
         SapwoodError: It failed.
     """
-    with running(exchange, pipeline, [context]) as runs:
+    with Running(exchange, pipeline, [context]) as runs:
         await Delivery(_EventClient(exchange, context, events)).carry(runs)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -87,7 +88,7 @@ def convert(
     Raises:
         InvalidArgumentError: As said; the parameter is named.
     """
-    known = cls.__struct_fields__
+    known = _names_of(cls)
     taken: dict[str, Any] = {}
     for name, given in value.items():
         if given is None:
@@ -104,6 +105,11 @@ def convert(
         return msgspec.convert(taken, cls)
     except msgspec.ValidationError as error:
         raise _explain_type(str(error), prefix) from error
+
+
+@cache
+def _names_of(cls: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(cls.__struct_fields__)
 
 
 def _explain_type(text: str, prefix: str) -> InvalidArgumentError:

@@ -12,7 +12,7 @@ from sapwood_router.edges.http.sse import with_field
 from sapwood_router.edges.openai.annotate import Annotator
 from sapwood_router.edges.openai.sse import NULL, CompletionChunks
 from sapwood_router.edges.openai.types import CompletionTokensDetails, PromptTokensDetails, UsageObject
-from sapwood_router.edges.runs import running
+from sapwood_router.edges.runs import Running
 from sapwood_router.edges.whole import RESUMPTIONS_HEADER, collect, told_headers
 from sapwood_router.flow.delivery import Delivery
 from sapwood_router.flow.pipeline import Pipeline, Run
@@ -74,7 +74,7 @@ async def send_answer(
     Raises:
         SapwoodError: One of the requests failed; the others are ended.
     """
-    with running(exchange, pipeline, contexts) as runs:
+    with Running(exchange, pipeline, contexts) as runs:
         if make_chunks is None:
             answers = [await _annotated(index, whole, annotator) for index, whole in enumerate(await collect(runs))]
             body = msgspec.json.encode(await make_body(answers))

@@ -11,7 +11,7 @@ import msgspec
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
-from sapwood_router.edges.runs import running
+from sapwood_router.edges.runs import Running
 from sapwood_router.edges.sglang.request import IGNORED, NEUTRAL, GenerateRequest, contexts_of
 from sapwood_router.edges.single_run import send_events
 from sapwood_router.edges.whole import collect, told_headers
@@ -65,7 +65,7 @@ async def generate(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
 async def _send_whole(
     exchange: Exchange, contexts: Sequence[RequestContext], pipeline: Pipeline, *, is_list: bool
 ) -> None:
-    with running(exchange, pipeline, contexts) as runs:
+    with Running(exchange, pipeline, contexts) as runs:
         answers = []
         for context, whole in zip(contexts, await collect(runs), strict=True):
             assert whole.finish is not None, "a run ends with a finish or an error"

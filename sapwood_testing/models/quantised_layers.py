@@ -13,6 +13,11 @@ Stored = tuple[dict[str, Tensor], Tensor]
 """Tensors by what follows the layer's name, and the numbers that they stand for, float32 [N, K]."""
 
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -153,9 +158,7 @@ def mxfp4(weight: Tensor) -> Stored:
 
 def nf4(weight: Tensor, *, nested: bool = False, block: int = 64) -> Stored:
     """bitsandbytes' 4 bits by a table, the scales in 8 bits of their own if ``nested``."""
-    table = torch.tensor(
-        [-1.0, -0.7, -0.53, -0.39, -0.28, -0.18, -0.09, 0.0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0]
-    )
+    table = torch.tensor(_NF4)
     apart = weight.reshape(-1, block)
     most = apart.abs().amax(1)
     settings: dict[str, Any] = {

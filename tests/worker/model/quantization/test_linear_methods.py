@@ -222,6 +222,16 @@ def test_projections_that_a_checkpoint_leaves_wide_stay_so_and_their_neighbours_
     assert found["model.layers.0.self_attn.k_proj.weight"] == torch.float32
 
 
+@pytest.mark.parametrize(("name", "lost"), [("int8", (0.003, 0.02)), ("int4", (0.05, 0.15))])
+def test_integers_are_near_the_whole_layer_when_it_is_loaded(name: str, lost: tuple[float, float], tiny_model):
+    tiny = tiny_model("wide")
+    loaded = load(tiny.path, quantization=name)
+    assert loaded.quantization == name
+    weight = tiny.oracle.state_dict()["model.layers.1.self_attn.o_proj.weight"]
+    x = torch.randn(5, weight.shape[1])
+    assert lost[0] < relative(loaded.model.layers[1].attention.output(x), x @ weight.t()) < lost[1]
+
+
 # Names -------------------------------------------------------------------------------------------------------------------
 
 

@@ -273,6 +273,17 @@ def test_what_is_broken_or_unknown_is_named(name: str, changes, settings, messag
     assert str(path) in str(raised.value)
 
 
+def test_an_output_head_in_few_bits_is_named(stored):
+    path, _ = stored(layouts.gptq, gptq())
+    tensors = load_file(path / "model.safetensors")
+    made, _ = layouts.gptq(torch.nn.functional.pad(tensors.pop("lm_head.weight"), (0, 0, 0, 7)))
+    save_file(tensors | {f"lm_head.{kind}": tensor for kind, tensor in made.items()}, path / "model.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"tensor lm_head\.g_idx \(I32 \[128\], gptq\): weights of this kind cannot be read"
+    ):
+        load(path)
+
+
 def test_layers_in_order_of_importance_cannot_be_split_by_their_inputs(stored):
     path, _ = stored(*FORMATS["gptq desc_act"][:2])
     half = Parallel(tp=ThreadGroup(1, [torch.empty(0)] * 2, threading.Barrier(2)))

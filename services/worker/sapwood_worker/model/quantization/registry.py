@@ -135,6 +135,9 @@ class LinearMethods:
                 if kept is not None:
                     self.used.add(f"{name} as stored")
                     return kept
+        if self._stored is not None:
+            for part in shape.parts:
+                _check_wide(part.name, self._stored)
         weight = torch.empty(rows, shape.columns.size, dtype=self._dtype, device=self._ops.device)
         weight[shape.rows :] = 0
         return DenseMethod(shape, self._dtype, self._ops, weight=weight, one_row_dtype=torch.float32)

@@ -1,0 +1,142 @@
+"""What few bits cost in accuracy, on a real model: perplexity, divergence and agreement beside the model in its own dtype.
+
+The text is this project's documentation, which no model has seen. On a CPU the same roundings are computed in float32. Schemes
+that round weights alone are tried by their numbers; all are rounded to the nearest but one: GPTQ, calibrated on other pages.
+Prints one JSON object a line.
+
+    python benchmarks/quantization_accuracy.py --model demo --tokens 1500
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.models.model_files import resolve_model
+from sapwood_kernels.ops.factory import device_ops
+from sapwood_testing.models import quantised_layers as layouts
+from sapwood_testing.worker.steps import Part, step_for
+from sapwood_tokenizer.vocab.loader import load_tokenizer, resolve_tokenizer
+from sapwood_worker.model.families.decoder import DecoderModel
+from sapwood_worker.model.layers.linear import Linear
+from sapwood_worker.model.loader import load_model
+from sapwood_worker.model.quantizer.layers import LayerRun
+from sapwood_worker.model.quantizer.schemes import scheme
+from sapwood_worker.model.runner.builder import build_runner
+from sapwood_worker.model.runner.options import RunnerOptions
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "fp8 KV cache": {"kv_cache_dtype": "fp8_e4m3"},
+    "fp8 linear": {"quantization": "fp8"},
+    "fp8_block linear": {"quantization": "fp8_block"},
+    "fp8_tensor linear": {"quantization": "fp8_tensor"},
+    "fp8 linear and KV cache": {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"},
+    "int8 linear": {"quantization": "int8"},
+    "int4 linear, groups of 128 with zeros": {"quantization": "int4"},
+}
+WEIGHTS: dict[str, layouts.Layout] = {
+    "int4 weights, groups of 128": partial(layouts.pack_quantized, group=128),
+    "int4 weights, groups of 32": partial(layouts.pack_quantized, group=32),
+    "int8 weights, groups of 128": partial(layouts.pack_quantized, bits=8, group=128),
+    "NF4 weights": layouts.nf4,
+    "MXFP4 weights": layouts.mxfp4,
+    "NVFP4 weights": partial(layouts.nvfp4, kind="modelopt"),
+}
+_CALIBRATION = 8
+"""Pages by which GPTQ is calibrated."""
+
+
+GPTQ = "int4 weights, groups of 128, by GPTQ"
+
+
+def linears(layers: torch.nn.Module) -> list[Any]:
+    """The linear layers inside a module."""
+    return [each for each in layers.modules() if isinstance(each, Linear)]
+
+
+@torch.inference_mode()
+def replace(linear: Any, numbers: torch.Tensor) -> None:
+    """Gives a layer in the model's dtype other weights."""
+    linear.method.weight.copy_(numbers)
+    linear.method.finish()
+
+
+@torch.inference_mode()
+def calibrate(path: Path, device: str, pieces: list[list[int]], model: DecoderModel) -> None:
+    """Gives a model the weights that GPTQ makes of its own, as `sapwood model quantize` does it."""
+    ops, four_bits = device_ops(device), scheme("int4")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    loaded = load_model(path, "auto", dtype, ops, context_length=None, threads=2, seed=0, stored_weights="widen")
+    run = LayerRun(loaded, pieces, dtype, ops.device)
+    for index, layer in enumerate(loaded.model.layers):
+        moments = run.watch(index)
+        for linear, target in zip(linears(layer), linears(model.layers[index]), strict=True):
+            numbers = four_bits.round(linear.method.weight.float(), moments[linear], torch.bfloat16).numbers
+            replace(linear, numbers)
+            replace(target, numbers)
+        run.advance(index)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help="As the worker takes it (default: demo).")
+    parser.add_argument("--device", default="cpu", help="Default: cpu.")
+    parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "docs", help="A file or a folder.")
+    parser.add_argument("--tokens", type=int, default=1500, help="Of the text, in pieces of 500 (default: 1500).")
+    arguments = parser.parse_args()
+    files = [arguments.text] if arguments.text.is_file() else sorted(arguments.text.glob("*.md"))
+    tokenizer = load_tokenizer(resolve_tokenizer(arguments.model))
+    pieces: list[list[int]] = []
+    for file in files:
+        ids = tokenizer.tokenizer.encode(file.read_text(), add_special_tokens=True).ids[:500]
+        if len(pieces) * 500 < arguments.tokens:
+            pieces.append(ids)
+    others = [tokenizer.tokenizer.encode(file.read_text()).ids[:500] for file in files[len(pieces) :][:_CALIBRATION]]
+    plain: list[torch.Tensor] = []
+    for name in (*VARIANTS, *WEIGHTS, GPTQ):
+        runner = build_runner(
+            RunnerOptions(
+                model_path=resolve_model(arguments.model),
+                device=arguments.device,
+                num_pages=64,
+                max_running=2,
+                stored_weights="widen",
+                **VARIANTS.get(name, {}),
+            )
+        )
+        model = runner._model
+        if name in WEIGHTS:
+            for linear in linears(model.layers):
+                replace(linear, WEIGHTS[name](linear.method.weight.float())[1])
+        if name == GPTQ:
+            calibrate(resolve_model(arguments.model), arguments.device, others, model)
+        found = []
+        for ids in pieces:
+            part = Part(0, ids, 0, True, SamplingParams())
+            table = np.arange(64, dtype=np.int32).reshape(2, 32)
+            found.append(runner.logits(step_for(runner.info, 0, table, [part])).cpu().log_softmax(-1))
+        plain = plain or found
+        loss = [
+            -each[:-1].gather(1, torch.tensor(ids)[1:, None]).mean() for each, ids in zip(found, pieces, strict=True)
+        ]
+        divergence = [(a.exp() * (a - b)).sum(-1).mean() for a, b in zip(plain, found, strict=True)]
+        same = [(a.argmax(-1) == b.argmax(-1)).float().mean() for a, b in zip(plain, found, strict=True)]
+        row = {
+            "what": f"{arguments.model} {name}",
+            "perplexity": round(float(torch.stack(loss).mean().exp()), 3),
+            "mean KL to the model as it is": round(float(torch.stack(divergence).mean()), 5),
+            "same likeliest token": round(float(torch.stack(same).mean()), 4),
+        }
+        print(json.dumps(row | {"tokens": sum(map(len, pieces)), "device": arguments.device}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -24,7 +24,7 @@ enum { LANES = 8, TOKENS = 2 };
 #else
 enum { LANES = 4, TOKENS = 4 };
 #endif
-enum { GROUP = 32, PARTS = GROUP / LANES, ROWS = 4, CHUNK = 1024, TASK = 32 };
+enum { GROUP = 32, PARTS = GROUP / LANES, ROWS = 4, CHUNK = 1024, TASK = 32, BLOCK = 128 };
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef float floats4 __attribute__((vector_size(16)));
@@ -302,6 +302,7 @@ INLINE void tile(const int count, const float *w, const float *x, int64_t x_stri
 typedef struct {
     const uint8_t *data;  // the first row
     int64_t stride;       // bytes from row to row
+    int64_t width;        // bytes of a row
     int64_t rows;
     int64_t type;  // ggml's number
     int64_t first;  // the output's column of the first row
@@ -317,14 +318,23 @@ typedef struct {
     int64_t tasks, next;
 } product;
 
-static void some_rows(const product *p, const matrix *m, int64_t first, int64_t last) {
+// Processors fetch ahead only to the end of a page of memory, which is a few rows away.
+INLINE void fetch(const uint8_t *row, int64_t width) {
+    for (int64_t at = 0; at < width; at += 64) __builtin_prefetch(row + at, 0, 2);
+}
+
+// Rows `first` .. `last` - 1 times the x from `start` on, BLOCK at most: so many stay in the processor's cache.
+static void some_rows(const product *p, const matrix *m, int64_t first, int64_t last, int64_t start) {
     const format *f = &FORMATS[m->type];
+    const int64_t end = p->tokens - start < BLOCK ? p->tokens : start + BLOCK;
     float sums[ROWS], wide[ROWS * CHUNK] __attribute__((aligned(64)));
     for (int64_t row = first; row < last; row += ROWS) {
         const int64_t count = last - row < ROWS ? last - row : ROWS;
         const uint8_t *rows[ROWS];
         for (int r = 0; r < ROWS; r++) rows[r] = m->data + m->stride * (row + (r < count ? r : 0));
         float *out = p->out + m->first + row;
+        const uint8_t *next = m->data + m->stride * (row + ROWS);
+        const int64_t ahead = m->rows - row < 2 * ROWS ? 0 : m->width;
         if (p->tokens == 1) {
             f->one(rows, p->x, p->columns / GROUP, sums);
             memcpy(out, sums, sizeof(float) * (size_t)count);
@@ -332,11 +342,14 @@ static void some_rows(const product *p, const matrix *m, int64_t first, int64_t 
         }
         for (int64_t k = 0; k < p->columns; k += CHUNK) {
             const int64_t width = p->columns - k < CHUNK ? p->columns - k : CHUNK;
-            for (int r = 0; r < ROWS; r++) f->widen(rows[r], k / GROUP, width / GROUP, wide + CHUNK * r);
-            for (int64_t t = 0; t < p->tokens; t += TOKENS) {
+            for (int r = 0; r < ROWS; r++) {
+                if (k == 0) fetch(next + m->stride * r, ahead);
+                f->widen(rows[r], k / GROUP, width / GROUP, wide + CHUNK * r);
+            }
+            for (int64_t t = start; t < end; t += TOKENS) {
                 float block[4 * ROWS];
                 const float *x = p->x + p->x_stride * t + k;
-                const int64_t many = p->tokens - t < TOKENS ? p->tokens - t : TOKENS;
+                const int64_t many = end - t < TOKENS ? end - t : TOKENS;
                 switch (many) {
                     case 1: tile(1, wide, x, p->x_stride, width, block); break;
                     case 2: tile(2, wide, x, p->x_stride, width, block); break;
@@ -358,8 +371,8 @@ static void multiply(void *data) {
     for (int64_t task; (task = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED)) < p->tasks;) {
         const matrix *m = p->parts;
         for (int64_t mine; task >= (mine = (m->rows + TASK - 1) / TASK); m++) task -= mine;
-        const int64_t last = (task + 1) * TASK;
-        some_rows(p, m, task * TASK, last < m->rows ? last : m->rows);
+        const int64_t first = task * TASK, last = m->rows - first < TASK ? m->rows : first + TASK;
+        for (int64_t start = 0; start < p->tokens; start += BLOCK) some_rows(p, m, first, last, start);
     }
 }
 
@@ -378,7 +391,7 @@ EXPORT void sapwood_gguf_multiply(
 typedef struct {
     const matrix *from;
     const int64_t *ids;
-    int64_t start, count, columns;
+    int64_t count, columns;
     float *out;
     int64_t next, bad;
 } gathering;
@@ -387,7 +400,7 @@ static void gather(void *data) {
     gathering *g = data;
     const matrix *m = g->from;
     for (int64_t at; (at = __atomic_fetch_add(&g->next, 1, __ATOMIC_RELAXED)) < g->count;) {
-        const int64_t row = g->ids ? g->ids[at] : g->start + at;
+        const int64_t row = g->ids[at];
         if (row < 0 || row >= m->rows) {
             __atomic_store_n(&g->bad, 1, __ATOMIC_RELAXED);
             continue;
@@ -396,11 +409,11 @@ static void gather(void *data) {
     }
 }
 
-// out[i] = row ids[i], or row start + i, as float32. Returns 1 if there is no such row: what is in its place is undefined.
+// out[i] = row ids[i] as float32. Returns 1 if there is no such row: what is in its place is undefined.
 EXPORT int64_t sapwood_gguf_rows(
-    const matrix *from, const int64_t *ids, int64_t start, int64_t count, int64_t columns, float *out, parallel run,
+    const matrix *from, const int64_t *ids, int64_t count, int64_t columns, float *out, parallel run,
     unsigned threads) {
-    gathering g = {from, ids, start, count, columns, out, 0, 0};
+    gathering g = {from, ids, count, columns, out, 0, 0};
     if (run && threads > 1 && count >= TASK) run(gather, &g, threads, 0);
     else gather(&g);
     return g.bad;

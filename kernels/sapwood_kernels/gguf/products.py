@@ -9,7 +9,6 @@ from pathlib import Path
 
 import gguf
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sapwood_kernels.gguf.build import library_name
@@ -30,16 +29,13 @@ TYPES = {
     )
 }
 """The types that the library multiplies: ggml's number, numbers of a block and its bytes."""
-_FEW_TOKENS = 32
-"""Up to this many a product reads the blocks; for more it pays to widen the matrix, a part at a time, for torch's product."""
-_WIDENED = 1 << 20
-"""Numbers of such a part: 4 MB, which stay in the processor's cache."""
 
 
 class _Matrix(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("stride", ctypes.c_int64),
+        ("width", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("type", ctypes.c_int64),
         ("first", ctypes.c_int64),
@@ -74,7 +70,7 @@ class GgufLibrary:
         )
         self.rows = library.sapwood_gguf_rows
         self.rows.restype = number
-        self.rows.argtypes = pointer, pointer, number, number, number, pointer, pointer, ctypes.c_uint
+        self.rows.argtypes = pointer, pointer, number, number, pointer, pointer, ctypes.c_uint
 
 
 def load_library() -> GgufLibrary | None:
@@ -107,16 +103,13 @@ class GgufProduct:
             if rows.dtype != torch.uint8 or rows.stride(1) != 1 or rows.shape[1] != columns // per_block * block_bytes:
                 raise ValueError(f"rows of {columns} numbers in {kind} are not of shape {list(rows.shape)}")
             matrix.data, matrix.stride, matrix.rows = rows.data_ptr(), rows.stride(0), rows.shape[0]
-            matrix.type, matrix.first = number, self._outputs
+            matrix.width, matrix.type, matrix.first = rows.shape[1], number, self._outputs
             self._outputs += rows.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiplies x: float32 [T, K] -> float32 [T, N]."""
         tokens = x.shape[0]
         result = torch.empty(tokens, self._outputs)
-        if tokens > _FEW_TOKENS:
-            self._multiply_widened(x, result)
-            return result
         if x.stride(1) != 1:
             x = x.contiguous()
         self._library.multiply(
@@ -133,23 +126,10 @@ class GgufProduct:
         """
         result = torch.empty(len(ids), self._columns)
         ids = ids.contiguous()
-        if self._widen(0, ids.data_ptr(), 0, result):
+        bad = self._library.rows(
+            *(self._matrices, ids.data_ptr(), len(ids), self._columns, result.data_ptr()),
+            *(self._library.run, torch.get_num_threads()),
+        )
+        if bad:
             raise IndexError(f"a row beyond the {self._matrices[0].rows} that there are")
         return result
-
-    def _multiply_widened(self, x: Tensor, out: Tensor) -> None:
-        step = max(_WIDENED // self._columns, 1)
-        wide = torch.empty(step, self._columns)
-        for part, matrix in enumerate(self._matrices):
-            for start in range(0, matrix.rows, step):
-                count = min(step, matrix.rows - start)
-                self._widen(part, None, start, wide[:count])
-                first = matrix.first + start
-                out[:, first : first + count] = F.linear(x, wide[:count])
-
-    def _widen(self, part: int, ids: int | None, start: int, out: Tensor) -> int:
-        matrix = ctypes.byref(self._matrices, part * ctypes.sizeof(_Matrix))
-        bad: int = self._library.rows(
-            matrix, ids, start, len(out), self._columns, out.data_ptr(), self._library.run, torch.get_num_threads()
-        )
-        return bad

@@ -60,7 +60,7 @@ OF_CLASSIFIERS = (
 
 _MEETING_SECONDS = 120.0
 _EXCHANGE_SECONDS = 1800.0
-"""Seconds that ranks wait for each other once they have met: one may read its weights for that much longer than another."""
+"""Seconds that ranks wait for each other: one may read its weights, and rank 0 fetch the model, for that much longer."""
 
 
 def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | EncoderRunner:
@@ -84,6 +84,8 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
             raise ConfigError(f"--tensor-parallel {place.size}: there are {torch.cuda.device_count()} GPUs here")
         device = f"cuda:{place.rank}"
         torch.cuda.set_device(place.rank)
+    if place.rank:  # rank 0 comes when the model is on this machine
+        parallel = _meet(place, device)
     path = resolve_model(config.model, config.revision, weights=config.load_format != "dummy", progress=logged(logger))
     encodes = is_bert(path)
     if encodes:
@@ -103,16 +105,8 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         )
         for warning in warnings:
             logger.warning(warning)
-    parallel = Parallel()
-    if place.size > 1:
-        parallel = join_groups(
-            place.rank,
-            tensor=place.size,
-            rendezvous=place.rendezvous,
-            backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-            timeout=_MEETING_SECONDS,
-            exchange_timeout=_EXCHANGE_SECONDS,
-        )
+    if place.rank == 0:
+        parallel = _meet(place, device)
     options = RunnerOptions(
         parallel=parallel,
         model_path=path,
@@ -138,6 +132,20 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         host_cache_ratio=config.host_cache_ratio if config.prefix_cache else 0.0,
     )
     return EncoderRunner(options) if encodes else build_runner(options)
+
+
+def _meet(place: Place, device: str) -> Parallel:
+    """The groups, once all ranks have come."""
+    if place.size == 1:
+        return Parallel()
+    return join_groups(
+        place.rank,
+        tensor=place.size,
+        rendezvous=place.rendezvous,
+        backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+        timeout=_EXCHANGE_SECONDS if place.rank else _MEETING_SECONDS,
+        exchange_timeout=_EXCHANGE_SECONDS,
+    )
 
 
 def _threads(config: WorkerConfig, place: Place) -> int | None:

@@ -19,6 +19,8 @@ from floods.wire import client_tls, find_farewell
 
 _MOST_CONNECTIONS = 20_000
 _TAIL = 4096
+_CODES = range(1, 14)
+"""Of errors, in a GOAWAY; any other is none, but the middle of a frame."""
 
 
 @dataclass
@@ -146,7 +148,7 @@ def _rule(flood: Flood, connection: _Connection) -> str:
     """What the server said as it closed, or before it read no more; "" for nothing."""
     if flood.front == "grpc":
         said = find_farewell(connection.tail)
-        return "" if said is None or not said.code else f"{said.code} {said.text}"
+        return f"{said.code} {said.text}" if said is not None and said.code in _CODES else ""
     line = connection.tail.split(b"\r\n", 1)[0]
     refused = line.startswith((b"HTTP/1.1 4", b"HTTP/1.1 5"))
     return line.decode("latin-1") if refused or (connection.lost.is_set() and line.startswith(b"HTTP/1.1 ")) else ""

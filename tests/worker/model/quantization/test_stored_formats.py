@@ -52,6 +52,7 @@ FORMATS: dict[str, tuple[layouts.Layout, dict[str, Any], str, float]] = {
     ),
     "gptq desc_act": (ordered(layouts.gptq, 64), gptq(desc_act=True, group_size=64), "gptq", 0),
     "gptq version 2": (partial(layouts.gptq, version=2), gptq(checkpoint_format="gptq_v2"), "gptq", 0),
+    "gptq dynamic": (layouts.gptq, gptq(group_size=64, dynamic={"+:.*": {"group_size": 32}}), "gptq", 0),
     "gptq 8 bits": (partial(layouts.gptq, bits=8), gptq(bits=8), "gptq", 0),
     "awq": (layouts.awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, "awq", 0),
     "W4A16": (layouts.pack_quantized, compressed(INT4), "compressed-tensors", 0),
@@ -271,6 +272,19 @@ def test_what_is_broken_or_unknown_is_named(name: str, changes, settings, messag
     with pytest.raises(ConfigError, match=message) as raised:
         load(path)
     assert str(path) in str(raised.value)
+
+
+def test_modelopt_s_own_file_names_the_scheme_where_the_configuration_does_not(stored):
+    path, wide = stored(partial(layouts.float8, block=None), {})
+    own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}
+    (path / "hf_quant_config.json").write_text(json.dumps(own))
+    loaded = load(path)
+    assert loaded.quantization == "fp8 as stored"
+    expected = wide["model.layers.1.mlp.down_proj"]
+    x = torch.randn(4, expected.shape[1])
+    with torch.inference_mode():
+        error = (loaded.model.layers[1].mlp.down(x) - x @ expected.t()).norm() / (x @ expected.t()).norm()
+    assert 0.005 < error < 0.1  # activations are rounded
 
 
 def test_an_output_head_in_few_bits_is_named(stored):

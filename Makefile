@@ -22,7 +22,7 @@ RELEASED := protos/released.binpb
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-slow test-clients test-containers test-losses audit lint fmt proto proto-release docs bench-cpu bench-scheduler bench-tokenizer bench-router bench-floods bench-gpu node clean
+.PHONY: help up test test-slow test-clients test-containers test-losses audit lint fmt proto proto-release docs bench-cpu bench-gguf bench-scheduler bench-tokenizer bench-router bench-floods bench-gpu node clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ docs: $(BIN)/.installed-dev ## Write docs/configuration.md, docs/metrics.md and 
 
 bench-cpu: $(BIN)/.installed-dev ## Measure beside transformers on this CPU: ARGS='--plot bench.png' draws
 	$(BIN)/python benchmarks/bench_cpu.py $(ARGS)
+
+bench-gguf: $(BIN)/.installed-dev ## Measure the demo model in its own GGUF types beside llama.cpp and beside float32 weights
+	$(BIN)/python benchmarks/bench_gguf.py $(ARGS)
 
 bench-scheduler: $(BIN)/.installed-dev ## Measure what scheduler and prefix cache cost the host, and each policy's hit rate
 	$(BIN)/python benchmarks/bench_scheduler.py $(ARGS)

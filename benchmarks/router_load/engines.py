@@ -17,7 +17,6 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PEERS = HERE.parent / ".peers"
 _READY_SECONDS = 60.0
-_TICKS = os.sysconf("SC_CLK_TCK")
 PEER_VERSIONS = {"smg": "1.13.0", "sglang-router": "0.3.2", "vllm-router": "0.1.17"}
 _PEER_NEEDS = ("setproctitle", "orjson", "fastapi", "uvicorn", "aiohttp", "requests")
 """What their launchers import."""
@@ -56,14 +55,13 @@ class Ports:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and of its children, all threads."""
-    total = 0.0
+    """CPU time of a process and of its children, all threads that live."""
+    total = 0
     for each in (pid, *_children(pid)):
-        with contextlib.suppress(OSError):
-            # After the name, which may hold anything: the state is field 3, utime 14, stime 15.
-            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-            total += (int(fields[11]) + int(fields[12])) / _TICKS
-    return total
+        for thread in Path(f"/proc/{each}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):
+                total += int(thread.read_text().split()[0])  # nanoseconds
+    return total / 1e9
 
 
 def resident_mb(pid: int) -> float:

@@ -165,3 +165,14 @@ def test_tokens_a_second_are_never_much_below_those_without_drafts(seed: int) ->
     assert tokens / seconds >= 0.985 * rows, (rows, right, slope)
     if right > 0.9 and slope < 0.1:
         assert tokens / seconds > 1.5 * rows
+
+
+def test_steps_during_which_the_clock_stands_still_have_a_duration() -> None:
+    costs = StepCosts()
+    for _ in range(4):
+        costs.note(1, 1, 0.0)
+        costs.note(1, 5, 0.0)
+        costs.note(1, 5, 0.0)
+        costs.note(1, 1, 0.0)
+    assert costs.plain(1) is not None
+    assert costs.drafted(1, 5) > 0

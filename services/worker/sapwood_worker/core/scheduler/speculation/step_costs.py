@@ -17,6 +17,8 @@ _ENOUGH = 3
 _WEIGHT = 0.2
 _KEPT = 2048
 """Steps after which a measurement is forgotten, and a guess again stands for it: what is too dear now may not be later."""
+_SHORTEST = 1e-6
+"""Seconds that a step takes at least: a clock may not move during one, and rates are told by dividing by it."""
 _NOISE = 1.05
 _GUESSED_ROWS = 32
 """A guess: computing twice the positions takes twice the time, of what a step of so many positions takes in any case."""
@@ -47,6 +49,7 @@ class StepCosts:
     def note(self, rows: int, positions: int, seconds: float) -> None:
         """Takes the duration of a step of so many requests and sampled positions, which computed no prompt."""
         self._steps += 1
+        seconds = max(seconds, _SHORTEST)
         drafting, before = positions > rows, self._drafting
         self._drafting = drafting
         if drafting:

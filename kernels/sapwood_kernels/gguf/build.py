@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -63,7 +64,10 @@ def compile_libraries(folder: Path = SOURCE.parent) -> list[Path]:
         fresh = path.with_suffix(f".{os.getpid()}")  # another process may be doing the same
         if "ziglang" in compiler:
             flag = flag.replace("x86-64-v", "x86_64_v")  # zig's own spelling
-        subprocess.run([*compiler, *_FLAGS, flag, "-o", str(fresh), str(SOURCE)], check=True)
+        with tempfile.TemporaryDirectory() as cache:
+            places = {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache}
+            command = [*compiler, *_FLAGS, flag, "-o", str(fresh), str(SOURCE)]
+            subprocess.run(command, check=True, env={**os.environ, **places})
         fresh.replace(path)
         made.append(path)
     for old in set(folder.glob(f"{SOURCE.stem}.*.so")) - set(made):

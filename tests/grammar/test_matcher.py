@@ -163,6 +163,15 @@ def test_a_model_without_end_tokens_ends_where_nothing_may_follow(vocabulary, co
     assert matcher.finished
 
 
+def test_masks_have_room_for_the_end_that_a_model_without_one_is_given(vocabulary, compile_grammar, words):
+    store = GrammarStore(vocabulary, 32 * words, ())
+    matchers = [store.build(compile_grammar("regex", "a+")) for _ in range(2)]
+    alone, both = (TokenMasks(store.columns, threads=1).start(matchers[:count]).result() for count in (1, 2))
+    assert np.array_equal(alone[0], both[0])
+    assert matchers[0].accept(ord("a"))
+    assert matchers[0].forced() is None
+
+
 def test_a_grammar_whose_work_explodes_ends_in_an_error_and_not_in_a_hang(store, compile_grammar, words):
     matcher = store.build(compile_grammar("regex", "((a{1,100}){1,100}){1,100}b"))
     for _ in range(2000):

@@ -108,7 +108,7 @@ def main() -> int:
         runner = _make_runner(arguments, config)
         tiering = build_tiering(config, runner)
         grammars = build_grammars(runner)
-        masks = None if grammars is None else TokenMasks(runner.info.vocab_size)
+        masks = None if grammars is None else TokenMasks(grammars.columns)
         scheduler = build_scheduler(config, runner.info, None if tiering is None else tiering.cache, masks)
     except Exception as error:
         if not isinstance(error, ConfigError):

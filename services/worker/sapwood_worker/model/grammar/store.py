@@ -31,6 +31,9 @@ class GrammarStore:
         vocab_size: Columns of the model's logits; ids beyond the vocabulary are never allowed.
         eos_token_ids: The model's end tokens, allowed where the grammar is complete.
         max_kept: The most grammars kept for later requests.
+
+    Attributes:
+        columns: Of a mask: those of the logits, and of the end that the library adds where the model has none.
     """
 
     def __init__(
@@ -39,7 +42,8 @@ class GrammarStore:
         tokens = [*vocabulary.tokens[:vocab_size], *(b"" for _ in range(vocab_size - len(vocabulary.tokens)))]
         self._tokenizer = _index(tokens, vocabulary.special_ids, eos_token_ids)
         self._spellings = frozenset(tokens)
-        self._words = -(-vocab_size // 32)
+        self.columns = int(self._tokenizer.vocab_size)
+        self._words = -(-self.columns // 32)
         self._fingerprint = vocabulary.fingerprint
         self._max_kept = max_kept
         self._kept: OrderedDict[bytes, llguidance.LLMatcher] = OrderedDict()

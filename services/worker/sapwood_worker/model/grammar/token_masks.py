@@ -21,12 +21,12 @@ class TokenMasks:
     """Implements :class:`~sapwood_worker.records.grammar_state.MaskFiller`; one step at a time.
 
     Args:
-        vocab_size: Columns of the model's logits.
+        columns: Of a mask, as the store of grammars says.
         threads: Cores that fill rows; None lets the library choose.
     """
 
-    def __init__(self, vocab_size: int, threads: int | None = None) -> None:
-        self._words = -(-vocab_size // 32)
+    def __init__(self, columns: int, threads: int | None = None) -> None:
+        self._words = -(-columns // 32)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="token-masks")
         self._executor = llguidance.LLExecutor(threads)
         self._buffer: npt.NDArray[np.int32] = np.zeros((0, 0), np.int32)

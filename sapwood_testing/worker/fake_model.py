@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Literal
 
 import numpy as np
 from pydantic import Field
@@ -27,9 +26,6 @@ class FakeWorkerConfig(WorkerConfig):
     served_model_name: str | None = Field("fake", description="Name that clients use.")
     context_length: int | None = Field(4096, ge=2, description="Most tokens of prompt and output together.")
     step_ms: float = Field(1.0, ge=0, description="How long a step takes, in milliseconds.")
-    speculate: Literal["auto", "off", "prefix"] = Field(
-        "off", description="What is drafted; by default nothing, so that no message depends on how long steps take."
-    )
     load_seconds: float = Field(0.0, ge=0, description="How long loading takes.")
     vocab_size: int = Field(1000, ge=2, description="Number of token ids.")
     embedding_size: int = Field(0, ge=0, le=1, description="Numbers in an embedding; 0: it makes none.")

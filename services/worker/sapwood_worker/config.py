@@ -301,7 +301,7 @@ class WorkerConfig(ServiceConfig):
         description="Append tokens that a grammar forces without asking the model; outputs are the same with and without.",
     )
     speculate: Literal["auto", "off", "prefix"] = Field(
-        "auto",
+        "off",
         description="Draft the tokens that probably come next, as they came before in the prompt, in the output or in the prefix "
         "cache, and check several of them in one step; outputs are the same with and without. auto does so where the steps' "
         "measured times say that it pays, prefix wherever the drafts are often right, off never.",

@@ -151,7 +151,7 @@ def test_prefix_pages_shared_by_two_requests_serve_both(runner, make_driver):
 )
 def test_a_request_whose_logits_are_not_numbers_fails_alone(tiny_model, make_runner, make_driver, setting):
     broken = make_runner(tiny_model("llama").path)
-    embedding = broken._model.embedding.weight
+    embedding = broken._model.embedding.table.method.weight
     embedding[6] = float("nan")
     driver = make_driver(broken)
     prompts = {0: [3, 4], 1: [5, 6], 2: [7, 8]}

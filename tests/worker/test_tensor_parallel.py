@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -19,7 +20,10 @@ import pytest
 
 from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.models.model_files import demo_path
 from sapwood_testing.worker.split_models import SHAPE
+
+SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]})
 
 
 @contextlib.contextmanager
@@ -108,3 +112,65 @@ def test_a_rank_lost_in_the_middle_of_a_sum_is_named_and_the_model_is_loaded_ane
                 with contextlib.suppress(grpc.RpcError):
                     answer = list(ask(stub, 40))
             assert [token for part in answer for token in part] == [token for part in expected for token in part]
+
+
+def demo_answers(stub: Any) -> list[tuple[list[int], list[float]]]:
+    """The tokens and log probabilities of many requests at once, twice, with a shared prefix and more than the pages hold."""
+    shared = [2, *(1000 + 7 * place for place in range(63))]
+    samplings = [
+        common_pb2.SamplingParams(temperature=0, logprobs=2),
+        common_pb2.SamplingParams(temperature=0.8, seed=5, top_p=0.9),
+        common_pb2.SamplingParams(temperature=0, presence_penalty=0.5, repetition_penalty=1.2),
+        common_pb2.SamplingParams(temperature=0.7, seed=9),
+        common_pb2.SamplingParams(temperature=1.0, seed=3, top_k=20, logprobs=0),
+    ]
+
+    def ask(number: int) -> tuple[list[int], list[float]]:
+        sampling = common_pb2.SamplingParams()
+        sampling.CopyFrom(samplings[number % len(samplings)])
+        sampling.max_tokens = 16
+        prompt = [*shared, *(3000 + 11 * number + place for place in range(20 + 6 * number))]
+        grammar = common_pb2.Grammar(json_schema=SCHEMA) if number % len(samplings) == 3 else None
+        request = worker_pb2.WorkerGenerateRequest(
+            request_id=f"r{number}", token_ids=prompt, sampling=sampling, grammar=grammar
+        )
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        for response in stub.Generate(request):
+            tokens += response.token_ids
+            logprobs += [each.logprob for each in response.logprobs]
+        return tokens, logprobs
+
+    with ThreadPoolExecutor(5) as executor:
+        first = list(executor.map(ask, range(5)))
+        stub.ClearCache(worker_pb2.ClearCacheRequest(tiers=[worker_pb2.CACHE_TIER_DEVICE]))
+        again = list(executor.map(ask, range(5)))
+    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in again]
+    return first
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_demo_model_over_two_and_four_processes_answers_as_in_one(tmp_path: Path) -> None:
+    flags = (
+        "--num-pages",
+        "24",
+        "--max-running",
+        "5",
+        "--conservativeness",
+        "0",
+        "--host-cache-ratio",
+        "3",
+        "--threads",
+        "2",
+    )
+    found = {}
+    for size in (1, 2, 4):
+        with worker(demo_path(), tmp_path / f"log-{size}", *flags, "--tensor-parallel", str(size)) as stub:
+            found[size] = demo_answers(stub)
+            tiers = stub.GetCacheStats(worker_pb2.GetCacheStatsRequest()).tiers
+            assert next(each for each in tiers if each.tier == worker_pb2.CACHE_TIER_HOST).hit_tokens > 0
+    for size in (2, 4):
+        for (tokens, logprobs), (expected, theirs) in zip(found[size], found[1], strict=True):
+            assert tokens == expected
+            assert logprobs == pytest.approx(theirs, abs=1e-3)

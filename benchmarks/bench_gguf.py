@@ -138,11 +138,17 @@ def _workers() -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:
+            if any(b"sapwood_worker" in word for word in words) and _is_ours(int(folder.name)):
+                found.append(int(folder.name))
+        except OSError:  # it has ended
             continue
-        if any(b"sapwood_worker" in word for word in words):
-            found.append(int(folder.name))
     return found
+
+
+def _is_ours(pid: int) -> bool:
+    while pid > 1 and pid != os.getpid():
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid == os.getpid()
 
 
 def main() -> None:

@@ -129,7 +129,7 @@ async def test_a_worker_without_structured_output_says_so(lend) -> None:
 
 async def test_a_source_that_takes_too_long_ends_at_the_deadline(lend) -> None:
     hostile = "|".join(str(number * 7919) for number in range(100_000))
-    async with open_channel(lend("--grammar-timeout", "0.3").address) as channel:
+    async with open_channel(lend("--grammar-timeout", "0.05").address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(stub, request(grammar=grammar(regex=hostile)))

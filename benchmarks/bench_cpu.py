@@ -26,7 +26,7 @@ import transformers
 from report import Figure, Goal, draw, print_figures, print_table
 from transformers_peer import load_gemma3
 
-from sapwood.cli.local.cluster import Cluster, ClusterOptions, Endpoints
+import sapwood
 from sapwood.cli.model import fetch_demo
 from sapwood.client import AsyncClient
 from sapwood.v1 import worker_pb2, worker_pb2_grpc
@@ -137,14 +137,14 @@ async def chat_ttft(client: AsyncClient, cache: Cache, *, cached: bool) -> float
     return mean(waits)
 
 
-async def measure(arguments: argparse.Namespace, endpoints: Endpoints) -> tuple[list[Figure], list[Goal]]:
+async def measure(arguments: argparse.Namespace, server: sapwood.Server) -> tuple[list[Figure], list[Goal]]:
     model = load_gemma3(fetch_demo())
     tokens = arguments.tokens
-    cache = Cache(endpoints.workers)
+    cache = Cache(server.workers)
     single: list[tuple[float, float]] = []
     batch: list[tuple[float, float]] = []
     chat: list[tuple[float, float]] = []
-    async with AsyncClient(endpoints.grpc) as client:
+    async with AsyncClient(server.grpc_address) as client:
         await ours_at_once(client, random_prompts(0), 8)  # both warm up
         peer_rate(model, random_prompts(0), 8)
         for number in range(1, arguments.rounds + 1):
@@ -186,32 +186,13 @@ async def measure(arguments: argparse.Namespace, endpoints: Endpoints) -> tuple[
     return figures, goals
 
 
-async def run(arguments: argparse.Namespace) -> tuple[list[Figure], list[Goal]]:
-    options = ClusterOptions(
-        model="demo",
-        workers=1,
-        threads=arguments.threads,
-        policy="cache_aware",
-        host="127.0.0.1",
-        port=0,
-        http_port=0,
-        tokenizer_port=0,
-        worker_port=0,
-        log_level="warning",
-        drain_timeout=5,
-    )
-    cluster = Cluster(options, lambda name, line: print(f"{name} | {line}", file=sys.stderr), lambda status: None)
-    try:
-        return await measure(arguments, await cluster.start())
-    finally:
-        await cluster.stop()
-
-
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     fetch_demo()
-    figures, goals = asyncio.run(run(arguments))
+    # The peer multiplies float32 numbers; what our own default, the file's weights as they are stored, gives: bench_gguf.py.
+    with sapwood.Server("demo", 1, threads=arguments.threads, stored_weights="widen", logs=sys.stderr) as server:
+        figures, goals = asyncio.run(measure(arguments, server))
     print_figures(figures)
     print_table(figures, goals)
     if arguments.plot:

@@ -24,7 +24,7 @@ from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.quantization.linear_method import Stored
-from sapwood_worker.model.quantization.registry import LinearMethods
+from sapwood_worker.model.quantization.registry import AS_STORED, LinearMethods
 
 LoadFormat = Literal["auto", "dummy"]
 StoredWeights = Literal["keep", "widen"]
@@ -105,6 +105,12 @@ def load_model(
         config = _limited(config, context_length)
         linear = LinearMethods(quantization, dtype, ops, stored, widen=stored_weights == "widen")
         model = DecoderModel(config, family.layer, LayerContext(dtype, ops, linear, parallel or Parallel()))
+        kept = {name.removesuffix(AS_STORED) for name in linear.used - {"none"}}
+        if quantization not in {"none"} | kept and kept:
+            raise ConfigError(
+                f"{path}: --quantization {quantization} would change nothing: the weights are {'+'.join(sorted(kept))}, "
+                "and stay so unless --stored-weights is widen"
+            )
         if source is None:
             fill_dummy_weights(model.weights(), seed)
         else:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sapwood_common.errors import ConfigError
 from sapwood_kernels.gguf.products import load_library
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_testing.worker.gguf_files import write_gguf
@@ -30,9 +31,9 @@ KINDS = {
 def path(tiny_model, tmp_path):
     """Makes a GGUF file of a tiny model whose matrices are quantised."""
 
-    def make(name: str, architecture: str | None = None) -> Path:
+    def make(name: str, **more_kinds: str) -> Path:
         model = tiny_model(name, **SIZES).oracle
-        return write_gguf(tmp_path / f"{name}.gguf", model, architecture or name, kinds=KINDS)
+        return write_gguf(tmp_path / f"{name}.gguf", model, name, kinds=KINDS | more_kinds)
 
     return make
 
@@ -87,6 +88,12 @@ def test_a_rank_has_its_part_of_the_bytes(path):
                 first = rows.shape[1] * columns.start // slot.shape[1]
                 assert torch.equal(slot.target, rows[:, first : first + width]), name
     assert filled
+
+
+@compiled
+def test_a_quantization_that_would_change_nothing_is_refused(path):
+    with pytest.raises(ConfigError, match=r"--quantization fp8 would change nothing.*gguf.*--stored-weights"):
+        load(path("llama", ffn_down="Q8_0"), quantization="fp8")
 
 
 @compiled

@@ -43,6 +43,8 @@ FORMATS = {
     "bitsandbytes": BITSANDBYTES,
     "gguf": GGUF,
 }
+AS_STORED = " as stored"
+"""What follows the name of a format in which a checkpoint stores weights that are kept."""
 _INTEGERS = ("I8", "U8", "I16", "I32", "I64")
 """Types, as safetensors files name them, of numbers that mean nothing without a format."""
 
@@ -110,7 +112,7 @@ class LinearMethods:
         for name, keep in self._keep:
             kept = keep(shape, self._dtype, self._ops, self._stored)
             if kept is not None:
-                self.used.add(f"{name} as stored")
+                self.used.add(name + AS_STORED)
                 return kept
         return None
 
@@ -133,7 +135,7 @@ class LinearMethods:
             for name, keep in self._keep_table:
                 kept = keep(shape, self._dtype, self._ops, self._stored)
                 if kept is not None:
-                    self.used.add(f"{name} as stored")
+                    self.used.add(name + AS_STORED)
                     return kept
         if self._stored is not None:
             for part in shape.parts:

@@ -141,6 +141,7 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the last N of M positions of one sequence; query heads share key/value heads in groups.
 
@@ -151,6 +152,7 @@ def attention(
         scale: Factor of the dot products.
         window: A query at position p sees positions p - window + 1 .. p; None: all up to p.
         softcap: Scores become ``softcap * tanh(score / softcap)``.
+        sinks: [H]: a score of each head's own that takes part in the softmax and has no value (gpt-oss). It is not capped.
 
     Returns:
         [N, H, D].
@@ -163,7 +165,12 @@ def attention(
     at = torch.arange(length - count, length, device=query.device)[:, None]
     seen = torch.arange(length, device=query.device)[None]
     hidden = seen > at if window is None else (seen > at) | (seen <= at - window)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        column = sinks.float()[:, None, None].expand(-1, count, 1)
+        weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
     return torch.einsum("hnm,mhd->nhd", weights, value.float().repeat_interleave(groups, 1)).to(query.dtype)
 
 
@@ -179,6 +186,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of a ragged batch over the paged cache, which already holds the batch's own keys and values.
 
@@ -190,7 +198,7 @@ def paged_attention(
         query_lens: Integers [B], summing to T.
         seq_lens: Integers [B]: keys of each request, its own query tokens included.
         page_size: Slots in a page.
-        scale, window, softcap: As in :func:`attention`.
+        scale, window, softcap, sinks: As in :func:`attention`.
 
     Returns:
         [T, H, D].
@@ -200,9 +208,8 @@ def paged_attention(
     for chunk, pages, length in zip(chunks, page_table.long(), seq_lens.tolist(), strict=True):
         positions = torch.arange(length, device=query.device)
         slots = pages[positions // page_size] * page_size + positions % page_size
-        outputs.append(
-            attention(chunk, key_slots[slots], value_slots[slots], scale=scale, window=window, softcap=softcap)
-        )
+        keys, values = key_slots[slots], value_slots[slots]
+        outputs.append(attention(chunk, keys, values, scale=scale, window=window, softcap=softcap, sinks=sinks))
     return torch.cat(outputs)
 
 

@@ -30,11 +30,12 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What may differ between layers; the fields are arguments of ``reference.attention``."""
+    """What may differ between layers; the fields are arguments of ``reference.attention``, ``sinks`` says whether it has any."""
 
     scale: float
     window: int | None
     softcap: float | None
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +64,19 @@ class PagedKeys:
 
 
 class StoredPages(NamedTuple):
-    """A layer's keys and values.
+    """A layer's keys and values, and its sinks.
 
     Attributes:
         keys: [P, page_size, K, D] in any order but for D.
         values: The same, in the same order.
         scales: Factors of the stored keys and values.
+        sinks: float32 [H], as ``reference.attention`` has them; None: there are none.
     """
 
     keys: Tensor
     values: Tensor
     scales: tuple[float, float] = (1.0, 1.0)
+    sinks: Tensor | None = None
 
 
 class PlannedAttention(Protocol):

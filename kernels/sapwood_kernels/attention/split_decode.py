@@ -65,6 +65,7 @@ class SplitDecodeAttention:
             scale=variant.scale,
             window=variant.window,
             softcap=variant.softcap,
+            sinks=cache.sinks,
             kv_scales=cache.scales,
             out=out,
         )

@@ -39,6 +39,7 @@ class TiledPrefillAttention:
             scale=variant.scale,
             window=variant.window,
             softcap=variant.softcap,
+            sinks=cache.sinks,
             kv_scales=cache.scales,
             out=out,
         )

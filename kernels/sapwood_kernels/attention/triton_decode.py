@@ -108,11 +108,11 @@ def _stretches(length, LEAST: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def _split_kernel(
-    query, keys, values, indptr, lengths, pages, part, sums, out, scale, value_scale, softcap, page_stride, slot_stride,
+    query, keys, values, indptr, lengths, pages, sinks, part, sums, out, scale, value_scale, softcap, page_stride, slot_stride,
     head_stride,  # With WORDS, keys and values are float8 in words of four, and strides count words.
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, FLOAT8: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, FLOAT8: tl.constexpr, WORDS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(0) * GROUP
@@ -136,6 +136,9 @@ def _split_kernel(
         cap = softcap * _LOG2_E
         highest = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
+        if SINKS and split == 0:  # a key without a value, seen once
+            highest = tl.load(sinks + head * GROUP + rows, mask=rows < GROUP, other=0.0) * _LOG2_E
+            total += 1.0
         result = tl.zeros((ROWS, BLOCK_D), tl.float32)
         if WORDS:
             for block in tl.range(at, end, BLOCK, num_stages=STAGES):
@@ -222,6 +225,7 @@ def decode_attention(
     least: int = 1,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     out: Tensor | None = None,
 ) -> Tensor:
@@ -235,7 +239,7 @@ def decode_attention(
         pages: int32, page ids.
         lengths: int32 [B]: keys of each request, at least 1.
         splits: Most programs for a request and key/value head, a power of 2, as :func:`num_splits` gives it.
-        scale, window, softcap: As in ``reference.attention``.
+        scale, window, softcap, sinks: As in ``reference.attention``.
         least: Fewest keys of a program, as :func:`num_splits` gives it.
         kv_scales: Factors of the stored keys and values.
         out: [B, H, D], contiguous: the result is written here; None: to a new tensor.
@@ -263,10 +267,10 @@ def decode_attention(
     if words:
         key_pages, value_pages = key_pages.view(torch.int32), value_pages.view(torch.int32)
     _split_kernel[(kv_heads, batch, splits)](
-        query, key_pages, value_pages, indptr, lengths, pages, part, sums, out, scale * kv_scales[0], kv_scales[1],
-        softcap or 1.0, *key_pages.stride()[:3],
+        query, key_pages, value_pages, indptr, lengths, pages, query if sinks is None else sinks, part, sums, out,
+        scale * kv_scales[0], kv_scales[1], softcap or 1.0, *key_pages.stride()[:3],
         GROUP=group, D=dim, PAGE=page_size, SPLITS=splits, LEAST=least, WINDOW=window or 0, CAPPED=softcap is not None,
-        FLOAT8=float8, WORDS=words, ROWS=rows, BLOCK_D=block_d, BLOCK=block,
+        SINKS=sinks is not None, FLOAT8=float8, WORDS=words, ROWS=rows, BLOCK_D=block_d, BLOCK=block,
         STAGES=stages if query.is_cuda else 0, num_warps=warps,
     )  # fmt: skip
     if splits > 1:

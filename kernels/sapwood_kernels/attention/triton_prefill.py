@@ -59,11 +59,11 @@ def _block(
 
 @triton.jit
 def _prefill_kernel(
-    query, keys, values, tiles, starts, indptr, lengths, pages, out, scale, value_scale, softcap, heads,
+    query, keys, values, tiles, starts, indptr, lengths, pages, sinks, out, scale, value_scale, softcap, heads,
     page_stride, slot_stride, head_stride,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    FLOAT8: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    SINKS: tl.constexpr, FLOAT8: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     request, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
@@ -87,6 +87,9 @@ def _prefill_kernel(
     cap = softcap * _LOG2_E
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
+    if SINKS:  # a key without a value, that every token sees
+        highest = tl.load(sinks + head * GROUP + rows % GROUP) * _LOG2_E
+        total += 1.0
     result = tl.zeros((ROWS, BLOCK_D), tl.float32)
     at = tl.maximum(before - WINDOW + 1, 0) if WINDOW > 0 else 0
     # Without a window all tokens of the tile see the keys up to its first token's.
@@ -176,6 +179,7 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     out: Tensor | None = None,
 ) -> Tensor:
@@ -190,7 +194,7 @@ def prefill_attention(
         indptr: int32 [B + 1]: request i's pages begin at ``pages[indptr[i]]``.
         pages: int32, page ids.
         lengths: int32 [B]: keys of each request, its own tokens included.
-        scale, window, softcap: As in ``reference.attention``.
+        scale, window, softcap, sinks: As in ``reference.attention``.
         kv_scales: Factors of the stored keys and values.
         out: [T, H, D], contiguous: the result is written here; None: to a new tensor.
 
@@ -204,10 +208,10 @@ def prefill_attention(
     out = torch.empty_like(query) if out is None else out
     rows, block = tile_shape(group, dim, query.dtype)
     _prefill_kernel[(len(tiles), kv_heads)](
-        query, key_pages, value_pages, tiles, starts, indptr, lengths, pages, out, scale * kv_scales[0], kv_scales[1],
-        softcap or 1.0, heads, *key_pages.stride()[:3],
+        query, key_pages, value_pages, tiles, starts, indptr, lengths, pages, query if sinks is None else sinks, out,
+        scale * kv_scales[0], kv_scales[1], softcap or 1.0, heads, *key_pages.stride()[:3],
         GROUP=group, D=dim, PAGE=page_size, WINDOW=window or 0, CAPPED=softcap is not None,
-        FLOAT8=key_pages.dtype == torch.float8_e4m3fn, TOKENS=rows // group, ROWS=rows,
+        SINKS=sinks is not None, FLOAT8=key_pages.dtype == torch.float8_e4m3fn, TOKENS=rows // group, ROWS=rows,
         BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK=block,
         STAGES=2 if query.is_cuda else 0, num_warps=num_warps(rows),
     )  # fmt: skip

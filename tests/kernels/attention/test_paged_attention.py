@@ -16,8 +16,9 @@ DIM = 8
 
 
 def run(
-    query_lens, prefix_lens, *, heads, kv_heads, page_size, window=None, softcap=None, seed=0, float8=False, order="HND"
-):
+    query_lens, prefix_lens, *, heads, kv_heads, page_size, window=None, softcap=None, sinks=None, seed=0, float8=False,
+    order="HND",
+):  # fmt: skip
     """Attends with the backend and with the reference; both [T, heads * DIM]."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -52,7 +53,7 @@ def run(
         page_table=table,
         cache_slots=torch.from_numpy(np.concatenate(slots)),
     )
-    layer = AttentionLayer(1, 0.7, window=window, softcap=softcap)
+    layer = AttentionLayer(1, 0.7, window=window, softcap=softcap, sinks=sinks)
     pool.destination(1, batch.cache_slots).store(key, value)
     attention = TorchAttention(pool, torch.float32)
     attention.plan(batch)
@@ -67,6 +68,7 @@ def run(
         scale=0.7,
         window=window,
         softcap=softcap,
+        sinks=sinks,
     )
     return ours, theirs.flatten(1)
 
@@ -111,6 +113,16 @@ def test_head_groups_page_sizes_and_softcap(heads, kv_heads, page_size, softcap)
         *BATCHES["mixed"], heads=heads, kv_heads=kv_heads, page_size=page_size, window=37, softcap=softcap
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["decodes of all lengths", "mixed", "longer than a tile"])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_sinks_take_part(name, softcap):
+    options = {"heads": 6, "kv_heads": 2, "page_size": 4, "window": 37, "softcap": softcap}
+    ours, theirs = run(*BATCHES[name], **options, sinks=torch.tensor([-1.0, 3.0, 0.5, 2.0, 0.0, 9.0]))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    without, _ = run(*BATCHES[name], **options)
+    assert (ours - without).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("name", ["decodes of all lengths", "mixed"])

@@ -44,12 +44,12 @@ def kinds(text):
     return dict(each.split(":") for each in text.split())
 
 PREFILL = kinds(
-    "query:*bf16 keys:*bf16 values:*bf16 tiles:*i32 starts:*i32 indptr:*i32 lengths:*i32 pages:*i32 out:*bf16 scale:fp32 "
-    "value_scale:fp32 softcap:fp32 heads:i32 page_stride:i32 slot_stride:i32 head_stride:i32"
+    "query:*bf16 keys:*bf16 values:*bf16 tiles:*i32 starts:*i32 indptr:*i32 lengths:*i32 pages:*i32 sinks:*fp32 out:*bf16 "
+    "scale:fp32 value_scale:fp32 softcap:fp32 heads:i32 page_stride:i32 slot_stride:i32 head_stride:i32"
 )
 DECODE = kinds(
-    "query:*bf16 keys:*bf16 values:*bf16 indptr:*i32 lengths:*i32 pages:*i32 part:*fp32 sums:*fp32 out:*bf16 scale:fp32 "
-    "value_scale:fp32 softcap:fp32 page_stride:i32 slot_stride:i32 head_stride:i32"
+    "query:*bf16 keys:*bf16 values:*bf16 indptr:*i32 lengths:*i32 pages:*i32 sinks:*fp32 part:*fp32 sums:*fp32 out:*bf16 "
+    "scale:fp32 value_scale:fp32 softcap:fp32 page_stride:i32 slot_stride:i32 head_stride:i32"
 )
 QKV = kinds(
     "qkv:*bf16 query:*bf16 keys:*bf16 values:*bf16 slots:*i64 cos:*bf16 sin:*bf16 q_weight:*fp32 k_weight:*fp32 eps:fp32 "
@@ -66,15 +66,16 @@ for dim, group, dtype, window, capped in (
         check(
             prefilling._prefill_kernel,
             {**PREFILL, "query": "*" + dtype, "out": "*" + dtype, "keys": cache, "values": cache},
-            prefilling.num_warps(rows), GROUP=group, D=dim, PAGE=16, WINDOW=window, CAPPED=capped, FLOAT8="fp8" in cache,
-            TOKENS=prefilling.tile_tokens(group, dim, TYPES[dtype]), ROWS=rows, BLOCK_D=triton.next_power_of_2(dim),
-            BLOCK=block, STAGES=2,
+            prefilling.num_warps(rows), GROUP=group, D=dim, PAGE=16, WINDOW=window, CAPPED=capped, SINKS=dim == 64,
+            FLOAT8="fp8" in cache, TOKENS=prefilling.tile_tokens(group, dim, TYPES[dtype]), ROWS=rows,
+            BLOCK_D=triton.next_power_of_2(dim), BLOCK=block, STAGES=2,
         )
 for words in (False, True)[: 1 + (capability >= 89)]:
     cache = "*i32" if words else "*bf16"
     check(
         decoding._split_kernel, {**DECODE, "keys": cache, "values": cache}, 1 if words else 4, GROUP=4, D=128, PAGE=16, SPLITS=8,
-        LEAST=1, WINDOW=0, CAPPED=False, FLOAT8=words, WORDS=words, ROWS=16, BLOCK_D=128, BLOCK=64, STAGES=2 if words else 3,
+        LEAST=1, WINDOW=0, CAPPED=False, SINKS=words, FLOAT8=words, WORDS=words, ROWS=16, BLOCK_D=128, BLOCK=64,
+        STAGES=2 if words else 3,
     )
 check(triton_qkv._qkv_kernel, QKV, 1, HEADS=32, KV_HEADS=8, DIM=128, PAGE=16, NORM=True, SCALED=False, BLOCK=1)
 """

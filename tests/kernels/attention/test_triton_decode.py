@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def check(
     lengths: list[int], *, heads=4, kv_heads=2, dim=16, page_size=16, splits=4, least=1, window=None, softcap=None,
-    float8=False, heads_first=False,
+    float8=False, heads_first=False, sinks=False,
 ) -> None:  # fmt: skip
     torch.manual_seed(sum(lengths))
     batch = len(lengths)
@@ -36,6 +36,7 @@ def check(
         pages += mine.tolist()
         indptr.append(len(pages))
     query = torch.randn(batch, heads, dim)
+    sink = torch.randn(heads) * 3 if sinks else None
     kv_scales = (0.5, 4.0) if float8 else (1.0, 1.0)
     stored = [keys, values]
     if float8:
@@ -43,7 +44,7 @@ def check(
         keys, values = [reference.dequantise(each, scale) for each, scale in zip(stored, kv_scales, strict=True)]
     expected = reference.paged_attention(
         query, keys, values, table, torch.ones(batch, dtype=torch.int64), torch.tensor(lengths), page_size,
-        scale=0.7, window=window, softcap=softcap,
+        scale=0.7, window=window, softcap=softcap, sinks=sink,
     )  # fmt: skip
     stored = [each.view(total, page_size, kv_heads, dim).to(DEVICE) for each in stored]
     if heads_first:
@@ -51,7 +52,7 @@ def check(
     ints = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in (indptr, pages, lengths)]
     result = kernel.decode_attention(
         query.to(DEVICE), *stored, *ints, splits=splits, least=least, scale=0.7, window=window, softcap=softcap,
-        kv_scales=kv_scales,
+        sinks=None if sink is None else sink.to(DEVICE), kv_scales=kv_scales,
     )  # fmt: skip
     # float8 is widened to float16, in which queries and weights are rounded too.
     rtol, atol = (2e-3, 1e-2) if float8 else (1e-4, 1e-5)
@@ -94,6 +95,14 @@ def test_a_window_hides_what_lies_before_it(window: int):
 
 def test_scores_are_capped():
     check([90, 3], softcap=1.5)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 1.5, "float8": True}, {"heads": 3, "kv_heads": 1, "window": 70}], ids=str
+)
+def test_a_sink_takes_part_once_however_the_keys_are_split(splits: int, options: dict[str, float]):
+    check([1, 90, 300], splits=splits, sinks=True, **options)
 
 
 @pytest.mark.parametrize("splits", [1, 8])

@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def check(
     query_lens: list[int], prefix_lens: list[int], *, heads=4, kv_heads=2, dim=16, page_size=16, window=None, softcap=None,
-    float8=False, heads_first=False, dtype=torch.float32,
+    float8=False, heads_first=False, sinks=False, dtype=torch.float32,
 ) -> None:  # fmt: skip
     torch.manual_seed(sum(query_lens))
     queries, lengths = np.array(query_lens), np.array(query_lens) + np.array(prefix_lens)
@@ -34,6 +34,7 @@ def check(
         slots = torch.from_numpy(pages[at // page_size] * page_size + at % page_size)
         keys[slots], values[slots] = torch.randn(2, int(length), kv_heads, dim).to(dtype).float()
     query = torch.randn(int(queries.sum()), heads, dim).to(dtype)
+    sink = torch.randn(heads) * 3 if sinks else None
     kv_scales = (0.5, 4.0) if float8 else (1.0, 1.0)
     stored = [keys.to(dtype), values.to(dtype)]
     if float8:
@@ -41,7 +42,7 @@ def check(
         keys, values = [reference.dequantise(each, scale) for each, scale in zip(stored, kv_scales, strict=True)]
     expected = reference.paged_attention(
         query.float(), keys, values, torch.from_numpy(table), torch.from_numpy(queries), torch.from_numpy(lengths), page_size,
-        scale=0.7, window=window, softcap=softcap,
+        scale=0.7, window=window, softcap=softcap, sinks=sink,
     )  # fmt: skip
     stored = [each.view(total, page_size, kv_heads, dim).to(DEVICE) for each in stored]
     if heads_first:
@@ -51,7 +52,8 @@ def check(
     plan = [tiles, *(np.concatenate(([0], np.cumsum(each))) for each in (queries, counts)), used, lengths]
     ints = [torch.from_numpy(each.astype(np.int32)).to(DEVICE) for each in plan]
     result = kernel.prefill_attention(
-        query.to(DEVICE), *stored, *ints, scale=0.7, window=window, softcap=softcap, kv_scales=kv_scales
+        query.to(DEVICE), *stored, *ints, scale=0.7, window=window, softcap=softcap, kv_scales=kv_scales,
+        sinks=None if sink is None else sink.to(DEVICE),
     )  # fmt: skip
     error = float((result.cpu().float() - expected).norm() / expected.norm())
     assert error < (1e-5 if dtype == torch.float32 and not float8 else 0.01)
@@ -92,6 +94,11 @@ def test_a_cache_of_float8_is_read_with_its_scales(window: int | None):
 
 def test_heads_may_lie_outside_tokens():
     check([30, 3], [0, 50], heads_first=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"heads": 6, "kv_heads": 2, "window": 20}], ids=str)
+def test_sinks_take_part(options: dict[str, float]):
+    check([70, 1, 5], [0, 40, 17], sinks=True, **options)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sapwood_kernels.attention.planned import Variant
 from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.rotary import RopeConfig
 from sapwood_worker.records.model_info import Labels
@@ -31,7 +32,8 @@ class ModelConfig:
         tie_word_embeddings: Whether the output head is the embedding.
         attention_scale: Factor of query-key products.
         attention_softcap: Query-key products become ``softcap * tanh(product / softcap)``; None: they stay.
-        final_softcap: The same for logits.
+        attention_sinks: Whether each head has a sink: a product of its own that takes part in the softmax and has no value.
+        final_softcap: The same as ``attention_softcap`` for logits.
         qk_norm: Whether each query and key head has a norm.
         qkv_bias: Whether the query, key and value projections have biases.
         output_bias: Whether the attention's output projection has a bias.
@@ -58,6 +60,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_scale: float
     attention_softcap: float | None = None
+    attention_sinks: bool = False
     final_softcap: float | None = None
     qk_norm: bool = False
     qkv_bias: bool = False
@@ -66,3 +69,11 @@ class ModelConfig:
     embedding_scale: float = 1.0
     norm_offset: float = 0.0
     labels: Labels | None = None
+
+    @property
+    def kinds(self) -> tuple[Variant, ...]:
+        """What the attention of each layer is."""
+        return tuple(
+            Variant(self.attention_scale, window, self.attention_softcap, self.attention_sinks)
+            for window in self.windows
+        )

@@ -24,9 +24,9 @@ GREEDY = SamplingParams(temperature=0.0)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def needs(dtype=torch.float32, head_dim=16, window=None, softcap=None, cache=None) -> AttentionNeeds:
+def needs(dtype=torch.float32, head_dim=16, window=None, softcap=None, cache=None, sinks=False) -> AttentionNeeds:
     shape = AttentionShape(4, 2, head_dim, 16, dtype)
-    return AttentionNeeds(shape, cache or dtype, (Variant(1.0, window, softcap),), 100)
+    return AttentionNeeds(shape, cache or dtype, (Variant(1.0, window, softcap, sinks),), 100)
 
 
 def test_halves_are_named_apart():
@@ -54,6 +54,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_known():
         (needs(torch.bfloat16, head_dim=80), "takes heads of 64, 128 elements, not 80"),
         (needs(torch.bfloat16, head_dim=64, window=5), "has no sliding windows"),
         (needs(torch.bfloat16, head_dim=64, softcap=5.0), "does not cap scores"),
+        (needs(torch.bfloat16, head_dim=64, sinks=True), "has no attention sinks"),
     ],
 )
 def test_what_a_backend_cannot_do_is_said(asked: AttentionNeeds, reason: str):
@@ -75,6 +76,8 @@ def test_auto_takes_the_first_that_can_and_says_why(monkeypatch):
     chosen = choose_backend("auto", "decode", needs(torch.bfloat16, head_dim=80), gpu)
     assert chosen.name == "triton"
     assert chosen.reason == "not flashinfer: it takes heads of 64, 128, 256 elements, not 80"
+    chosen = choose_backend("auto", "decode", needs(torch.bfloat16, head_dim=64, sinks=True), gpu)
+    assert (chosen.name, chosen.reason) == ("triton", "not flashinfer: it has no attention sinks")
     capability = (7, 5)
     chosen = choose_backend("auto", "decode", needs(torch.float16, head_dim=128), gpu)
     assert chosen.name == "torch"

@@ -9,7 +9,7 @@ In shapes: T tokens of a step, B requests, H query heads, K key/value heads, D e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -33,17 +33,19 @@ class AttentionLayer:
         scale: Factor of query-key products.
         window: Positions a token sees, itself included; None for all before it.
         softcap: Products become ``softcap * tanh(product / softcap)``; None: they stay.
+        sinks: float32 [H]: for each head a product that takes part in the softmax and has no value; None: there are none.
     """
 
     index: int
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = field(default=None, compare=False)
 
     @property
     def kind(self) -> Variant:
         """What layers that are computed alike share."""
-        return Variant(self.scale, self.window, self.softcap)
+        return Variant(self.scale, self.window, self.softcap, self.sinks is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,7 @@ class Abilities:
         head_dims: Elements of a head; None: any.
         windows: Whether layers may have a window.
         softcap: Whether scores may be capped.
+        sinks: Whether heads may have sinks.
         device: Why it cannot run on a device, for example "it needs a GPU"; None: it can.
     """
 
@@ -205,6 +208,7 @@ class Abilities:
     head_dims: frozenset[int] | None = None
     windows: bool = True
     softcap: bool = True
+    sinks: bool = False
     device: Callable[[DeviceOps], str | None] = lambda ops: None
 
     def refusal(self, needs: AttentionNeeds, ops: DeviceOps) -> str | None:
@@ -223,6 +227,8 @@ class Abilities:
             return "it has no sliding windows"
         if not self.softcap and any(kind.softcap is not None for kind in needs.kinds):
             return "it does not cap scores"
+        if not self.sinks and any(kind.sinks for kind in needs.kinds):
+            return "it has no attention sinks"
         return None
 
 

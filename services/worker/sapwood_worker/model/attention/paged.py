@@ -48,7 +48,7 @@ class KernelAttention:
         found = self._found.get(layer.index)
         if found is None:
             pool, index = self._pool, layer.index
-            cache = StoredPages(pool.key_pages(index), pool.value_pages(index), pool.scales.of(index))
+            cache = StoredPages(pool.key_pages(index), pool.value_pages(index), pool.scales.of(index), layer.sinks)
             found = self._found[index] = self._kernels[layer.kind], cache
         kernel, cache = found
         return kernel.run(query.contiguous(), cache, out)

@@ -186,14 +186,20 @@ def _attend(layer: AttentionLayer, query: Tensor, keys: Tensor, values: Tensor, 
     mask = group.mask
     if mask is not None:
         mask = mask.expand(-1, -1, shared, -1, -1).reshape(size, 1, shared * count, -1)
-    if layer.softcap is None:
+    if layer.softcap is None and layer.sinks is None:
         result = F.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=layer.scale)
     else:
-        scores = torch.matmul(stacked, key.transpose(2, 3)).mul_(layer.scale / layer.softcap).tanh_()
-        scores.mul_(layer.softcap)
+        scores = torch.matmul(stacked, key.transpose(2, 3)).mul_(layer.scale)
+        if layer.softcap is not None:
+            scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
         if mask is not None:
             scores += mask
-        result = torch.matmul(scores.softmax(-1), value)
+        if layer.sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            column = layer.sinks.to(scores.dtype).view(kv_heads, shared, 1, 1).expand(size, -1, -1, count, 1)
+            weights = torch.cat((scores, column.reshape(*scores.shape[:3], 1)), -1).softmax(-1)[..., :-1]
+        result = torch.matmul(weights, value)
     result = result.view(size, kv_heads, shared, count, dim)
     return result.permute(0, 3, 1, 2, 4).reshape(size * count, heads * dim)
 
@@ -206,6 +212,7 @@ TORCH = AttentionBackend(
     Abilities(
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         cache_dtypes=frozenset({torch.float8_e4m3fn}),
+        sinks=True,
     ),
     prefill=_make,
     decode=_make,

@@ -58,6 +58,7 @@ TRITON = AttentionBackend(
     Abilities(
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         cache_dtypes=frozenset({torch.float8_e4m3fn}),
+        sinks=True,
         device=_unfit,
     ),
     prefill=_prefill,

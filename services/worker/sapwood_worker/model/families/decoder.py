@@ -45,6 +45,7 @@ class DecoderLayer(Layer, ABC):
             qk_norm=QKNorm(dim, eps, inside) if config.qk_norm else None,
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
+            sinks=config.attention_sinks,
             context=inside,
         )
         self.mlp = GatedMLP(

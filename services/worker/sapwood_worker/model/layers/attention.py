@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -53,6 +55,7 @@ class Attention(Layer):
         qk_norm: Norms on query and key heads, or None.
         qkv_bias: Whether the input projections have biases.
         output_bias: Whether the output projection has a bias.
+        sinks: Whether each query head has a sink (gpt-oss): ``sinks`` in the checkpoint.
         context: Where and how it is built.
     """
 
@@ -67,18 +70,28 @@ class Attention(Layer):
         qk_norm: QKNorm | None,
         qkv_bias: bool,
         output_bias: bool,
+        sinks: bool = False,
         context: LayerContext,
     ) -> None:
         super().__init__()
         self._context = context
-        self._constants = constants
         queries = context.parallel.shard("num_attention_heads", num_heads, head_dim)
         keys = context.parallel.shard("num_key_value_heads", num_kv_heads, head_dim, copies=True)
         self._heads = queries.size // head_dim, keys.size // head_dim
         self.qkv = ColumnLinear(hidden_size, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, qkv_bias, context)
         self.output = RowLinear(queries, "o_proj", hidden_size, output_bias, context)
         self.qk_norm = qk_norm
+        self._sinks: WeightSlots = {}
+        if sinks:
+            mine = context.parallel.shard("num_attention_heads", num_heads)
+            empty = torch.empty(mine.size, dtype=torch.float32, device=context.device)
+            self._sinks[f"{context.prefix}.sinks"] = WeightSlot(empty, spans=(mine,))
+            constants = replace(constants, sinks=empty)
+        self._constants = constants
         self._store: StoreHeads
+
+    def slots(self) -> WeightSlots:
+        return self._sinks
 
     def finish(self) -> None:
         norm = None if self.qk_norm is None else self.qk_norm.norm

@@ -15,7 +15,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import load_vocabulary
 from sapwood_kernels.attention.planned import AttentionShape, Variant
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_worker.model.attention.backend import AttentionLayer, AttentionNeeds
+from sapwood_worker.model.attention.backend import AttentionNeeds
 from sapwood_worker.model.attention.paged import PagedAttention
 from sapwood_worker.model.attention.registry import choose_backend
 from sapwood_worker.model.checkpoint.fingerprint import model_fingerprint
@@ -137,10 +137,7 @@ class _Builder:
         [kept] = {(each.heads, each.dim) for each in self._layout.components}  # kernels are planned for one shape
         heads = self._options.parallel.shard("num_attention_heads", config.num_heads).size
         shape = AttentionShape(heads, *kept, self._options.page_size, self._dtype)
-        layers = (
-            AttentionLayer(0, config.attention_scale, window, config.attention_softcap) for window in config.windows
-        )
-        kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
+        kinds = tuple(dict.fromkeys(config.kinds))
         cached = self._dtype if self._scales is None else torch.float8_e4m3fn
         return AttentionNeeds(shape, cached, kinds, config.max_position)
 
@@ -206,9 +203,8 @@ class _Builder:
     ) -> tuple[PagedAttention, DecodeGraphs | None]:
         """The attention backend, and the graphs of decode steps where there are any, of the given sizes (None: all)."""
         kinds: list[dict[Variant, None]] = [{} for _ in pool.counts]
-        for index, window in enumerate(config.windows):
-            layer = AttentionLayer(index, config.attention_scale, window, config.attention_softcap)
-            kinds[pool.group[index]][layer.kind] = None
+        for index, kind in enumerate(config.kinds):
+            kinds[pool.group[index]][kind] = None
         backend = PagedAttention(
             self._needs, pool, self._ops, self._prefill.backend, self._decode.backend, [tuple(each) for each in kinds]
         )

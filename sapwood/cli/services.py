@@ -69,12 +69,14 @@ class Services:
         tokenizer: The one tokenizer.
         worker: The settings of each worker.
         workers: The number of workers.
+        front: What the router is called in logs.
     """
 
     router: Service[RouterConfig]
     tokenizer: Service[TokenizerConfig]
     worker: Service[WorkerConfig]
     workers: int
+    front: str = "router"
 
     @property
     def drain_timeout(self) -> float:
@@ -96,6 +98,7 @@ def read_services(
     tokenizer: dict[str, Any],
     worker: dict[str, Any],
     workers: int,
+    front: str = "router",
 ) -> Services:
     """The services as asked for.
 
@@ -105,6 +108,7 @@ def read_services(
         tokenizer: The same for the tokenizer.
         worker: The same for workers.
         workers: The number of workers.
+        front: What the router is called in logs.
 
     Raises:
         CliError: A value is wrong.
@@ -114,6 +118,7 @@ def read_services(
         _read(arguments, "tokenizer", TokenizerConfig, tokenizer),
         _read(arguments, "worker", WorkerConfig, worker),
         workers,
+        front,
     )
 
 

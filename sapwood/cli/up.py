@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, CliError
+from sapwood.cli.local.alone import FRONT, settings_alone
 from sapwood.cli.terminal import Terminal, open_terminal
+from sapwood_common.network.socket_folder import SocketFolder
 from sapwood_common.settings.flags import PORT, add_option, one_of, whole_number
+from sapwood_common.unix_socket import is_unix
 
 if TYPE_CHECKING:  # at run time only this verb imports them, since they need the services' packages
     from sapwood.cli.local.cluster import Endpoints
@@ -29,8 +32,9 @@ NAMES = ("up", "serve")
 _NEEDED = {"httptools": "router", "tokenizers": "tokenizer", "torch": "worker"}
 # Seconds within which two signals count as one: `timeout`, or a terminal and `kill`, send two for one wish to stop.
 _SAME_WISH_SECONDS = 0.5
+_WORKERS = 2
 _PORT_FLAGS = {("router", "port"): "--port", ("router", "http_port"): "--http-port"}
-_COLOURS = {"router": "magenta", "tokenizer": "yellow"}
+_COLOURS = {"router": "magenta", FRONT: "magenta", "tokenizer": "yellow"}
 _WORKER_COLOURS = ("cyan", "green", "blue", "bright_cyan", "bright_green", "bright_blue")
 
 
@@ -79,7 +83,21 @@ def configure(verbs: Any, *, with_services: bool) -> None:
         shown_default="the hub's, or the file's own",
         metavar="NAME",
     )
-    add_option(parser, "--workers", "How many.", variable=up + "WORKERS", default=2, parse=whole_number(1), metavar="N")
+    add_option(
+        parser,
+        "--workers",
+        "How many.",
+        variable=up + "WORKERS",
+        parse=whole_number(1),
+        metavar="N",
+        shown_default="2; with --no-router 1",
+    )
+    parser.add_argument(
+        "--no-router",
+        action="store_true",
+        help="One worker that answers HTTP itself, on the one port that --port (or --http-port) names: 8000 if neither is "
+        "given. Nothing else listens on a port. [default: off]",
+    )
     add_option(
         parser,
         "--tensor-parallel",
@@ -160,18 +178,28 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the verb until it is stopped; returns the exit code, raises CliError."""
     from sapwood.cli.fetch import fetch_models
 
-    services = _services(arguments)
-    _check_ports(services)
-    fetch_models(services)
-    terminal = open_terminal(sys.stdout)
+    folder = SocketFolder("sapwood-up-") if arguments.no_router else None
     try:
-        return asyncio.run(_serve(services, terminal))
+        services = _services(arguments, None if folder is None else folder.path)
+        _check_ports(services)
+        fetch_models(services)
+        terminal = open_terminal(sys.stdout)
+        try:
+            return asyncio.run(_serve(services, terminal))
+        finally:
+            terminal.close()
     finally:
-        terminal.close()
+        if folder is not None:
+            folder.remove()
 
 
-def _services(arguments: argparse.Namespace) -> Services:
-    """The services that the flags ask for. Raises CliError."""
+def _services(arguments: argparse.Namespace, sockets: Path | None = None) -> Services:
+    """The services that the flags ask for. Raises CliError.
+
+    Args:
+        arguments: The flags.
+        sockets: With --no-router, the folder for all that listens on no port.
+    """
     from sapwood.cli.services import cores, read_services
 
     def port(given: int | None) -> int | None:
@@ -189,27 +217,31 @@ def _services(arguments: argparse.Namespace) -> Services:
         "revision": arguments.revision,
         "served_model_name": arguments.served_model_name,
     }
+    if sockets is not None:
+        own, workers, front = settings_alone(arguments, sockets), 1, FRONT
+    else:
+        workers, front = arguments.workers or _WORKERS, "router"
+        own = {
+            "router": {
+                "policy": arguments.policy,
+                "host": arguments.host,
+                "port": port(arguments.port),
+                "http_port": port(arguments.http_port),
+            },
+            "tokenizer": {"port": port(arguments.tokenizer_port)},
+            "worker": {"port": port(arguments.worker_port)},
+        }
+    computing = {"threads": arguments.threads, "tensor_parallel": arguments.tensor_parallel}
     services = read_services(
         arguments,
-        router={
-            **of_all,
-            "policy": arguments.policy,
-            "host": arguments.host,
-            "port": port(arguments.port),
-            "http_port": port(arguments.http_port),
-        },
-        tokenizer={**of_all, **of_model, "port": port(arguments.tokenizer_port)},
-        worker={
-            **of_all,
-            **of_model,
-            "port": port(arguments.worker_port),
-            "threads": arguments.threads,
-            "tensor_parallel": arguments.tensor_parallel,
-        },
-        workers=arguments.workers,
+        router=of_all | own["router"],
+        tokenizer=of_all | of_model | own["tokenizer"],
+        worker=of_all | of_model | computing | own["worker"],
+        workers=workers,
+        front=front,
     )
     if "threads" not in services.worker.config.model_fields_set:
-        services.worker.given["threads"] = max(1, cores() // arguments.workers)
+        services.worker.given["threads"] = max(1, cores() // workers)
     return services
 
 
@@ -230,7 +262,7 @@ def _check_ports(services: Services) -> None:
         for service, count in ((services.router, 1), (services.tokenizer, 1), (services.worker, services.workers))
         for index in range(count)
         for name, port in service.ports(index).items()
-        if port
+        if port and not is_unix(service.host_of(name))
     ]
     seen: dict[int, str] = {}
     for flag, host, port in wanted:
@@ -288,7 +320,7 @@ async def _serve(services: Services, terminal: Terminal) -> int:
         workers, threads = services.workers, services.worker.given.get("threads", services.worker.config.threads)
         terminal.line(
             f"starting tokenizer, {workers} worker{'s' * (workers > 1)} with {threads or 'all'} "
-            f"thread{'s' * (threads != 1)} each, and router on model {services.worker.config.model}"
+            f"thread{'s' * (threads != 1)} each, and {services.front} on model {services.worker.config.model}"
         )
         endpoints = await cluster.start()
         terminal.line(_welcome(services, endpoints, time.monotonic() - start))
@@ -340,15 +372,19 @@ ready to answer in {seconds:.1f} s
         shown += f"  page         {http}/ui\n"
     if secure or config.api_keys is not None:  # the commands below would need certificates or a key
         return f"{shown}\nCtrl-C stops it.\n"
+    grpc = f"""
+  {sapwood} generate{address} --max-tokens 32 --temperature 0 "The capital of France is"
+  {sapwood} chat{address}"""
+    grpcurl = f"""
+  grpcurl -plaintext -d '{{"text": "The capital of France is", "sampling": {{"max_tokens": 32, "temperature": 0}}}}' \\
+    {router} sapwood.v1.Router/Generate"""
+    if is_unix(router):
+        grpc = grpcurl = ""
     return f"""{shown}
 Try, in another terminal:
-
-  {sapwood} generate{address} --max-tokens 32 --temperature 0 "The capital of France is"
-  {sapwood} chat{address}
+{grpc}
   curl {http}/v1/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{name}", "prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}}'
-  grpcurl -plaintext -d '{{"text": "The capital of France is", "sampling": {{"max_tokens": 32, "temperature": 0}}}}' \\
-    {router} sapwood.v1.Router/Generate
+    -d '{{"model": "{name}", "prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}}'{grpcurl}
   python -c 'import openai; c = openai.OpenAI(base_url="{http}/v1", api_key="none"); \\
     print(c.completions.create(model="{name}", prompt="The capital of France is", max_tokens=32).choices[0].text)'
 

@@ -79,6 +79,42 @@ def test_a_revision_of_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert "--tokenizer-revision / SAPWOOD_TOKENIZER_REVISION: has no effect unless --" in capsys.readouterr().err
 
 
+def read_alone(folder: Path, *flags: str) -> Services:
+    return up._services(build_parser("up").parse_args(["up", "--no-router", *flags]), folder)
+
+
+def test_without_a_router_all_but_http_listens_on_unix_sockets(tmp_path: Path) -> None:
+    services = read_alone(tmp_path, "--host", "0.0.0.0", "--port", "8123")
+    assert (services.workers, services.front) == (1, "http")
+    for service in (services.router, services.tokenizer, services.worker):
+        ports = {name: number for name, number in service.ports().items() if number}
+        hosts = {name: service.host_of(name) for name in ports}
+        assert hosts.pop("http_port", None) == ("0.0.0.0" if service is services.router else None)
+        assert set(hosts.values()) == {f"unix:{tmp_path}/s"}
+    assert services.router.config.http_port == 8123
+    assert read_alone(tmp_path).router.config.http_port == 8000
+    assert read_alone(tmp_path, "--ports", "auto").router.config.http_port == 0
+    assert read_alone(tmp_path, "--http-port", "9").router.config.http_port == 9
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--workers", "2"), ("--policy", "random"), ("--worker-port", "1"), ("--port", "1", "--http-port", "2")],
+)
+def test_without_a_router_what_means_nothing_is_refused(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    with pytest.raises(CliError) as caught:
+        read_alone(tmp_path, *flags)
+    assert flags[0] in str(caught.value) and "--no-router" in str(caught.value)
+
+
+def test_a_taken_port_is_named_by_a_flag_also_without_a_router(
+    taken_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", "--no-router", "--port", str(taken_port)]) == 1
+    error = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{taken_port}" in error and "choose another with --http-port" in error
+
+
 def test_each_further_worker_has_the_next_ports() -> None:
     services = read("--worker-port", "6000", "--worker-kv-events-port", "7000", "--worker-metrics-port", "0")
     assert services.worker.ports(2) == {"port": 6002, "kv_events_port": 7002, "metrics_port": 0}

@@ -132,7 +132,7 @@ class Cluster:
         # Each logs its address once it is ready.
         addresses = [await self._address(child) for child in backends]
         tokenizer, *workers = map(_reachable, addresses)
-        self._router = await self._child(services.router, "router", self._of_router(tokenizer, workers))
+        self._router = await self._child(services.router, services.front, self._of_router(tokenizer, workers))
         # gRPC is used here only once all children are started: it does not support a fork once it has threads.
         grpc_address = _reachable(await self._address(self._router, "gRPC"))
         http_address = _reachable(await self._address(self._router, "HTTP"))

@@ -49,6 +49,7 @@ from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.flow.resume import Failover
 from sapwood_router.flow.retry import RetryPolicy, RetrySettings
+from sapwood_router.observe.joined_metrics import JoinedMetrics
 from sapwood_router.observe.metrics import RouterMetrics
 from sapwood_router.observe.observer import RequestObserver
 from sapwood_router.observe.request_log import RequestLog
@@ -80,6 +81,8 @@ class RouterApplication:
         self._metrics = MetricSet()
         self._tracing = start_tracing("sapwood-router", config.trace_endpoint, config.trace_ratio)
         router_metrics = self._router_metrics = RouterMetrics(self._metrics)
+        if config.metrics_of:
+            self._metrics.registry.register(JoinedMetrics(config.metrics_of))
         self._dialer = Dialer(config.peer_ca, config.peer_cert, config.peer_key)
         self._worker_dialer = self._dialer.expecting(config.worker_name)
         self._lookup = lookup

@@ -67,6 +67,10 @@ class RouterConfig(ServiceConfig):
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="Port of /metrics; 0 takes a free one; none: it is on the HTTP port."
     )
+    metrics_of: tuple[str, ...] = Field(
+        (),
+        description="Addresses of the /metrics of a tokenizer and a worker, whose metrics the router's page is to show, too.",
+    )
     log_requests: Literal["off", "line", "parameters", "content"] = Field(
         "line",
         description="What is logged of each generation: nothing (off), its id, counts, times and how it ended (line), also how "

@@ -126,11 +126,17 @@ def store_kv(
         scales: What keys and values are divided by on the way into pages of float8_e4m3fn.
     """
     at = places(slots, key_pages.shape[1]) if isinstance(slots, Tensor) else slots
-    if key_pages.dtype == torch.float8_e4m3fn:
+    store_vectors(key, key_pages, at, scales[0])
+    store_vectors(value, value_pages, at, scales[1])
+
+
+def store_vectors(vectors: Tensor, pages: Tensor, slots: Tensor | tuple[Tensor, Tensor], scale: float = 1.0) -> None:
+    """Writes what each token leaves to its slot, in place; the arguments are those of :func:`store_kv`."""
+    at = places(slots, pages.shape[1]) if isinstance(slots, Tensor) else slots
+    if pages.dtype == torch.float8_e4m3fn:
         # torch cannot index float8, so the bytes are copied.
-        key, value = (quantise(each, scale).view(torch.uint8) for each, scale in ((key, scales[0]), (value, scales[1])))
-        key_pages, value_pages = key_pages.view(torch.uint8), value_pages.view(torch.uint8)
-    key_pages[at], value_pages[at] = key, value
+        vectors, pages = quantise(vectors, scale).view(torch.uint8), pages.view(torch.uint8)
+    pages[at] = vectors
 
 
 def attention(
@@ -172,6 +178,27 @@ def attention(
         column = sinks.float()[:, None, None].expand(-1, count, 1)
         weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
     return torch.einsum("hnm,mhd->nhd", weights, value.float().repeat_interleave(groups, 1)).to(query.dtype)
+
+
+def latent_attention(query: Tensor, stored: Tensor, up: Tensor, *, scale: float) -> Tensor:
+    """:func:`attention` of heads whose keys and values are made of one cached vector a token (MLA).
+
+    Args:
+        query: [N, H, D], at the last N of M positions; the last E of D are rotated.
+        stored: [M, R + E]: a token's latent part, and the rotary part that ends each head's key.
+        up: [H, D - E + V, R]: what expands the latent part to each head's key, but for its end, and to its value.
+        scale: Factor of the dot products.
+
+    Returns:
+        [N, H, V].
+
+    Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.
+    """
+    rank = up.shape[2]
+    flat = query.shape[2] - (stored.shape[1] - rank)
+    both = torch.einsum("mr,hdr->mhd", stored[:, :rank].float(), up.float())
+    rotary = stored[:, None, rank:].float().expand(-1, len(up), -1)
+    return attention(query, torch.cat((both[..., :flat], rotary), -1), both[..., flat:], scale=scale)
 
 
 def paged_attention(

@@ -80,6 +80,20 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3-one-kv-head": ("Gemma3TextConfig", {"num_key_value_heads": 1, "sliding_window": 8}),
 }
+_LATENT = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 10,
+    "q_lora_rank": 20,
+    "first_k_dense_replace": 99,
+}
+TINY |= {
+    "deepseek-v2": ("DeepseekV2Config", _LATENT),
+    "deepseek-v3": ("DeepseekV3Config", _LATENT),
+}
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     # A family that is not here.
     "another": ("GemmaConfig", {}),

@@ -7,6 +7,7 @@ import random
 import time
 from array import array
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,13 @@ def recomputed(tiny_model: Any, make_runner: Any) -> Callable[[str], list[list[i
     return compute
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("name", "policy", "page_size"),
+    [
+        *product(["llama", "gemma3"], ["write_through", "write_through_selective", "write_back"], [1, 4, 16]),
+        ("deepseek-v3", "write_back", 4),
+    ],
+)
 def test_tokens_from_the_second_tier_equal_recomputation(
     tiny_model: Any, make_runner: Any, recomputed: Any, name: str, policy: Any, page_size: int
 ) -> None:
@@ -110,9 +115,10 @@ def storage_tiers(runner: Any, page_size: int, folder: Path, policy: Any = "writ
     return HierarchicalCache(host, runner.info.num_pages, page_size, policy, storage)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("policy", ["write_through", "write_back"])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    ("name", "policy", "page_size"),
+    [*product(["llama", "gemma3"], ["write_through", "write_back"], [1, 16]), ("deepseek-v3", "write_through", 16)],
+)
 def test_a_worker_that_starts_cold_takes_its_prefixes_from_the_store(
     tiny_model: Any, make_runner: Any, recomputed: Any, tmp_path: Path, name: str, policy: Any, page_size: int
 ) -> None:

@@ -69,6 +69,10 @@ class KVDestination:
         """Writes the step's keys and values, [T, K, D] each, to their slots."""
         reference.store_kv(key, value, self.keys, self.values, self.slots, self.scales)
 
+    def store_vectors(self, vectors: Tensor) -> None:
+        """Writes the step's vectors [T, K, D] where a token leaves but one, read as key and as value."""
+        reference.store_vectors(vectors, self.keys, self.slots, self.scales[0])
+
 
 StoreHeads = Callable[[Tensor, Tensor, Tensor, KVDestination], Tensor]
 """All between the QKV projection and attention: norms and rotates query and key heads, writes keys and values to the cache, and

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sapwood_kernels.attention.planned import Variant
 from sapwood_kernels.ops.device import Gate
+from sapwood_worker.model.layers.latent_attention import LatentConfig
 from sapwood_worker.model.layers.rotary import RopeConfig
 from sapwood_worker.records.model_info import Labels
 
@@ -41,6 +42,7 @@ class ModelConfig:
         embedding_scale: Factor on the embedding's output.
         labels: What its head tells of a sequence, by its last token. None: its head tells the next token.
         norm_offset: Added to norm weights stored in Hugging Face files (Gemma stores w of 1 + w).
+        latent: How attention compresses keys and values; None: it is grouped attention.
     """
 
     architecture: str
@@ -69,6 +71,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     norm_offset: float = 0.0
     labels: Labels | None = None
+    latent: LatentConfig | None = None
 
     @property
     def kinds(self) -> tuple[Variant, ...]:

@@ -23,6 +23,8 @@ NAMES = [
     "qwen3-window",
     "gemma3",
     "gemma3-one-kv-head",
+    "deepseek-v2",
+    "deepseek-v3",
 ]
 
 
@@ -88,7 +90,7 @@ def test_logits_of_decodes_mixed_with_chunks_equal_transformers(tiny_model, make
         assert_same_logits(torch.cat(parts[slot]), tiny.logits(tokens))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "deepseek-v2"])
 def test_prompt_longer_than_a_tile_equals_transformers(tiny_model, make_runner, make_driver, name):
     tiny = tiny_model(name)
     driver = make_driver(make_runner(tiny.path, num_pages=16 * 48))
@@ -100,7 +102,7 @@ def test_prompt_longer_than_a_tile_equals_transformers(tiny_model, make_runner, 
     assert_same_logits(ours, tiny.logits(tokens)[4:])
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "deepseek-v3"])
 def test_greedy_tokens_equal_transformers_generate(tiny_model, make_runner, make_driver, name):
     tiny = tiny_model(name)
     driver = make_driver(make_runner(tiny.path))
@@ -112,6 +114,17 @@ def test_greedy_tokens_equal_transformers_generate(tiny_model, make_runner, make
                 torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False, eos_token_id=None
             )
         assert ours[slot] == theirs[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "others"), [("deepseek-v2", {"q_lora_rank": None}), ("deepseek-v3", {"rope_interleave": False})]
+)
+def test_logits_of_other_latent_attention_equal_transformers(tiny_model, make_runner, make_driver, name, others):
+    tiny = tiny_model(name, **others)
+    driver = make_driver(make_runner(tiny.path))
+    tokens = tokens_of(83)
+    driver.add(5, tokens)
+    assert_same_logits(driver.runner.logits(driver.output({5: 83})), tiny.logits(tokens))
 
 
 def test_bfloat16_logits_are_near_float32(tiny_model, make_runner, make_driver):

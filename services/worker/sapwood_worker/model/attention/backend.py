@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sapwood_kernels.attention.latent import LatentHeads
 from sapwood_kernels.attention.planned import AttentionShape, PagedKeys, Variant
 from sapwood_kernels.ops.device import DeviceOps, KVDestination
 from sapwood_worker.model.pools.device_pool import DevicePool
@@ -34,6 +35,7 @@ class AttentionLayer:
         window: Positions a token sees, itself included; None for all before it.
         softcap: Products become ``softcap * tanh(product / softcap)``; None: they stay.
         sinks: float32 [H]: for each head a product that takes part in the softmax and has no value; None: there are none.
+        latent: The heads of latent attention; None: the cache holds keys and values of heads.
     """
 
     index: int
@@ -41,11 +43,17 @@ class AttentionLayer:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = field(default=None, compare=False)
+    latent: LatentHeads | None = None
 
     @property
     def kind(self) -> Variant:
         """What layers that are computed alike share."""
         return Variant(self.scale, self.window, self.softcap, self.sinks is not None)
+
+    def empty_result(self, query: Tensor) -> Tensor:
+        """A new tensor [T, H, values' D] for what attention returns of queries [T, H, D]."""
+        dim = query.shape[2] if self.latent is None else self.latent.value_dim
+        return query.new_empty(*query.shape[:2], dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +126,7 @@ class AttentionPlan(Protocol):
             query: [T, H, D], rotated.
 
         Returns:
-            [T, H * D].
+            [T, H * values' D].
         """
         ...
 
@@ -143,10 +151,10 @@ class StepAttention(Protocol):
         Args:
             layer: The layer's constants; its ``kind`` is one of those that the backend was made for.
             query: [T, H, D] of the planned tokens.
-            out: [T, H, D], contiguous: the result is written here. None: to a new tensor.
+            out: [T, H, values' D], contiguous: the result is written here. None: to a new tensor.
 
         Returns:
-            [T, H, D] or [T, H * D]: ``out`` if it was given; valid for what is queued after it.
+            ``out`` if it was given, else [T, H, values' D] or [T, H * values' D]; valid for what is queued after it.
         """
         ...
 
@@ -160,12 +168,14 @@ class AttentionNeeds:
         cache_dtype: The dtype in which keys and values are stored.
         kinds: The distinct kinds of layer.
         longest: Tokens of the longest request.
+        latent: Whether the layers' attention is latent: ``shape`` then has the cached vector as the one key head.
     """
 
     shape: AttentionShape
     cache_dtype: torch.dtype
     kinds: tuple[Variant, ...]
     longest: int
+    latent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +210,7 @@ class Abilities:
         windows: Whether layers may have a window.
         softcap: Whether scores may be capped.
         sinks: Whether heads may have sinks.
+        latent: Whether it computes latent attention.
         device: Why it cannot run on a device, for example "it needs a GPU"; None: it can.
     """
 
@@ -209,6 +220,7 @@ class Abilities:
     windows: bool = True
     softcap: bool = True
     sinks: bool = False
+    latent: bool = False
     device: Callable[[DeviceOps], str | None] = lambda ops: None
 
     def refusal(self, needs: AttentionNeeds, ops: DeviceOps) -> str | None:
@@ -229,6 +241,8 @@ class Abilities:
             return "it does not cap scores"
         if not self.sinks and any(kind.sinks for kind in needs.kinds):
             return "it has no attention sinks"
+        if needs.latent and not self.latent:
+            return "it has no latent attention (MLA)"
         return None
 
 

@@ -116,7 +116,7 @@ class PagedPlan:
             return self._decode.attend(layer, query, out)
         if count == 0:
             return self._prefill.attend(layer, query, out)
-        out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+        out = layer.empty_result(query) if out is None else out
         self._decode.attend(layer, query[:count], out[:count])
         self._prefill.attend(layer, query[count:], out[count:])
         return out

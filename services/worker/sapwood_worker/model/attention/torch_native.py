@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sapwood_kernels.attention.latent import LatentHeads
 from sapwood_worker.model.attention.backend import (
     Abilities,
     AttentionBackend,
@@ -32,6 +33,10 @@ from sapwood_worker.records.kv_layout import KVComponent
 _TILE = 256
 # Tiles of at least this many queries are computed alone: batching them gains nothing and costs padding.
 _ALONE = 32
+# Latent attention makes the keys of all of a tile's positions anew: more queries share that, and the mask has more numbers.
+_LATENT_TILE = 1024
+_EXPANDED = 1 << 26
+"""Numbers of keys and values that are expanded at once."""
 
 IntArray = npt.NDArray[np.int64]
 
@@ -75,11 +80,13 @@ class TorchAttention:
     Args:
         pool: Keys and values.
         dtype: The dtype of the queries.
+        tile: Most queries of a tile.
     """
 
-    def __init__(self, pool: DevicePool, dtype: torch.dtype) -> None:
+    def __init__(self, pool: DevicePool, dtype: torch.dtype, tile: int = _TILE) -> None:
         self._pool = pool
         self._dtype = dtype
+        self._tile = tile
         self._batch: AttentionBatch
         self._groups: dict[tuple[int | None, KVComponent], list[_Group]] = {}
 
@@ -95,7 +102,7 @@ class TorchAttention:
         if len(groups) == 1 and groups[0].rows is None:
             result = self._attend(layer, query, groups[0])
             return result if out is None else out.copy_(result.view_as(out))
-        result = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+        result = layer.empty_result(query) if out is None else out
         flat = result.view(len(query), -1)
         for group in groups:
             assert group.rows is not None
@@ -109,10 +116,12 @@ class TorchAttention:
 
     def _attend(self, layer: AttentionLayer, query: Tensor, group: _Group) -> Tensor:
         keys, values = self._pool.gather(layer.index, group.keys, query.dtype)
+        if layer.latent is not None:
+            return _attend_latent(layer, layer.latent, query, keys, group)
         return _attend(layer, query, keys, values, group, self._pool.kept[layer.index].heads)
 
     def _plan(self, layer: AttentionLayer) -> list[_Group]:
-        tiles = _cut(self._batch, layer.window)
+        tiles = _cut(self._batch, layer.window, self._tile)
         total = int(self._batch.query_starts[-1])
         # Tiles of equal key are padded together. Each large tile gets a key of its own.
         number = np.arange(len(tiles.row))
@@ -156,13 +165,13 @@ class TorchAttention:
         return torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(seen, float("-inf"))
 
 
-def _cut(batch: AttentionBatch, window: int | None) -> _Tiles:
+def _cut(batch: AttentionBatch, window: int | None, tile: int) -> _Tiles:
     lengths = np.diff(batch.query_starts)
-    counts = -(-lengths // _TILE)
+    counts = -(-lengths // tile)
     request = np.repeat(np.arange(len(lengths)), counts)
     nth = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = nth * _TILE
-    queries = np.minimum(lengths[request] - first, _TILE)
+    first = nth * tile
+    queries = np.minimum(lengths[request] - first, tile)
     row = batch.query_starts[:-1][request] + first
     position = (batch.seq_lens - lengths)[request] + first
     key = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
@@ -174,12 +183,12 @@ def _log2(values: IntArray) -> IntArray:
 
 
 def _attend(layer: AttentionLayer, query: Tensor, keys: Tensor, values: Tensor, group: _Group, kv_heads: int) -> Tensor:
-    """[B * N, H, D], and keys and values [B * K * M, D] -> [B * N, H * D]."""
+    """[B * N, H, D], keys [B * K * M, D] and values [B * K * M, V] -> [B * N, H * V]."""
     size, heads, dim = group.size, query.shape[1], query.shape[2]
     shared = heads // kv_heads
     # [B, K, shared, N, D]; key and value [B, K, M, D].
     query = query.view(size, -1, kv_heads, shared, dim).permute(0, 2, 3, 1, 4)
-    key, value = keys.view(size, kv_heads, -1, dim), values.view(size, kv_heads, -1, dim)
+    key, value = (each.reshape(size, kv_heads, -1, each.shape[1]) for each in (keys, values))
     count = query.shape[3]
     # The heads that share a key head become further queries of it, so keys are not repeated.
     stacked = query.reshape(size, kv_heads, shared * count, dim)
@@ -200,12 +209,36 @@ def _attend(layer: AttentionLayer, query: Tensor, keys: Tensor, values: Tensor, 
             column = layer.sinks.to(scores.dtype).view(kv_heads, shared, 1, 1).expand(size, -1, -1, count, 1)
             weights = torch.cat((scores, column.reshape(*scores.shape[:3], 1)), -1).softmax(-1)[..., :-1]
         result = torch.matmul(weights, value)
-    result = result.view(size, kv_heads, shared, count, dim)
-    return result.permute(0, 3, 1, 2, 4).reshape(size * count, heads * dim)
+    result = result.view(size, kv_heads, shared, count, -1)
+    return result.permute(0, 3, 1, 2, 4).reshape(size * count, -1)
+
+
+def _attend_latent(layer: AttentionLayer, latent: LatentHeads, query: Tensor, stored: Tensor, group: _Group) -> Tensor:
+    """[B * N, H, D] and cached vectors [B * M, R + E] -> [B * N, H * V]."""
+    heads = query.shape[1]
+    if not 0 < latent.expands_from <= len(query) // group.size:
+        absorbed = latent.absorb(query)
+        result = _attend(layer, absorbed, stored, stored[:, : latent.rank], group, 1)
+        return latent.values(result.view(len(query), heads, -1)).flatten(1)
+    # Some heads at a time: expanded, a long prompt's keys are many times what is cached of them.
+    each = max(1, _EXPANDED // (len(stored) * (query.shape[2] + latent.value_dim)))
+    parts = []
+    for start in range(0, heads, each):
+        some = slice(start, min(start + each, heads))
+        count = some.stop - start
+        key, value = (_by_head(found, group.size) for found in latent.expand(stored, some))
+        parts.append(_attend(layer, query[:, some], key, value, group, count).view(len(query), count, -1))
+    return torch.cat(parts, 1).flatten(1)
+
+
+def _by_head(found: Tensor, size: int) -> Tensor:
+    """[B * M, K, D] -> [B * K * M, D]."""
+    return found.reshape(size, -1, *found.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
 def _make(parts: AttentionParts) -> StepAttention:
-    return TorchAttention(parts.pool, parts.needs.shape.dtype)
+    tile = _LATENT_TILE if parts.needs.latent else _TILE
+    return TorchAttention(parts.pool, parts.needs.shape.dtype, tile)
 
 
 TORCH = AttentionBackend(
@@ -213,6 +246,7 @@ TORCH = AttentionBackend(
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         cache_dtypes=frozenset({torch.float8_e4m3fn}),
         sinks=True,
+        latent=True,
     ),
     prefill=_make,
     decode=_make,

@@ -12,6 +12,7 @@ from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.layers.attention import Attention, QKNorm
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from sapwood_worker.model.layers.latent_attention import LatentAttention
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.linear import Linear
 from sapwood_worker.model.layers.mlp import GatedMLP
@@ -19,6 +20,35 @@ from sapwood_worker.model.layers.norm import RMSNorm
 from sapwood_worker.model.layers.rotary import RotaryEmbedding, inverse_frequencies
 
 Angles = tuple[Tensor, Tensor]
+
+
+def self_attention(config: ModelConfig, index: int, context: LayerContext) -> Attention | LatentAttention:
+    """A layer's attention: grouped or latent.
+
+    Args:
+        config: The model's configuration.
+        index: The layer's index.
+        context: Where and how the attention is built.
+    """
+    width, heads, dim = config.hidden_size, config.num_heads, config.head_dim
+    window, softcap = config.windows[index], config.attention_softcap
+    constants = AttentionLayer(index, config.attention_scale, window=window, softcap=softcap)
+    if config.latent is not None:
+        return LatentAttention(
+            hidden_size=width, num_heads=heads, latent=config.latent, constants=constants, context=context
+        )
+    return Attention(
+        hidden_size=width,
+        num_heads=heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=dim,
+        constants=constants,
+        qk_norm=QKNorm(dim, config.rms_norm_eps, context) if config.qk_norm else None,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        sinks=config.attention_sinks,
+        context=context,
+    )
 
 
 class DecoderLayer(Layer, ABC):
@@ -32,22 +62,7 @@ class DecoderLayer(Layer, ABC):
 
     def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__()
-        inside = context.inside("self_attn")
-        heads, kv_heads, dim, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
-        self.attention = Attention(
-            hidden_size=config.hidden_size,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=dim,
-            constants=AttentionLayer(
-                index, config.attention_scale, window=config.windows[index], softcap=config.attention_softcap
-            ),
-            qk_norm=QKNorm(dim, eps, inside) if config.qk_norm else None,
-            qkv_bias=config.qkv_bias,
-            output_bias=config.output_bias,
-            sinks=config.attention_sinks,
-            context=inside,
-        )
+        self.attention = self_attention(config, index, context.inside("self_attn"))
         self.mlp = GatedMLP(
             config.hidden_size,
             config.intermediate_size,
@@ -56,7 +71,7 @@ class DecoderLayer(Layer, ABC):
             context=context.inside("mlp"),
         )
         self.norms = nn.ModuleDict(
-            {name: RMSNorm(config.hidden_size, eps, context.inside(name)) for name in self.norm_names()}
+            {name: RMSNorm(config.hidden_size, config.rms_norm_eps, context.inside(name)) for name in self.norm_names()}
         )
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The layout of the KV cache of models with grouped attention."""
+"""The layout of the KV cache, by the kind of attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from sapwood_worker.records.kv_layout import KVComponent, KVLayout, Needed
 
 
 def attention_layout(config: ModelConfig, dtype: str, page_size: int) -> KVLayout:
-    """Keys and values of every layer; those that layers of one window keep are a component of their own.
+    """Of every layer keys and values, or the one vector that latent attention keeps, which each rank has whole.
+
+    What layers of one window keep is a component of its own.
 
     Args:
         config: The model's configuration.
@@ -19,10 +21,12 @@ def attention_layout(config: ModelConfig, dtype: str, page_size: int) -> KVLayou
         needed: Needed = "all" if window is None or window >= config.max_position else window
         layers.setdefault(needed, []).append(index)
     return KVLayout(
-        tuple(
-            KVComponent(tuple(each), 2, config.num_kv_heads, config.head_dim, dtype, needed=needed)
-            for needed, each in layers.items()
-            if each
-        ),
+        tuple(_component(config, tuple(each), dtype, needed) for needed, each in layers.items() if each),
         page_size,
     )
+
+
+def _component(config: ModelConfig, layers: tuple[int, ...], dtype: str, needed: Needed) -> KVComponent:
+    if config.latent is None:
+        return KVComponent(layers, 2, config.num_kv_heads, config.head_dim, dtype, needed=needed)
+    return KVComponent(layers, 1, 1, config.latent.cached_dim, dtype, sharding="replicated", needed=needed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sapwood_common.plugins import find_part, part_names
+from sapwood_worker.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.gemma3 import GEMMA3
 from sapwood_worker.model.families.llama import LLAMA
@@ -11,7 +12,7 @@ from sapwood_worker.model.families.qwen import QWEN2, QWEN3
 
 GROUP = "sapwood.model_families"
 
-_FAMILIES = {family.name: family for family in (GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3)}
+_FAMILIES = {family.name: family for family in (DEEPSEEK_V2, DEEPSEEK_V3, GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3)}
 
 
 def families() -> tuple[ModelFamily, ...]:

@@ -146,15 +146,11 @@ class DevicePool:
         return keys.view(*rows.shape, -1), values.view(*rows.shape, -1)
 
     def gather(self, layer: int, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values in some rows, int64 [N] on the device: new tensors [N, D] of ``dtype``."""
-        keys, values = self._vectors[layer]
-        if keys.dtype != torch.float8_e4m3fn:
-            return keys.index_select(0, rows), values.index_select(0, rows)
-        found = (each.view(torch.uint8).index_select(0, rows).view(keys.dtype) for each in (keys, values))
-        key, value = (
-            reference.dequantise(each, scale, dtype) for each, scale in zip(found, self.scales.of(layer), strict=True)
-        )
-        return key, value
+        """A layer's keys and values in some rows, int64 [N] on the device: new tensors [N, D] of ``dtype``, or one of both where
+        a token leaves but one vector."""
+        (keys, values), scales = self._vectors[layer], self.scales.of(layer)
+        found = _gather(keys, rows, scales[0], dtype)
+        return found, found if self.kept[layer].parts == 1 else _gather(values, rows, scales[1], dtype)
 
     def key_pages(self, layer: int) -> Tensor:
         """A layer's keys as [num_pages, page_size, K, D], in whatever order they are stored; a view."""
@@ -163,3 +159,10 @@ class DevicePool:
     def value_pages(self, layer: int) -> Tensor:
         """A layer's values likewise."""
         return self._slots[layer][1]
+
+
+def _gather(vectors: Tensor, rows: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    if vectors.dtype != torch.float8_e4m3fn:
+        return vectors.index_select(0, rows)
+    found = vectors.view(torch.uint8).index_select(0, rows).view(vectors.dtype)
+    return reference.dequantise(found, scale, dtype)

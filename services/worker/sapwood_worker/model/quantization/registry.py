@@ -106,6 +106,15 @@ class LinearMethods:
                 )
         return self._wide(shape)
 
+    def dense(self, shape: LinearShape) -> DenseMethod:
+        """Weights in the model's dtype, whatever the checkpoint stores, of a layer that computes with them in ways of its own.
+
+        Raises:
+            ConfigError: Their numbers cannot be read; names a tensor.
+        """
+        self._assure_wide(shape)
+        return DenseMethod(shape, self._dtype, self._ops)
+
     def _kept(self, shape: LinearShape) -> LinearMethod | None:
         if self._stored is None:
             return None
@@ -117,9 +126,7 @@ class LinearMethods:
         return None
 
     def _wide(self, shape: LinearShape) -> LinearMethod:
-        if self._stored is not None:
-            for part in shape.parts:
-                _check_wide(part.name, self._stored)
+        self._assure_wide(shape)
         quantised = self._quantise(shape, self._dtype, self._ops) if self._quantise is not None else None
         self.used.add("none" if quantised is None else self._name)
         return quantised or DenseMethod(shape, self._dtype, self._ops)
@@ -137,12 +144,15 @@ class LinearMethods:
                 if kept is not None:
                     self.used.add(name + AS_STORED)
                     return kept
-        if self._stored is not None:
-            for part in shape.parts:
-                _check_wide(part.name, self._stored)
+        self._assure_wide(shape)
         weight = torch.empty(rows, shape.columns.size, dtype=self._dtype, device=self._ops.device)
         weight[shape.rows :] = 0
         return DenseMethod(shape, self._dtype, self._ops, weight=weight, one_row_dtype=torch.float32)
+
+    def _assure_wide(self, shape: LinearShape) -> None:
+        if self._stored is not None:
+            for part in shape.parts:
+                _check_wide(part.name, self._stored)
 
 
 def _check_wide(module: str, stored: Stored) -> None:

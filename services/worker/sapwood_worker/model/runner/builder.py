@@ -99,7 +99,9 @@ class _Builder:
             own = kv_scales(loaded.kv_scales, self._model, self._config, self._layout, self._dtype, self._device)
             self._scales = KVScales.largest(self._tp.exchange(own))
         generates = self._config.labels is None  # a graph ends with the choice of a token
-        self._captures = self._ops.captures and self._dtype != torch.float32 and options.cuda_graphs and generates
+        captures = self._ops.captures and self._dtype != torch.float32 and options.cuda_graphs
+        # No kernel of latent attention has been captured yet.
+        self._captures = captures and generates and self._config.latent is None
         self._needs = self._attention_needs(self._config)
         setting = options.attention_backend
         self._prefill = choose_backend(setting, "prefill", self._needs, self._ops)
@@ -139,7 +141,7 @@ class _Builder:
         shape = AttentionShape(heads, *kept, self._options.page_size, self._dtype)
         kinds = tuple(dict.fromkeys(config.kinds))
         cached = self._dtype if self._scales is None else torch.float8_e4m3fn
-        return AttentionNeeds(shape, cached, kinds, config.max_position)
+        return AttentionNeeds(shape, cached, kinds, config.max_position, latent=config.latent is not None)
 
     def _info(self, config: ModelConfig, pool: DevicePool, length: int) -> ModelInfo:
         sentences = read_sentence_config(self._options.model_path, "last", length)

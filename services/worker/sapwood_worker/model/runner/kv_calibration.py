@@ -51,8 +51,8 @@ class TrialPlan:
         self._stored: dict[int, KVDestination] = {}
         slots = torch.arange(count, device=device)
         for each in layout.components:
-            keys, values = torch.zeros((2, 1, count, each.heads, each.dim), dtype=dtype, device=device)
-            self._stored.update(dict.fromkeys(each.layers, KVDestination(keys, values, slots)))
+            keys, *values = torch.zeros((each.parts, 1, count, each.heads, each.dim), dtype=dtype, device=device)
+            self._stored.update(dict.fromkeys(each.layers, KVDestination(keys, values[0] if values else keys, slots)))
 
     def destination(self, layer: AttentionLayer) -> KVDestination:
         return self._stored[layer.index]
@@ -60,9 +60,12 @@ class TrialPlan:
     def attend_cached(self, layer: AttentionLayer, query: Tensor) -> Tensor:
         stored = self.destination(layer)
         self.largest[layer.index] = torch.stack([each.float().abs().amax() for each in (stored.keys, stored.values)])
-        result = reference.attention(
-            query, stored.keys[0], stored.values[0], scale=layer.scale, window=layer.window, softcap=layer.softcap
-        )
+        if layer.latent is not None:
+            result = reference.latent_attention(query, stored.keys[0, :, 0], layer.latent.up, scale=layer.scale)
+        else:
+            result = reference.attention(
+                query, stored.keys[0], stored.values[0], scale=layer.scale, window=layer.window, softcap=layer.softcap
+            )
         return result.flatten(1)
 
 

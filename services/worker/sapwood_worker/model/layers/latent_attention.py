@@ -1,0 +1,138 @@
+"""The layer of latent attention (MLA): the cache keeps one compressed vector of a token, shared by all heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sapwood_kernels.attention.latent import LatentHeads
+from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
+from sapwood_worker.model.layers.context import LayerContext
+from sapwood_worker.model.layers.layer import Layer
+from sapwood_worker.model.layers.linear import ColumnLinear, RowLinear
+from sapwood_worker.model.layers.norm import RMSNorm
+from sapwood_worker.model.quantization.linear_method import LinearShape, Part
+from sapwood_worker.model.weight_slot import Span, WeightSlots, whole
+
+_EPS = 1e-6
+"""Added to the mean square in the norms inside, whatever the model's other norms have."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Latent attention (MLA), by DeepSeek's names; ``head_dim`` of the model is then ``qk_rope_head_dim``.
+
+    Attributes:
+        kv_lora_rank: Size of the latent vector that the cache keeps of a token.
+        qk_nope_head_dim: Numbers of a query or key head that are not rotated.
+        qk_rope_head_dim: Those that are; of a key all heads share them, and the cache keeps them, too.
+        v_head_dim: Size of a value head.
+        q_lora_rank: Size of the vector that queries are made of; None: they are made of the layer's input.
+        rope_interleave: Whether pairs of rotated numbers lie side by side in the checkpoint, not half a head apart.
+    """
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    rope_interleave: bool = True
+
+    @property
+    def query_dim(self) -> int:
+        """Size of a query head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Numbers that a token leaves in the cache, for each layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+class LatentAttention(Layer):
+    """Latent attention over the paged cache; heads are split over the ranks, of which each caches every token's vector.
+
+    Args:
+        hidden_size: Width in and out.
+        num_heads: Query heads.
+        latent: The sizes.
+        constants: The layer's constants for the backend.
+        context: Where and how it is built.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        latent: LatentConfig,
+        constants: AttentionLayer,
+        context: LayerContext,
+    ) -> None:
+        super().__init__()
+        self._latent = latent
+        self._ops = context.ops
+        self._constants = constants
+
+        def heads(width: int) -> Span:
+            return context.parallel.shard("num_attention_heads", num_heads, width)
+
+        self._heads = heads(1).size
+        queries = heads(latent.query_dim)
+        rank, shared = latent.kv_lora_rank, whole(latent.cached_dim)
+        self.query_up: ColumnLinear | None = None
+        if latent.q_lora_rank is None:
+            self.down = ColumnLinear(hidden_size, {"q_proj": queries, "kv_a_proj_with_mqa": shared}, False, context)
+        else:
+            parts = {"q_a_proj": whole(latent.q_lora_rank), "kv_a_proj_with_mqa": shared}
+            self.down = ColumnLinear(hidden_size, parts, False, context)
+            self.query_norm = RMSNorm(latent.q_lora_rank, _EPS, context.inside("q_a_layernorm"))
+            self.query_up = ColumnLinear(latent.q_lora_rank, {"q_b_proj": queries}, False, context)
+        self.latent_norm = RMSNorm(rank, _EPS, context.inside("kv_a_layernorm"))
+        up = Part(context.inside("kv_b_proj").prefix, heads(latent.qk_nope_head_dim + latent.v_head_dim))
+        self._up = context.linear.dense(LinearShape((up,), whole(rank)))
+        self.output = RowLinear(heads(latent.v_head_dim), "o_proj", hidden_size, False, context)
+
+    def slots(self) -> WeightSlots:
+        return self._up.slots()
+
+    def finish(self) -> None:
+        up = self._up.weight.view(self._heads, -1, self._latent.kv_lora_rank)
+        self._constants = replace(self._constants, latent=LatentHeads(up, self._latent.qk_nope_head_dim))
+
+    def forward(
+        self,
+        hidden: Tensor,
+        norm: RMSNorm,
+        angles: tuple[Tensor, Tensor],
+        plan: AttentionPlan,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """[T, hidden_size], which it norms first -> [T, hidden_size], added to ``residual`` in place if there is one.
+
+        Writes this step's vectors to the cache.
+        """
+        latent = self._latent
+        down: Tensor = self.down(hidden, norm)
+        ends = latent.qk_rope_head_dim
+        query, vector, rotary = (
+            down[:, : -latent.cached_dim],
+            down[:, -latent.cached_dim : -ends],
+            down[:, None, -ends:],
+        )
+        cached = torch.cat((self.latent_norm(vector)[:, None], self._rotated(rotary, angles)), 2)
+        plan.destination(self._constants).store_vectors(cached)
+        if self.query_up is not None:
+            query = self.query_up(query, self.query_norm)
+        query = query.reshape(len(query), self._heads, -1)
+        query = torch.cat((query[..., :-ends], self._rotated(query[..., -ends:], angles)), 2)
+        result: Tensor = self.output(plan.attend_cached(self._constants, query), None, residual)
+        return result
+
+    def _rotated(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """[T, heads, E], rotated; pairs that lay side by side are half of E apart then, in queries and keys alike."""
+        if self._latent.rope_interleave:
+            x = torch.cat((x[..., 0::2], x[..., 1::2]), 2)
+        return self._ops.rope(x, *angles)

@@ -79,6 +79,34 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3-one-kv-head": ("Gemma3TextConfig", {"num_key_value_heads": 1, "sliding_window": 8}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 19}),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 12,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "num_hidden_layers": 5,
+        },
+    ),
+    "qwen3-moe-plain": (
+        "Qwen3MoeConfig",
+        {"num_experts": 8, "num_experts_per_tok": 8, "moe_intermediate_size": 16, "mlp_only_layers": [0, 3]},
+    ),
 }
 _LATENT = {
     "num_attention_heads": 6,
@@ -214,6 +242,9 @@ def _randomise(model: Any) -> None:
             noise = torch.randn(weight.shape, generator=generator) * spread
             ones = weight.dim() == 1 and "norm" in name and not _is_gemma(model)
             weight.copy_(noise + 1.0 if ones else noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
 
 
 def _is_gemma(model: Any) -> bool:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import cpu_sampling, reference, token_bitmask
+from sapwood_kernels.experts.reference import expert_sum
+from sapwood_kernels.experts.stack import ExpertStack
 from sapwood_kernels.quantised import int8
 from sapwood_kernels.quantised.cpu_grouped import plain_product
 from sapwood_kernels.quantised.grouped import GroupedWeight
@@ -78,6 +80,12 @@ StoreHeads = Callable[[Tensor, Tensor, Tensor, KVDestination], Tensor]
 """All between the QKV projection and attention: norms and rotates query and key heads, writes keys and values to the cache, and
 returns the query heads [T, H, D]. It takes the projection [T, (H + 2K) * D], where query, key and value heads lie side by side,
 and cos and sin [T, 1, D] as ``reference.rope`` has them."""
+
+
+class ExpertSum(Protocol):
+    """The weighted sum of each token's experts, as ``experts.reference.expert_sum`` computes it, by weights of its own."""
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, /) -> Tensor: ...
 
 
 class HostCopies:
@@ -223,6 +231,17 @@ class DeviceOps:
     def grouped_row(self, weight: GroupedWeight, bias: Tensor | None) -> OneRow | None:
         """The fused product of a single row with such a weight; None: there is none."""
         return None
+
+    def expert_sum(self, gate_up: ExpertStack, down: ExpertStack, gate: Gate) -> ExpertSum:
+        """What sums each token's experts.
+
+        Args:
+            gate_up: Each expert's matrix before the gated activation.
+            down: That after it.
+            gate: The activation.
+        """
+        activate = self.gated(gate)
+        return lambda x, ids, weights: expert_sum(x, ids, weights, gate_up, down, activate)
 
     def int8_product(self, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
         """``x @ (weight * scales).T`` with x rounded to int8, as ``int8.product`` computes it: int8 [N, K], float32 [N, 1]."""

@@ -8,6 +8,7 @@ from sapwood_kernels.attention.planned import Variant
 from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.latent_attention import LatentConfig
 from sapwood_worker.model.layers.rotary import RopeConfig
+from sapwood_worker.model.layers.sparse_mlp import SparseConfig
 from sapwood_worker.records.model_info import Labels
 
 
@@ -41,6 +42,7 @@ class ModelConfig:
         mlp_bias: Whether the MLP has biases.
         embedding_scale: Factor on the embedding's output.
         labels: What its head tells of a sequence, by its last token. None: its head tells the next token.
+        sparse: The mixtures of experts in place of its MLPs; None: there are none.
         norm_offset: Added to norm weights stored in Hugging Face files (Gemma stores w of 1 + w).
         latent: How attention compresses keys and values; None: it is grouped attention.
     """
@@ -71,6 +73,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     norm_offset: float = 0.0
     labels: Labels | None = None
+    sparse: SparseConfig | None = None
     latent: LatentConfig | None = None
 
     @property

@@ -25,6 +25,10 @@ NAMES = [
     "gemma3-one-kv-head",
     "deepseek-v2",
     "deepseek-v3",
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+    "qwen3-moe-plain",
 ]
 
 

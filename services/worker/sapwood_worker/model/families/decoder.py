@@ -18,6 +18,7 @@ from sapwood_worker.model.layers.linear import Linear
 from sapwood_worker.model.layers.mlp import GatedMLP
 from sapwood_worker.model.layers.norm import RMSNorm
 from sapwood_worker.model.layers.rotary import RotaryEmbedding, inverse_frequencies
+from sapwood_worker.model.layers.sparse_mlp import SparseMLP
 
 Angles = tuple[Tensor, Tensor]
 
@@ -51,6 +52,21 @@ def self_attention(config: ModelConfig, index: int, context: LayerContext) -> At
     )
 
 
+def feed_forward(config: ModelConfig, index: int, context: LayerContext) -> GatedMLP | SparseMLP:
+    """A layer's MLP, or the mixture of experts in its place.
+
+    Args:
+        config: The model's configuration.
+        index: The layer's index.
+        context: Where and how the layer is built.
+    """
+    width, sparse, activation = config.hidden_size, config.sparse, config.activation
+    if sparse is not None and index not in sparse.dense_layers:
+        return SparseMLP(width, sparse, activation=activation, context=context.inside(sparse.block))
+    inside = context.inside("mlp")
+    return GatedMLP(width, config.intermediate_size, activation=activation, bias=config.mlp_bias, context=inside)
+
+
 class DecoderLayer(Layer, ABC):
     """One layer: attention and MLP, with norms where the model family has them.
 
@@ -63,13 +79,7 @@ class DecoderLayer(Layer, ABC):
     def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__()
         self.attention = self_attention(config, index, context.inside("self_attn"))
-        self.mlp = GatedMLP(
-            config.hidden_size,
-            config.intermediate_size,
-            activation=config.activation,
-            bias=config.mlp_bias,
-            context=context.inside("mlp"),
-        )
+        self.mlp = feed_forward(config, index, context)
         self.norms = nn.ModuleDict(
             {name: RMSNorm(config.hidden_size, config.rms_norm_eps, context.inside(name)) for name in self.norm_names()}
         )
@@ -123,7 +133,7 @@ class DecoderModel(Layer):
         self._kinds = [int(config.local_rope is not None and window is not None) for window in config.windows]
 
     def layer_size(self) -> int:
-        """Numbers of the layers' matrices, however they are held: all but those of embedding and head."""
+        """Numbers of the layers' matrices, however they are held: all but those of embedding and head, and of experts."""
         shapes = (each.shape for each in self.layers.modules() if isinstance(each, Linear))
         return sum(shape.rows * shape.columns.size for shape in shapes)
 

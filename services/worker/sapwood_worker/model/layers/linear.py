@@ -76,14 +76,17 @@ class RowLinear(Linear):
         columns: The inputs on this rank.
         name: The checkpoint's name of the projection: ``o_proj``.
         out_features: Width of the output.
-        bias: Whether it has a bias.
+        bias: Whether it has a bias; none where outputs are not summed here.
         context: Where and how it is built.
+        summed: Whether the ranks' outputs are summed here; else who calls does it.
     """
 
-    def __init__(self, columns: Span, name: str, out_features: int, bias: bool, context: LayerContext) -> None:
+    def __init__(
+        self, columns: Span, name: str, out_features: int, bias: bool, context: LayerContext, *, summed: bool = True
+    ) -> None:
         part = Part(context.inside(name).prefix, whole(out_features))
         super().__init__(LinearShape((part,), columns, bias and context.split_over is None), context)
-        self._group = context.split_over
+        self._group = context.split_over if summed else None
         # The bias of a split layer: added once, after the sum.
         self._late_bias: WeightSlots = {}
         if bias and self._group is not None:

@@ -20,15 +20,23 @@ class GatedMLP(Layer):
         activation: Of the gate.
         bias: Whether the projections have biases.
         context: Where and how it is built.
+        summed: Whether the outputs of the ranks that it is split over are summed here; else who calls does it.
     """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, activation: Gate, bias: bool, context: LayerContext
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: Gate,
+        bias: bool,
+        context: LayerContext,
+        summed: bool = True,
     ) -> None:
         super().__init__()
         inner = context.parallel.shard("intermediate_size", intermediate_size)
         self.gate_up = ColumnLinear(hidden_size, {"gate_proj": inner, "up_proj": inner}, bias, context)
-        self.down = RowLinear(inner, "down_proj", hidden_size, bias, context)
+        self.down = RowLinear(inner, "down_proj", hidden_size, bias, context, summed=summed)
         self._activation = activation
 
     def forward(self, hidden: Tensor, norm: RMSNorm, residual: Tensor | None = None) -> Tensor:

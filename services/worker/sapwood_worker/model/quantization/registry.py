@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -130,6 +131,24 @@ class LinearMethods:
         quantised = self._quantise(shape, self._dtype, self._ops) if self._quantise is not None else None
         self.used.add("none" if quantised is None else self._name)
         return quantised or DenseMethod(shape, self._dtype, self._ops)
+
+    def check_experts(self, names: Iterable[str]) -> None:
+        """Checks that experts can be held in the model's dtype, to which float8 is widened as it is read.
+
+        Args:
+            names: Their projections.
+
+        Raises:
+            ConfigError: The checkpoint stores them in another format, or they are to be quantised.
+        """
+        if self._quantise is not None:
+            raise ConfigError(f"--quantization {self._name}: experts cannot be quantised as they are loaded")
+        self.used.add("none")
+        stored = self._stored or Stored()
+        for name in names:
+            _check_wide(name, stored)
+            if f"{name}.weight" not in stored.tensors:
+                return  # who loads it names all that is missing
 
     def table(self, shape: LinearShape, rows: int) -> TableMethod:
         """The method of a table with a row for each token: as the checkpoint stores it, or in the model's dtype.

@@ -79,6 +79,8 @@ def quantize(
         return load_model(path, "auto", dtype, ops, context_length=None, threads=threads, seed=0)
 
     loaded = load(source)
+    if loaded.config.sparse is not None:
+        raise ConfigError(f"{source}: mixtures of experts cannot be quantised")
     _check_names(source, loaded)
     whole = perplexity(loaded, measured, dtype, ops.device)
     run = LayerRun(loaded, calibration, dtype, ops.device)

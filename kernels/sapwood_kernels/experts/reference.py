@@ -1,0 +1,49 @@
+"""The sum of a token's experts in plain torch: the definition of faster versions, and what a CPU computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sapwood_kernels.experts.stack import ExpertStack
+
+
+def expert_sum(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: ExpertStack,
+    down: ExpertStack,
+    activate: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The weighted sum of ``down(activate(gate_up(x)))`` over each token's experts.
+
+    Tokens are sorted by their experts. An expert's matrices are read once for all its tokens, those of experts without any are
+    not read. The order of a sum does not depend on what else is in the batch.
+
+    Args:
+        x: [T, K].
+        ids: int64 [T, k]: each token's experts.
+        weights: float32 [T, k].
+        gate_up: [2N, K] of each expert.
+        down: [K, N] of each expert.
+        activate: [*, 2N] -> [*, N].
+
+    Returns:
+        [T, K].
+    """
+    chosen = ids.flatten()
+    counts = torch.bincount(chosen, minlength=gate_up.experts).tolist()
+    order = chosen.argsort(stable=True)
+    tokens = order // ids.shape[1]
+    parts = x.new_empty(len(chosen), down.outputs)
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            rows = slice(start, start + count)
+            inner = activate(gate_up.product(expert, x[tokens[rows]]))
+            parts[order[rows]] = down.product(expert, inner)
+            start += count
+    return torch.bmm(weights.to(x.dtype).unsqueeze(1), parts.view(*ids.shape, down.outputs)).squeeze(1)

@@ -1,0 +1,85 @@
+"""Qwen2 and Qwen3 with mixtures of experts; Qwen2's have a shared expert beside them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sapwood_kernels.experts.routing import Routing
+from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.layers.sparse_mlp import SharedExpert, SparseConfig
+
+_DEFAULTS = {
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+}
+
+
+def _sparse(found: HfValues) -> SparseConfig:
+    values = found.values
+    experts = int(values.get("num_local_experts") or values["num_experts"])  # newer files have the first
+    step, dense = int(values["decoder_sparse_step"]), values.get("mlp_only_layers") or ()
+    return SparseConfig(
+        Routing(experts, int(values["num_experts_per_tok"]), renormalise=bool(values["norm_topk_prob"])),
+        int(values["moe_intermediate_size"]),
+        dense_layers=frozenset(index for index in range(found.layers) if index in dense or (index + 1) % step),
+    )
+
+
+def _qwen2(found: HfValues) -> ModelConfig:
+    values = found.values
+    windows: tuple[int | None, ...] = (None,) * found.layers
+    if values.get("use_sliding_window"):
+        first = int(values["max_window_layers"])
+        usual = [
+            "full_attention" if index % 2 or index >= first else "sliding_attention" for index in range(found.layers)
+        ]
+        windows = found.windows(values.get("layer_types") or usual)
+    shared = SharedExpert("shared_expert", int(values["shared_expert_intermediate_size"]), gated=True)
+    return replace(
+        found.llama(),
+        windows=windows,
+        qkv_bias=bool(values["qkv_bias"]),
+        sparse=replace(_sparse(found), shared=shared),
+    )
+
+
+def _qwen3(found: HfValues) -> ModelConfig:
+    values = found.values
+    window = int(values["sliding_window"]) if values.get("use_sliding_window") else None
+    return replace(found.llama(), windows=(window,) * found.layers, qk_norm=True, sparse=_sparse(found))
+
+
+QWEN2_MOE = ModelFamily(
+    name="qwen2_moe",
+    architectures=("Qwen2MoeForCausalLM",),
+    layer=LlamaDecoderLayer,
+    defaults={
+        **_DEFAULTS,
+        "qkv_bias": True,
+        "max_window_layers": 28,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    from_hf=_qwen2,
+    from_gguf=None,
+)
+QWEN3_MOE = ModelFamily(
+    name="qwen3_moe",
+    architectures=("Qwen3MoeForCausalLM",),
+    layer=LlamaDecoderLayer,
+    defaults={
+        **_DEFAULTS,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    from_hf=_qwen3,
+    from_gguf=None,
+)

@@ -1,0 +1,119 @@
+"""A mixture of experts in place of an MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sapwood_kernels.experts.routing import Routing
+from sapwood_kernels.ops.device import Gate
+from sapwood_worker.model.layers.context import LayerContext
+from sapwood_worker.model.layers.experts import Experts
+from sapwood_worker.model.layers.layer import Layer
+from sapwood_worker.model.layers.mlp import GatedMLP
+from sapwood_worker.model.layers.norm import RMSNorm
+from sapwood_worker.model.layers.router import Router
+from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An expert that every token goes to, beside those that the router chooses.
+
+    Attributes:
+        name: In checkpoints: ``shared_experts``.
+        intermediate_size: Its width; of several that checkpoints hold as one, theirs together.
+        gated: Whether its output has a factor for each token, the sigmoid of a product with ``NAME_gate``.
+    """
+
+    name: str
+    intermediate_size: int
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SparseConfig:
+    """The mixtures of experts of a model.
+
+    Attributes:
+        routing: How a token's experts are chosen.
+        intermediate_size: Width of an expert.
+        dense_layers: The layers that have an ordinary MLP.
+        shared: The expert of all tokens, if there is one.
+        router: What checkpoints call the router.
+        router_bias: Whether its logits have a bias.
+        correction: Whether scores are corrected where experts are chosen.
+        block: What checkpoints call the mixture.
+        projections: What they call an expert's gate, up and down.
+    """
+
+    routing: Routing
+    intermediate_size: int
+    dense_layers: frozenset[int] = frozenset()
+    shared: SharedExpert | None = None
+    router: str = "gate"
+    router_bias: bool = False
+    correction: bool = False
+    block: str = "mlp"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+class SparseMLP(Layer):
+    """The sum of the experts that each token goes to, and of the shared one.
+
+    Args:
+        hidden_size: Width in and out.
+        config: The mixture.
+        activation: Of the experts' gates.
+        context: Where and how it is built.
+    """
+
+    def __init__(self, hidden_size: int, config: SparseConfig, *, activation: Gate, context: LayerContext) -> None:
+        super().__init__()
+        self.router = Router(
+            hidden_size,
+            config.routing,
+            bias=config.router_bias,
+            correction=config.correction,
+            context=context.inside(config.router),
+        )
+        self.experts = Experts(
+            hidden_size,
+            config.intermediate_size,
+            config.routing.experts,
+            projections=config.projections,
+            activation=activation,
+            context=context.inside("experts"),
+        )
+        self._group = context.split_over
+        self.shared: GatedMLP | None = None
+        self._gate: WeightSlots = {}
+        if config.shared is not None:
+            inside = context.inside(config.shared.name)
+            width = config.shared.intermediate_size
+            self.shared = GatedMLP(hidden_size, width, activation=activation, bias=False, context=inside, summed=False)
+            if config.shared.gated:
+                empty = torch.empty(1, hidden_size, dtype=context.dtype, device=context.device)
+                self._gate[f"{inside.prefix}_gate.weight"] = WeightSlot(empty)
+
+    def slots(self) -> WeightSlots:
+        return self._gate
+
+    def forward(self, hidden: Tensor, norm: RMSNorm, residual: Tensor | None = None) -> Tensor:
+        """[T, hidden_size], which it norms first -> [T, hidden_size], added to ``residual`` in place if there is one."""
+        x = norm(hidden)
+        result: Tensor = self.experts(x, *self.router(x))
+        if self.shared is not None:
+            shared = self.shared(hidden, norm)
+            for gate in self._gate.values():
+                shared *= F.linear(x, gate.target).sigmoid()
+            result += shared
+        if self._group is not None:
+            result = self._group.all_reduce(result)
+        if residual is None:
+            return result
+        residual += result
+        return residual

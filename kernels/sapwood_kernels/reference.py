@@ -26,16 +26,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates each head by its token's angles, pairing element i with i + D/2.
+def rope(x: Tensor, cos: Tensor, sin: Tensor, partners: Tensor | None = None) -> Tensor:
+    """Rotates each head by its token's angles.
 
     Args:
         x: [T, heads, D].
-        cos: [T, D], each angle's cosine twice: for i and for i + D/2.
-        sin: [T, D], the sines, negated in the first half.
+        cos: [T, D], each angle's cosine twice: for both elements of a pair.
+        sin: [T, D], the sines, negated for the first of a pair.
+        partners: int64 [D]: the element that each is paired with (``RotaryPairs.partners``); None: i with i + D/2.
 
-    Source: Su et al., "RoFormer", 2021, in the half-split layout of GPT-NeoX.
+    Source: Su et al., "RoFormer", 2021; without ``partners`` in the half-split layout of GPT-NeoX.
     """
+    if partners is not None:
+        return x * cos[:, None] + x.index_select(-1, partners) * sin[:, None]
     half = x.shape[-1] // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
     return x * cos[:, None] + swapped * sin[:, None]

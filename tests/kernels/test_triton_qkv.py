@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sapwood_kernels import reference
+from sapwood_kernels.rotary_pairs import RotaryPairs
 
 pytest.importorskip("triton", reason="Triton is not installed")
 kernel = pytest.importorskip("sapwood_kernels.triton_qkv")
@@ -19,6 +20,48 @@ def empty(pages: int, size: int, kv_heads: int, dim: int, *, heads_first: bool) 
     if heads_first:
         return torch.zeros(2, pages, kv_heads, size, dim).transpose(2, 3)
     return torch.zeros(2, pages, size, kv_heads, dim)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "rotated", "interleaved"), [(24, 24, False), (32, 8, False), (24, 12, True), (16, 16, True)]
+)
+def test_heads_of_any_width_are_turned_in_part_or_by_neighbours(dim: int, rotated: int, interleaved: bool, norm: bool):
+    torch.manual_seed(dim)
+    pairs = RotaryPairs(dim, rotated, interleaved)
+    slots = torch.randperm(80)[:70]
+    qkv = torch.randn(70, 7 * dim)
+    cos, sin = pairs.spread(*torch.randn(2, 70, rotated // 2))
+    weights = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5)
+    cache = empty(5, 16, 2, dim, heads_first=True)
+    stored = cache.to(DEVICE, copy=True)
+    on = [each.to(DEVICE) for each in (qkv, cos, sin)]
+    query = kernel.norm_rope_store(
+        *on, *stored, slots.to(DEVICE), num_heads=3, eps=1e-6, pairs=pairs,
+        norm_weights=tuple(each.to(DEVICE) for each in weights) if norm else None,
+    )  # fmt: skip
+    split = qkv.view(70, -1, dim)
+    expected = [split[:, :3], split[:, 3:5]]
+    if norm:
+        expected = [reference.rms_norm(x, weight, 1e-6) for x, weight in zip(expected, weights, strict=True)]
+    expected = [reference.rope(x, cos, sin, pairs.partners()) for x in expected]
+    torch.testing.assert_close(query.cpu(), expected[0], rtol=1e-5, atol=1e-5)
+    reference.store_kv(expected[1], split[:, 5:], *cache, slots)
+    torch.testing.assert_close(stored.cpu(), cache, rtol=1e-5, atol=1e-5)
+
+
+def test_pairs_turn_as_a_rotation_does():
+    head = torch.randn(1, 1, 8)
+    for pairs, (one, two) in {
+        RotaryPairs(8, 8): (1, 5), RotaryPairs(8, 4): (1, 3), RotaryPairs(8, 4, interleaved=True): (2, 3),
+    }.items():  # fmt: skip
+        angles = torch.tensor([[0.3, 1.1, 2.0, -0.4]])[:, : pairs.rotated // 2]
+        turned = reference.rope(head, *pairs.spread(angles.cos(), angles.sin()), pairs.partners())[0, 0]
+        before = torch.complex(head[0, 0, one], head[0, 0, two])
+        after = before * torch.exp(torch.tensor(1.1j))
+        torch.testing.assert_close(torch.stack((turned[one], turned[two])), torch.view_as_real(after))
+        torch.testing.assert_close(turned[pairs.rotated :], head[0, 0, pairs.rotated :])
+        assert pairs.are_halves == torch.equal(pairs.partners(), torch.arange(8).roll(4))
 
 
 @pytest.mark.parametrize("norm", [False, True])

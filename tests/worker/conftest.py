@@ -52,6 +52,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
 # Name -> (class of transformers' configuration, what differs from the common values).
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -60,6 +61,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaConfig",
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
     ),
+    "llama-yarn": ("LlamaConfig", {"rope_parameters": _YARN}),
     "llama-biased-tied": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "mistral-window": ("MistralConfig", {"sliding_window": 11}),
     "qwen2": ("Qwen2Config", {}),

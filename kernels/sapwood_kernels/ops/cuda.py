@@ -14,6 +14,7 @@ from sapwood_kernels import triton_activation, triton_float8, triton_gemv, trito
 from sapwood_kernels.ops.device import DeviceOps, Fence, Float8, Gate, HostCopies, OneRow, StoreHeads
 from sapwood_kernels.quantised import triton_grouped, triton_int8, triton_row
 from sapwood_kernels.quantised.grouped import GroupedWeight
+from sapwood_kernels.rotary_pairs import RotaryPairs
 from sapwood_kernels.triton_qkv import norm_rope_store
 
 # Elements of the widest row that our kernel multiplies; cuBLAS splits wider rows: 31 against 33 us for 4096 x 14336 on an H200.
@@ -67,10 +68,15 @@ class CudaOps(DeviceOps):
         return triton_activation.silu_mul if gate == "silu" else triton_activation.gelu_tanh_mul
 
     def store_heads(
-        self, num_heads: int, num_kv_heads: int, norm: tuple[Tensor, Tensor, float] | None, dtype: torch.dtype
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        norm: tuple[Tensor, Tensor, float] | None,
+        dtype: torch.dtype,
+        pairs: RotaryPairs | None = None,
     ) -> StoreHeads:
         weights, eps = (None, 0.0) if norm is None else (norm[:2], norm[2])
-        store = partial(norm_rope_store, num_heads=num_heads, norm_weights=weights, eps=eps)
+        store = partial(norm_rope_store, num_heads=num_heads, norm_weights=weights, eps=eps, pairs=pairs)
         return lambda qkv, cos, sin, to: store(qkv, cos, sin, to.keys, to.values, to.slots, to.scales)
 
     def one_row(self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> OneRow | None:

@@ -18,6 +18,7 @@ from sapwood_kernels.experts.stack import ExpertStack
 from sapwood_kernels.quantised import int8
 from sapwood_kernels.quantised.cpu_grouped import plain_product
 from sapwood_kernels.quantised.grouped import GroupedWeight
+from sapwood_kernels.rotary_pairs import RotaryPairs
 
 Gate = Literal["silu", "gelu_tanh"]
 """The activation of a gated MLP."""
@@ -171,7 +172,12 @@ class DeviceOps:
         return reference.silu_mul if gate == "silu" else reference.gelu_tanh_mul
 
     def store_heads(
-        self, num_heads: int, num_kv_heads: int, norm: tuple[Tensor, Tensor, float] | None, dtype: torch.dtype
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        norm: tuple[Tensor, Tensor, float] | None,
+        dtype: torch.dtype,
+        pairs: RotaryPairs | None = None,
     ) -> StoreHeads:
         """What norms, rotates and stores the heads of a step.
 
@@ -180,9 +186,11 @@ class DeviceOps:
             num_kv_heads: K.
             norm: The weights of a query head's and of a key head's norm, float32 [D] each, and eps; None: no norm.
             dtype: The heads'.
+            pairs: What is turned together; None: the halves of a head.
         """
         rotated = num_heads + num_kv_heads
         heads_norm: Callable[[Tensor], Tensor] | None = None
+        partners = None if pairs is None or pairs.are_halves else pairs.partners().to(self.device)
         if norm is not None:
             parts = norm[0].expand(num_heads, -1), norm[1].expand(num_kv_heads, -1)
             heads_norm = self.rms_norm(torch.cat(parts), norm[2], dtype)
@@ -192,7 +200,10 @@ class DeviceOps:
             query_key = heads[:, :rotated]
             if heads_norm is not None:
                 query_key = heads_norm(query_key)
-            query_key = self.rope(query_key, cos, sin)
+            if partners is None:
+                query_key = self.rope(query_key, cos, sin)
+            else:
+                query_key = reference.rope(query_key, cos[:, 0], sin[:, 0], partners)
             query, key = query_key[:, :num_heads], query_key[:, num_heads:]
             if to.slots is not self._slots:  # all layers of a step have the same
                 self._slots, self._places = to.slots, reference.places(to.slots, to.keys.shape[1])

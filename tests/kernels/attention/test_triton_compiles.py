@@ -77,7 +77,11 @@ for words in (False, True)[: 1 + (capability >= 89)]:
         LEAST=1, WINDOW=0, CAPPED=False, SINKS=words, FLOAT8=words, WORDS=words, ROWS=16, BLOCK_D=128, BLOCK=64,
         STAGES=2 if words else 3,
     )
-check(triton_qkv._qkv_kernel, QKV, 1, HEADS=32, KV_HEADS=8, DIM=128, PAGE=16, NORM=True, SCALED=False, BLOCK=1)
+for dim, rotated, interleaved in ((128, 128, False), (128, 96, False), (96, 96, False), (128, 64, True)):
+    check(
+        triton_qkv._qkv_kernel, QKV, 1, HEADS=32, KV_HEADS=8, DIM=dim, ROTATED=rotated, INTERLEAVED=interleaved, PAGE=16,
+        NORM=True, SCALED=False, BLOCK=1, BLOCK_HALF=64,
+    )
 """
 
 

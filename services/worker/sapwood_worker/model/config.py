@@ -27,8 +27,7 @@ class ModelConfig:
         head_dim: Size of a head.
         rms_norm_eps: Added to the mean square in every norm.
         max_position: The context length it was made for, in tokens.
-        rope: The rotary embedding of layers without a window, and of all when ``local_rope`` is None.
-        local_rope: The rotary embedding of layers with a window.
+        ropes: The rotary embedding of each layer; None: its heads know no position.
         windows: For each layer the number of positions a token sees, itself included, or None for all.
         activation: The activation of the MLP's gate.
         tie_word_embeddings: Whether the output head is the embedding.
@@ -57,8 +56,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     max_position: int
-    rope: RopeConfig
-    local_rope: RopeConfig | None
+    ropes: tuple[RopeConfig | None, ...]
     windows: tuple[int | None, ...]
     activation: Gate
     tie_word_embeddings: bool

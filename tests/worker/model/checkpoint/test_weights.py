@@ -160,8 +160,16 @@ def test_unsupported_architecture_is_named_with_its_file(llama):
     ("changes", "message"),
     [
         ({"hidden_size": ...}, "'hidden_size' is missing"),
-        ({"hidden_act": "relu"}, "activation 'relu' is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rotary embedding type 'yarn' is not supported"),
+        ({"hidden_act": "relu"}, "hidden_act: activation 'relu' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_scaling: rotary embedding type 'dynamic' is not supported",
+        ),
+        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor 0.2 of heads of 16 elements is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "short_factor has 1 numbers for 8 pairs",
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, "'factor' is missing"),
     ],
 )
@@ -303,7 +311,8 @@ def test_gguf_gemma_norms_and_windows(tiny_model, tmp_path):
     from_gguf = load(write_gguf(tmp_path / "model.gguf", tiny.oracle, "gemma3"))
     from_hf = load(tiny.path)
     assert from_gguf.config.windows == from_hf.config.windows
-    assert from_gguf.config.rope == from_hf.config.rope
+    full = from_hf.config.windows.index(None)
+    assert from_gguf.config.ropes[full] == from_hf.config.ropes[full]
     expected = weights_of(from_hf)
     for name, weight in weights_of(from_gguf).items():
         assert torch.equal(weight, expected[name]), name

@@ -16,6 +16,7 @@ NAMES = [
     "llama",
     "llama-llama3-rope",
     "llama-linear-rope",
+    "llama-yarn",
     "llama-biased-tied",
     "mistral-window",
     "qwen2",

@@ -17,7 +17,7 @@ from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.linear import Linear
 from sapwood_worker.model.layers.mlp import GatedMLP
 from sapwood_worker.model.layers.norm import RMSNorm
-from sapwood_worker.model.layers.rotary import RotaryEmbedding, inverse_frequencies
+from sapwood_worker.model.layers.rotary import NoRotation, RotaryEmbedding
 from sapwood_worker.model.layers.sparse_mlp import SparseMLP
 
 Angles = tuple[Tensor, Tensor]
@@ -48,6 +48,7 @@ def self_attention(config: ModelConfig, index: int, context: LayerContext) -> At
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,
         sinks=config.attention_sinks,
+        rope=config.ropes[index],
         context=context,
     )
 
@@ -125,12 +126,13 @@ class DecoderModel(Layer):
         else:
             count = len(config.labels.names)
             self.head = VocabParallelHead(count, width, tied=None, softcap=None, context=context.inside("score"))
-        ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
+        ropes = list(dict.fromkeys(config.ropes))
+        dim, longest = config.head_dim, config.max_position
         self.rotary = nn.ModuleList(
-            RotaryEmbedding(inverse_frequencies(config.head_dim, rope), config.max_position, context) for rope in ropes
+            NoRotation(dim, context) if rope is None else RotaryEmbedding(dim, rope, longest, context) for rope in ropes
         )
         # The index of each layer's rotary embedding.
-        self._kinds = [int(config.local_rope is not None and window is not None) for window in config.windows]
+        self._kinds = [ropes.index(rope) for rope in config.ropes]
 
     def layer_size(self) -> int:
         """Numbers of the layers' matrices, however they are held: all but those of embedding and head, and of experts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -51,9 +52,12 @@ def _from_hf(found: HfValues) -> ModelConfig:
     full = ropes.get("full_attention") or values.get("rope_scaling")
     return replace(
         _common(config),
-        rope=found.rope(full, float(values["rope_theta"])),
-        local_rope=found.rope(ropes.get("sliding_attention"), float(values["rope_local_base_freq"])),
-        windows=found.windows(kinds),
+        ropes=_ropes(
+            windows := found.windows(kinds),
+            found.rope(full, float(values["rope_theta"])),
+            found.rope(ropes.get("sliding_attention"), float(values["rope_local_base_freq"])),
+        ),
+        windows=windows,
         activation=found.activation("hidden_activation"),
         attention_scale=float(values["query_pre_attn_scalar"]) ** -0.5,
         # transformers' Gemma 3 reads attn_logit_softcapping but never applies it; published files have none.
@@ -66,17 +70,23 @@ def _from_gguf(values: GgufValues) -> ModelConfig:
     config = values.llama()
     window = values.get("attention.sliding_window")
     kinds = _kinds(config.num_layers, values.get("attention.sliding_window_pattern", _PATTERN))
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     scale = config.attention_scale
     if config.num_layers == _27B_LAYERS:
         scale = (config.hidden_size // config.num_heads) ** -0.5
     return replace(
         _common(config),
-        rope=values.rope(1_000_000.0),
-        local_rope=RopeConfig(float(values.get("rope.freq_base_swa", _LOCAL_THETA))),
-        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        ropes=_ropes(
+            windows, values.rope(1_000_000.0), RopeConfig(float(values.get("rope.freq_base_swa", _LOCAL_THETA)))
+        ),
+        windows=windows,
         activation="gelu_tanh",
         attention_scale=scale,
     )
+
+
+def _ropes(windows: Sequence[int | None], full: RopeConfig, local: RopeConfig) -> tuple[RopeConfig, ...]:
+    return tuple(full if window is None else local for window in windows)
 
 
 def _common(config: ModelConfig) -> ModelConfig:

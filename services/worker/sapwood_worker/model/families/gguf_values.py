@@ -10,6 +10,7 @@ from typing import Any
 
 from sapwood_common.models.gguf_file import GgufFile
 from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.layers.rope_scaling import LinearScaling, YarnScaling, yarn_magnitude
 from sapwood_worker.model.layers.rotary import RopeConfig
 
 
@@ -61,8 +62,7 @@ class GgufValues:
             head_dim=head_dim,
             rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
             max_position=get("context_length"),
-            rope=self.rope(10_000.0),
-            local_rope=None,
+            ropes=(self.rope(10_000.0),) * layers,
             windows=(None,) * layers,
             activation="silu",
             tie_word_embeddings="output.weight" not in tensors,
@@ -80,8 +80,13 @@ class GgufValues:
         theta = float(self.get("rope.freq_base", theta))
         kind = self.get("rope.scaling.type", "none")
         if kind == "linear":
-            factor = float(self.get("rope.scaling.factor"))
-            return RopeConfig(theta, "linear", factor=factor, divisors=self.rope_divisors)
+            linear = LinearScaling(float(self.get("rope.scaling.factor")))
+            return RopeConfig(theta, linear, divisors=self.rope_divisors)
         if kind == "none":
             return RopeConfig(theta, divisors=self.rope_divisors)
-        raise ValueError(f"rotary embedding scaling {kind!r} is not supported (linear is)")
+        if kind == "yarn":
+            factor = float(self.get("rope.scaling.factor"))
+            original = int(self.get("rope.scaling.original_context_length", self.get("context_length")))
+            scaling = YarnScaling(factor, original, 32, 1, yarn_magnitude(factor))
+            return RopeConfig(theta, scaling, divisors=self.rope_divisors)
+        raise ValueError(f"rotary embedding scaling {kind!r} is not supported (linear and yarn are)")

@@ -11,6 +11,7 @@ from typing import Any
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.rope_values import longest_position, read_rope
 from sapwood_worker.model.layers.rotary import RopeConfig
 
 _ACTIVATIONS: dict[str, Gate] = {
@@ -55,6 +56,12 @@ class HfValues:
         """How many layers there are."""
         return int(self.values["num_hidden_layers"])
 
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        values = self.values
+        return int(values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"])
+
     def llama(self) -> ModelConfig:
         """The configuration that the settings give a Llama; families that are like it change what differs.
 
@@ -64,12 +71,11 @@ class HfValues:
         """
         values = self.values
         heads = int(values["num_attention_heads"])
-        head_dim = int(values.get("head_dim") or values["hidden_size"] // heads)
-        if values.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError("partial_rotary_factor is not supported")
+        head_dim = self.head_dim
         if values.get("use_bidirectional_attention"):
             raise ValueError("use_bidirectional_attention is not supported")
         bias = bool(values.get("attention_bias", False))
+        rope = self.rope(values.get("rope_parameters") or values.get("rope_scaling"), float(values["rope_theta"]))
         return ModelConfig(
             architecture=self.family,
             vocab_size=int(values["vocab_size"]),
@@ -80,9 +86,8 @@ class HfValues:
             num_kv_heads=int(values.get("num_key_value_heads") or heads),
             head_dim=head_dim,
             rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-            max_position=int(values["max_position_embeddings"]),
-            rope=self.rope(values.get("rope_parameters") or values.get("rope_scaling"), float(values["rope_theta"])),
-            local_rope=None,
+            max_position=longest_position(values),
+            ropes=(rope,) * self.layers,
             windows=(None,) * self.layers,
             activation=self.activation("hidden_act"),
             tie_word_embeddings=bool(values["tie_word_embeddings"]),
@@ -100,7 +105,7 @@ class HfValues:
         """
         name = self.values.get(key, "silu")
         if name not in _ACTIVATIONS:
-            raise ValueError(f"activation {name!r} is not supported")
+            raise ValueError(f"{key}: activation {name!r} is not supported ({', '.join(_ACTIVATIONS)} are)")
         return _ACTIVATIONS[name]
 
     def windows(self, kinds: Sequence[str]) -> tuple[int | None, ...]:
@@ -114,33 +119,15 @@ class HfValues:
         window = int(self.values["sliding_window"])
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
-    def rope(self, given: Mapping[str, Any] | None, theta: float) -> RopeConfig:
+    def rope(self, given: Mapping[str, Any] | None, theta: float, *, interleaved: bool = False) -> RopeConfig:
         """A rotary embedding.
 
         Args:
             given: ``rope_scaling``, or ``rope_parameters`` of newer files; None: there is none.
             theta: The base if ``given`` has none.
+            interleaved: Whether neighbours in a head are turned together.
 
         Raises:
             ValueError: Its kind is not supported.
         """
-        given = given or {}
-        theta = float(given.get("rope_theta", theta))
-        kind = given.get("rope_type", given.get("type", "default"))
-        if given.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError("partial_rotary_factor is not supported")
-        if kind == "default":
-            return RopeConfig(theta)
-        if kind == "linear":
-            return RopeConfig(theta, "linear", factor=float(given["factor"]))
-        if kind == "llama3":
-            longest = given.get("original_max_position_embeddings", self.values["max_position_embeddings"])
-            return RopeConfig(
-                theta,
-                "llama3",
-                factor=float(given["factor"]),
-                low_freq_factor=float(given["low_freq_factor"]),
-                high_freq_factor=float(given["high_freq_factor"]),
-                original_max_position=int(longest),
-            )
-        raise ValueError(f"rotary embedding type {kind!r} is not supported (default, linear and llama3 are)")
+        return read_rope(given, theta, self.values, self.head_dim, interleaved=interleaved)

@@ -13,6 +13,7 @@ from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.linear import ColumnLinear, RowLinear
 from sapwood_worker.model.layers.norm import RMSNorm
+from sapwood_worker.model.layers.rotary import RopeConfig
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
 
@@ -56,6 +57,7 @@ class Attention(Layer):
         qkv_bias: Whether the input projections have biases.
         output_bias: Whether the output projection has a bias.
         sinks: Whether each query head has a sink (gpt-oss): ``sinks`` in the checkpoint.
+        rope: Its rotary embedding; None: heads are not turned.
         context: Where and how it is built.
     """
 
@@ -71,12 +73,14 @@ class Attention(Layer):
         qkv_bias: bool,
         output_bias: bool,
         sinks: bool = False,
+        rope: RopeConfig | None = None,
         context: LayerContext,
     ) -> None:
         super().__init__()
         self._context = context
         queries = context.parallel.shard("num_attention_heads", num_heads, head_dim)
         keys = context.parallel.shard("num_key_value_heads", num_kv_heads, head_dim, copies=True)
+        self._pairs = None if rope is None else rope.pairs(head_dim)
         self._heads = queries.size // head_dim, keys.size // head_dim
         self.qkv = ColumnLinear(hidden_size, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, qkv_bias, context)
         self.output = RowLinear(queries, "o_proj", hidden_size, output_bias, context)
@@ -95,7 +99,7 @@ class Attention(Layer):
 
     def finish(self) -> None:
         norm = None if self.qk_norm is None else self.qk_norm.norm
-        self._store = self._context.ops.store_heads(*self._heads, norm, self._context.dtype)
+        self._store = self._context.ops.store_heads(*self._heads, norm, self._context.dtype, self._pairs)
 
     def forward(
         self,

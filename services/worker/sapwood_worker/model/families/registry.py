@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from sapwood_common.plugins import find_part, part_names
 from sapwood_worker.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from sapwood_worker.model.families.dense.gemma3 import GEMMA3
+from sapwood_worker.model.families.dense.mistral import MISTRAL
+from sapwood_worker.model.families.dense.qwen import QWEN2, QWEN3
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.gemma3 import GEMMA3
 from sapwood_worker.model.families.llama import LLAMA
-from sapwood_worker.model.families.mistral import MISTRAL
 from sapwood_worker.model.families.mixtral import MIXTRAL
-from sapwood_worker.model.families.qwen import QWEN2, QWEN3
 from sapwood_worker.model.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
 GROUP = "sapwood.model_families"

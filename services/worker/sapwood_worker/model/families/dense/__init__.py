@@ -1,0 +1,1 @@
+"""Families without experts and with grouped attention."""

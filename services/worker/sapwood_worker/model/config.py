@@ -43,6 +43,7 @@ class ModelConfig:
         labels: What its head tells of a sequence, by its last token. None: its head tells the next token.
         sparse: The mixtures of experts in place of its MLPs; None: there are none.
         norm_offset: Added to norm weights stored in Hugging Face files (Gemma stores w of 1 + w).
+        draft_layers: Layers that checkpoints hold after the model's own, for drafts; they are not read.
         latent: How attention compresses keys and values; None: it is grouped attention.
     """
 
@@ -72,6 +73,7 @@ class ModelConfig:
     norm_offset: float = 0.0
     labels: Labels | None = None
     sparse: SparseConfig | None = None
+    draft_layers: int = 0
     latent: LatentConfig | None = None
 
     @property

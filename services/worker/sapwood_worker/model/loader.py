@@ -89,7 +89,13 @@ def load_model(
             family, config = read_hf_config(path)
             eos = read_hf_eos(path)
             if load_format == "auto":
-                source = safetensors = SafetensorsSource(path, family, tied=config.tie_word_embeddings)
+                drafts = range(config.num_layers, config.num_layers + config.draft_layers)
+                source = safetensors = SafetensorsSource(
+                    path,
+                    family,
+                    tied=config.tie_word_embeddings,
+                    skipped=tuple(f"model.layers.{index}." for index in drafts),
+                )
                 kv_scales = safetensors.kv_scales()
                 stored = Stored(source.tensors(), read_hf_quantization(path), str(path))
         else:

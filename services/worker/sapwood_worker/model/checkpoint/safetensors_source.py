@@ -38,12 +38,13 @@ class SafetensorsSource:
         directory: Holds the files.
         family: The model's family.
         tied: Whether the output head is the embedding; a stored copy of it is then ignored.
+        skipped: How further names begin that are not read.
 
     Raises:
         ConfigError: No such files, or one is damaged or missing.
     """
 
-    def __init__(self, directory: Path, family: ModelFamily, *, tied: bool) -> None:
+    def __init__(self, directory: Path, family: ModelFamily, *, tied: bool, skipped: tuple[str, ...] = ()) -> None:
         self._files: dict[Path, Any] = {}
         # Our name -> file and the file's name for it.
         self._found: dict[str, tuple[Path, str]] = {}
@@ -61,7 +62,7 @@ class SafetensorsSource:
             for stored in self._files[path].keys():  # noqa: SIM118  (not a mapping)
                 if found_scale := _KV_SCALE.fullmatch(stored):
                     self._kv_scales[int(found_scale[1]), "k" if found_scale[2] == "k" else "v"] = path, stored
-                if stored.startswith(family.skipped) or stored.endswith(_IGNORED_SUFFIXES):
+                if stored.startswith(family.skipped + skipped) or stored.endswith(_IGNORED_SUFFIXES):
                     continue
                 prefix = next((each for each in family.prefixes if stored.startswith(each)), "")
                 name = family.prefixes.get(prefix, "") + stored.removeprefix(prefix)

@@ -118,10 +118,17 @@ _LATENT = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 10,
     "q_lora_rank": 20,
-    "first_k_dense_replace": 99,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
 }
 TINY |= {
-    "deepseek-v2": ("DeepseekV2Config", _LATENT),
+    "deepseek-v2": ("DeepseekV2Config", {**_LATENT, "topk_method": "group_limited_greedy"}),
     "deepseek-v3": ("DeepseekV3Config", _LATENT),
 }
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {

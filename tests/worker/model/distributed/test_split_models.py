@@ -18,7 +18,17 @@ from sapwood_worker.model.distributed.torch_group import grid, join_groups
 from sapwood_worker.model.weight_slot import Span
 
 TOKENS = [3 + i * 7 % 90 for i in range(23)]
-NAMES = ["llama", "llama-biased-tied", "mistral-window", "qwen2", "qwen3-window", "gemma3", "mixtral", "qwen2-moe"]
+NAMES = [
+    "llama",
+    "llama-biased-tied",
+    "mistral-window",
+    "qwen2",
+    "qwen3-window",
+    "gemma3",
+    "mixtral",
+    "qwen2-moe",
+    "deepseek-v3",
+]
 
 
 def assert_near(ours: torch.Tensor, whole: torch.Tensor, limit: float = 2e-5) -> None:

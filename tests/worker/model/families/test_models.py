@@ -122,9 +122,14 @@ def test_greedy_tokens_equal_transformers_generate(tiny_model, make_runner, make
 
 
 @pytest.mark.parametrize(
-    ("name", "others"), [("deepseek-v2", {"q_lora_rank": None}), ("deepseek-v3", {"rope_interleave": False})]
+    ("name", "others"),
+    [
+        ("deepseek-v2", {"q_lora_rank": None, "topk_method": "greedy"}),
+        ("deepseek-v3", {"rope_interleave": False, "norm_topk_prob": False}),
+        ("deepseek-v3", {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 99}),
+    ],
 )
-def test_logits_of_other_latent_attention_equal_transformers(tiny_model, make_runner, make_driver, name, others):
+def test_logits_of_deepseeks_other_settings_equal_transformers(tiny_model, make_runner, make_driver, name, others):
     tiny = tiny_model(name, **others)
     driver = make_driver(make_runner(tiny.path))
     tokens = tokens_of(83)

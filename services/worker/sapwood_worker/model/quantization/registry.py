@@ -46,6 +46,7 @@ FORMATS = {
 }
 AS_STORED = " as stored"
 """What follows the name of a format in which a checkpoint stores weights that are kept."""
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _INTEGERS = ("I8", "U8", "I16", "I32", "I64")
 """Types, as safetensors files name them, of numbers that mean nothing without a format."""
 
@@ -177,8 +178,15 @@ class LinearMethods:
 def _check_wide(module: str, stored: Stored) -> None:
     """Raises ConfigError if a module's tensors are no numbers that could be read without a format."""
     weight = stored.tensors.get(f"{module}.weight")
-    others = sorted(name for name in stored.tensors if name.startswith(f"{module}.")) if weight is None else []
+    others: list[str] = []
+    if weight is None:  # where its scales alone are there, who loads it says that it is missing
+        inside = (name for name in stored.tensors if name.startswith(f"{module}."))
+        others = sorted(name for name in inside if not stored.tensors[name].scales)
     if weight is not None and weight.dtype in _INTEGERS:
         raise stored.refusal(f"{module}.weight", "weights of this kind cannot be read")
+    if weight is not None and weight.dtype in _FLOAT8 and stored.quantization:
+        scales = {f"{module}.weight_scale{suffix}" for suffix in ("", "_inv")}
+        if not scales & stored.tensors.keys():
+            raise stored.refusal(f"{module}.weight", "its scales are missing")
     if any(not name.endswith(".bias") for name in others):
         raise stored.refusal(others[0], "weights of this kind cannot be read")

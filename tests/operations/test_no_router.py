@@ -88,3 +88,26 @@ def test_a_worker_that_dies_is_started_anew_and_serves_again(start_cluster: Any)
             while plain.get("/health").status_code != 200:
                 pass
         assert client.completions.create(model="tiny", prompt="ab", max_tokens=2).choices
+
+
+@pytest.mark.slow
+def test_a_stream_outlives_the_only_scheduler(start_cluster: Any) -> None:
+    with (
+        start_cluster("--no-router", "--served-model-name", "tiny") as cluster,
+        openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", timeout=120, max_retries=0) as client,
+    ):
+        asked: Any = {
+            "model": "tiny",
+            "prompt": "ab",
+            "max_tokens": 4000,
+            "seed": 1,
+            "extra_body": {"ignore_eos": True},
+        }
+        whole = client.completions.create(**asked).choices[0].text
+        stream = client.completions.create(**asked, stream=True)
+        text = next(stream).choices[0].text
+        _, scheduler, *_ = _descendants(cluster.service_pid("sapwood_worker"))
+        os.kill(scheduler, signal.SIGKILL)
+        assert text + "".join(chunk.choices[0].text for chunk in stream) == whole
+        page = httpx.get(f"http://{cluster.http}/metrics", timeout=120).text
+    assert "\nsapwood_router_resumptions_total 1.0\n" in page

@@ -255,7 +255,7 @@ async def test_draining_finishes_what_runs_refuses_what_is_new_and_ends_the_call
     assert await asyncio.to_thread(client.worker.wait) == 0
 
 
-async def test_when_the_scheduler_dies_every_stream_is_told_and_the_call_ends(connect) -> None:
+async def test_when_the_scheduler_dies_the_call_ends_and_its_streams_with_it(connect) -> None:
     client = await connect(step_ms=5, own=True)
     for number in range(1, 31):
         await client.submit(number, [number])
@@ -265,8 +265,7 @@ async def test_when_the_scheduler_dies_every_stream_is_told_and_the_call_ends(co
         while True:
             await client.read()
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-    assert {end.code for end in client.ends.values()} == {grpc.StatusCode.UNAVAILABLE.value[0]}
-    assert len(client.ends) == 30
+    assert not client.ends, "none was refused: they may go on"
 
 
 async def test_continuations_of_one_stream_come_together_and_end_one_by_one(connect) -> None:

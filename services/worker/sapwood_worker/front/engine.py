@@ -47,6 +47,10 @@ _REFUSALS: dict[str, type[errors.SapwoodError]] = {
 }
 
 
+class SchedulerLostError(errors.UnavailableError):
+    """The scheduler process is gone, and with it what it was computing; it is started anew."""
+
+
 class Engine:
     """Submits requests to the scheduler process and streams what comes back. Lives on one event loop.
 
@@ -105,7 +109,7 @@ class Engine:
 
         Raises:
             AlreadyExistsError: A request of this id is running.
-            UnavailableError: The scheduler process is gone.
+            SchedulerLostError: The scheduler process is gone.
         """
         self.check()
         if request_id in self._by_id:
@@ -258,7 +262,7 @@ class Engine:
         self._load_is(Load())
 
     def scheduler_lost(self, reason: str) -> None:
-        """The scheduler process is gone: every request ends UNAVAILABLE, and so does every later one."""
+        """The scheduler process is gone: every request ends with SchedulerLostError, and so does every later one."""
         self._lost = reason
         self._load_is(Load())
         for generation in tuple(self._by_id.values()):
@@ -279,10 +283,8 @@ class Engine:
         if self._lost is not None:
             raise self._gone()
 
-    def _gone(self) -> errors.UnavailableError:
-        return errors.UnavailableError(
-            f"the worker's scheduler stopped: {self._lost}; it is started anew", retry_after=1.0
-        )
+    def _gone(self) -> SchedulerLostError:
+        return SchedulerLostError(f"the worker's scheduler stopped: {self._lost}; it is started anew", retry_after=1.0)
 
 
 def _continued(sampling: SamplingParams, index: int) -> SamplingParams:

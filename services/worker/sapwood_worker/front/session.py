@@ -22,7 +22,7 @@ from sapwood_common.errors import (
 )
 from sapwood_common.status import code_number, row_of
 from sapwood_worker.front.convert import to_load_report
-from sapwood_worker.front.engine import Engine
+from sapwood_worker.front.engine import Engine, SchedulerLostError
 from sapwood_worker.front.session_streams import (
     ENOUGH_BYTES,
     Embed,
@@ -89,7 +89,7 @@ class Session:
 
         Raises:
             InvalidArgumentError: A message makes no sense.
-            UnavailableError: The scheduler has ended; every stream was told so before.
+            SchedulerLostError: The scheduler has ended, and the streams that it had end with the call.
         """
         loop = asyncio.get_running_loop()
         first = await anext(aiter(requests), None)
@@ -107,7 +107,7 @@ class Session:
                 if self._problem is not None:
                     raise self._problem
                 if self._epoch() != self._info.epoch and not self._dirty:
-                    raise UnavailableError("the worker's scheduler stopped", retry_after=1.0)
+                    raise SchedulerLostError("the worker's scheduler stopped", retry_after=1.0)
                 if self._over or (self._draining.is_set() and not self._streams):
                     return
                 timer = loop.call_later(heartbeat, self._wake.set)
@@ -220,7 +220,11 @@ class Session:
                 size = stream.write(response, stream_id, packs_tokens=self._packs_tokens)
             except SapwoodError as failure:
                 error = failure
-        if error is not None:
+        if isinstance(error, SchedulerLostError):
+            self._drop(
+                stream_id
+            )  # lost with the call that ends now, not refused: the router goes on with it, here or elsewhere
+        elif error is not None:
             stream.context.run(logger.info, "request ends %s: %s", row_of(error).grpc.name, error.message)
             response.outputs.add(stream_id=stream_id, error=_to_error(error))
             self._drop(stream_id)

@@ -1,0 +1,110 @@
+"""The demo model with its MLPs copied into experts, from shards with an index: the dense model's text, and transformers' own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from sapwood_common.models.model_files import demo_path
+from sapwood_testing.models.upcycled import upcycle
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+PROMPTS = [
+    [2, 818, 5279, 529, 7001, 563],
+    [2, 1030, 563, 5628, 528, 506, 6029, 529, 506, 2891, 532, 563],
+    [2, *range(1000, 1150)],
+]
+EXPERTS, COUNT = 4, 24
+TOLERANCE = 2e-5
+
+
+@pytest.fixture
+def sparse_family(plugin):
+    plugin(
+        "sapwood.model_families",
+        "gemma3_sparse",
+        "from sapwood_testing.models.upcycled import FAMILY",
+        "FAMILY",
+    )
+
+
+def assert_likeliest(logits, tokens):
+    """Each token is the likeliest, or as good as equally likely."""
+    best = logits.max(-1)
+    gaps = best.values - logits[torch.arange(len(tokens)), torch.tensor(tokens)]
+    assert float(gaps.max()) <= TOLERANCE * float(best.values.abs().max())
+
+
+def test_equal_experts_give_the_dense_models_text(sparse_family, demo_oracle, make_runner, make_driver, tmp_path):
+    path = tmp_path / "equal"
+    upcycle(demo_path(), path, experts=EXPERTS, chosen=1)
+    for chosen in (1, 3):
+        config = json.loads((path / "config.json").read_text()) | {"num_experts_per_tok": chosen}
+        (path / "config.json").write_text(json.dumps(config))
+        runner = make_runner(path, num_pages=256)
+        assert runner.info.architecture == "gemma3_sparse"
+        answers = make_driver(runner).generate(dict(enumerate(PROMPTS)), COUNT)
+        for slot, prompt in enumerate(PROMPTS):
+            with torch.inference_mode():
+                logits = demo_oracle(torch.tensor([prompt + answers[slot][:-1]]), logits_to_keep=COUNT).logits[0]
+            assert_likeliest(logits, answers[slot])
+
+
+def transformers_own(path, demo_oracle):
+    """The oracle with its MLPs replaced by transformers' mixture, and the directory's experts in them."""
+    import copy
+
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    settings = json.loads((path / "config.json").read_text())
+    config = Qwen3MoeConfig(
+        hidden_size=settings["hidden_size"],
+        moe_intermediate_size=settings["intermediate_size"],
+        num_experts=settings["num_experts"],
+        num_experts_per_tok=settings["num_experts_per_tok"],
+        norm_topk_prob=True,
+        hidden_act="gelu_pytorch_tanh",
+    )
+    where = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {name: safe_open(path / name, framework="pt") for name in set(where.values())}
+
+    def tensor(name):
+        return files[where[name]].get_tensor(name)
+
+    model = copy.deepcopy(demo_oracle)
+    for index, layer in enumerate(model.model.layers):
+        stem = f"model.layers.{index}.mlp"
+        experts = [f"{stem}.experts.{each}" for each in range(config.num_experts)]
+        block = Qwen3MoeSparseMoeBlock(config).eval()
+        block.load_state_dict(
+            {
+                "gate.weight": tensor(f"{stem}.gate.weight"),
+                "experts.gate_up_proj": torch.stack(
+                    [torch.cat([tensor(f"{each}.{part}_proj.weight") for part in ("gate", "up")]) for each in experts]
+                ),
+                "experts.down_proj": torch.stack([tensor(f"{each}.down_proj.weight") for each in experts]),
+            }
+        )
+        layer.mlp = block
+    return model
+
+
+def test_unequal_experts_equal_transformers(sparse_family, demo_oracle, make_runner, make_driver, tmp_path):
+    path = tmp_path / "noisy"
+    upcycle(demo_path(), path, experts=EXPERTS, chosen=2, noise=0.2)
+    driver = make_driver(make_runner(path, num_pages=256))
+    oracle = transformers_own(path, demo_oracle)
+    tokens = PROMPTS[2]
+    with torch.inference_mode():
+        theirs, dense = (model(torch.tensor([tokens])).logits[0] for model in (oracle, demo_oracle))
+    driver.add(0, tokens)
+    parts = [driver.runner.logits(driver.output({0: size})) for size in (64, 1, 86)]
+    scale = theirs.abs().max()
+    assert (torch.cat(parts) - theirs).abs().max() <= TOLERANCE * scale
+    # It is another model than the dense one.
+    assert (dense - theirs).abs().max() > 0.1 * scale

@@ -20,7 +20,7 @@ from torch import Tensor
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.families.gemma3 import GEMMA3
+from sapwood_worker.model.families.dense.gemma3 import GEMMA3
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.layers.sparse_mlp import SparseConfig
 from sapwood_worker.model.loader import load_model
@@ -87,7 +87,7 @@ def _copies(
 
 def _settings(config: ModelConfig, experts: int, chosen: int) -> dict[str, Any]:
     """``config.json`` of what transformers calls ``gemma3_text``, and the mixture."""
-    assert config.local_rope is not None
+    thetas = {window is None: rope.theta for window, rope in zip(config.windows, config.ropes, strict=True) if rope}
     return {
         "architectures": [_ARCHITECTURE],
         "model_type": "gemma3_text",
@@ -104,8 +104,8 @@ def _settings(config: ModelConfig, experts: int, chosen: int) -> dict[str, Any]:
         "sliding_window": next(each for each in config.windows if each is not None),
         "layer_types": ["full_attention" if each is None else "sliding_attention" for each in config.windows],
         "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": config.rope.theta},
-            "sliding_attention": {"rope_type": "default", "rope_theta": config.local_rope.theta},
+            "full_attention": {"rope_type": "default", "rope_theta": thetas[True]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": thetas[False]},
         },
         "num_experts": experts,
         "num_experts_per_tok": chosen,

@@ -130,6 +130,16 @@ _LATENT = {
 TINY |= {
     "deepseek-v2": ("DeepseekV2Config", {**_LATENT, "topk_method": "group_limited_greedy"}),
     "deepseek-v3": ("DeepseekV3Config", _LATENT),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 9,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {**_YARN, "truncate": False},
+        },
+    ),
 }
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     # A family that is not here.

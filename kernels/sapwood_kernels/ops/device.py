@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import cpu_sampling, reference, token_bitmask
+from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.reference import expert_sum
 from sapwood_kernels.experts.stack import ExpertStack
 from sapwood_kernels.quantised import int8
@@ -243,7 +244,7 @@ class DeviceOps:
         """The fused product of a single row with such a weight; None: there is none."""
         return None
 
-    def expert_sum(self, gate_up: ExpertStack, down: ExpertStack, gate: Gate) -> ExpertSum:
+    def expert_sum(self, gate_up: ExpertStack, down: ExpertStack, gate: Gate | ClampedGate) -> ExpertSum:
         """What sums each token's experts.
 
         Args:
@@ -251,7 +252,7 @@ class DeviceOps:
             down: That after it.
             gate: The activation.
         """
-        activate = self.gated(gate)
+        activate = gate if isinstance(gate, ClampedGate) else self.gated(gate)
         return lambda x, ids, weights: expert_sum(x, ids, weights, gate_up, down, activate)
 
     def int8_product(self, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ NAMES = [
     "qwen2-moe",
     "qwen3-moe",
     "qwen3-moe-plain",
+    "gpt-oss",
 ]
 
 

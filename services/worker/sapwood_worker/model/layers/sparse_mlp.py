@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.experts import Experts
+from sapwood_worker.model.layers.joined_experts import JoinedExperts
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.mlp import GatedMLP
 from sapwood_worker.model.layers.norm import RMSNorm
@@ -48,6 +50,7 @@ class SparseConfig:
         correction: Whether scores are corrected where experts are chosen.
         block: What checkpoints call the mixture.
         projections: What they call an expert's gate, up and down.
+        joined: The activation of experts that checkpoints hold joined, all of a layer's in one tensor; None: they do not.
     """
 
     routing: Routing
@@ -59,6 +62,16 @@ class SparseConfig:
     correction: bool = False
     block: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    joined: ClampedGate | None = None
+
+
+def _experts(
+    hidden_size: int, config: SparseConfig, activation: Gate, context: LayerContext
+) -> Experts | JoinedExperts:
+    sizes = hidden_size, config.intermediate_size, config.routing.experts
+    if config.joined is not None:
+        return JoinedExperts(*sizes, activation=config.joined, context=context)
+    return Experts(*sizes, projections=config.projections, activation=activation, context=context)
 
 
 class SparseMLP(Layer):
@@ -80,14 +93,7 @@ class SparseMLP(Layer):
             correction=config.correction,
             context=context.inside(config.router),
         )
-        self.experts = Experts(
-            hidden_size,
-            config.intermediate_size,
-            config.routing.experts,
-            projections=config.projections,
-            activation=activation,
-            context=context.inside("experts"),
-        )
+        self.experts = _experts(hidden_size, config, activation, context.inside("experts"))
         self._group = context.split_over
         self.shared: GatedMLP | None = None
         self._gate: WeightSlots = {}

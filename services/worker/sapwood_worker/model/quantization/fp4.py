@@ -8,6 +8,7 @@ as the exponent in a byte; NVFP4 a float8 for each 16 and one float32 for all, b
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_kernels.quantised.grouped import GroupedWeight
@@ -21,6 +22,11 @@ _GROUPS = {"F8_E4M3": 16, "U8": 32}
 """Numbers that share a scale, by the scales' type."""
 _EXPONENT_BITS = 7
 """Of a bfloat16 the bits below the exponent."""
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """MXFP4's scales, bfloat16: uint8 exponents with a bias of 127."""
+    return (exponents.short() << _EXPONENT_BITS).view(torch.bfloat16)
 
 
 def _keep(shape: LinearShape, dtype: torch.dtype, ops: DeviceOps, stored: Stored) -> LinearMethod | None:
@@ -63,7 +69,7 @@ def _part(part: Part, codes: str, columns: Span, stored: Stored, device: torch.d
     def weight() -> GroupedWeight:
         scales, factors = slots[scale].target, None
         if scales.dtype == torch.uint8:
-            scales = (scales.short() << _EXPONENT_BITS).view(torch.bfloat16)
+            scales = powers_of_two(scales)
         if whole_scale is not None:
             value = slots[whole_scale].target.float().reshape(1, 1)
             factors = (1 / value if whole_scale == divisor else value).expand(part.rows.size, 1).contiguous()

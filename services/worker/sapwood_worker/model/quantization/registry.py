@@ -133,6 +133,13 @@ class LinearMethods:
         self.used.add("none" if quantised is None else self._name)
         return quantised or DenseMethod(shape, self._dtype, self._ops)
 
+    def keeps(self, name: str, tensor: str) -> bool:
+        """Whether the checkpoint stores a tensor, of experts, that only the format ``name`` has; it counts as used then."""
+        found = self._stored is not None and tensor in self._stored.tensors
+        if found:
+            self.used.add(name + AS_STORED)
+        return found
+
     def check_experts(self, names: Iterable[str]) -> None:
         """Checks that experts can be held in the model's dtype, to which float8 is widened as it is read.
 

@@ -1,0 +1,58 @@
+"""gpt-oss: Llama's order of norms, every second layer with a window, sinks in attention, and experts that are held joined."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sapwood_kernels.experts.activation import ClampedGate
+from sapwood_kernels.experts.routing import Routing
+from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.layers.sparse_mlp import SparseConfig
+
+
+def _from_hf(found: HfValues) -> ModelConfig:
+    config, values = found.llama(), found.values
+    usual = ["full_attention" if index % 2 else "sliding_attention" for index in range(found.layers)]
+    return replace(
+        config,
+        windows=found.windows(values.get("layer_types") or usual),
+        attention_sinks=True,
+        sparse=SparseConfig(
+            Routing(int(values["num_local_experts"]), int(values["num_experts_per_tok"]), renormalise=True),
+            config.intermediate_size,
+            router="router",
+            router_bias=True,
+            joined=ClampedGate(float(values["swiglu_alpha"]), float(values["swiglu_limit"])),
+        ),
+    )
+
+
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+GPT_OSS = ModelFamily(
+    name="gpt_oss",
+    architectures=("GptOssForCausalLM",),
+    layer=LlamaDecoderLayer,
+    defaults={
+        "tie_word_embeddings": False,
+        "rope_theta": 150_000.0,
+        "rope_scaling": _YARN,
+        "attention_bias": True,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "rms_norm_eps": 1e-5,
+    },
+    from_hf=_from_hf,
+    from_gguf=None,
+)

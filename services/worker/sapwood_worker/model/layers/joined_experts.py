@@ -1,0 +1,139 @@
+"""The experts of a layer where checkpoints hold all of them in one tensor, in the model's dtype or in MXFP4: gpt-oss."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from sapwood_common.errors import ConfigError
+from sapwood_kernels.experts.activation import ClampedGate
+from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StackOfProducts
+from sapwood_kernels.ops.device import ExpertSum
+from sapwood_kernels.quantised.grouped import GroupedWeight, dequantise
+from sapwood_worker.model.layers.context import LayerContext
+from sapwood_worker.model.layers.layer import Layer
+from sapwood_worker.model.quantization.fp4 import E2M1, powers_of_two
+from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
+
+_GROUP = 32
+"""Numbers that share a scale in MXFP4."""
+
+
+class _Stack(ABC):
+    """One matrix, [N, K] with a bias [N], of each of a layer's experts.
+
+    Args:
+        name: In checkpoints.
+        count: How many experts there are.
+        rows: Which of the N are computed here.
+        columns: Which of the K are multiplied here.
+        context: Where and how it is built.
+    """
+
+    def __init__(self, name: str, count: int, rows: Span, columns: Span, context: LayerContext) -> None:
+        self._name, self._rows, self._columns, self._context = name, rows, columns, context
+        self._all = whole(count)
+        self._bias = torch.empty(count, rows.size, dtype=context.dtype, device=context.device)
+
+    def slots(self) -> WeightSlots:
+        """The tensors that a checkpoint fills."""
+        return {f"{self._name}_bias": WeightSlot(self._bias, spans=(self._all, self._rows))}
+
+    def stack(self) -> ExpertStack:
+        """The matrices, once the slots are filled. Of ranks that each have some of the inputs, the first adds the bias."""
+        return self._stack(self._bias if self._columns.start == 0 else None)
+
+    @abstractmethod
+    def _stack(self, bias: Tensor | None) -> ExpertStack:
+        """The matrices with a bias."""
+
+
+class _WideStack(_Stack):
+    """In the model's dtype; checkpoints hold each matrix as [K, N]."""
+
+    def __init__(self, name: str, count: int, rows: Span, columns: Span, context: LayerContext) -> None:
+        super().__init__(name, count, rows, columns, context)
+        self._weight = torch.empty(count, rows.size, columns.size, dtype=context.dtype, device=context.device)
+
+    def slots(self) -> WeightSlots:
+        spans = self._all, self._columns, self._rows
+        return {self._name: WeightSlot(self._weight.transpose(1, 2), spans=spans), **super().slots()}
+
+    def _stack(self, bias: Tensor | None) -> ExpertStack:
+        return DenseStack(self._weight, bias)
+
+
+class _Mxfp4Stack(_Stack):
+    """In 4-bit floats with an exponent for each 32 of a row, as stored; widened where a device's products are to be captured."""
+
+    def __init__(self, name: str, count: int, rows: Span, columns: Span, context: LayerContext) -> None:
+        super().__init__(name, count, rows, columns, context)
+        if any(size % _GROUP for size in (columns.start, columns.size)):
+            raise ConfigError(
+                f"{name}: columns {columns.start} to {columns.start + columns.size} are no whole blocks of 32"
+            )
+        self._groups = Span(*(size // _GROUP for size in (columns.start, columns.size, columns.total)))
+        shape = count, rows.size, self._groups.size
+        self._blocks = torch.empty(*shape, _GROUP // 2, dtype=torch.uint8, device=context.device)
+        self._scales = torch.empty(shape, dtype=torch.uint8, device=context.device)
+
+    def slots(self) -> WeightSlots:
+        spans = self._all, self._rows, self._groups
+        return {
+            f"{self._name}_blocks": WeightSlot(self._blocks, spans=(*spans, whole(_GROUP // 2))),
+            f"{self._name}_scales": WeightSlot(self._scales, spans=spans),
+            **super().slots(),
+        }
+
+    def _stack(self, bias: Tensor | None) -> ExpertStack:
+        table = torch.tensor(E2M1, device=self._blocks.device)
+        weights = [
+            GroupedWeight(blocks.flatten(1), powers_of_two(scales), _GROUP, self._columns.size, bits=4, table=table)
+            for blocks, scales in zip(self._blocks, self._scales, strict=True)
+        ]
+        if self._context.ops.captures:
+            return DenseStack(torch.stack([dequantise(each).to(self._context.dtype) for each in weights]), bias)
+        return StackOfProducts([self._context.ops.grouped(each) for each in weights], self._rows.size, bias)
+
+
+class JoinedExperts(Layer):
+    """The weighted sum of each token's experts, MLPs with biases whose gates and ups take turns; split over the ranks in width.
+
+    Args:
+        hidden_size: Width in and out.
+        intermediate_size: Width of an expert's gate and up.
+        count: How many experts there are.
+        activation: Of gate and up.
+        context: Where and how it is built.
+
+    Raises:
+        ConfigError: They cannot be split over so many ranks, or are to be quantised.
+    """
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, count: int, *, activation: ClampedGate, context: LayerContext
+    ) -> None:
+        super().__init__()
+        self._context, self._activation = context, activation
+        inner, outer = context.parallel.shard("intermediate_size", intermediate_size), whole(hidden_size)
+        both = Span(2 * inner.start, 2 * inner.size, 2 * inner.total)
+        names = f"{context.prefix}.gate_up_proj", f"{context.prefix}.down_proj"
+        stored = context.linear.keeps("fp4", f"{names[0]}_blocks")
+        if not stored:
+            context.linear.check_experts(names)
+        kind = _Mxfp4Stack if stored else _WideStack
+        self._gate_up = kind(names[0], count, both, outer, context)
+        self._down = kind(names[1], count, outer, inner, context)
+        self._sum: ExpertSum
+
+    def slots(self) -> WeightSlots:
+        return self._gate_up.slots() | self._down.slots()
+
+    def finish(self) -> None:
+        self._sum = self._context.ops.expert_sum(self._gate_up.stack(), self._down.stack(), self._activation)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], this rank's part of the sum."""
+        return self._sum(x, ids, weights)

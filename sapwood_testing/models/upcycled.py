@@ -62,7 +62,7 @@ def upcycle(model: Path, target: Path, *, experts: int, chosen: int, noise: floa
     generator = torch.Generator().manual_seed(5)
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{_SHARDS:05}.safetensors"
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name in names:
             tensors |= dict(_copies(name, dense[name], experts, noise, generator))
         save_file(tensors, target / file, metadata={"format": "pt"})

@@ -130,6 +130,20 @@ _LATENT = {
 TINY |= {
     "deepseek-v2": ("DeepseekV2Config", {**_LATENT, "topk_method": "group_limited_greedy"}),
     "deepseek-v3": ("DeepseekV3Config", _LATENT),
+    "glm4-moe": (
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "n_shared_experts": 2,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
     "gpt-oss": (
         "GptOssConfig",
         {

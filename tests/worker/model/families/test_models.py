@@ -30,6 +30,7 @@ NAMES = [
     "qwen2-moe",
     "qwen3-moe",
     "qwen3-moe-plain",
+    "glm4-moe",
     "gpt-oss",
 ]
 

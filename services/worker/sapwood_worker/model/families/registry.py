@@ -8,14 +8,28 @@ from sapwood_worker.model.families.dense.gemma3 import GEMMA3
 from sapwood_worker.model.families.dense.mistral import MISTRAL
 from sapwood_worker.model.families.dense.qwen import QWEN2, QWEN3
 from sapwood_worker.model.families.family import ModelFamily
-from sapwood_worker.model.families.gpt_oss import GPT_OSS
 from sapwood_worker.model.families.llama import LLAMA
-from sapwood_worker.model.families.mixtral import MIXTRAL
-from sapwood_worker.model.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from sapwood_worker.model.families.sparse.glm4_moe import GLM4_MOE
+from sapwood_worker.model.families.sparse.gpt_oss import GPT_OSS
+from sapwood_worker.model.families.sparse.mixtral import MIXTRAL
+from sapwood_worker.model.families.sparse.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
 GROUP = "sapwood.model_families"
 
-_ALL = (DEEPSEEK_V2, DEEPSEEK_V3, GEMMA3, GPT_OSS, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
+_ALL = (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GEMMA3,
+    GLM4_MOE,
+    GPT_OSS,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+)
 _FAMILIES = {family.name: family for family in _ALL}
 
 

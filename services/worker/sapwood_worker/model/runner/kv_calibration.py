@@ -64,7 +64,13 @@ class TrialPlan:
             result = reference.latent_attention(query, stored.keys[0, :, 0], layer.latent.up, scale=layer.scale)
         else:
             result = reference.attention(
-                query, stored.keys[0], stored.values[0], scale=layer.scale, window=layer.window, softcap=layer.softcap
+                query,
+                stored.keys[0],
+                stored.values[0],
+                scale=layer.scale,
+                window=layer.window,
+                softcap=layer.softcap,
+                sinks=layer.sinks,
             )
         return result.flatten(1)
 

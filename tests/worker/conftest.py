@@ -110,6 +110,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 8, "num_experts_per_tok": 8, "moe_intermediate_size": 16, "mlp_only_layers": [0, 3]},
     ),
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 3000.0,
+    "factor": 8.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 64,
+}
 _LATENT = {
     "num_attention_heads": 6,
     "num_key_value_heads": 6,
@@ -128,7 +135,10 @@ _LATENT = {
     "routed_scaling_factor": 1.7,
 }
 TINY |= {
-    "deepseek-v2": ("DeepseekV2Config", {**_LATENT, "topk_method": "group_limited_greedy"}),
+    "deepseek-v2": (
+        "DeepseekV2Config",
+        {**_LATENT, "topk_method": "group_limited_greedy", "rope_parameters": {**_YARN, "mscale": 1.2}},
+    ),
     "deepseek-v3": ("DeepseekV3Config", _LATENT),
     "glm4-moe": (
         "Glm4MoeConfig",

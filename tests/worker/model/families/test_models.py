@@ -10,6 +10,10 @@ import torch
 
 from sapwood_common.errors import ConfigError
 
+K2_YARN = {
+    "rope_type": "yarn", "rope_theta": 5e4, "factor": 32.0, "original_max_position_embeddings": 32,
+    "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 # Differences are relative to the largest logit; float32 with other orders of summation.
 TOLERANCE = 2e-5
 NAMES = [
@@ -127,7 +131,7 @@ def test_greedy_tokens_equal_transformers_generate(tiny_model, make_runner, make
     ("name", "others"),
     [
         ("deepseek-v2", {"q_lora_rank": None, "topk_method": "greedy"}),
-        ("deepseek-v3", {"rope_interleave": False, "norm_topk_prob": False}),
+        ("deepseek-v3", {"rope_interleave": False, "norm_topk_prob": False, "rope_parameters": K2_YARN}),
         ("deepseek-v3", {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 99}),
     ],
 )

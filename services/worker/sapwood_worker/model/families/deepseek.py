@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
 from sapwood_worker.model.layers.latent_attention import LatentConfig
+from sapwood_worker.model.layers.rope_scaling import yarn_magnitude
 from sapwood_worker.model.layers.sparse_mlp import SharedExpert, SparseConfig
 
 
@@ -101,7 +101,7 @@ def _temper(rope: Mapping[str, Any]) -> float:
     factor, share = float(rope.get("factor", 1.0)), rope.get("mscale_all_dim", 0)
     if rope.get("rope_type", rope.get("type", "default")) == "default" or factor <= 1.0 or not share:
         return 1.0
-    return 0.1 * float(share) * math.log(factor) + 1.0
+    return yarn_magnitude(factor, float(share))
 
 
 _DEFAULTS: dict[str, Any] = {

@@ -13,7 +13,7 @@ from sapwood_common.grammar.artefact import GrammarArtefact
 from sapwood_common.grammar.compile import GrammarBuilder
 from sapwood_common.grammar.source import GrammarKind, GrammarOptions, GrammarSource
 from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary
-from sapwood_worker.model.grammar.store import GrammarStore
+from sapwood_worker.model.grammar.llguidance.store import GrammarStore
 
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "json_schemas"
 SPECIAL = ("<|end|>", "<|tool|>", "<|eot|>")

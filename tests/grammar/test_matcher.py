@@ -7,8 +7,8 @@ import pytest
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.grammar.vocabulary import TokenVocabulary
-from sapwood_worker.model.grammar.store import GrammarStore
-from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.llguidance.token_masks import TokenMasks
 
 
 def words_of(store_size: int) -> int:

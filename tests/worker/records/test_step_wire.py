@@ -26,8 +26,8 @@ from sapwood_worker.core.group.leader import GroupRunner
 from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
-from sapwood_worker.model.grammar.store import GrammarStore
-from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.llguidance.token_masks import TokenMasks
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.page_copies import CacheLoad, Copies, PageCopy

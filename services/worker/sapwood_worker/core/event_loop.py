@@ -32,8 +32,8 @@ from sapwood_worker.ipc.messages import (
     ToScheduler,
 )
 from sapwood_worker.ipc.progress import StepProgress
-from sapwood_worker.model.grammar.matcher import GrammarMatcher
-from sapwood_worker.model.grammar.store import GrammarStore
+from sapwood_worker.model.grammar.llguidance.matcher import GrammarMatcher
+from sapwood_worker.model.grammar.llguidance.store import GrammarStore
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.output import RequestOutput
 from sapwood_worker.records.step import LaunchedStep, RankLostError, Runner

@@ -7,8 +7,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
 from sapwood_common.errors import SapwoodError
-from sapwood_worker.model.grammar.matcher import GrammarMatcher
-from sapwood_worker.model.grammar.store import GrammarStore
+from sapwood_worker.model.grammar.llguidance.matcher import GrammarMatcher
+from sapwood_worker.model.grammar.llguidance.store import GrammarStore
 
 ItemT = TypeVar("ItemT")
 

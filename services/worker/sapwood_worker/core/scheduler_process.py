@@ -32,8 +32,8 @@ from sapwood_worker.ipc.mailbox import OrphanedError, ZmqMailbox
 from sapwood_worker.ipc.messages import Failed, Ready
 from sapwood_worker.ipc.progress import PROGRESS_FILE, Pulse, StepProgress
 from sapwood_worker.ipc.rank import last_words
-from sapwood_worker.model.grammar.store import GrammarStore
-from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.llguidance.token_masks import TokenMasks
 from sapwood_worker.records.grammar_state import MaskFiller
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.place import ALONE, Place

@@ -22,8 +22,8 @@ from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.tiering import build_tiering
-from sapwood_worker.model.grammar.store import GrammarStore
-from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.llguidance.token_masks import TokenMasks
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.records.output import RequestOutput, TokenLogprobs
 from sapwood_worker.records.step import RankLostError, Step

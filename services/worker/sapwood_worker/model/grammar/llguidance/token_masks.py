@@ -13,7 +13,7 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from sapwood_worker.model.grammar.matcher import GrammarMatcher
+from sapwood_worker.model.grammar.llguidance.matcher import GrammarMatcher
 from sapwood_worker.records.grammar_state import GrammarState
 
 

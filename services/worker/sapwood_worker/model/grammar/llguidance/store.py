@@ -18,7 +18,7 @@ from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.grammar.artefact import ArtefactError, GrammarArtefact
 from sapwood_common.grammar.compile import engine_message, parser_limits
 from sapwood_common.grammar.vocabulary import TokenVocabulary
-from sapwood_worker.model.grammar.matcher import GrammarMatcher
+from sapwood_worker.model.grammar.llguidance.matcher import GrammarMatcher
 
 
 class GrammarStore:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from sapwood_common.grammar.artefact import GrammarArtefact
 from sapwood_common.grammar.compile import GrammarBuilder
 from sapwood_common.grammar.source import GrammarKind, GrammarOptions, GrammarSource
 from sapwood_common.grammar.vocabulary import TokenVocabulary, load_vocabulary
+from sapwood_worker.model.grammar.backend import GrammarBackend, GrammarNeeds
 from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.registry import make_backend
 
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "json_schemas"
 SPECIAL = ("<|end|>", "<|tool|>", "<|eot|>")
@@ -46,10 +48,29 @@ def end_token() -> int:
     return 256 + len(WORDS)
 
 
+MakeStore = Callable[..., GrammarBackend]
+
+
+@pytest.fixture(scope="session", params=["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)])
+def make_store(request: pytest.FixtureRequest) -> Iterator[MakeStore]:
+    """Makes a backend of each kind, once for equal arguments: (vocabulary, columns of the logits, ends, timeout=...)."""
+    made: dict[object, GrammarBackend] = {}
+
+    def make(vocabulary: TokenVocabulary, size: int, ends: tuple[int, ...], timeout: float = 30.0) -> GrammarBackend:
+        key = vocabulary.fingerprint, size, ends, timeout
+        if key not in made:
+            made[key] = make_backend(request.param, GrammarNeeds(vocabulary, size, ends, timeout))
+        return made[key]
+
+    yield make
+    for backend in made.values():
+        backend.close()
+
+
 @pytest.fixture
-def store(vocabulary: TokenVocabulary, end_token: int) -> GrammarStore:
-    """Makes matchers over ``vocabulary``."""
-    return GrammarStore(vocabulary, len(vocabulary.tokens) + 13, (end_token,))
+def store(make_store: MakeStore, vocabulary: TokenVocabulary, end_token: int) -> GrammarBackend:
+    """Makes states over ``vocabulary``."""
+    return make_store(vocabulary, len(vocabulary.tokens) + 13, (end_token,))
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +81,7 @@ def compile_grammar(vocabulary: TokenVocabulary) -> Compile:
         text = source if isinstance(source, str) else json.dumps(source)
         given = GrammarSource(kind, text, GrammarOptions(**options))
         lark = GrammarBuilder(vocabulary.special_names).compile(given)
-        return GrammarArtefact(given.key(vocabulary.fingerprint), vocabulary.fingerprint, lark).to_bytes()
+        return GrammarArtefact.of(given, vocabulary.fingerprint, lark).to_bytes()
 
     return compile_
 

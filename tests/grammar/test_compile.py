@@ -296,7 +296,7 @@ def test_compiling_twice_gives_the_same_bytes(json_schemas, compile_grammar):
 
 
 def test_an_artefact_survives_its_bytes_and_damage_is_noticed():
-    artefact = GrammarArtefact(b"k" * 16, b"f" * 16, 'start: "é"')
+    artefact = GrammarArtefact.of(GrammarSource("regex", "é", salt="mine"), b"f" * 16, 'start: "é"')
     raw = artefact.to_bytes()
     assert GrammarArtefact.from_bytes(raw) == artefact
     for damaged in (b"", raw[:20], raw[:-1], raw[:-1] + b"x", b"????" + raw[4:], raw + b" "):

@@ -7,8 +7,8 @@ import pytest
 
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.grammar.vocabulary import TokenVocabulary
+from sapwood_worker.model.grammar.forced import only_token
 from sapwood_worker.model.grammar.llguidance.store import GrammarStore
-from sapwood_worker.model.grammar.llguidance.token_masks import TokenMasks
 
 
 def words_of(store_size: int) -> int:
@@ -37,9 +37,7 @@ def test_a_mask_holds_every_token_that_fits_whatever_its_length(store, compile_g
 def test_only_the_end_may_follow_a_complete_text(store, compile_grammar, words, end_token):
     matcher = store.build(compile_grammar("regex", "ab?"))
     assert end_token not in allowed(matcher, words)
-    assert not matcher.complete
     assert matcher.accept(ord("a"))
-    assert matcher.complete
     assert not matcher.finished
     assert allowed(matcher, words) == {ord("b"), end_token}
     assert matcher.accept(ord("b"))
@@ -56,7 +54,7 @@ def test_the_end_token_finishes_where_more_was_allowed(store, compile_grammar, e
 
 
 def test_special_tokens_and_ids_beyond_the_vocabulary_are_never_text(store, compile_grammar, words, end_token):
-    matcher = store.build(compile_grammar("regex", "(?s:.*)"))
+    matcher = store.build(compile_grammar("regex", r"(.|\n)*"))
     found = allowed(matcher, words)
     assert end_token in found
     assert max(found) == end_token
@@ -95,10 +93,10 @@ def test_a_forced_token_is_named(store, compile_grammar, words):
     matcher = store.build(compile_grammar("regex", "x[yz]"))
     mask = np.zeros(words, np.int32)
     matcher.fill(mask)
-    assert matcher.forced_token(mask) == ord("x")
+    assert only_token(mask) == ord("x")
     matcher.accept(ord("x"))
     matcher.fill(mask)
-    assert matcher.forced_token(mask) is None
+    assert only_token(mask) is None
 
 
 def test_a_request_goes_on_from_tokens_generated_before(store, compile_grammar, words):
@@ -156,23 +154,26 @@ def test_only_so_many_grammars_are_kept(vocabulary, compile_grammar):
     assert store.num_kept == 3
 
 
-def test_a_model_without_end_tokens_ends_where_nothing_may_follow(vocabulary, compile_grammar, words):
-    store = GrammarStore(vocabulary, len(vocabulary.tokens), ())
+def test_a_model_without_end_tokens_ends_where_nothing_may_follow(make_store, vocabulary, compile_grammar, words):
+    store = make_store(vocabulary, 32 * words, ())
     matcher = store.build(compile_grammar("regex", "ab"))
     assert matcher.accept_all([*b"ab"]) == 2
     assert matcher.finished
 
 
-def test_masks_have_room_for_the_end_that_a_model_without_one_is_given(vocabulary, compile_grammar, words):
-    store = GrammarStore(vocabulary, 32 * words, ())
+def test_masks_have_room_for_the_end_that_a_model_without_one_is_given(make_store, vocabulary, compile_grammar, words):
+    store = make_store(vocabulary, 32 * words, ())
     matchers = [store.build(compile_grammar("regex", "a+")) for _ in range(2)]
-    alone, both = (TokenMasks(store.columns, threads=1).start(matchers[:count]).result() for count in (1, 2))
+    alone, both = (store.masks().start(matchers[:count]).result() for count in (1, 2))
     assert np.array_equal(alone[0], both[0])
     assert matchers[0].accept(ord("a"))
     assert matchers[0].forced() is None
 
 
-def test_a_grammar_whose_work_explodes_ends_in_an_error_and_not_in_a_hang(store, compile_grammar, words):
+def test_a_grammar_whose_work_explodes_ends_in_an_error_and_not_in_a_hang(
+    vocabulary, end_token, compile_grammar, words
+):
+    store = GrammarStore(vocabulary, 32 * words, (end_token,))
     matcher = store.build(compile_grammar("regex", "((a{1,100}){1,100}){1,100}b"))
     for _ in range(2000):
         allowed(matcher, words)
@@ -185,7 +186,7 @@ def test_a_grammar_whose_work_explodes_ends_in_an_error_and_not_in_a_hang(store,
 def test_masks_of_a_batch_equal_those_of_each_alone(store, compile_grammar, words, count):
     patterns = ["a+", "[0-9]{2}", "the|then", '"[^"]*"', "x?y"]
     matchers = [store.build(compile_grammar("regex", pattern)) for pattern in patterns[:count]]
-    masks = TokenMasks(32 * words, threads=2)
+    masks = store.masks()
     for _ in range(2):
         rows = masks.start(matchers).result()
         assert rows.shape == (count, words)

@@ -21,7 +21,7 @@ from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.ipc.messages import Abort, FromScheduler, Refused, Shutdown, Step, Submit, ToScheduler
 from sapwood_worker.model.grammar.llguidance.store import GrammarStore
-from sapwood_worker.model.grammar.llguidance.token_masks import TokenMasks
+from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.records.grammar_state import GrammarState
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.output import RequestOutput
@@ -48,7 +48,7 @@ def make_scheduler(vocabulary: TokenVocabulary, end_token: int, num_pages: int, 
         SchedulerConfig(
             page_size=4, num_pages=num_pages, context_length=400, eos_token_ids=frozenset({end_token}), **settings
         ),
-        masks=TokenMasks(len(vocabulary.tokens), threads=1),
+        masks=TokenMasks(len(vocabulary.tokens)),
     )
 
 

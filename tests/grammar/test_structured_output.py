@@ -15,7 +15,7 @@ import torch
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_kernels.token_bitmask import apply_token_bitmask
-from sapwood_worker.model.grammar.llguidance.token_masks import TokenMasks
+from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.sampling.row_settings import RowSettings
 from sapwood_worker.model.sampling.sampler import sample
 
@@ -50,7 +50,7 @@ def noise(demo_vocabulary) -> Noise:
 def generate(store, vocabulary, noise: Noise, compiled: list[bytes], seed: int) -> list[tuple[bytes, bool]]:
     """Text of each grammar's output and whether it came to its end, all in one batch at temperature 1."""
     size = len(vocabulary.tokens)
-    masks = TokenMasks(size, threads=2)
+    masks = TokenMasks(size)
     matchers = [store.build(each) for each in compiled]
     texts: list[bytearray] = [bytearray() for _ in compiled]
     params = SamplingParams(temperature=1.0, seed=seed)

@@ -37,7 +37,7 @@ VOCABULARY = TokenVocabulary(tuple(bytes([token]) if token < 256 else b"" for to
 
 def compiled(source: GrammarSource, vocabulary: TokenVocabulary = VOCABULARY) -> bytes:
     lark = GrammarBuilder(vocabulary.special_names).compile(source)
-    return GrammarArtefact(source.key(vocabulary.fingerprint), vocabulary.fingerprint, lark).to_bytes()
+    return GrammarArtefact.of(source, vocabulary.fingerprint, lark).to_bytes()
 
 
 def request(name: str = "r", tokens: list[int] | None = None, **fields: object) -> worker_pb2.WorkerGenerateRequest:
@@ -51,8 +51,10 @@ def grammar(**fields: object) -> common_pb2.Grammar:
     return common_pb2.Grammar(**fields)  # type: ignore[arg-type]
 
 
-async def test_compiled_there_or_here_the_output_is_the_same_and_matches(lend) -> None:
-    async with open_channel(lend().address) as channel:
+@pytest.mark.parametrize("backend", ["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)])
+async def test_compiled_there_or_here_the_output_is_the_same_and_matches(lend, backend) -> None:
+    worker = lend() if backend == "llguidance" else lend("--grammar-backend", backend)
+    async with open_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         artefact = compiled(GrammarSource("regex", PATTERN))
         there, last = await collect(stub, request(grammar=grammar(compiled=artefact)))

@@ -27,7 +27,7 @@ from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.grammar.llguidance.store import GrammarStore
-from sapwood_worker.model.grammar.llguidance.token_masks import TokenMasks
+from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.runner.launched_step import LaunchedStep
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.records.output import RequestOutput
@@ -74,7 +74,7 @@ def prompts() -> list[list[int]]:
 def compiled(kind: GrammarKind, source: str) -> bytes:
     given = GrammarSource(kind, source, GrammarOptions())
     lark = GrammarBuilder(VOCABULARY.special_names).compile(given)
-    return GrammarArtefact(given.key(VOCABULARY.fingerprint), VOCABULARY.fingerprint, lark).to_bytes()
+    return GrammarArtefact.of(given, VOCABULARY.fingerprint, lark).to_bytes()
 
 
 GRAMMARS = [
@@ -160,7 +160,7 @@ def make(make_runner: Any, tiny_model: Any) -> Callable[..., tuple[Scheduler, Mo
             conservativeness=0.0,
             **settings,
         )
-        return Scheduler(config, masks=TokenMasks(VOCAB, threads=1), drafter=drafter), runner
+        return Scheduler(config, masks=TokenMasks(VOCAB), drafter=drafter), runner
 
     return make_
 
@@ -303,7 +303,7 @@ def test_ranks_of_a_split_model_check_drafts_alike(tiny_model: Any, store: Gramm
         for speculate in ("off", "prefix"):
             drafter = scripted(found[0], 0.8) if found else None
             config = SchedulerConfig(context_length=512, eos_token_ids=frozenset({0}), speculate=speculate, **settings)
-            scheduler = Scheduler(config, masks=TokenMasks(VOCAB, threads=1), drafter=drafter)
+            scheduler = Scheduler(config, masks=TokenMasks(VOCAB), drafter=drafter)
             found.append(run(scheduler, runner, False, requests(store)[8:18]))
         load = scheduler.load()
         return *found, load.accepted_tokens, load.drafted_tokens

@@ -97,7 +97,9 @@ class WorkerConfig(ServiceConfig):
             "with a {max_running} that is no larger",
         ),
         Needs(
-            ("jump_forward", "grammar_timeout"), lambda config: config.structured_output, "without {structured_output}"
+            ("jump_forward", "grammar_timeout", "grammar_backend"),
+            lambda config: config.structured_output,
+            "without {structured_output}",
         ),
     )
 
@@ -296,6 +298,10 @@ class WorkerConfig(ServiceConfig):
         True,
         description="Serve requests with a grammar; costs memory and seconds at the start to index the vocabulary.",
     )
+    grammar_backend: str = Field(
+        "llguidance",
+        description="What enforces grammars: llguidance, xgrammar (of the extra [xgrammar]) or a package's own.",
+    )
     jump_forward: bool = Field(
         True,
         description="Append tokens that a grammar forces without asking the model; outputs are the same with and without.",
@@ -307,5 +313,8 @@ class WorkerConfig(ServiceConfig):
         "measured times say that it pays, prefix wherever the drafts are often right, off never.",
     )
     grammar_timeout: float = Field(
-        10.0, gt=0, description="Most seconds to compile a grammar that comes as a bare source."
+        10.0,
+        gt=0,
+        description="Most seconds to compile a grammar that comes as a bare source, and to build one with "
+        "--grammar-backend xgrammar.",
     )

@@ -27,7 +27,7 @@ from sapwood_worker.core.scheduler.config import SchedulerConfig
 from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.model.grammar.llguidance.store import GrammarStore
-from sapwood_worker.model.grammar.llguidance.token_masks import TokenMasks
+from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.runner.builder import build_runner
 from sapwood_worker.model.runner.options import RunnerOptions
 from sapwood_worker.records.page_copies import CacheLoad, Copies, PageCopy
@@ -164,7 +164,7 @@ def test_a_follower_in_another_process_samples_the_tokens_of_the_leader(tiny_mod
     store = GrammarStore(vocabulary, VOCAB, (2,))
     source = GrammarSource("regex", "[a-f]{3,9}x[0-9]{2,20}")
     lark = GrammarBuilder(vocabulary.special_names).compile(source)
-    compiled = GrammarArtefact(source.key(vocabulary.fingerprint), vocabulary.fingerprint, lark).to_bytes()
+    compiled = GrammarArtefact.of(source, vocabulary.fingerprint, lark).to_bytes()
     runner = build_runner(RunnerOptions(model_path=path, num_pages=40, max_running=8, threads=1))
     scheduler = Scheduler(
         SchedulerConfig(
@@ -175,7 +175,7 @@ def test_a_follower_in_another_process_samples_the_tokens_of_the_leader(tiny_mod
             max_running=8,
             max_step_tokens=64,
         ),
-        masks=TokenMasks(VOCAB, threads=1),
+        masks=TokenMasks(VOCAB),
     )
     chance = random.Random(5)
     asked: list[dict[str, Any]] = [

@@ -1,15 +1,18 @@
 """The compiled form of a grammar as bytes.
 
-Layout: magic ``SWG1``; 16 bytes key; 16 bytes fingerprint of the vocabulary; 8 bytes checksum of the rest; the grammar as
-UTF-8 text in llguidance's Lark syntax.
+Layout: magic ``SWG2``; 16 bytes key; 16 bytes fingerprint of the vocabulary; 8 bytes checksum of the rest; JSON with the grammar
+in llguidance's Lark syntax, which has been checked, and with the source, for workers whose backend reads that.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 
-_MAGIC = b"SWG1"
+from sapwood_common.grammar.source import GrammarOptions, GrammarSource
+
+_MAGIC = b"SWG2"
 _KEY, _FINGERPRINT, _CHECKSUM = 16, 16, 8
 _HEADER = len(_MAGIC) + _KEY + _FINGERPRINT + _CHECKSUM
 
@@ -26,15 +29,24 @@ class GrammarArtefact:
         key: Its name: what ``GrammarSource.key`` makes of its source.
         fingerprint: The fingerprint of the vocabulary it was compiled for.
         lark: The grammar in Lark's syntax.
+        source: What it was compiled from, without the salt.
     """
 
     key: bytes
     fingerprint: bytes
     lark: str
+    source: GrammarSource
+
+    @staticmethod
+    def of(source: GrammarSource, fingerprint: bytes, lark: str) -> GrammarArtefact:
+        """The artefact of a source that was compiled to ``lark``."""
+        return GrammarArtefact(source.key(fingerprint), fingerprint, lark, replace(source, salt=""))
 
     def to_bytes(self) -> bytes:
         """The serialised form."""
-        body = self.lark.encode()
+        source = self.source
+        fields = (self.lark, source.kind, source.text, source.options.any_whitespace, source.options.lenient)
+        body = json.dumps(fields, ensure_ascii=False).encode()
         assert len(self.key) == _KEY and len(self.fingerprint) == _FINGERPRINT
         return b"".join((_MAGIC, self.key, self.fingerprint, _checksum(body), body))
 
@@ -52,7 +64,9 @@ class GrammarArtefact:
         body = raw[_HEADER:]
         if raw[fingerprint_end:_HEADER] != _checksum(body):
             raise ArtefactError("the compiled grammar is damaged: its checksum does not match")
-        return cls(raw[len(_MAGIC) : key_end], raw[key_end:fingerprint_end], body.decode())
+        lark, kind, text, whitespace, lenient = json.loads(body)
+        source = GrammarSource(kind, text, GrammarOptions(whitespace, lenient))
+        return cls(raw[len(_MAGIC) : key_end], raw[key_end:fingerprint_end], lark, source)
 
 
 def _checksum(body: bytes) -> bytes:

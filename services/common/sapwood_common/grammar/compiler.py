@@ -127,7 +127,7 @@ class GrammarCompiler:
     async def _run(self, key: bytes, source: GrammarSource) -> bytes:
         job = self._jobs[key]
         try:
-            artefact = GrammarArtefact(key, self._fingerprint, await self._pool.compile(source)).to_bytes()
+            artefact = GrammarArtefact.of(source, self._fingerprint, await self._pool.compile(source)).to_bytes()
         finally:
             if self._jobs.get(key) is job:
                 del self._jobs[key]

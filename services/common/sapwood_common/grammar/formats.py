@@ -10,7 +10,7 @@ _DAY_OF_YEAR = (
 )
 _DATE = rf"({_YEAR}-{_DAY_OF_YEAR}|{_LEAP_YEAR}-02-29)"
 _CLOCK = r"([01][0-9]|2[0-3]):[0-5][0-9]"
-_TIME = rf"{_CLOCK}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_CLOCK})"
+_TIME = rf"{_CLOCK}:[0-5][0-9](|\.[0-9]{{1,9}})(Z|[+-]{_CLOCK})"
 
 PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 """A regular expression for the whole text of each format."""

@@ -53,7 +53,7 @@ def to_engine_schema(text: str, options: GrammarOptions) -> str:
         _check_finite(schema)
         if not options.lenient:
             _check_distinct_names(schema)
-        _tighten_formats(schema)
+        tighten_formats(schema)
         settings: dict[str, Any] = {"lenient": options.lenient}
         if options.any_whitespace:
             settings["whitespace_pattern"] = _WHITESPACE
@@ -86,7 +86,7 @@ def _subschemas(schema: dict[str, Any]) -> Iterator[Any]:
         yield from part if isinstance(part, list) else (part,)
 
 
-def _all_schemas(root: dict[str, Any]) -> list[dict[str, Any]]:
+def all_schemas(root: dict[str, Any]) -> list[dict[str, Any]]:
     """Every schema object below ``root`` or referred to, ``root`` first, each once."""
     found, seen = [root], {id(root)}
     for schema in found:  # grows while it is walked
@@ -97,9 +97,9 @@ def _all_schemas(root: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _tighten_formats(root: dict[str, Any]) -> None:
+def tighten_formats(root: dict[str, Any]) -> None:
     """Writes an expression in place of each format of dates and times."""
-    for schema in _all_schemas(root):
+    for schema in all_schemas(root):
         pattern = PATTERNS.get(str(schema.get("format")))
         if pattern is None:
             continue
@@ -111,7 +111,7 @@ def _tighten_formats(root: dict[str, Any]) -> None:
 
 
 def _check_distinct_names(root: dict[str, Any]) -> None:
-    for schema in _all_schemas(root):
+    for schema in all_schemas(root):
         least = schema.get("minProperties", 0)
         required = schema.get("required", ())
         named = len(set(map(str, required))) if isinstance(required, list) else 0
@@ -124,7 +124,7 @@ def _check_distinct_names(root: dict[str, Any]) -> None:
 
 
 def _check_finite(root: dict[str, Any]) -> None:
-    schemas = _all_schemas(root)
+    schemas = all_schemas(root)
     finite: set[int] = set()
     changed = True
     while changed:

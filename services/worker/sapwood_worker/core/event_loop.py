@@ -32,8 +32,8 @@ from sapwood_worker.ipc.messages import (
     ToScheduler,
 )
 from sapwood_worker.ipc.progress import StepProgress
-from sapwood_worker.model.grammar.llguidance.matcher import GrammarMatcher
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.backend import GrammarBackend
+from sapwood_worker.records.grammar_state import GrammarState
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.output import RequestOutput
 from sapwood_worker.records.step import LaunchedStep, RankLostError, Runner
@@ -93,7 +93,7 @@ class EventLoop:
         scheduler: Scheduler,
         runner: Runner,
         mailbox: Mailbox,
-        grammars: GrammarStore | None = None,
+        grammars: GrammarBackend | None = None,
         operations: Operations | None = None,
         progress: StepProgress | None = None,
         tiering: Tiering | None = None,
@@ -211,7 +211,7 @@ class EventLoop:
             else:
                 self._add(message, built)
 
-    def _add(self, message: Submit, grammar: GrammarMatcher | None) -> None:
+    def _add(self, message: Submit, grammar: GrammarState | None) -> None:
         prompt = array("I", message.token_ids)
         terms = message.terms
         request = Request(

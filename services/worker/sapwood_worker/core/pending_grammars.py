@@ -7,8 +7,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
 from sapwood_common.errors import SapwoodError
-from sapwood_worker.model.grammar.llguidance.matcher import GrammarMatcher
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
+from sapwood_worker.model.grammar.backend import GrammarBackend
+from sapwood_worker.records.grammar_state import GrammarState
 
 ItemT = TypeVar("ItemT")
 
@@ -17,21 +17,21 @@ class PendingGrammars(Generic[ItemT]):
     """Builds matchers in threads. The methods are called from one thread, the loop's.
 
     Args:
-        store: Makes them.
+        backend: Makes them.
         threads: How many matchers are built at a time.
     """
 
-    def __init__(self, store: GrammarStore, threads: int = 2) -> None:
-        self._store = store
+    def __init__(self, backend: GrammarBackend, threads: int = 2) -> None:
+        self._backend = backend
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
-        self._pending: dict[int, tuple[ItemT, Future[GrammarMatcher]]] = {}
+        self._pending: dict[int, tuple[ItemT, Future[GrammarState]]] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
 
     def start(self, serial: int, item: ItemT, compiled: bytes, generated: Sequence[int]) -> None:
         """Begins to build; :meth:`poll` gives ``item`` back with the result."""
-        self._pending[serial] = (item, self._threads.submit(self._store.build, compiled, generated))
+        self._pending[serial] = (item, self._threads.submit(self._backend.build, compiled, generated))
 
     def abort(self, serial: int) -> bool:
         """Forgets a request; returns whether it was here."""
@@ -40,12 +40,12 @@ class PendingGrammars(Generic[ItemT]):
             found[1].cancel()  # if it runs already, its matcher is dropped
         return found is not None
 
-    def poll(self, wait_seconds: float) -> list[tuple[ItemT, GrammarMatcher | SapwoodError]]:
+    def poll(self, wait_seconds: float) -> list[tuple[ItemT, GrammarState | SapwoodError]]:
         """Items whose grammar is done since the last call, in the order of their start; waits at most so long for one."""
         if wait_seconds:
             wait([future for _, future in self._pending.values()], wait_seconds, FIRST_COMPLETED)
         done = [serial for serial, (_, future) in self._pending.items() if future.done()]
-        results: list[tuple[ItemT, GrammarMatcher | SapwoodError]] = []
+        results: list[tuple[ItemT, GrammarState | SapwoodError]] = []
         for serial in done:
             item, future = self._pending.pop(serial)
             try:

@@ -32,8 +32,8 @@ from sapwood_worker.ipc.mailbox import OrphanedError, ZmqMailbox
 from sapwood_worker.ipc.messages import Failed, Ready
 from sapwood_worker.ipc.progress import PROGRESS_FILE, Pulse, StepProgress
 from sapwood_worker.ipc.rank import last_words
-from sapwood_worker.model.grammar.llguidance.store import GrammarStore
-from sapwood_worker.model.grammar.llguidance.token_masks import TokenMasks
+from sapwood_worker.model.grammar.backend import GrammarBackend, GrammarNeeds
+from sapwood_worker.model.grammar.registry import make_backend
 from sapwood_worker.records.grammar_state import MaskFiller
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.place import ALONE, Place
@@ -77,11 +77,13 @@ def build_scheduler(
     )
 
 
-def build_grammars(runner: LoadedRunner) -> GrammarStore | None:
-    """What makes the matchers of requests with a grammar, unless the runner has no vocabulary."""
+def build_grammars(config: WorkerConfig, runner: LoadedRunner) -> GrammarBackend | None:
+    """What makes the states of requests with a grammar, unless the runner has no vocabulary."""
     if runner.vocabulary is None:
         return None
-    return GrammarStore(runner.vocabulary, runner.info.vocab_size, runner.info.eos_token_ids)
+    info = runner.info
+    needs = GrammarNeeds(runner.vocabulary, info.vocab_size, info.eos_token_ids, config.grammar_timeout)
+    return make_backend(config.grammar_backend, needs)
 
 
 def _with_vocabulary(runner: LoadedRunner) -> ModelInfo:
@@ -107,8 +109,8 @@ def main() -> int:
     try:
         runner = _make_runner(arguments, config)
         tiering = build_tiering(config, runner)
-        grammars = build_grammars(runner)
-        masks = None if grammars is None else TokenMasks(grammars.columns)
+        grammars = build_grammars(config, runner)
+        masks = None if grammars is None else grammars.masks()
         scheduler = build_scheduler(config, runner.info, None if tiering is None else tiering.cache, masks)
     except Exception as error:
         if not isinstance(error, ConfigError):
@@ -126,6 +128,8 @@ def main() -> int:
             scheduler, runner, mailbox, grammars, operations, progress, tiering, dump=dump, overlap=overlap
         )
         loop.run()
+        if grammars is not None:
+            grammars.close()
     except OrphanedError:
         logger.error("the gRPC front is gone")
         return 1

@@ -23,7 +23,7 @@ from sapwood_worker.core.scheduler.request import Request
 from sapwood_worker.core.scheduler.scheduler import Scheduler
 from sapwood_worker.core.tiering import build_tiering
 from sapwood_worker.model.grammar.llguidance.store import GrammarStore
-from sapwood_worker.model.grammar.llguidance.token_masks import TokenMasks
+from sapwood_worker.model.grammar.token_masks import TokenMasks
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.records.output import RequestOutput, TokenLogprobs
 from sapwood_worker.records.step import RankLostError, Step
@@ -44,7 +44,7 @@ def build_grammar(regex: str) -> Any:
     vocabulary = TokenVocabulary(tuple(bytes([32 + token]) for token in range(VOCAB)), frozenset())
     source = GrammarSource("regex", regex)
     lark = GrammarBuilder(vocabulary.special_names).compile(source)
-    artefact = GrammarArtefact(source.key(vocabulary.fingerprint), vocabulary.fingerprint, lark)
+    artefact = GrammarArtefact.of(source, vocabulary.fingerprint, lark)
     return GrammarStore(vocabulary, VOCAB, (2,)).build(artefact.to_bytes())
 
 
@@ -57,7 +57,7 @@ def scheduler_of(runner: Any, tiers: Any = None, **settings: Any) -> Scheduler:
         context_length=info.context_length,
         **settings,
     )
-    return Scheduler(config, tiers, masks=TokenMasks(VOCAB, threads=1))
+    return Scheduler(config, tiers, masks=TokenMasks(VOCAB))
 
 
 class Answer:

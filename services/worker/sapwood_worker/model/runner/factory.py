@@ -35,7 +35,15 @@ OF_ENCODERS = (
             *("prefix_cache", "eviction", "kv_events_port", "kv_events_replay_port", "kv_events_topic"),
             *("host_cache_gb", "host_cache_ratio", "host_write_policy", "storage", "storage_prefetch", "storage_share"),
             *("storage_timeout", "storage_timeout_per_1k", "storage_min_tokens", "conservativeness"),
-            *("kv_events_keep", "structured_output", "jump_forward", "grammar_timeout", "attention_backend", *_GRAPHS),
+            *(
+                "kv_events_keep",
+                "structured_output",
+                "jump_forward",
+                "grammar_timeout",
+                "grammar_backend",
+                "attention_backend",
+                *_GRAPHS,
+            ),
             "speculate",
         ),
         lambda config: False,
@@ -51,7 +59,7 @@ OF_ENCODERS = (
 
 OF_CLASSIFIERS = (
     Needs(
-        ("structured_output", "jump_forward", "grammar_timeout", *_GRAPHS),
+        ("structured_output", "jump_forward", "grammar_timeout", "grammar_backend", *_GRAPHS),
         lambda config: False,
         "with a model that only classifies",
     ),

@@ -16,9 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sapwood_common.grammar.compile import engine_message
-
-_LONGEST_BEGINNING = 16
-"""Bytes of the longest token looked for at the beginning of forced text; a mask is then seldom computed in vain."""
+from sapwood_worker.model.grammar.forced import forced_by, only_token
 
 
 class GrammarMatcher:
@@ -83,27 +81,13 @@ class GrammarMatcher:
         assert mask.flags.c_contiguous and mask.dtype == np.int32
         self._engine.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
-    def forced_token(self, mask: npt.NDArray[np.int32]) -> int | None:
-        """The only token that may come next, None if there are several.
-
-        Args:
-            mask: As :meth:`fill` wrote it.
-        """
-        words = np.flatnonzero(mask)
-        if len(words) != 1:
-            return None
-        word = int(mask[words[0]]) & 0xFFFFFFFF
-        return int(words[0]) * 32 + word.bit_length() - 1 if word & (word - 1) == 0 else None
-
     def forced(self) -> int | None:
         """Takes 15 us, and computes a mask only where fewer than two tokens are a beginning of the forced bytes."""
-        text = self._engine.compute_ff_bytes()
-        beginnings = (text[:end] in self._spellings for end in range(1, min(len(text), _LONGEST_BEGINNING) + 1))
-        if not text or sum(beginnings) > 1:
+        if not forced_by(self._engine.compute_ff_bytes(), self._spellings):
             return None
         mask = np.zeros(self._words, np.int32)
         self.fill(mask)
-        return self.forced_token(mask)
+        return only_token(mask)
 
     def close(self) -> None:
         if not self._closed:

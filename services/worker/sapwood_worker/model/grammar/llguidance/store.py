@@ -13,18 +13,23 @@ from collections.abc import Sequence
 from functools import partial
 
 import llguidance
+import numpy as np
+import numpy.typing as npt
 
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_common.grammar.artefact import ArtefactError, GrammarArtefact
+from sapwood_common.grammar.artefact import GrammarArtefact
 from sapwood_common.grammar.compile import engine_message, parser_limits
 from sapwood_common.grammar.vocabulary import TokenVocabulary
+from sapwood_worker.model.grammar.backend import GrammarNeeds, go_on, read_artefact
 from sapwood_worker.model.grammar.llguidance.matcher import GrammarMatcher
+from sapwood_worker.model.grammar.token_masks import TokenMasks
+from sapwood_worker.records.grammar_state import GrammarState
 
 
 class GrammarStore:
-    """Builds the index of the vocabulary, then matchers.
+    """Implements :class:`~sapwood_worker.model.grammar.backend.GrammarBackend`.
 
-    The index of 262 144 tokens takes 1.3 s of CPU, all of it under the interpreter's lock, and 100 MB.
+    Its index of 262 144 tokens takes 1.3 s of CPU, all of it under the interpreter's lock, and 100 MB.
 
     Args:
         vocabulary: The model's tokens.
@@ -55,32 +60,32 @@ class GrammarStore:
         return len(self._kept)
 
     def build(self, compiled: bytes, generated: Sequence[int] = ()) -> GrammarMatcher:
-        """A matcher for one request. Thread-safe; milliseconds, mostly without the interpreter's lock.
-
-        Args:
-            compiled: A serialised artefact.
-            generated: Output tokens of an earlier try, from which the request goes on.
-
-        Raises:
-            InvalidArgumentError: The artefact is damaged or of another vocabulary, or the tokens do not match it.
-        """
-        try:
-            artefact = GrammarArtefact.from_bytes(compiled)
-        except ArtefactError as error:
-            raise InvalidArgumentError(str(error), field="grammar.compiled") from error
-        if artefact.fingerprint != self._fingerprint:
-            raise InvalidArgumentError(
-                "the grammar was compiled for another vocabulary than this model's", field="grammar.compiled"
-            )
+        """Takes milliseconds, mostly without the interpreter's lock."""
+        artefact = read_artefact(compiled, self._fingerprint)
         released = partial(self._release, artefact.key)
         matcher = GrammarMatcher(self._copy(artefact), released, self._spellings, self._words)
-        accepted = matcher.accept_all(generated)
-        if accepted != len(generated):
-            raise InvalidArgumentError(
-                f"of the {len(generated)} tokens generated before, the grammar allows only the first {accepted}",
-                field="output_tokens",
-            )
+        go_on(matcher.accept_all(generated), generated)
         return matcher
+
+    def masks(self, threads: int | None = None) -> TokenMasks:
+        """What fills the masks of a step, in parallel.
+
+        Args:
+            threads: Cores that fill rows; None lets the library choose.
+        """
+        executor = llguidance.LLExecutor(threads)
+
+        def together(states: Sequence[tuple[GrammarState, int]], rows: npt.NDArray[np.int32]) -> None:
+            engines = [(state.engine, place) for state, place in states if isinstance(state, GrammarMatcher)]
+            executor.unsafe_compute_mask_ptr(engines, rows.ctypes.data, rows.shape[1] * 4, len(rows))
+            for state, place in states:
+                if not isinstance(state, GrammarMatcher):
+                    state.fill(rows[place])
+
+        return TokenMasks(self.columns, together)
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
     def _copy(self, artefact: GrammarArtefact) -> llguidance.LLMatcher:
         with self._lock:
@@ -126,3 +131,8 @@ def _index(tokens: list[bytes], special_ids: frozenset[int], eos_token_ids: Sequ
     ends = list(eos_token_ids) or None  # if the model has none, the library adds one beyond the vocabulary
     wrapper = llguidance.TokenizerWrapper(_Tokens(tokens, special, ends[0] if ends else None))
     return llguidance.LLTokenizer(wrapper, eos_token=ends)
+
+
+def make_llguidance(needs: GrammarNeeds) -> GrammarStore:
+    """The backend; ``needs.timeout`` is not looked at, as the library's fuel bounds a build to some 20 ms."""
+    return GrammarStore(needs.vocabulary, needs.vocab_size, needs.eos_token_ids)

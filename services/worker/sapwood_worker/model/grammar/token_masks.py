@@ -1,34 +1,35 @@
 """The masks of a step, filled while the model computes.
 
-``start`` hands the matchers to a thread and returns at once; the library fills the rows in parallel over a few cores without
-the interpreter's lock. The result is ready by the time the logits are, unless a grammar's lexer is cold.
+``start`` hands the states to a thread and returns at once; the libraries fill rows without the interpreter's lock, and a backend
+may fill many in parallel. The result is ready by the time the logits are, unless a grammar is cold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from sapwood_worker.model.grammar.llguidance.matcher import GrammarMatcher
 from sapwood_worker.records.grammar_state import GrammarState
+
+FillTogether = Callable[[Sequence[tuple[GrammarState, int]], npt.NDArray[np.int32]], None]
+"""Fills the row at each state's index."""
 
 
 class TokenMasks:
     """Implements :class:`~sapwood_worker.records.grammar_state.MaskFiller`; one step at a time.
 
     Args:
-        columns: Of a mask, as the store of grammars says.
-        threads: Cores that fill rows; None lets the library choose.
+        columns: Of a mask, as the grammar backend says.
+        together: Fills the rows of several states at once; None: they are filled one after another.
     """
 
-    def __init__(self, columns: int, threads: int | None = None) -> None:
+    def __init__(self, columns: int, together: FillTogether | None = None) -> None:
         self._words = -(-columns // 32)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="token-masks")
-        self._executor = llguidance.LLExecutor(threads)
+        self._together = together
         self._buffer: npt.NDArray[np.int32] = np.zeros((0, 0), np.int32)
 
     def start(
@@ -42,18 +43,18 @@ class TokenMasks:
     def _fill(
         self, states: list[GrammarState], drafts: Sequence[Sequence[int]], rows: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int32]:
-        batched: list[tuple[llguidance.LLMatcher, int]] = []
+        batched: list[tuple[GrammarState, int]] = []
         place = 0
         for state, draft in zip(states, drafts, strict=True):
             if draft:
                 _fill_drafted(state, draft, rows[place : place + 1 + len(draft)])
-            elif isinstance(state, GrammarMatcher) and len(states) > 1:
-                batched.append((state.engine, place))
+            elif self._together is not None and len(states) > 1:
+                batched.append((state, place))
             else:
                 state.fill(rows[place])
             place += 1 + len(draft)
-        if batched:
-            self._executor.unsafe_compute_mask_ptr(batched, rows.ctypes.data, rows.shape[1] * 4, len(rows))
+        if self._together is not None and batched:
+            self._together(batched, rows)
         return rows
 
 

@@ -1,0 +1,27 @@
+"""The grammar backends by name; packages add theirs as entry points of ``GROUP``."""
+
+from __future__ import annotations
+
+from sapwood_common.errors import ConfigError
+from sapwood_common.plugins import find_part
+from sapwood_worker.model.grammar.backend import GrammarBackend, GrammarNeeds, MakeBackend
+from sapwood_worker.model.grammar.llguidance.store import make_llguidance
+from sapwood_worker.model.grammar.xgrammar.backend import make_xgrammar
+
+GROUP = "sapwood.grammar_backends"
+"""Entry points of this group are each a ``MakeBackend``."""
+
+_BACKENDS: dict[str, MakeBackend] = {"llguidance": make_llguidance, "xgrammar": make_xgrammar}
+
+
+def make_backend(name: str, needs: GrammarNeeds) -> GrammarBackend:
+    """The backend of a name.
+
+    Raises:
+        ConfigError: There is none, or it cannot be used here.
+    """
+    try:
+        make = find_part(GROUP, name, _BACKENDS)
+    except ConfigError as error:
+        raise ConfigError(f"--grammar-backend {name}: {error}") from error
+    return make(needs)

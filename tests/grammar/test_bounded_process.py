@@ -1,0 +1,60 @@
+"""Calls into processes that may be killed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from sapwood_worker.model.grammar.bounded_process import BoundedProcesses, ProcessDiedError, TimeUpError
+
+TARGET = "sapwood_testing.models.bounded_targets:start"
+
+
+@pytest.fixture
+def processes() -> Iterator[Callable[[float], BoundedProcesses]]:
+    made: list[BoundedProcesses] = []
+
+    def make(timeout: float) -> BoundedProcesses:
+        made.append(BoundedProcesses(TARGET, b"set", timeout, memory_bytes=1 << 30))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_a_process_is_used_again_and_what_it_prints_does_not_disturb_its_answers(processes):
+    bounded = processes(60.0)
+    bounded.warm()
+    first, printed, second = (bounded.call(question).split() for question in (b"one", b"print", b"two"))
+    assert (first[0], first[2], printed[2], second[2]) == (b"set", b"one", b"print", b"two")
+    assert first[1] == second[1]
+
+
+@pytest.mark.parametrize("question", [b"exit", b"memory"])
+def test_a_process_that_dies_of_a_call_is_replaced(processes, question):
+    bounded = processes(60.0)
+    before = bounded.call(b"one").split()[1]
+    with pytest.raises(ProcessDiedError):
+        bounded.call(question)
+    assert bounded.call(b"two").split()[1] != before
+
+
+def test_a_call_that_takes_too_long_is_killed_while_another_goes_on(processes):
+    bounded = processes(1.0)
+    late: list[BaseException] = []
+
+    def hang() -> None:
+        try:
+            bounded.call(b"sleep")
+        except TimeUpError as error:
+            late.append(error)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    bounded.warm()
+    thread.join()
+    assert len(late) == 1
+    assert bounded.call(b"x").endswith(b"x")

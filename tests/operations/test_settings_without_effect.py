@@ -78,6 +78,7 @@ REFUSED = [
     (WORKER, "--sglang-tokenizer folder", "--sglang-tokenizer", "--sglang"),
     (WORKER, "--no-structured-output --no-jump-forward", "--no-jump-forward", None),
     (WORKER, "--no-structured-output --grammar-timeout 1", "--grammar-timeout", None),
+    (WORKER, "--no-structured-output --grammar-backend xgrammar", "--grammar-backend", None),
 ]
 OF_BERT = [
     *("--quantization fp8", "--kv-cache-dtype fp8_e4m3", "--kv-cache-gb 1", "--num-pages 99", "--page-size 8"),
@@ -86,6 +87,7 @@ OF_BERT = [
     *(TIER, "--host-cache-ratio 1 --host-write-policy write_back --storage file:///x --storage-prefetch best_effort"),
     *(f"{TIER} --storage-share 0.9 --storage-timeout 9 --storage-timeout-per-1k 9 --storage-min-tokens 9",),
     *("--conservativeness 0.5", "--no-structured-output", "--no-jump-forward --grammar-timeout 1", "--policy lof"),
+    "--grammar-backend xgrammar",
     *("--no-cuda-graphs", "--cuda-graph-max-batch 8", "--attention-backend torch", "--speculate prefix"),
     *("--tensor-parallel 2", "--stored-weights widen"),
 ]

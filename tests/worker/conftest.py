@@ -21,6 +21,7 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.models.gguf_file import GgufFile
 from sapwood_common.models.model_files import demo_path
 from sapwood_kernels.ops.factory import device_ops
+from sapwood_testing.worker.dense_models import DENSE
 from sapwood_testing.worker.mooncake_cluster import MooncakeCluster, mooncake_is_installed
 from sapwood_testing.worker.steps import Part, step_for
 from sapwood_worker.model.loader import load_model
@@ -167,7 +168,7 @@ TINY |= {
 }
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     # A family that is not here.
-    "another": ("GemmaConfig", {}),
+    "another": ("HeliumConfig", {"hidden_size": 96}),
     # Wide enough for float8 by blocks.
     "wide": (
         "LlamaConfig",
@@ -305,7 +306,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tiny]:
     def make(name: str, **others: Any) -> Tiny:
         key = f"{name}-{others}" if others else name
         if key not in made:
-            config_class, changes = TINY.get(name) or _OTHERS[name]
+            config_class, changes = TINY.get(name) or DENSE.get(name) or _OTHERS[name]
             config = getattr(transformers, config_class)(**{**_COMMON, **changes, **others})
             config._attn_implementation = "eager"
             model = transformers.AutoModelForCausalLM.from_config(config).eval().float()

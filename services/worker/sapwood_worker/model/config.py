@@ -40,6 +40,8 @@ class ModelConfig:
         output_bias: Whether the attention's output projection has a bias.
         mlp_bias: Whether the MLP has biases.
         embedding_scale: Factor on the embedding's output.
+        residual_scale: Factor on what attention and MLP give, in the layers that have one (Granite).
+        logit_scale: Factor on logits, before they are capped.
         labels: What its head tells of a sequence, by its last token. None: its head tells the next token.
         sparse: The mixtures of experts in place of its MLPs; None: there are none.
         norm_offset: Added to norm weights stored in Hugging Face files (Gemma stores w of 1 + w).
@@ -70,6 +72,8 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     norm_offset: float = 0.0
     labels: Labels | None = None
     sparse: SparseConfig | None = None

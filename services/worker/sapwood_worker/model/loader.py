@@ -95,6 +95,7 @@ def load_model(
                     family,
                     tied=config.tie_word_embeddings,
                     skipped=tuple(f"model.layers.{index}." for index in drafts),
+                    fused=family.fused(config),
                 )
                 kv_scales = safetensors.kv_scales()
                 stored = Stored(source.tensors(), read_hf_quantization(path), str(path))

@@ -156,34 +156,25 @@ def test_bfloat16_logits_are_near_float32(tiny_model, make_runner, make_driver):
 
 def test_a_package_can_bring_a_family(plugin, tiny_model, make_runner, make_driver, tmp_path):
     tiny = tiny_model("another")
-    with pytest.raises(ConfigError, match="GemmaForCausalLM is not supported"):
+    with pytest.raises(ConfigError, match="HeliumForCausalLM is not supported"):
         make_runner(tiny.path)
     plugin(
         "sapwood.model_families",
-        "gemma1",
+        "helium",
         """
-        import math
-        from dataclasses import replace
-
         from sapwood_worker.model.families.family import ModelFamily
         from sapwood_worker.model.families.llama import LlamaDecoderLayer
 
         def from_hf(found):
-            config = found.llama()
-            if found.values.get("hidden_activation") == "relu":
-                raise ValueError("relu is nothing for a Gemma")
-            return replace(
-                config,
-                activation="gelu_tanh",
-                embedding_scale=math.sqrt(config.hidden_size),
-                norm_offset=1.0,
-            )
+            if found.values["hidden_act"] == "relu":
+                raise ValueError("relu is nothing for a Helium")
+            return found.interleaved().llama()
 
         FAMILY = ModelFamily(
-            name="gemma1",
-            architectures=("GemmaForCausalLM",),
+            name="helium",
+            architectures=("HeliumForCausalLM",),
             layer=LlamaDecoderLayer,
-            defaults={"tie_word_embeddings": True, "rope_theta": 10_000.0},
+            defaults={"tie_word_embeddings": False, "rope_theta": 100_000.0},
             from_hf=from_hf,
             from_gguf=None,
         )
@@ -194,10 +185,10 @@ def test_a_package_can_bring_a_family(plugin, tiny_model, make_runner, make_driv
     tokens = tokens_of(83)
     driver.add(5, tokens)
     assert_same_logits(driver.runner.logits(driver.output({5: 83})), tiny.logits(tokens))
-    assert driver.runner.info.architecture == "gemma1"
+    assert driver.runner.info.architecture == "helium"
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads((tiny.path / "config.json").read_text()) | {"hidden_activation": "relu"}))
-    with pytest.raises(ConfigError, match=f"{config}: relu is nothing for a Gemma"):
+    config.write_text(json.dumps(json.loads((tiny.path / "config.json").read_text()) | {"hidden_act": "relu"}))
+    with pytest.raises(ConfigError, match=f"{config}: relu is nothing for a Helium"):
         make_runner(tmp_path)
 
 
@@ -206,20 +197,13 @@ def test_a_package_can_bring_a_layout_of_the_cache(plugin, tiny_model, make_runn
     tiny = tiny_model("another")
     plugin(
         "sapwood.model_families",
-        "gemma_apart",
+        "helium_apart",
         """
-        import math
         from dataclasses import replace
 
         from sapwood_worker.model.families.family import ModelFamily
         from sapwood_worker.model.families.llama import LlamaDecoderLayer
         from sapwood_worker.records.kv_layout import KVComponent, KVLayout
-
-        def from_hf(found):
-            config = found.llama()
-            return replace(
-                config, activation="gelu_tanh", embedding_scale=math.sqrt(config.hidden_size), norm_offset=1.0
-            )
 
         def layout(config, dtype, page_size):
             kept = KVComponent(tuple(range(0, config.num_layers, 2)), 2, config.num_kv_heads, config.head_dim, dtype)
@@ -227,8 +211,8 @@ def test_a_package_can_bring_a_layout_of_the_cache(plugin, tiny_model, make_runn
             return KVLayout((kept, others), page_size, order="NHD")
 
         FAMILY = ModelFamily(
-            "gemma_apart", ("GemmaForCausalLM",), LlamaDecoderLayer, {"tie_word_embeddings": True, "rope_theta": 10_000.0},
-            from_hf=from_hf, from_gguf=None, kv_layout=layout,
+            "helium_apart", ("HeliumForCausalLM",), LlamaDecoderLayer, {"tie_word_embeddings": False, "rope_theta": 100_000.0},
+            from_hf=lambda found: found.interleaved().llama(), from_gguf=None, kv_layout=layout,
         )
         """,
         "FAMILY",

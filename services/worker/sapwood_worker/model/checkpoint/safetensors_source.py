@@ -16,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sapwood_common.errors import ConfigError
+from sapwood_worker.model.checkpoint.place import BLOCK, Place, places
 from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.fused import FusedRows
 from sapwood_worker.model.families.hf_values import read_json
 from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot
 
@@ -27,7 +29,6 @@ _IGNORED_SUFFIXES = (
     *(".q_scale", ".k_scale", ".v_scale"),
 )
 _KV_SCALE = re.compile(r".*layers\.(\d+)\.self_attn\.(?:attn\.)?([kv])(?:_scale|_proj\.(?:[kv]_scale|output_scale))")
-_BLOCK = 128
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -39,15 +40,24 @@ class SafetensorsSource:
         family: The model's family.
         tied: Whether the output head is the embedding; a stored copy of it is then ignored.
         skipped: How further names begin that are not read.
+        fused: Projections that are stored as one tensor, as ``ModelFamily.fused`` has them.
 
     Raises:
         ConfigError: No such files, or one is damaged or missing.
     """
 
-    def __init__(self, directory: Path, family: ModelFamily, *, tied: bool, skipped: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        family: ModelFamily,
+        *,
+        tied: bool,
+        skipped: tuple[str, ...] = (),
+        fused: FusedRows | None = None,
+    ) -> None:
         self._files: dict[Path, Any] = {}
-        # Our name -> file and the file's name for it.
-        self._found: dict[str, tuple[Path, str]] = {}
+        # Our name -> where it lies.
+        self._found: dict[str, Place] = {}
         # Our name of a weight -> that of its scales.
         self._scales: dict[str, str] = {}
         # By layer and what is scaled, the file of a cache's scale and its name there.
@@ -68,32 +78,34 @@ class SafetensorsSource:
                 name = family.prefixes.get(prefix, "") + stored.removeprefix(prefix)
                 if tied and name == "lm_head.weight":
                     continue
-                self._found[name] = (path, stored)
-                weight, found, suffix = name.rpartition("_scale")
-                if found and weight.endswith(".weight") and suffix in ("", "_inv"):
-                    self._scales[weight] = name
+                for ours, place in places(name, path, stored, fused or {}):
+                    self._found[ours] = place
+                    weight, found, suffix = ours.rpartition("_scale")
+                    if found and weight.endswith(".weight") and suffix in ("", "_inv"):
+                        self._scales[weight] = ours
 
     def tensors(self) -> dict[str, StoredTensor]:
         result = {}
-        for name, (path, stored) in self._found.items():
-            found = self._files[path].get_slice(stored)
-            result[name] = StoredTensor(
-                tuple(found.get_shape()), found.get_dtype(), scales=name in self._scales.values()
-            )
+        for name, place in self._found.items():
+            found = self._files[place.path].get_slice(place.stored)
+            shape = tuple(found.get_shape())
+            span = place.span(shape)
+            shape = shape if span is None else (span.size, *shape[1:])
+            result[name] = StoredTensor(shape, found.get_dtype(), scales=name in self._scales.values())
         return result
 
     def where(self, name: str) -> str:
-        return str(self._found[name][0] if name in self._found else self._directory)
+        return str(self._found[name].path if name in self._found else self._directory)
 
     def read_into(self, name: str, slot: WeightSlot) -> None:
-        path, stored = self._found[name]
+        place = self._found[name]
         try:
-            tensor = self._files[path].get_slice(stored)[slot.index] if slot.is_part else self._read(name)
+            tensor = self._part(name, slot.index) if slot.is_part else self._read(name)
             if name in self._scales and slot.target.dtype in _WIDE:
                 tensor = _widened(tensor, self._read(self._scales[name]), slot)
             slot.target.copy_(tensor)
         except (OSError, SafetensorError, ValueError) as error:
-            raise ConfigError(f"{path}: tensor {stored} cannot be read: {error}") from error
+            raise ConfigError(f"{place.path}: tensor {place.stored} cannot be read: {error}") from error
 
     def kv_scales(self) -> dict[int, tuple[float, float]]:
         """The factors of a float8 cache's keys and values, of the layers that the checkpoint stores both for.
@@ -115,8 +127,21 @@ class SafetensorsSource:
         return tensor.item()
 
     def _read(self, name: str) -> Tensor:
-        path, stored = self._found[name]
-        tensor: Tensor = self._files[path].get_tensor(stored)
+        place = self._found[name]
+        if place.rows is not None:
+            return self._part(name, None)
+        tensor: Tensor = self._files[place.path].get_tensor(place.stored)
+        return tensor
+
+    def _part(self, name: str, index: tuple[slice, ...] | None) -> Tensor:
+        """A part of a tensor, or all that is ours of a stored one."""
+        place = self._found[name]
+        stored = self._files[place.path].get_slice(place.stored)
+        span = place.span(stored.get_shape())
+        if span is not None:
+            first, *rest = index or (slice(0, span.size),)
+            index = (slice(span.start + first.start, span.start + first.stop), *rest)
+        tensor: Tensor = stored[index or (slice(None),)]
         return tensor
 
 
@@ -149,7 +174,7 @@ def _widened(weight: Tensor, scales: Tensor, slot: WeightSlot) -> Tensor:
         return weight.float() * scales.view(())
     if scales.shape in ((rows,), (rows, 1)):
         return weight.float() * scales.view(-1, 1)[slot.index[0]]
-    if scales.shape != (-(-rows // _BLOCK), -(-columns // _BLOCK)):
+    if scales.shape != (-(-rows // BLOCK), -(-columns // BLOCK)):
         raise ValueError(f"its scales have shape {list(scales.shape)}")
-    each = scales.repeat_interleave(_BLOCK, 0)[slot.index[0]].repeat_interleave(_BLOCK, 1)[:, slot.index[1]]
+    each = scales.repeat_interleave(BLOCK, 0)[slot.index[0]].repeat_interleave(BLOCK, 1)[:, slot.index[1]]
     return weight.float() * each

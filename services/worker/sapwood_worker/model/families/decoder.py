@@ -122,7 +122,8 @@ class DecoderModel(Layer):
         self.norm = RMSNorm(width, config.rms_norm_eps, inside.inside("norm"))
         if config.labels is None:
             tied, softcap = self.embedding.table if config.tie_word_embeddings else None, config.final_softcap
-            self.head = VocabParallelHead(vocab, width, tied=tied, softcap=softcap, context=context.inside("lm_head"))
+            inside, scale = context.inside("lm_head"), config.logit_scale
+            self.head = VocabParallelHead(vocab, width, tied=tied, softcap=softcap, scale=scale, context=inside)
         else:
             count = len(config.labels.names)
             self.head = VocabParallelHead(count, width, tied=None, softcap=None, context=context.inside("score"))

@@ -9,6 +9,7 @@ from typing import Any
 
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.decoder import DecoderLayer
+from sapwood_worker.model.families.fused import FusedRows
 from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.kv_layout import attention_layout
@@ -32,6 +33,7 @@ class ModelFamily:
         gguf_names: Names of a layer's tensors in GGUF files that differ from family to family, and in Hugging Face's.
         gguf_interleaves: Whether GGUF files hold the rows of queries and keys in interleaved rotary order.
         prefixes: How names in Hugging Face checkpoints may begin, and how ours do instead.
+        fused: Projections that Hugging Face checkpoints store as one tensor, by the configuration.
         skipped: How names of tensors begin that are no part of the language model.
         kv_layout: What a token leaves in the KV cache, by the configuration, the cache's dtype and the page size.
     """
@@ -45,6 +47,7 @@ class ModelFamily:
     gguf_names: Mapping[str, str] = field(default_factory=lambda: _LLAMA_NORMS)
     gguf_interleaves: bool = False
     prefixes: Mapping[str, str] = field(default_factory=dict)
+    fused: Callable[[ModelConfig], FusedRows] = lambda config: {}
     skipped: tuple[str, ...] = ()
     kv_layout: Callable[[ModelConfig, str, int], KVLayout] = attention_layout
     classifiers: tuple[str, ...] = ()

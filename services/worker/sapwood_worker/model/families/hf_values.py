@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,17 @@ class HfValues:
         family: The family's name.
         given: The settings in the file.
         values: The settings with the family's defaults for those that the file leaves out.
+        neighbours: Whether rotary embeddings turn neighbours in a head together.
     """
 
     family: str
     given: Mapping[str, Any]
     values: Mapping[str, Any]
+    neighbours: bool = False
+
+    def interleaved(self) -> HfValues:
+        """The same for a family whose rotary embeddings turn neighbours in a head together."""
+        return replace(self, neighbours=True)
 
     @property
     def layers(self) -> int:
@@ -119,15 +125,19 @@ class HfValues:
         window = int(self.values["sliding_window"])
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
-    def rope(self, given: Mapping[str, Any] | None, theta: float, *, interleaved: bool = False) -> RopeConfig:
+    def one_window(self) -> tuple[int | None, ...]:
+        """The windows of layers that all have the same, if the file gives one."""
+        window = self.values.get("sliding_window")
+        return (None if window is None else int(window),) * self.layers
+
+    def rope(self, given: Mapping[str, Any] | None, theta: float) -> RopeConfig:
         """A rotary embedding.
 
         Args:
             given: ``rope_scaling``, or ``rope_parameters`` of newer files; None: there is none.
             theta: The base if ``given`` has none.
-            interleaved: Whether neighbours in a head are turned together.
 
         Raises:
             ValueError: Its kind is not supported.
         """
-        return read_rope(given, theta, self.values, self.head_dim, interleaved=interleaved)
+        return read_rope(given, theta, self.values, self.head_dim, interleaved=self.neighbours)

@@ -73,6 +73,7 @@ class VocabParallelHead(Layer):
         hidden_size: Width of the hidden states.
         tied: The embedding's table, if it is the head's, too; checkpoints then have no tensor for the head.
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
+        scale: Factor on logits before that.
         context: Where and how it is built.
     """
 
@@ -84,8 +85,10 @@ class VocabParallelHead(Layer):
         tied: VocabTable | None,
         softcap: float | None,
         context: LayerContext,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
+        self._scale = scale
         self._group = context.split_over
         self._vocab_size = vocab_size
         self._method = (VocabTable(vocab_size, hidden_size, context) if tied is None else tied).method
@@ -106,6 +109,8 @@ class VocabParallelHead(Layer):
             logits = self._method.apply(norm(hidden))
         if self._group is not None:
             logits = self._group.all_gather(logits)[:, : self._vocab_size].contiguous()
+        if self._scale != 1.0:
+            logits = logits.float().mul_(self._scale)
         if self._softcap is not None:
             logits = logits.float().div_(self._softcap).tanh_().mul_(self._softcap)
         return logits

@@ -6,39 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
-from sapwood_worker.model.attention.backend import AttentionPlan
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.families.decoder import Angles, DecoderLayer
+from sapwood_worker.model.families.dense.layer_orders import SandwichDecoderLayer
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.gguf_values import GgufValues
 from sapwood_worker.model.families.hf_values import HfValues
-from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.rotary import RopeConfig
-
-
-class Gemma3DecoderLayer(DecoderLayer):
-    """Norms before and after attention and MLP."""
-
-    def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
-        super().__init__(config, index, context)
-        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = map(self.norm, self.norm_names())
-
-    @staticmethod
-    def norm_names() -> tuple[str, ...]:
-        return (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        )
-
-    def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
-        hidden += self.after_attention(self.attention(hidden, self.before_attention, angles, plan))
-        hidden += self.after_mlp(self.mlp(hidden, self.before_mlp))
-        return hidden
-
 
 # Values that GGUF files do not state.
 _LOCAL_THETA, _PATTERN, _27B_LAYERS = 10_000.0, 6, 62
@@ -101,7 +74,7 @@ GEMMA3 = ModelFamily(
     name="gemma3",
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     classifiers=("Gemma3TextForSequenceClassification",),
-    layer=Gemma3DecoderLayer,
+    layer=SandwichDecoderLayer,
     defaults={
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,

@@ -1,4 +1,4 @@
-"""Mistral: Llama's layers, with a window over all of them in its first versions."""
+"""Mistral and Ministral: Llama's layers, with a window over all or some of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from sapwood_worker.model.families.llama import LlamaDecoderLayer
 
 
 def _from_hf(found: HfValues) -> ModelConfig:
-    config, window = found.llama(), found.values.get("sliding_window")
-    return config if window is None else replace(config, windows=(int(window),) * config.num_layers)
+    kinds = found.values.get("layer_types")
+    windows = found.one_window() if kinds is None else found.windows(kinds)
+    return replace(found.llama(), windows=windows)
 
 
 MISTRAL = ModelFamily(
     name="mistral",
-    architectures=("MistralForCausalLM",),
-    classifiers=("MistralForSequenceClassification",),
+    architectures=("MistralForCausalLM", "MinistralForCausalLM"),
+    classifiers=("MistralForSequenceClassification", "MinistralForSequenceClassification"),
     layer=LlamaDecoderLayer,
     defaults={"tie_word_embeddings": False, "rope_theta": 10_000.0, "sliding_window": 4096},
     from_hf=_from_hf,

@@ -1,0 +1,59 @@
+"""Tiny configurations of the dense families, as transformers names their settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope", "rope_theta": 1e4,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.5 * i for i in range(8)],
+}  # fmt: skip
+_WHOLE_HEADS: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+"""For families that do not say how wide a head is: the width of the model over the number of heads, 16."""
+
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "ernie": ("Ernie4_5Config", {"use_bias": True}),
+    "gemma": ("GemmaConfig", {}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "sliding_window": 13, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 8.0,
+        },
+    ),
+    "glm": ("GlmConfig", {}),
+    "glm4": ("Glm4Config", {"attention_bias": False, "tie_word_embeddings": True}),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.0,
+            "attention_bias": True, "tie_word_embeddings": True,
+        },
+    ),
+    "ministral": (
+        "MinistralConfig",
+        {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
+    "phi3": ("Phi3Config", {**_WHOLE_HEADS, "sliding_window": 21}),
+    "phi3-longrope": (
+        "Phi3Config",
+        {
+            **_WHOLE_HEADS, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi3-partly-rotated": (
+        "Phi3Config",
+        {**_WHOLE_HEADS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    ),
+    "qwen2.5-yarn": (
+        "Qwen2Config",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "smollm3": ("SmolLM3Config", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+}  # fmt: skip
+"""Name -> the class of transformers' configuration, and what differs from what all tiny models have."""

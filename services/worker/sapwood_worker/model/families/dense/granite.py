@@ -1,0 +1,64 @@
+"""Granite 3 and 4, dense: Llama's layers with factors on embedding, attention, residuals and logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from sapwood_worker.model.attention.backend import AttentionPlan
+from sapwood_worker.model.config import ModelConfig
+from sapwood_worker.model.families.decoder import Angles
+from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.gguf_values import GgufValues
+from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.families.llama import LlamaDecoderLayer
+from sapwood_worker.model.layers.context import LayerContext
+
+
+class GraniteDecoderLayer(LlamaDecoderLayer):
+    """What attention and MLP give is multiplied before it is added."""
+
+    def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
+        super().__init__(config, index, context)
+        self._scale = config.residual_scale
+
+    def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
+        hidden.add_(self.attention(hidden, self.before_attention, angles, plan), alpha=self._scale)
+        return hidden.add_(self.mlp(hidden, self.before_mlp), alpha=self._scale)
+
+
+def _from_hf(found: HfValues) -> ModelConfig:
+    values = found.values
+    return replace(
+        found.llama(),
+        embedding_scale=float(values["embedding_multiplier"]),
+        attention_scale=float(values["attention_multiplier"]),
+        residual_scale=float(values["residual_multiplier"]),
+        logit_scale=1.0 / float(values["logits_scaling"]),
+    )
+
+
+def _from_gguf(values: GgufValues) -> ModelConfig:
+    config = values.llama()
+    return replace(
+        config,
+        embedding_scale=float(values.get("embedding_scale", 1.0)),
+        attention_scale=float(values.get("attention.scale", config.attention_scale)),
+        residual_scale=float(values.get("residual_scale", 1.0)),
+        logit_scale=1.0 / float(values.get("logit_scale", 1.0)),
+    )
+
+
+GRANITE = ModelFamily(
+    name="granite",
+    architectures=("GraniteForCausalLM",),
+    layer=GraniteDecoderLayer,
+    defaults={
+        "tie_word_embeddings": False, "rope_theta": 10_000.0, "embedding_multiplier": 1.0, "attention_multiplier": 1.0,
+        "residual_multiplier": 1.0, "logits_scaling": 1.0,
+    },
+    from_hf=_from_hf,
+    from_gguf=_from_gguf,
+    gguf_interleaves=True,
+)  # fmt: skip

@@ -1,0 +1,94 @@
+"""Logits of the dense families equal transformers' to float32 rounding, in chunks, mixed steps and split over ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from sapwood_common.errors import ConfigError
+from sapwood_testing.worker.dense_models import DENSE
+from sapwood_testing.worker.split_models import SHAPE, load, logits_of
+from sapwood_testing.worker.thread_ranks import run_ranks
+from sapwood_worker.model.distributed.parallel import Parallel
+
+# Differences are relative to the largest logit; float32 with other orders of summation.
+TOLERANCE = 2e-5
+
+
+def tokens_of(length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 97, (length,), generator=generator).tolist()
+
+
+def assert_same_logits(ours, theirs):
+    scale = theirs.abs().max().item()
+    assert scale > 1.0
+    worst = (ours - theirs).abs().max().item()
+    assert worst <= TOLERANCE * scale, f"largest difference {worst:.2e} of {scale:.2e}"
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_logits_of_chunks_and_decodes_together_equal_transformers(tiny_model, make_runner, make_driver, name):
+    tiny = tiny_model(name)
+    driver = make_driver(make_runner(tiny.path, page_size=8))
+    prompts = {5: tokens_of(83), 2: tokens_of(47, seed=1)}
+    for slot, tokens in prompts.items():
+        driver.add(slot, tokens)
+    parts = {slot: [] for slot in prompts}
+    # Whole chunks over a cached prefix, decodes alone and beside a chunk.
+    for chunks in ({5: 40, 2: 7}, {2: 38}, {5: 41}, {5: 1, 2: 1}, {2: 1, 5: 1}):
+        logits = driver.runner.logits(driver.output(chunks))
+        for slot, part in zip(chunks, logits.split(list(chunks.values())), strict=True):
+            parts[slot].append(part)
+    for slot, tokens in prompts.items():
+        assert_same_logits(torch.cat(parts[slot]), tiny.logits(tokens))
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_logits_of_two_ranks_are_those_of_one(tiny_model, name):
+    width = {"hidden_size": 128} if DENSE[name][1].get("hidden_size") else {}
+    path = tiny_model(name, **SHAPE, **width).path
+    tokens = tokens_of(23)
+    whole = logits_of(load(path), tokens)
+    parts = run_ranks(2, lambda group: logits_of(load(path, Parallel(tp=group)), tokens, Parallel(tp=group)))
+    assert torch.equal(parts[0], parts[1])
+    assert_same_logits(parts[0], whole)
+
+
+def test_short_contexts_are_divided_by_longropes_short_list(tiny_model, make_runner, make_driver):
+    tiny = tiny_model("phi3-longrope")
+    tokens = tokens_of(32)
+    logits = {}
+    for length in (32, 33):
+        driver = make_driver(make_runner(tiny.path, context_length=length))
+        driver.add(0, tokens)
+        logits[length] = driver.runner.logits(driver.output({0: 32}))
+    assert_same_logits(logits[32], tiny.logits(tokens))
+    assert (logits[33] - logits[32]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("phi3", {"num_key_value_heads": 2}, r"self_attn.qkv_proj.weight has shape \[192, 96\], .* asks for 160 rows"),
+        ("phi3", {"intermediate_size": 64}, r"mlp.gate_up_proj.weight has shape \[160, 96\], .* asks for 128 rows"),
+        (
+            "phi3-longrope",
+            {"rope_parameters": {"rope_type": "yarns"}},
+            "rotary embedding type 'yarns' is not supported",
+        ),
+        ("gemma", {"hidden_act": "relu"}, "hidden_act: activation 'relu' is not supported"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 4 layers"),
+        ("granite", {"num_hidden_layers": 5}, r"tensors model.layers.4.input_layernorm.weight.* are missing"),
+    ],
+)
+def test_what_does_not_fit_is_named(tiny_model, tmp_path, name, changes, message):
+    path = shutil.copytree(tiny_model(name).path, tmp_path / "model")
+    given = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(given | changes))
+    with pytest.raises(ConfigError, match=message):
+        load(path)

@@ -21,7 +21,7 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.models.gguf_file import GgufFile
 from sapwood_common.models.model_files import demo_path
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_testing.worker.dense_models import DENSE
+from sapwood_testing.models.dense_models import DENSE
 from sapwood_testing.worker.mooncake_cluster import MooncakeCluster, mooncake_is_installed
 from sapwood_testing.worker.steps import Part, step_for
 from sapwood_worker.model.loader import load_model

@@ -11,7 +11,7 @@ import torch
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.gguf.products import load_library
 from sapwood_kernels.ops.factory import device_ops
-from sapwood_testing.worker.gguf_files import write_gguf
+from sapwood_testing.models.gguf_files import write_gguf
 from sapwood_testing.worker.thread_ranks import ThreadGroup
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.loader import load_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sapwood_common.errors import ConfigError
-from sapwood_testing.worker.dense_models import DENSE
+from sapwood_testing.models.dense_models import DENSE
 from sapwood_testing.worker.split_models import SHAPE, load, logits_of
 from sapwood_testing.worker.thread_ranks import run_ranks
 from sapwood_worker.model.distributed.parallel import Parallel

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from sapwood_worker.model.attention.backend import AttentionLayer
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.families.dense.gemma3 import GEMMA3, Gemma3DecoderLayer
+from sapwood_worker.model.families.dense.gemma3 import GEMMA3
+from sapwood_worker.model.families.dense.layer_orders import SandwichDecoderLayer
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.latent_attention import LatentAttention, LatentConfig
@@ -49,7 +50,7 @@ class _NormedAttention(LatentAttention):
         return super()._rotated((self.k_norm if x.shape[1] == 1 else self.q_norm)(x), angles)
 
 
-class _TwinLayer(Gemma3DecoderLayer):
+class _TwinLayer(SandwichDecoderLayer):
     def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__(config, index, context)
         self.attention = _NormedAttention(config, index, context.inside("self_attn"))

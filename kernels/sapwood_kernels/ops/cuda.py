@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from sapwood_kernels import triton_activation, triton_float8, triton_gemv, triton_logits, triton_norm, triton_sampling
-from sapwood_kernels.ops.device import DeviceOps, Fence, Float8, Gate, HostCopies, OneRow, StoreHeads
+from sapwood_kernels.experts import triton_experts
+from sapwood_kernels.experts.activation import ClampedGate
+from sapwood_kernels.experts.stack import DenseStack, ExpertStack
+from sapwood_kernels.ops.device import DeviceOps, ExpertSum, Fence, Float8, Gate, HostCopies, OneRow, StoreHeads
 from sapwood_kernels.quantised import triton_grouped, triton_int8, triton_row
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_kernels.rotary_pairs import RotaryPairs
@@ -91,6 +94,12 @@ class CudaOps(DeviceOps):
 
     def grouped_row(self, weight: GroupedWeight, bias: Tensor | None) -> OneRow | None:
         return partial(triton_row.row_product, weight=weight, bias=bias) if triton_row.serves(weight) else None
+
+    def expert_sum(self, gate_up: ExpertStack, down: ExpertStack, gate: Gate | ClampedGate) -> ExpertSum:
+        if not isinstance(gate_up, DenseStack) or not isinstance(down, DenseStack):
+            return super().expert_sum(gate_up, down, gate)
+        activate = gate if isinstance(gate, ClampedGate) else self.gated(gate)
+        return partial(triton_experts.expert_sum, gate_up=gate_up, down=down, activate=activate)
 
     def int8_product(self, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
         return triton_int8.product(x, weight, scales, self.processors)

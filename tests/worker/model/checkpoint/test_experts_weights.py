@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -119,3 +121,74 @@ def test_experts_are_read_into_their_places_alone(sparse):
     assert len(stored) == 18
     assert len({slots[name].target.untyped_storage().data_ptr() for name in stored}) == 2
     assert all(torch.equal(slots[name].target, tensor) for name, tensor in stored.items())
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import torch
+from sapwood_kernels.ops.factory import device_ops
+from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
+from sapwood_worker.model.loader import load_model
+
+def held():
+    [line] = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
+    return int(line.split()[1]) << 10
+
+def read_into(self, name, slot):
+    read(self, name, slot)
+    found.append(held())
+
+read, SafetensorsSource.read_into = SafetensorsSource.read_into, read_into
+torch.ones(64, 64) @ torch.ones(64, 64)  # what torch sets up once
+found = [held()]
+model = load_model(
+    Path(sys.argv[1]), "auto", torch.bfloat16, device_ops("cpu"), context_length=64, threads=1, seed=0
+)
+print(max(*found, held()) - found[0])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the memory in use")
+def test_loading_takes_little_more_memory_than_the_model(tmp_path):
+    """Shards of 300 MB; memory of the process's own, which the mapped files are not."""
+    hidden, inner, experts, layers = 512, 512, 48, 4
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 512, "hidden_size": hidden, "intermediate_size": 512,
+        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "max_position_embeddings": 64, "num_experts": experts, "num_experts_per_tok": 4, "moe_intermediate_size": inner,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def zeros(*sizes):
+        return torch.zeros(*sizes, dtype=torch.bfloat16)
+
+    index = {}
+    for layer in range(layers):
+        stem = f"model.layers.{layer}"
+        tensors = {f"{stem}.{name}_layernorm.weight": zeros(hidden) for name in ("input", "post_attention")}
+        tensors |= {f"{stem}.self_attn.{name}_norm.weight": zeros(64) for name in "qk"}
+        tensors |= {
+            f"{stem}.self_attn.{name}_proj.weight": zeros(size, hidden)
+            for name, size in (("q", 256), ("k", 128), ("v", 128))
+        }
+        tensors |= {
+            f"{stem}.self_attn.o_proj.weight": zeros(hidden, 256),
+            f"{stem}.mlp.gate.weight": zeros(experts, hidden),
+        }
+        for name in (f"{stem}.mlp.experts.{expert}" for expert in range(experts)):
+            tensors |= {f"{name}.{part}_proj.weight": zeros(inner, hidden) for part in ("gate", "up")}
+            tensors[f"{name}.down_proj.weight"] = zeros(hidden, inner)
+        if layer == 0:
+            tensors |= {"model.embed_tokens.weight": zeros(512, hidden), "lm_head.weight": zeros(512, hidden)}
+            tensors["model.norm.weight"] = zeros(hidden)
+        file = f"model-{layer + 1:05}-of-{layers:05}.safetensors"
+        save_file(tensors, tmp_path / file)
+        index |= dict.fromkeys(tensors, file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+    command = [sys.executable, "-c", PEAK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert 0.9 * size < int(done.stdout) < 1.1 * size

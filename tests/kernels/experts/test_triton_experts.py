@@ -1,0 +1,97 @@
+"""The sum of a token's experts by Triton's grouped products, on a GPU or interpreted, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sapwood_kernels import reference
+from sapwood_kernels.experts.activation import ClampedGate
+from sapwood_kernels.experts.reference import expert_sum
+from sapwood_kernels.experts.stack import DenseStack, StackOfProducts
+
+pytest.importorskip("triton", reason="Triton is not installed")
+triton_experts = pytest.importorskip("sapwood_kernels.experts.triton_experts")
+cuda = pytest.importorskip("sapwood_kernels.ops.cuda")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EXPERTS = 6
+
+
+def made(tokens, chosen, dtype, *, bias=False, width=72, inner=20):
+    generator = torch.Generator().manual_seed(tokens)
+
+    def numbers(*sizes):
+        return (torch.randn(*sizes, generator=generator) / sizes[-1] ** 0.5).to(dtype).to(DEVICE)
+
+    gate_up = DenseStack(numbers(EXPERTS, 2 * inner, width), numbers(EXPERTS, 2 * inner) if bias else None)
+    down = DenseStack(numbers(EXPERTS, width, inner), numbers(EXPERTS, width) if bias else None)
+    # Expert 4 is hit by none.
+    among = torch.tensor([each for each in range(EXPERTS) if each != 4])
+    ids = torch.stack([among[torch.randperm(5, generator=generator)[:chosen]] for _ in range(tokens)]).to(DEVICE)
+    weights = torch.rand(tokens, chosen, generator=generator).to(DEVICE)
+    return numbers(tokens, width) * 8, ids, weights, gate_up, down
+
+
+def near(ours, theirs, limit):
+    assert ours.dtype == theirs.dtype
+    assert (ours.float() - theirs.float()).abs().max() <= limit * theirs.float().abs().max()
+
+
+@pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (1, 4), (9, 2), (50, 5)])
+def test_the_sum_is_the_references(tokens, chosen):
+    parts = made(tokens, chosen, torch.float32)
+    near(*(each(*parts, reference.silu_mul) for each in (triton_experts.expert_sum, expert_sum)), 1e-5)
+
+
+# The interpreter's products of bfloat16 are wrong.
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16])
+def test_half_precision_with_biases_and_a_clamped_gate(dtype):
+    parts = made(11, 3, dtype, bias=True)
+    near(*(each(*parts, ClampedGate(limit=1.0)) for each in (triton_experts.expert_sum, expert_sum)), 0.02)
+
+
+@pytest.mark.parametrize("height", [16, 32])
+@pytest.mark.parametrize(("tokens", "chosen"), [(1, 2), (7, 5), (90, 3)])
+def test_each_pair_has_one_place_in_a_tile_of_its_expert(tokens, chosen, height):
+    _, ids, *_ = made(tokens, chosen, torch.float32)
+    tiles = triton_experts.align(ids, EXPERTS, height)
+    places = tiles.places.view(len(tiles.experts), height).tolist()
+    pairs = ids.flatten().tolist()
+    found = [pair for row in places for pair in row if pair < len(pairs)]
+    assert sorted(found) == list(range(len(pairs)))
+    for expert, row in zip(tiles.experts.tolist(), places, strict=True):
+        assert {pairs[pair] for pair in row if pair < len(pairs)} == ({expert} if expert < EXPERTS else set())
+
+
+def test_shapes_do_not_depend_on_what_is_chosen():
+    alike = torch.zeros(40, 2, dtype=torch.int64, device=DEVICE)
+    spread = torch.arange(80, device=DEVICE).view(40, 2) % EXPERTS
+    shapes = [
+        (len(each.places), len(each.experts))
+        for each in (triton_experts.align(ids, EXPERTS, 16) for ids in (alike, spread))
+    ]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "experts", "height"), [(8, 128, 16), (4096, 128, 32), (4097, 128, 64), (65536, 8, 128)]
+)
+def test_a_tile_is_as_high_as_an_expert_has_tokens(pairs, experts, height):
+    assert triton_experts.tile_height(pairs, experts) == height
+
+
+def test_a_gpu_takes_the_kernel_for_experts_in_the_models_dtype_only(monkeypatch):
+    ops = cuda.CudaOps(torch.device(DEVICE))
+    parts = made(5, 2, torch.float32)
+    expected = expert_sum(*parts, reference.silu_mul)
+    taken = []
+    product = triton_experts.product
+    monkeypatch.setattr(triton_experts, "product", lambda *args: (taken.append(args), product(*args))[1])
+    near(ops.expert_sum(*parts[3:], "silu")(*parts[:3]), expected, 1e-5)
+    assert len(taken) == 2
+    others = [
+        StackOfProducts([lambda x, e=e, s=s: s.product(e, x) for e in range(EXPERTS)], s.outputs) for s in parts[3:]
+    ]
+    near(ops.expert_sum(*others, "silu")(*parts[:3]), expected, 1e-5)
+    assert len(taken) == 2

@@ -67,6 +67,10 @@ KEYED_FLOODS = (
     Flood(
         "JSON numbers of a megabyte", "http", _bodies(_of_prompt(b'"a", "seed": %b' % (b"9" * 1_000_000))), keyed=True
     ),
+    Flood("prompts of 8 MB", "http", _bodies(_of_prompt(b'"%b"' % (b"a " * 4_000_000))), keyed=True),
+    Flood(
+        "prompts of too many numbers", "http", _bodies(_of_prompt(b"[%b]" % b",".join([b"7"] * 1_200_000))), keyed=True
+    ),
     Flood("prompts of 15 MB", "http", _bodies(_of_prompt(b'"%b"' % (b"a " * 7_500_000))), keyed=True),
     Flood("gzip bombs with a key", "grpc", _calls(bytes(_MOST)), keyed=True),
     Flood("gzip bombs of a million stops", "grpc", _calls(_with_stops()), keyed=True),

@@ -16,10 +16,13 @@ from router_load.mock_engine import WORD
 from router_load.mock_worker import CHARACTERS_A_TOKEN
 
 from sapwood.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.serving.server import ServiceServer, serve_until_stopped
 
 _NAME = "sapwood.v1.Tokenizer"
 _SESSIONS = frozenset({f"/{_NAME}/Detokenize", f"/{_NAME}/Encode"})
+_MOST_BYTES = 8 * 1024 * 1024
+"""As the real one has it by default."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -30,8 +33,15 @@ def encode(text: str) -> array[int]:
 
 
 def tokenize(request: tokenizer_pb2.TokenizeRequest) -> tokenizer_pb2.TokenizeResponse:
-    """Its texts' tokens."""
-    return tokenizer_pb2.TokenizeResponse(sequences=[common_pb2.TokenIds(ids=encode(t)) for t in request.texts])
+    """Its texts' tokens.
+
+    Raises:
+        InvalidArgumentError: A text has more than are asked for.
+    """
+    encoded = [encode(text) for text in request.texts]
+    if request.HasField("max_tokens") and max(map(len, encoded)) > request.max_tokens:
+        raise InvalidArgumentError(f"a text is longer than the limit of {request.max_tokens} tokens", field="texts[0]")
+    return tokenizer_pb2.TokenizeResponse(sequences=[common_pb2.TokenIds(ids=ids) for ids in encoded])
 
 
 def apply_chat_template(
@@ -51,7 +61,9 @@ class MockTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def GetInfo(  # noqa: N802
         self, request: tokenizer_pb2.GetInfoRequest, context: Context
     ) -> tokenizer_pb2.GetInfoResponse:
-        return tokenizer_pb2.GetInfoResponse(model="mock", vocab_size=2**32 - 1, has_chat_template=True)
+        return tokenizer_pb2.GetInfoResponse(
+            model="mock", vocab_size=2**32 - 1, has_chat_template=True, max_text_bytes=_MOST_BYTES
+        )
 
     async def ApplyChatTemplate(  # noqa: N802
         self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: Context

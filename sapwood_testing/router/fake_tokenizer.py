@@ -102,6 +102,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             raise InvalidArgumentError("no gaps", field="suffix")
         bare = request.HasField("add_special_tokens") and not request.add_special_tokens
         sequences = [common_pb2.TokenIds(ids=encode(text, self._offset)[bare:]) for text in request.texts]
+        _check_size(request, max((len(sequence.ids) for sequence in sequences), default=0), "texts[0]")
         return tokenizer_pb2.TokenizeResponse(sequences=sequences)
 
     async def ApplyChatTemplate(  # noqa: N802
@@ -129,8 +130,10 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
                     field_name = f"messages[{index}].tool_calls[{number}].arguments"
                     raise InvalidArgumentError("the arguments of a call are a JSON object", field=field_name)
         text = "".join(f"<{message.role}>{message.content}" for message in request.messages) + "<assistant>"
+        tokens = encode(text, self._offset)
+        _check_size(request, len(tokens), "messages")
         return tokenizer_pb2.ApplyChatTemplateResponse(
-            text=text, tokens=common_pb2.TokenIds(ids=encode(text, self._offset)), reasoning_open=self.reasoning_open
+            text=text, tokens=common_pb2.TokenIds(ids=tokens), reasoning_open=self.reasoning_open
         )
 
     def Encode(  # noqa: N802
@@ -252,6 +255,15 @@ def _feed(
     output.tokens_consumed = stream.consumed
     stream.parser.feed(output)
     return output
+
+
+def _check_size(
+    request: tokenizer_pb2.TokenizeRequest | tokenizer_pb2.ApplyChatTemplateRequest, tokens: int, field: str
+) -> None:
+    if request.HasField("max_tokens") and tokens > request.max_tokens:
+        raise InvalidArgumentError(
+            f"a text of {tokens} tokens is longer than the limit of {request.max_tokens}", field=field
+        )
 
 
 def _from_json(text: str) -> Any:

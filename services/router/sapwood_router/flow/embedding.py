@@ -7,7 +7,9 @@ generations. What workers hold of the texts does not decide where they go: one c
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from sapwood_common.contract.limits import MOST_EMBEDDED
 from sapwood_common.errors import DeadlineExceededError, InvalidArgumentError, SapwoodError
@@ -93,7 +95,7 @@ class Embedder:
         cost = sum(map(_cost, request.inputs))
         place = self._shared.admission.reserve(model, request.caller, cost, request.deadline)
         try:
-            sequences = await self._encode(request)
+            sequences = await self._encode(request, served)
             most = served.context_length if request.max_tokens == -1 else request.max_tokens or 0
             _check_dimensions(request.dimensions, served)
             found = await self._ask(model, request, sequences, most, place)
@@ -108,11 +110,17 @@ class Embedder:
         assert served is not None
         return served
 
-    async def _encode(self, request: EmbedRequest) -> list[list[int]]:
+    async def _encode(self, request: EmbedRequest, served: ServedModel) -> list[list[int]]:
         texts = [item for item in request.inputs if isinstance(item, str)]
         client = self._tokenizers.of(request.model).client
         salt = request.caller.cache_salt
-        encoded = iter(await client.encode_texts(texts, request.request_id, request.deadline, salt) if texts else ())
+        most_tokens = None  # the worker cuts them
+        if request.max_tokens is None and not served.embedded_tokens:
+            most_tokens = partial(self._shared.registry.context_length, served.model)
+        encoded: Iterator[list[int]] = iter(())
+        if texts:
+            own = request.request_id, request.deadline, salt
+            encoded = iter(await client.encode_texts(texts, *own, most_tokens=most_tokens))
         pairs = [item for item in request.inputs if isinstance(item, TextPair)]
         joined = iter(await encode_pairs(client, pairs, request) if pairs else ())
         sequences = []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,11 +19,13 @@ from sapwood_router.tokenizer.convert import to_turns
 from sapwood_router.tokenizer.large_texts import LARGE, LargeTexts
 from sapwood_router.tokenizer.replica import TokenizerReplica
 
+MostTokens = Callable[[], int]
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
 
 _PAUSE = 0.1
 _TOKENS_A_REQUEST = 16384
+_AT_ONCE = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,14 @@ class TokenizerInfo:
         vocab_size: Every token id is below it.
         tool_parser, reasoning_parser: Its names of the parsers that fit the model; "" where none does.
         pair: How it joins two texts; None: it does not say.
+        max_text_bytes: Of the longest text, or conversation, that it encodes; 0: it does not say.
     """
 
     vocab_size: int
     tool_parser: str
     reasoning_parser: str
     pair: PairTemplate | None
+    max_text_bytes: int
 
 
 class TokenizerClient:
@@ -100,8 +104,8 @@ class TokenizerClient:
         deadline: float,
         cache_salt: str = "",
         *,
-        most_tokens: Callable[[], int] = lambda: sys.maxsize,
-    ) -> list[int]:
+        most_tokens: MostTokens | None = None,
+    ) -> Sequence[int]:
         """The tokens of a text, special tokens added.
 
         Args:
@@ -109,22 +113,17 @@ class TokenizerClient:
             request_id: For the service's log.
             deadline: On the event loop's clock.
             cache_salt: Whose it is: the service shares what it keeps only under the same one.
-            most_tokens: Says how many a long text may have.
+            most_tokens: Says how many a long text may have; the service refuses one that has more.
 
         Raises:
             InvalidArgumentError: A long text has more.
+            ResourceExhaustedError: Too many long texts wait.
         """
-        if len(text) < LARGE:
-            (encoded,) = await self.encode_texts([text], request_id, deadline, cache_salt)
-            return encoded
-        async with self._large.turn(deadline):
-            request = tokenizer_pb2.TokenizeRequest(texts=[text], cache_salt=cache_salt)
-            (sequence,) = await self._tokenize(request, request_id, deadline)
-            most = most_tokens()
-            if len(sequence.ids) > most:
-                problem = f"the prompt has {len(sequence.ids)} tokens, the context holds {most}"
-                raise InvalidArgumentError(problem, field="texts")
-            return list(sequence.ids)
+        own, large = (request_id, deadline, cache_salt), len(text) >= LARGE
+        async with self._large_turn("texts", len(text), *own) if large else _AT_ONCE:
+            request = tokenizer_pb2.TokenizeRequest(texts=(text,), cache_salt=cache_salt)
+            (sequence,) = await self._tokenize(request, request_id, deadline, most_tokens if large else None)
+            return sequence.ids
 
     async def encode_texts(
         self,
@@ -135,52 +134,78 @@ class TokenizerClient:
         *,
         bare: bool = False,
         add_special: bool = True,
+        most_tokens: MostTokens | None = None,
     ) -> list[list[int]]:
-        """The tokens of several texts; arguments as of :meth:`encode_text`.
+        """The tokens of several texts; arguments, and what it raises, as of :meth:`encode_text`.
 
         Args:
             bare: No special tokens are added, nor read out of the text.
             add_special: Whether the model's own are added; not where ``bare``.
         """
-        request = tokenizer_pb2.TokenizeRequest(texts=texts, cache_salt=cache_salt)
-        if bare:
-            request.add_special_tokens = request.parse_special_tokens = False
-        elif not add_special:
-            request.add_special_tokens = False
-        if sum(map(len, texts)) < LARGE:
-            return [list(sequence.ids) for sequence in await self._tokenize(request, request_id, deadline)]
-        async with self._large.turn(deadline):
-            return [list(sequence.ids) for sequence in await self._tokenize(request, request_id, deadline)]
+        own, sizes = (request_id, deadline, cache_salt), [len(text) for text in texts]
+        large = sum(sizes) >= LARGE
+        async with self._large_turn("texts", max(sizes), *own) if large else _AT_ONCE:
+            request = tokenizer_pb2.TokenizeRequest(texts=texts, cache_salt=cache_salt)
+            if bare:
+                request.add_special_tokens = request.parse_special_tokens = False
+            elif not add_special:
+                request.add_special_tokens = False
+            sequences = await self._tokenize(request, request_id, deadline, most_tokens if large else None)
+            return [list(sequence.ids) for sequence in sequences]
 
     async def encode_gap(
-        self, prompt: TextPrompt, request_id: str, deadline: float, cache_salt: str = ""
+        self,
+        prompt: TextPrompt,
+        request_id: str,
+        deadline: float,
+        cache_salt: str = "",
+        *,
+        most_tokens: MostTokens | None = None,
     ) -> EncodedGap:
         """The tokens of a prompt with a suffix; arguments as of :meth:`encode_text`.
 
         Raises:
             InvalidArgumentError: The model fills no gaps; the field is ``suffix``.
         """
-        request = tokenizer_pb2.TokenizeRequest(texts=[prompt.text], suffix=prompt.suffix, cache_salt=cache_salt)
-        answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
-        return EncodedGap(list(answer.sequences[0].ids), tuple(answer.end_token_ids))
+        own, size = (request_id, deadline, cache_salt), max(len(prompt.text), len(prompt.suffix))
+        large = size >= LARGE
+        async with self._large_turn("texts", size, *own) if large else _AT_ONCE:
+            request = tokenizer_pb2.TokenizeRequest(texts=(prompt.text,), suffix=prompt.suffix, cache_salt=cache_salt)
+            if large and most_tokens is not None:
+                request.max_tokens = most_tokens()
+            answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
+            return EncodedGap(list(answer.sequences[0].ids), tuple(answer.end_token_ids))
 
     async def encode_chat(
-        self, prompt: ChatPrompt, request_id: str, deadline: float, cache_salt: str = ""
+        self,
+        prompt: ChatPrompt,
+        request_id: str,
+        deadline: float,
+        cache_salt: str = "",
+        *,
+        most_tokens: MostTokens | None = None,
     ) -> EncodedChat:
-        """The tokens of a conversation, rendered with the model's template and opened for the assistant's turn."""
-        request = tokenizer_pb2.ApplyChatTemplateRequest(
-            messages=to_turns(prompt.turns),
-            tools=prompt.tools,
-            template_variables=prompt.template_variables,
-            add_generation_prompt=prompt.add_generation_prompt,
-            continue_final_message=prompt.continue_final_message,
-            cache_salt=cache_salt,
-        )
-        answer = await self._patiently(
-            lambda replica: replica.apply_chat_template(request, request_id, deadline), deadline
-        )
-        reasoning_open = answer.reasoning_open if answer.HasField("reasoning_open") else None
-        return EncodedChat(list(answer.tokens.ids), reasoning_open)
+        """The tokens of a conversation, rendered with the model's template and opened for the assistant's turn; arguments, and
+        what it raises, as of :meth:`encode_text`.
+        """
+        size = len(prompt.tools) + sum(len(turn.content or "") for turn in prompt.turns)
+        own, large = (request_id, deadline, cache_salt), size >= LARGE
+        async with self._large_turn("messages", size, *own) if large else _AT_ONCE:
+            request = tokenizer_pb2.ApplyChatTemplateRequest(
+                messages=to_turns(prompt.turns),
+                tools=prompt.tools,
+                template_variables=prompt.template_variables,
+                add_generation_prompt=prompt.add_generation_prompt,
+                continue_final_message=prompt.continue_final_message,
+                cache_salt=cache_salt,
+            )
+            if large and most_tokens is not None:
+                request.max_tokens = most_tokens()
+            answer = await self._patiently(
+                lambda replica: replica.apply_chat_template(request, request_id, deadline), deadline
+            )
+            reasoning_open = answer.reasoning_open if answer.HasField("reasoning_open") else None
+            return EncodedChat(list(answer.tokens.ids), reasoning_open)
 
     async def info(self, request_id: str, deadline: float) -> TokenizerInfo:
         """What it says of itself. The service is asked once, and again after :meth:`forget`."""
@@ -191,7 +216,9 @@ class TokenizerClient:
         pair: PairTemplate | None = None
         if answer.HasField("pair"):
             pair = PairTemplate(tuple(answer.pair.before), tuple(answer.pair.between), tuple(answer.pair.after))
-        self._info = TokenizerInfo(answer.vocab_size, answer.tool_parser, answer.reasoning_parser, pair)
+        self._info = TokenizerInfo(
+            answer.vocab_size, answer.tool_parser, answer.reasoning_parser, pair, answer.max_text_bytes
+        )
         return self._info
 
     async def compile_grammar(
@@ -219,10 +246,27 @@ class TokenizerClient:
         self._token_bytes = TokenTable()
 
     async def _tokenize(
-        self, request: tokenizer_pb2.TokenizeRequest, request_id: str, deadline: float
+        self,
+        request: tokenizer_pb2.TokenizeRequest,
+        request_id: str,
+        deadline: float,
+        most_tokens: MostTokens | None,
     ) -> Sequence[common_pb2.TokenIds]:
+        if most_tokens is not None:
+            request.max_tokens = most_tokens()
         answer = await self._patiently(lambda replica: replica.tokenize(request, request_id, deadline), deadline)
         return answer.sequences
+
+    @asynccontextmanager
+    async def _large_turn(
+        self, field: str, longest: int, request_id: str, deadline: float, cache_salt: str
+    ) -> AsyncIterator[None]:
+        """The turn of a request with much text, unless the service would refuse it for the characters of its longest one."""
+        most = (await self.info(request_id, deadline)).max_text_bytes
+        if 0 < most < longest:
+            raise InvalidArgumentError(f"it has {longest} characters; the limit is {most} bytes", field=field)
+        async with self._large.turn(cache_salt, deadline):
+            yield
 
     async def _call(
         self,

@@ -98,7 +98,11 @@ class TokenizerReplica:
         return (await self.encodings.ask(item, deadline)).apply_chat_template
 
     def _by_session(self, request: tokenizer_pb2.TokenizeRequest | tokenizer_pb2.ApplyChatTemplateRequest) -> bool:
-        return self.encodings.up and request.ByteSize() <= EncodeSession.MOST_BYTES
+        if not self.encodings.up or request.HasField(
+            "max_tokens"
+        ):  # only long texts have it; what they need takes time to tell
+            return False
+        return request.ByteSize() <= EncodeSession.MOST_BYTES
 
     async def call(
         self,

@@ -274,6 +274,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             prefix_cache=to_cache_stats(self._encoder.prefix_cache),
             fills_in_the_middle=self._encoder.fill_in_middle is not None,
             pair=to_pair_template(self._pair),
+            max_text_bytes=self._limits.max_text_bytes,
         )
 
     def _open_stream(self, options: StreamOptions) -> OutputStream:

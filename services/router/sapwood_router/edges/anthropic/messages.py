@@ -80,9 +80,10 @@ async def count_tokens(exchange: Exchange, body: bytes, pipeline: Pipeline, dead
     fields = _fields(paths)
     check_prompt(prompt, fields)
     exchange.on_disconnect(lambda: None)
-    client = pipeline.tokenizers.of(pipeline.registry.resolve(request.model)).client
+    model = pipeline.registry.resolve(request.model)
+    client, most_tokens = pipeline.tokenizers.of(model).client, partial(pipeline.registry.context_length, model)
     try:
-        encoded = await client.encode_chat(prompt, exchange.request_id, deadline, salt)
+        encoded = await client.encode_chat(prompt, exchange.request_id, deadline, salt, most_tokens=most_tokens)
     except SapwoodError as error:
         raise to_client_field(error, fields) from error
     await exchange.send_body(200, msgspec.json.encode(TokenCount(len(encoded.token_ids))))

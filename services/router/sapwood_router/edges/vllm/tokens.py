@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -86,14 +87,16 @@ async def tokenize(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
     model = pipeline.registry.resolve(request.model)
     client, own = pipeline.tokenizers.of(model).client, (exchange.request_id, deadline)
     is_text = isinstance(request, TokenizeTextRequest)
+    most_tokens = partial(pipeline.registry.context_length, model)
     try:
         if isinstance(request, TokenizeTextRequest):
             special = request.add_special_tokens is not False
-            (ids,) = await client.encode_texts([request.prompt], *own, salt, add_special=special)
+            texts = [request.prompt]
+            (ids,) = await client.encode_texts(texts, *own, salt, add_special=special, most_tokens=most_tokens)
         else:
             prompt = _prompt(request, given)
             check_prompt(prompt, CHAT_FIELDS)
-            ids = (await client.encode_chat(prompt, *own, salt)).token_ids
+            ids = (await client.encode_chat(prompt, *own, salt, most_tokens=most_tokens)).token_ids
     except SapwoodError as error:
         raise to_client_field(error, _TEXT_FIELDS if is_text else CHAT_FIELDS) from error
     shown = None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
 from sapwood_common.contract.sampling import LONGEST_BAD_WORD
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_router.fleet.registry import Registry
-from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt, Truncation
+from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt
 from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.structure import has_strict_tool
 from sapwood_router.request.validation import (
@@ -48,21 +47,20 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
     prompt = context.prompt
     try:
         if isinstance(prompt, TextPrompt) and prompt.suffix:
-            await _prepare_gap(context, prompt, tokenizer)
+            await _prepare_gap(context, prompt, tokenizer, registry)
         elif isinstance(prompt, TextPrompt):
-            context.token_ids = await tokenizer.encode_text(
+            token_ids = await tokenizer.encode_text(
                 prompt.text,
                 context.request_id,
                 context.deadline,
                 context.caller.cache_salt,
-                most_tokens=partial(_most_tokens, context, registry),
+                most_tokens=_most_tokens(context, registry),
             )
+            context.token_ids = _cut(token_ids, context, registry)
         elif isinstance(prompt, ChatPrompt):
-            await _prepare_chat(context, prompt, tokenizer)
+            await _prepare_chat(context, prompt, tokenizer, registry)
         else:
-            context.token_ids = prompt.token_ids
-        if context.truncation is not None:
-            context.token_ids = _truncated(context, context.truncation, registry)
+            context.token_ids = _cut(prompt.token_ids, context, registry)
         if context.bad_words:
             sequences = await _bad_words(context, tokenizer)
             context.sampling = replace(context.sampling, bad_words_ids=sequences)
@@ -72,20 +70,21 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
         raise to_client_field(error, context.fields) from error
 
 
-def _most_tokens(context: RequestContext, registry: Registry) -> int:
-    """Tokens beyond which no worker will take the prompt."""
-    return sys.maxsize if context.truncation else registry.context_length(registry.resolve(context.model))
+def _most_tokens(context: RequestContext, registry: Registry) -> Callable[[], int] | None:
+    """Says beyond how many tokens no worker takes the prompt; None: it is cut."""
+    return None if context.truncation else lambda: registry.context_length(registry.resolve(context.model))
 
 
-def _truncated(context: RequestContext, truncation: Truncation, registry: Registry) -> list[int]:
-    """What is left of the prompt."""
-    token_ids, most = context.token_ids, truncation.tokens
+def _cut(token_ids: Sequence[int], context: RequestContext, registry: Registry) -> list[int]:
+    """What is left of a prompt."""
+    truncation = context.truncation
+    if truncation is None:
+        return token_ids if isinstance(token_ids, list) else list(token_ids)
+    most = truncation.tokens
     if most < 0:
         length, wanted = registry.context_length(registry.resolve(context.model)), context.sampling.max_tokens
         most = max(1, length - (wanted if wanted < length else 1))
-    if len(token_ids) <= most:
-        return token_ids
-    return token_ids[:most] if truncation.keep_first else token_ids[-most:]
+    return list(token_ids[:most] if truncation.keep_first else token_ids[-most:])
 
 
 async def _bad_words(context: RequestContext, tokenizer: TokenizerClient) -> tuple[tuple[int, ...], ...]:
@@ -103,19 +102,35 @@ async def _bad_words(context: RequestContext, tokenizer: TokenizerClient) -> tup
     return tuple(dict.fromkeys((*context.sampling.bad_words_ids, *(tuple(ids) for ids in encoded if ids))))
 
 
-async def _prepare_gap(context: RequestContext, prompt: TextPrompt, tokenizer: TokenizerClient) -> None:
-    encoded = await tokenizer.encode_gap(prompt, context.request_id, context.deadline, context.caller.cache_salt)
+async def _prepare_gap(
+    context: RequestContext, prompt: TextPrompt, tokenizer: TokenizerClient, registry: Registry
+) -> None:
+    encoded = await tokenizer.encode_gap(
+        prompt,
+        context.request_id,
+        context.deadline,
+        context.caller.cache_salt,
+        most_tokens=_most_tokens(context, registry),
+    )
     context.token_ids = encoded.token_ids
     if not context.sampling.ignore_eos:
         ends = dict.fromkeys((*context.sampling.stop_token_ids, *encoded.end_token_ids))
         context.sampling = replace(context.sampling, stop_token_ids=tuple(ends))
 
 
-async def _prepare_chat(context: RequestContext, prompt: ChatPrompt, tokenizer: TokenizerClient) -> None:
+async def _prepare_chat(
+    context: RequestContext, prompt: ChatPrompt, tokenizer: TokenizerClient, registry: Registry
+) -> None:
     info = await tokenizer.info(context.request_id, context.deadline)
     choice = context.tool_choice
-    encoded = await tokenizer.encode_chat(prompt, context.request_id, context.deadline, context.caller.cache_salt)
-    context.token_ids = encoded.token_ids
+    encoded = await tokenizer.encode_chat(
+        prompt,
+        context.request_id,
+        context.deadline,
+        context.caller.cache_salt,
+        most_tokens=_most_tokens(context, registry),
+    )
+    context.token_ids = _cut(encoded.token_ids, context, registry)
     context.output = replace(
         context.output,
         tool_parser=info.tool_parser if prompt.tools else "",

@@ -25,10 +25,16 @@ def count_fields(raw: bytes, descriptor: Descriptor, most: int) -> int:
             fields = descriptor.fields_by_number
             while offset < end and count <= most:
                 count += 1
-                tag, offset = _varint(raw, offset)
+                tag = raw[offset]  # nearly always, and so a length
+                offset += 1
+                if tag >= 0x80:
+                    tag, offset = _varint(raw, offset - 1)
                 kind = tag & 7
                 if kind == _LENGTH:
-                    size, offset = _varint(raw, offset)
+                    size = raw[offset]
+                    offset += 1
+                    if size >= 0x80:
+                        size, offset = _varint(raw, offset - 1)
                     field = fields.get(tag >> 3)
                     if field is not None and field.message_type is not None:
                         messages.append((offset, min(offset + size, end), field.message_type))

@@ -13,6 +13,7 @@ from sapwood_common.errors import (
     SapwoodError,
     UnavailableError,
 )
+from sapwood_common.pacing.heavy_work import HeavyWork
 from sapwood_common.telemetry.logs import TRACEPARENT_KEY, is_valid_traceparent, request_id_var, traceparent_var
 from sapwood_common.telemetry.tracing import Tracing, child_span
 from sapwood_router.edges.guard import Guard
@@ -112,6 +113,7 @@ class HttpFront:
         self._request_timeout = request_timeout
         self._max_body_bytes = max_body_bytes
         self._tracing = tracing
+        self._heavy = HeavyWork()
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -162,7 +164,7 @@ class HttpFront:
             if body is None:
                 try:
                     async with asyncio.timeout_at(deadline):
-                        body = await exchange.receive_body(self._max_body_bytes)
+                        body = await exchange.receive_body(self._max_body_bytes, self._heavy)
                 except TimeoutError as error:
                     raise DeadlineExceededError("the body took too long to come") from error
             given = exchange.headers.get(_TRACEPARENT_HEADER, b"").decode("latin-1")

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from sapwood_common.errors import RequestCancelledError, UnavailableError
+from sapwood_common.errors import RequestCancelledError, SapwoodError, UnavailableError
 from sapwood_common.pacing.body_memory import BodyMemory
 from sapwood_router.edges.http1 import connection as connection_module
 from sapwood_router.edges.http1.errors import HttpError
@@ -504,3 +504,32 @@ async def test_requests_that_wait_behind_one_that_is_answered_count_until_they_a
         for _ in range(3):
             assert (await client.answer())[0] == 200
         assert bodies.held == 0
+
+
+async def test_a_body_that_is_all_there_counts_until_its_turn_and_may_be_given_up(serve, wait_until) -> None:
+    bodies, turn, sizes = BodyMemory(300 * KB), asyncio.Event(), []
+
+    async def take(request) -> None:
+        async def wait(size: int) -> None:
+            sizes.append(size)
+            await turn.wait()
+
+        try:
+            body = await request.receive_body(1 << 20, wait)
+        except SapwoodError:
+            await request.respond(503, [])
+        else:
+            await request.respond(200, [], b"%d" % len(body))
+
+    async with serve(take, bodies=bodies) as site:
+        clients = [await site.connect() for _ in range(3)]
+        for client, size in zip(clients, (200 * KB, 90 * KB, 70 * KB), strict=True):
+            before = len(sizes)
+            client.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size, b"a" * size)
+            await wait_until(lambda before=before: len(sizes) > before)
+        assert 160 * KB <= bodies.held <= bodies.most
+        turn.set()
+        answers = [await client.answer() for client in clients]
+        assert [status for status, _, _ in answers] == [503, 200, 200]
+        assert [body for _, _, body in answers[1:]] == [b"%d" % (90 * KB), b"%d" % (70 * KB)]
+        await wait_until(lambda: bodies.held == 0)

@@ -26,6 +26,7 @@ from sapwood_common.http2.wire.metadata import (
     read_timeout,
 )
 from sapwood_common.http2.wire.request_head import RequestHead
+from sapwood_common.pacing.heavy_work import LARGE
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +143,8 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         finally:
             self._stream.taken(size)
         self._stream.keep(len(message))
+        if len(message) >= LARGE:
+            await self._shared.heavy.turn(self._peer if self.tenant is None else self.tenant)
         try:
             return self._parse(message)
         except Exception as error:  # protobuf's, or whatever parses has of its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import cast
 
 ENCODINGS = b"identity,deflate,gzip"
 """The encodings that are understood, as ``grpc-accept-encoding`` says them."""
@@ -35,7 +36,7 @@ class Unfolder:
         ValueError: It is not to be compressed at all.
     """
 
-    __slots__ = ("_at", "_decompressor", "_encoding", "_message", "_most_bytes", "_pieces", "size")
+    __slots__ = ("_at", "_decompressor", "_encoding", "_message", "_most_bytes", "_whole", "size")
 
     def __init__(self, encoding: bytes, message: bytes, most_bytes: int) -> None:
         bits = _WINDOW_BITS.get(encoding)
@@ -46,7 +47,7 @@ class Unfolder:
         self._message = message
         self._most_bytes = most_bytes
         self._decompressor = zlib.decompressobj(bits)
-        self._pieces: list[bytes] = []
+        self._whole = bytearray()
         self._at = 0
         """So much of the message was handed over."""
 
@@ -66,12 +67,12 @@ class Unfolder:
             piece = decompressor.decompress(data, _MADE)
         except zlib.error as error:
             raise ValueError(f"a message is not {self._encoding}: {error}") from error
-        self._pieces.append(piece)
+        self._whole += piece
         self.size += len(piece)
         if self.size > self._most_bytes:
             raise TooLargeError
         if decompressor.eof:
-            return b"".join(self._pieces)
+            return cast(bytes, self._whole)  # which nobody changes any more
         if not piece and not data:
             raise ValueError(f"a message is not {self._encoding}: it ends early")
         return None

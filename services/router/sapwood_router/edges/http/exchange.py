@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from sapwood_common.contract.limits import MOST_PRIORITY
 from sapwood_common.errors import InvalidArgumentError, RequestCancelledError, SapwoodError
+from sapwood_common.pacing.heavy_work import LARGE, HeavyWork
 from sapwood_common.telemetry.logs import REQUEST_ID_KEY, new_request_id, request_id_var
 from sapwood_common.tenants.tenant import mint_salt
 from sapwood_router.edges.guard import tenant_var
@@ -102,13 +103,19 @@ class Exchange:
         """The request's body, if all of it is here and it is no larger than ``limit`` bytes; else it is to be received."""
         return self._request.take_body(limit)
 
-    async def receive_body(self, limit: int) -> bytes:
-        """The request's body, which may have ``limit`` bytes.
+    async def receive_body(self, limit: int, heavy: HeavyWork) -> bytes:
+        """The request's body, which may have ``limit`` bytes; a large one when its turn of ``heavy`` has come.
 
         Raises:
             SapwoodError: It does not come as it should.
         """
-        return await self._request.receive_body(limit)
+        tenant = self.tenant
+
+        async def turn(size: int) -> None:
+            if size >= LARGE:
+                await heavy.turn(tenant)
+
+        return await self._request.receive_body(limit, turn)
 
     def deadline(self, most: float) -> float:
         """When the answer has to be there, on the event loop's clock: as the client asks, at the latest in ``most`` seconds.

@@ -15,7 +15,7 @@ from sapwood_common.errors import InvalidArgumentError
 Neutral = Mapping[str, tuple[Any, ...]]
 """Parameters, each with the values that ask for nothing, beside null."""
 
-_MOST_PARTS, _MOST_VALUES = 262_144, 2_097_152
+_MOST_PARTS, _MOST_VALUES = 262_144, 1_310_720
 """The most strings, the most arrays and the most objects of a body, and the most values in all. A body of 16 MB without these
 bounds would keep the event loop for half a second and take 400 MB.
 """

@@ -8,12 +8,16 @@ from sapwood_common.http2.server.limits.stream_total import StreamTotal
 from sapwood_common.http2.server.turnstile import Turnstile
 from sapwood_common.http2.server.unfolding import Unfoldings
 from sapwood_common.pacing.body_memory import BodyMemory
+from sapwood_common.pacing.heavy_work import HeavyWork
 from sapwood_common.pacing.tarpit import Tarpit
 from sapwood_common.pacing.time_share import TimeShare
 from sapwood_common.pacing.write_batch import WriteBatch
 
 _STRANGERS_REST = 3.0
 """They work a quarter of the time: what they send waits, and they with it."""
+
+_UNFOLDING_REST = 2.0
+"""A few bytes may become 16 MB: making them has a third of the time."""
 
 
 @dataclass(slots=True)
@@ -29,6 +33,8 @@ class SharedLimits:
         exits: Lets a few cancelled calls end in each turn.
         calls: Bounds the calls of all connections.
         tarpit: Where connections end whose clients broke a rule.
+        heavy: Spaces out the parsing of large messages.
+        unfoldings: Unfolds them before that, in a time of its own.
     """
 
     memory: BodyMemory
@@ -39,7 +45,5 @@ class SharedLimits:
     exits: Turnstile = field(default_factory=Turnstile)
     calls: StreamTotal = field(default_factory=StreamTotal)
     tarpit: Tarpit = field(default_factory=Tarpit)
-    unfoldings: Unfoldings = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.unfoldings = Unfoldings(self.time)
+    heavy: HeavyWork = field(default_factory=HeavyWork)
+    unfoldings: Unfoldings = field(default_factory=lambda: Unfoldings(TimeShare(rest=_UNFOLDING_REST)))

@@ -8,6 +8,7 @@ Counted is all CPU time of that process: sockets, event loop and handlers too. A
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import multiprocessing
 import time
@@ -87,6 +88,7 @@ async def drive(implementation: Implementation, port: int, service: Connection) 
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for implementation in ("sapwood", "grpcio"):
         ours, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("spawn").Process(target=run, args=(implementation, theirs), daemon=True)

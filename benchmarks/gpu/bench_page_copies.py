@@ -9,6 +9,7 @@ Prints one JSON object a line.
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 import traceback
@@ -187,6 +188,7 @@ class Bench:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     bench = Bench()
     plain = bench.plain()
     device, pool = bench.device, bench.host

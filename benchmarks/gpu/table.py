@@ -5,8 +5,8 @@ python benchmarks/gpu/table.py benchmarks/results/FILE.jsonl
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,9 @@ def vllm(name: str) -> tuple[float, float] | None:
 
 
 def main() -> None:
-    rows = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines() if line.startswith("{")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, metavar="FILE.jsonl")
+    rows = [json.loads(line) for line in parser.parse_args().results.read_text().splitlines() if line.startswith("{")]
     found = {(row["what"], row["overlap"]): row for row in rows if "value" in row and PROFILE not in row["what"]}
     names = dict.fromkeys(what.split(" ", 1)[1] for what, _ in found if what.split(" ", 1)[0] in MODELS)
     print("| figure | unit | 0.6B | step by step | vLLM | 8B | step by step | vLLM |")

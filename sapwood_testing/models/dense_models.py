@@ -12,7 +12,12 @@ _WHOLE_HEADS: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads":
 """For families that do not say how wide a head is: the width of the model over the number of heads, 16."""
 
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere": ("CohereConfig", {"logit_scale": 0.5}),
+    "cohere-qk-norm": ("CohereConfig", {"logit_scale": 0.5, "use_qk_norm": True, "attention_bias": True}),
+    "cohere2": ("Cohere2Config", {**_WHOLE_HEADS, "logit_scale": 0.5, "sliding_window": 9}),
     "ernie": ("Ernie4_5Config", {"use_bias": True}),
+    "exaone4": ("Exaone4Config", {"sliding_window": 9}),
+    "exaone4-full": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "gemma": ("GemmaConfig", {}),
     "gemma2": (
         "Gemma2Config",
@@ -33,6 +38,21 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": (
         "MinistralConfig",
         {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
+    "mistral-no-window": ("MistralConfig", {"sliding_window": None}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "sliding_window": 11,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "attention_factor": 1.2,
+                    "original_max_position_embeddings": 64, "beta_fast": 24.0, "beta_slow": 2.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
     ),
     "phi3": ("Phi3Config", {**_WHOLE_HEADS, "sliding_window": 21}),
     "phi3-longrope": (
@@ -55,5 +75,6 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "smollm3": ("SmolLM3Config", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "stablelm": ("StableLmConfig", {**_WHOLE_HEADS, "use_qkv_bias": True}),
 }  # fmt: skip
 """Name -> the class of transformers' configuration, and what differs from what all tiny models have."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from sapwood_kernels.attention.planned import Variant
 from sapwood_kernels.ops.device import Gate
@@ -25,7 +26,9 @@ class ModelConfig:
         num_heads: Query heads.
         num_kv_heads: Key/value heads; divides ``num_heads``.
         head_dim: Size of a head.
-        rms_norm_eps: Added to the mean square in every norm.
+        rms_norm_eps: Added to the mean square, or to the variance, in every norm.
+        norm: What layers and the model norm with.
+        norm_bias: Whether LayerNorms have biases.
         max_position: The context length it was made for, in tokens.
         ropes: The rotary embedding of each layer; None: its heads know no position.
         windows: For each layer the number of positions a token sees, itself included, or None for all.
@@ -35,7 +38,8 @@ class ModelConfig:
         attention_softcap: Query-key products become ``softcap * tanh(product / softcap)``; None: they stay.
         attention_sinks: Whether each head has a sink: a product of its own that takes part in the softmax and has no value.
         final_softcap: The same as ``attention_softcap`` for logits.
-        qk_norm: Whether each query and key head has a norm.
+        qk_norm: Whether queries and keys have norms.
+        qk_norm_kind: RMSNorms of each head or of all heads together (``width``), or LayerNorms of each head (``layer``).
         qkv_bias: Whether the query, key and value projections have biases.
         output_bias: Whether the attention's output projection has a bias.
         mlp_bias: Whether the MLP has biases.
@@ -68,6 +72,9 @@ class ModelConfig:
     attention_sinks: bool = False
     final_softcap: float | None = None
     qk_norm: bool = False
+    qk_norm_kind: Literal["head", "width", "layer"] = "head"
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.model.config import ModelConfig
-from sapwood_worker.model.layers.attention import Attention, QKNorm
+from sapwood_worker.model.layers.attention import Attention
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from sapwood_worker.model.layers.latent_attention import LatentAttention
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.linear import Linear
 from sapwood_worker.model.layers.mlp import GatedMLP
-from sapwood_worker.model.layers.norm import RMSNorm
+from sapwood_worker.model.layers.norm import AnyNorm, LayerNorm, RMSNorm
+from sapwood_worker.model.layers.qk_norm import AnyQKNorm, HeadLayerNorm, QKNorm, WidthNorm
 from sapwood_worker.model.layers.rotary import NoRotation, RotaryEmbedding
 from sapwood_worker.model.layers.sparse_mlp import SparseMLP
 
@@ -44,12 +45,27 @@ def self_attention(config: ModelConfig, index: int, context: LayerContext) -> At
         num_kv_heads=config.num_kv_heads,
         head_dim=dim,
         constants=constants,
-        qk_norm=QKNorm(dim, config.rms_norm_eps, context) if config.qk_norm else None,
+        qk_norm=_qk_norm(config, context) if config.qk_norm else None,
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,
         sinks=config.attention_sinks,
         rope=config.ropes[index],
         context=context,
+    )
+
+
+def _qk_norm(config: ModelConfig, context: LayerContext) -> AnyQKNorm:
+    sizes, eps = (config.num_heads, config.num_kv_heads, config.head_dim), config.rms_norm_eps
+    if config.qk_norm_kind == "head":
+        return QKNorm(config.head_dim, eps, context)
+    return (WidthNorm if config.qk_norm_kind == "width" else HeadLayerNorm)(*sizes, eps, context)
+
+
+def _norm(config: ModelConfig, context: LayerContext) -> AnyNorm:
+    """A norm of the model's width."""
+    width, eps = config.hidden_size, config.rms_norm_eps
+    return (
+        RMSNorm(width, eps, context) if config.norm == "rms" else LayerNorm(width, eps, context, bias=config.norm_bias)
     )
 
 
@@ -81,9 +97,7 @@ class DecoderLayer(Layer, ABC):
         super().__init__()
         self.attention = self_attention(config, index, context.inside("self_attn"))
         self.mlp = feed_forward(config, index, context)
-        self.norms = nn.ModuleDict(
-            {name: RMSNorm(config.hidden_size, config.rms_norm_eps, context.inside(name)) for name in self.norm_names()}
-        )
+        self.norms = nn.ModuleDict({name: _norm(config, context.inside(name)) for name in self.norm_names()})
 
     @staticmethod
     @abstractmethod
@@ -94,10 +108,10 @@ class DecoderLayer(Layer, ABC):
     def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]; may overwrite ``hidden``."""
 
-    def norm(self, name: str) -> RMSNorm:
+    def norm(self, name: str) -> AnyNorm:
         """The norm of a name."""
         found = self.norms[name]
-        assert isinstance(found, RMSNorm)
+        assert isinstance(found, RMSNorm | LayerNorm)
         return found
 
 
@@ -119,7 +133,7 @@ class DecoderModel(Layer):
         self.layers = nn.ModuleList(
             layer_class(config, i, inside.inside(f"layers.{i}")) for i in range(config.num_layers)
         )
-        self.norm = RMSNorm(width, config.rms_norm_eps, inside.inside("norm"))
+        self.norm = _norm(config, inside.inside("norm"))
         if config.labels is None:
             tied, softcap = self.embedding.table if config.tie_word_embeddings else None, config.final_softcap
             inside, scale = context.inside("lm_head"), config.logit_scale

@@ -126,8 +126,8 @@ class HfValues:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
     def one_window(self) -> tuple[int | None, ...]:
-        """The windows of layers that all have the same, if the file gives one."""
-        window = self.values.get("sliding_window")
+        """The windows of layers that all have the same. The file may say null, which is not the default."""
+        window = self.given.get("sliding_window", self.values.get("sliding_window"))
         return (None if window is None else int(window),) * self.layers
 
     def rope(self, given: Mapping[str, Any] | None, theta: float) -> RopeConfig:

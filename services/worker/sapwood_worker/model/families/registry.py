@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from sapwood_common.plugins import find_part, part_names
 from sapwood_worker.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from sapwood_worker.model.families.dense.cohere import COHERE, COHERE2
 from sapwood_worker.model.families.dense.ernie import ERNIE4_5
+from sapwood_worker.model.families.dense.exaone4 import EXAONE4
 from sapwood_worker.model.families.dense.gemma import GEMMA, GEMMA2
 from sapwood_worker.model.families.dense.gemma3 import GEMMA3
 from sapwood_worker.model.families.dense.glm import GLM, GLM4
 from sapwood_worker.model.families.dense.granite import GRANITE
 from sapwood_worker.model.families.dense.mistral import MISTRAL
+from sapwood_worker.model.families.dense.olmo import OLMO2, OLMO3
 from sapwood_worker.model.families.dense.phi3 import PHI3
 from sapwood_worker.model.families.dense.qwen import QWEN2, QWEN3
 from sapwood_worker.model.families.dense.smollm3 import SMOLLM3
+from sapwood_worker.model.families.dense.stablelm import STABLELM
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.llama import LLAMA
 from sapwood_worker.model.families.sparse.glm4_moe import GLM4_MOE
@@ -22,7 +26,10 @@ from sapwood_worker.model.families.sparse.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
 GROUP = "sapwood.model_families"
 
-_DENSE = (ERNIE4_5, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GRANITE, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM3)
+_DENSE = (
+    *(COHERE, COHERE2, ERNIE4_5, EXAONE4, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GRANITE, LLAMA, MISTRAL),
+    *(OLMO2, OLMO3, PHI3, QWEN2, QWEN3, SMOLLM3, STABLELM),
+)
 _SPARSE = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
 _FAMILIES = {family.name: family for family in (*_DENSE, *_SPARSE)}
 

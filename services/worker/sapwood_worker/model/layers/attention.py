@@ -5,43 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sapwood_kernels.ops.device import StoreHeads
 from sapwood_worker.model.attention.backend import AttentionLayer, AttentionPlan
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.linear import ColumnLinear, RowLinear
-from sapwood_worker.model.layers.norm import RMSNorm
+from sapwood_worker.model.layers.norm import AnyNorm
+from sapwood_worker.model.layers.qk_norm import AnyQKNorm, QKNorm
 from sapwood_worker.model.layers.rotary import RopeConfig
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
-
-
-class QKNorm(Layer):
-    """The weights of a norm on each query head and of one on each key head.
-
-    Args:
-        head_dim: Elements a head.
-        eps: Added to the mean square.
-        context: Where and how it is built.
-    """
-
-    def __init__(self, head_dim: int, eps: float, context: LayerContext) -> None:
-        super().__init__()
-        self._prefix = context.prefix
-        self._stored = nn.Parameter(torch.empty(2, head_dim, device=context.device), requires_grad=False)
-        self._eps = eps
-
-    @property
-    def norm(self) -> tuple[Tensor, Tensor, float]:
-        """The weights of a query head's norm and of a key head's, float32 [head_dim] each, and what is added to mean squares."""
-        return self._stored[0], self._stored[1], self._eps
-
-    def slots(self) -> WeightSlots:
-        return {
-            f"{self._prefix}.q_norm.weight": WeightSlot(self._stored[0], norm=True),
-            f"{self._prefix}.k_norm.weight": WeightSlot(self._stored[1], norm=True),
-        }
 
 
 class Attention(Layer):
@@ -53,7 +27,7 @@ class Attention(Layer):
         num_kv_heads: Key/value heads.
         head_dim: Elements a head.
         constants: The layer's constants for the backend.
-        qk_norm: Norms on query and key heads, or None.
+        qk_norm: Norms of queries and keys, or None.
         qkv_bias: Whether the input projections have biases.
         output_bias: Whether the output projection has a bias.
         sinks: Whether each query head has a sink (gpt-oss): ``sinks`` in the checkpoint.
@@ -69,7 +43,7 @@ class Attention(Layer):
         num_kv_heads: int,
         head_dim: int,
         constants: AttentionLayer,
-        qk_norm: QKNorm | None,
+        qk_norm: AnyQKNorm | None,
         qkv_bias: bool,
         output_bias: bool,
         sinks: bool = False,
@@ -98,22 +72,26 @@ class Attention(Layer):
         return self._sinks
 
     def finish(self) -> None:
-        norm = None if self.qk_norm is None else self.qk_norm.norm
+        # That of single heads is computed in the same pass as the rotation.
+        norm = self.qk_norm.norm if isinstance(self.qk_norm, QKNorm) else None
         self._store = self._context.ops.store_heads(*self._heads, norm, self._context.dtype, self._pairs)
 
     def forward(
         self,
         hidden: Tensor,
-        norm: RMSNorm,
+        norm: AnyNorm | None,
         angles: tuple[Tensor, Tensor],
         plan: AttentionPlan,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """[T, hidden_size], which it norms first -> [T, hidden_size], added to ``residual`` in place if there is one.
+        """[T, hidden_size], normed first by ``norm`` -> [T, hidden_size], added to ``residual`` in place if there is one.
 
         Writes this step's keys and values to the cache.
         """
         to = plan.destination(self._constants)
-        query = self._store(self.qkv(hidden, norm), *angles, to)
+        qkv = self.qkv(hidden, norm)
+        if self.qk_norm is not None and not isinstance(self.qk_norm, QKNorm):
+            qkv = self.qk_norm(qkv)
+        query = self._store(qkv, *angles, to)
         result: Tensor = self.output(plan.attend_cached(self._constants, query), None, residual)
         return result

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
-from sapwood_worker.model.layers.norm import RMSNorm
+from sapwood_worker.model.layers.norm import AnyNorm, RMSNorm
 from sapwood_worker.model.quantization.linear_method import LinearShape, Part
 from sapwood_worker.model.weight_slot import WeightSlots, whole
 
@@ -101,9 +101,9 @@ class VocabParallelHead(Layer):
     def finish(self) -> None:
         self._method.finish()
 
-    def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+    def forward(self, hidden: Tensor, norm: AnyNorm) -> Tensor:
         """[R, hidden_size], which it norms first -> [R, vocab_size], float32 or the model's dtype."""
-        if self._method.fuses(hidden.shape[0]).norm:
+        if isinstance(norm, RMSNorm) and self._method.fuses(hidden.shape[0]).norm:
             logits = self._method.apply(hidden, norm=norm)
         else:
             logits = self._method.apply(norm(hidden))

@@ -10,7 +10,8 @@ from torch import Tensor
 from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
-from sapwood_worker.model.quantization.linear_method import LinearShape, Norm, Part
+from sapwood_worker.model.layers.norm import AnyNorm, RMSNorm
+from sapwood_worker.model.quantization.linear_method import LinearShape, Part
 from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
 
 
@@ -57,12 +58,12 @@ class ColumnLinear(Linear):
         named = tuple(Part(context.inside(name).prefix, rows) for name, rows in parts.items())
         super().__init__(LinearShape(named, whole(in_features), bias), context)
 
-    def forward(self, x: Tensor, norm: Norm, gate: Gate | None = None) -> Tensor:
-        """[T, in_features], which it norms first -> [T, sum of the parts], half of that with a gated activation ``gate``."""
+    def forward(self, x: Tensor, norm: AnyNorm | None, gate: Gate | None = None) -> Tensor:
+        """[T, in_features], normed first by ``norm`` -> [T, sum of the parts], half of that with a gated activation ``gate``."""
         method = self.method
         fused = method.fuses(x.shape[0])
-        taken = norm if fused.norm else None
-        if taken is None:
+        taken = norm if fused.norm and isinstance(norm, RMSNorm) else None
+        if taken is None and norm is not None:
             x = norm(x)
         if gate is None or fused.gate_after:
             return method.apply(x, norm=taken, gate_after=gate)

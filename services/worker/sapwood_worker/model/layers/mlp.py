@@ -8,7 +8,7 @@ from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.linear import ColumnLinear, RowLinear
-from sapwood_worker.model.layers.norm import RMSNorm
+from sapwood_worker.model.layers.norm import AnyNorm
 
 
 class GatedMLP(Layer):
@@ -39,8 +39,8 @@ class GatedMLP(Layer):
         self.down = RowLinear(inner, "down_proj", hidden_size, bias, context, summed=summed)
         self._activation = activation
 
-    def forward(self, hidden: Tensor, norm: RMSNorm, residual: Tensor | None = None) -> Tensor:
-        """[T, hidden_size], which it norms first -> [T, hidden_size], added to ``residual`` in place if there is one."""
+    def forward(self, hidden: Tensor, norm: AnyNorm | None, residual: Tensor | None = None) -> Tensor:
+        """[T, hidden_size], normed first by ``norm`` -> [T, hidden_size], added to ``residual`` in place if there is one."""
         result: Tensor
         gate_up, gate = self.gate_up, self._activation
         if gate_up.gates(hidden.shape[0]):

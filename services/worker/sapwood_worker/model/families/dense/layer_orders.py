@@ -30,3 +30,38 @@ class SandwichDecoderLayer(DecoderLayer):
         hidden += self.after_attention(self.attention(hidden, self.before_attention, angles, plan))
         hidden += self.after_mlp(self.mlp(hidden, self.before_mlp))
         return hidden
+
+
+class PostNormDecoderLayer(DecoderLayer):
+    """Norms after attention and MLP only."""
+
+    def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
+        super().__init__(config, index, context)
+        self.after_attention, self.after_mlp = map(self.norm, self.norm_names())
+
+    @staticmethod
+    def norm_names() -> tuple[str, ...]:
+        return ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
+        hidden += self.after_attention(self.attention(hidden, None, angles, plan))
+        hidden += self.after_mlp(self.mlp(hidden, None))
+        return hidden
+
+
+class ParallelDecoderLayer(DecoderLayer):
+    """Attention and MLP both take what one norm gives."""
+
+    def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
+        super().__init__(config, index, context)
+        self.before = self.norm("input_layernorm")
+
+    @staticmethod
+    def norm_names() -> tuple[str, ...]:
+        return ("input_layernorm",)
+
+    def forward(self, hidden: Tensor, angles: Angles, plan: AttentionPlan) -> Tensor:
+        normed = self.before(hidden)
+        self.attention(normed, None, angles, plan, hidden)
+        self.mlp(normed, None, hidden)
+        return hidden

@@ -24,6 +24,7 @@ from sapwood_router.routing.index.blocks import BlockIndex
 from sapwood_tokenizer.serve.metrics import add_metrics
 from sapwood_worker.front.metrics import WorkerMetrics
 from sapwood_worker.ipc.vitals import Vitals
+from sapwood_worker.records.expert_load import ExpertLoad
 from sapwood_worker.records.load import Load
 
 TARGET = Path(__file__).resolve().parent / "metrics.md"
@@ -60,6 +61,7 @@ def render() -> str:
     add_metrics(tokenizer, dict, lambda: 0)
     worker_metrics = WorkerMetrics(worker)
     worker_metrics.watch(Load)
+    worker_metrics.watch_experts(ExpertLoad)
     worker_metrics.watch_vitals(Vitals())
     sections = [("Every service", every), ("Router", router), ("Tokenizer", tokenizer), ("Worker", worker)]
     return "\n".join([HEAD, *(f"## {name}\n\n{table(metrics.specs)}" for name, metrics in sections)])

@@ -96,6 +96,7 @@ class StallingRunner:
         self._computes = computes
         self.info = runner.info
         self.vocabulary = runner.vocabulary
+        self.experts = runner.experts
         self.host_pool = runner.host_pool
         self.asynchronous = runner.asynchronous
 

@@ -47,6 +47,7 @@ def configure(verbs: Any) -> None:
 
     action("info", "show the model, its cache, what its weights are in, and what computes its attention and why")
     action("load", "show what runs, what waits and how full the cache is")
+    action("experts", "show how a mixture of experts has spread its tokens")
     pause = action("pause", "compute nothing until resume; requests may still come")
     pause.add_argument("--retract", action="store_true", help="also take the running requests' pages [default: no]")
     action("resume", "go on after a pause")
@@ -93,7 +94,23 @@ def _calls(given: argparse.Namespace) -> dict[str, Callable[[worker_pb2_grpc.Wor
         )
         return {"pinned_tokens": worker.PinPrefix(request).pinned_tokens}
 
+    def experts(worker: worker_pb2_grpc.WorkerStub) -> Answer:
+        load = worker.GetExpertLoad(pb.GetExpertLoadRequest())
+        tokens = list(load.tokens)
+        if not tokens:
+            return _done(load, "the model has no experts")
+        found: Answer = {
+            "experts": len(tokens),
+            "tokens": sum(tokens),
+            "balance": round(load.balance, 3),
+            "busiest": tokens.index(max(tokens)),
+            "busiest_share": round(max(tokens) / max(sum(tokens), 1), 3),
+            "unused": tokens.count(0),
+        }
+        return found | {"each": tokens} if given.json else found
+
     return {
+        "experts": experts,
         "info": lambda worker: _shown(worker.GetModelInfo(pb.GetModelInfoRequest()), _INFO),
         "load": load,
         "pause": lambda worker: _done(worker.Pause(pb.PauseRequest(retract=given.retract)), "paused"),

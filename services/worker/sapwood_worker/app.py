@@ -86,6 +86,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
     engine = Engine(scheduler.send, EngineObserver(worker_metrics, tracing))
     health = _Health(server, engine.vitals)
     worker_metrics.watch(lambda: engine.load)
+    worker_metrics.watch_experts(lambda: engine.experts)
     worker_metrics.watch_vitals(engine.vitals)
     exposed = MetricsServer(
         metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)

@@ -12,6 +12,7 @@ from typing import Protocol
 from sapwood_common.errors import InvalidArgumentError, SapwoodError
 from sapwood_common.settings.flags import service_flag
 from sapwood_worker.core.crash_dump import CrashDump
+from sapwood_worker.core.expert_watch import ExpertWatch
 from sapwood_worker.core.operations import Operations
 from sapwood_worker.core.pending_grammars import PendingGrammars
 from sapwood_worker.core.scheduler.request import Request
@@ -85,6 +86,7 @@ class EventLoop:
         progress: Is told when a round of the loop begins and ends; None: nobody watches.
         tiering: The KV cache's lower tiers, which the scheduler knows; None: there are none.
         dump: Writes down what the steps were that failed; None: nobody does.
+        experts: Looks at the load of the model's experts; None: it has none.
         overlap: Plan and launch a step while the one before is computed, if the runner computes by itself.
     """
 
@@ -99,6 +101,7 @@ class EventLoop:
         tiering: Tiering | None = None,
         *,
         dump: CrashDump | None = None,
+        experts: ExpertWatch | None = None,
         overlap: bool = True,
     ) -> None:
         self._scheduler = scheduler
@@ -109,6 +112,7 @@ class EventLoop:
         self._progress = progress
         self._tiering = tiering
         self._dump = dump
+        self._experts = experts
         self._clock = StepClock()
         self._overlap = overlap and runner.asynchronous
         self._launched: deque[LaunchedStep] = deque()
@@ -293,6 +297,7 @@ class EventLoop:
     def _report(self, outputs: list[RequestOutput]) -> None:
         load = self._scheduler.load()
         events = self._scheduler.take_kv_events()
-        if outputs or events or load != self._reported:
+        experts = None if self._experts is None else self._experts.take(idle=not self._busy)
+        if outputs or events or experts is not None or load != self._reported:
             self._reported = load
-            self._mailbox.send(Step(outputs, load, events, self._clock.take()))
+            self._mailbox.send(Step(outputs, load, events, self._clock.take(), experts))

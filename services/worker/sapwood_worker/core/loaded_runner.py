@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from sapwood_common.grammar.vocabulary import TokenVocabulary
@@ -15,7 +16,9 @@ class LoadedRunner(TieredRunner, Protocol):
     Attributes:
         info: Facts about it.
         vocabulary: Its tokens, where its files hold them and structured output is wanted.
+        experts: Tells how many tokens each expert of each layer has got so far; None: it has none.
     """
 
     info: ModelInfo
     vocabulary: TokenVocabulary | None
+    experts: Callable[[], list[list[int]]] | None

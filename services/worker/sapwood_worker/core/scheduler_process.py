@@ -22,6 +22,7 @@ from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.child import add_arguments, begin, load
 from sapwood_worker.core.crash_dump import CrashDump
 from sapwood_worker.core.event_loop import EventLoop
+from sapwood_worker.core.expert_watch import ExpertWatch
 from sapwood_worker.core.group.leader import GroupRunner
 from sapwood_worker.core.loaded_runner import LoadedRunner
 from sapwood_worker.core.operations import Operations, Profiler
@@ -124,8 +125,18 @@ def main() -> int:
         progress = StepProgress(arguments.folder / PROGRESS_FILE, config.watchdog_timeout)
         operations = Operations(scheduler, _profiler())
         overlap = config.overlap
+        experts = None if runner.experts is None else ExpertWatch(runner.experts)
         loop = EventLoop(
-            scheduler, runner, mailbox, grammars, operations, progress, tiering, dump=dump, overlap=overlap
+            scheduler,
+            runner,
+            mailbox,
+            grammars,
+            operations,
+            progress,
+            tiering,
+            dump=dump,
+            experts=experts,
+            overlap=overlap,
         )
         loop.run()
         if grammars is not None:

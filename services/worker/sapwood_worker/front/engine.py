@@ -38,6 +38,7 @@ from sapwood_worker.ipc.messages import (
     Unpin,
 )
 from sapwood_worker.ipc.vitals import Vitals
+from sapwood_worker.records.expert_load import ExpertLoad
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.terms import USUAL, Terms
 from sapwood_worker.records.tier_report import TierReport
@@ -77,6 +78,8 @@ class Engine:
         """What is cached."""
         self.load = Load()
         """The load after the last step."""
+        self.experts = ExpertLoad()
+        """What the model's experts have got, a second ago at most."""
         self.vitals = Vitals()
         """Whether the scheduler process and this one are well."""
         self.load_version = 0
@@ -230,7 +233,8 @@ class Engine:
     def receive(self, message: FromScheduler) -> None:
         """Takes a message of the scheduler process."""
         match message:
-            case Step(outputs, load, kv_events, times):
+            case Step(outputs, load, kv_events, times, experts):
+                self.experts = experts or self.experts
                 self._observer.steps(times)
                 self._observer.outputs(outputs)
                 for output in outputs:
@@ -258,6 +262,7 @@ class Engine:
     def scheduler_started(self, epoch: int) -> None:
         """A scheduler process is ready, with nothing cached; requests may come."""
         self._lost = None
+        self.experts = ExpertLoad()
         self.kv_events.begin(epoch)
         self._load_is(Load())
 

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 from sapwood_common.telemetry.metrics import MetricSet, OneOf
 from sapwood_worker.ipc.vitals import Vitals
+from sapwood_worker.records.expert_load import ExpertLoad
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.step_time import StepTime
 
 _RANKS = 8
+_EXPERTS = 512
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -144,6 +146,23 @@ class WorkerMetrics:
             rank=ranks,
         )
 
+    def watch_experts(self, load: Callable[[], ExpertLoad]) -> None:
+        """Adds the metrics of a mixture of experts, which read its load at each scrape."""
+        self._metrics.polled(
+            "counter",
+            "sapwood_worker_expert_tokens_total",
+            f"Tokens that have gone to each expert, summed over the layers; the first {_EXPERTS} are told apart.",
+            lambda: _by_expert(load().tokens),
+            expert=OneOf(*map(str, range(_EXPERTS)), "others"),
+        )
+        self._metrics.polled(
+            "gauge",
+            "sapwood_worker_expert_balance",
+            "The tokens that a layer's experts have on average, divided by those of its busiest, as the mean over the layers: "
+            "1 if all have the same; 0 without experts.",
+            lambda: [((), load().balance)],
+        )
+
     def _watch_store(self, load: Callable[[], Load]) -> None:
         self._metrics.polled(
             "counter",
@@ -180,3 +199,9 @@ def _reader(
     load: Callable[[], Load], read: Callable[[Load], float]
 ) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
     return _reading(lambda: read(load()))
+
+
+def _by_expert(tokens: tuple[int, ...]) -> list[tuple[tuple[str], float]]:
+    found = [((str(expert),), float(count)) for expert, count in enumerate(tokens[:_EXPERTS])]
+    others = sum(tokens[_EXPERTS:])
+    return [*found, (("others",), float(others))] if others else found

@@ -244,6 +244,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self.loaded()
         return worker_pb2.GetCacheStatsResponse(tiers=to_tier_stats(await self._engine.cache_command("stats")))
 
+    async def GetExpertLoad(
+        self, request: worker_pb2.GetExpertLoadRequest, context: Context
+    ) -> worker_pb2.GetExpertLoadResponse:
+        self.loaded()
+        load = self._engine.experts
+        return worker_pb2.GetExpertLoadResponse(tokens=load.tokens, balance=load.balance)
+
     async def ClearCache(
         self, request: worker_pb2.ClearCacheRequest, context: Context
     ) -> worker_pb2.ClearCacheResponse:

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from sapwood_common.contract.sampling import SamplingParams
+from sapwood_worker.records.expert_load import ExpertLoad
 from sapwood_worker.records.kv_events import KvEvent
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import ModelInfo
@@ -149,13 +150,14 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     """What came of one scheduler step.
 
     ``kv_events``: what the prefix cache stored and removed since the last message; ``times``: how long this step took, and the
-    steps before it for which no message was sent.
+    steps before it for which no message was sent; ``experts``: what the model's experts have got, now and then.
     """
 
     outputs: list[RequestOutput]
     load: Load
     kv_events: list[KvEvent] = []
     times: list[StepTime] = []
+    experts: ExpertLoad | None = None
 
 
 class Answered(msgspec.Struct, frozen=True, tag="answered"):

@@ -37,6 +37,7 @@ class GroupRunner:
     def __init__(self, runner: LoadedRunner, followers: Sequence[Connection]) -> None:
         self.info = runner.info
         self.vocabulary = runner.vocabulary
+        self.experts = runner.experts
         self.host_pool = runner.host_pool
         self.asynchronous = runner.asynchronous
         self._runner = runner

@@ -19,6 +19,7 @@ from sapwood_worker.model.layers.mlp import GatedMLP
 from sapwood_worker.model.layers.norm import AnyNorm, LayerNorm, RMSNorm
 from sapwood_worker.model.layers.qk_norm import AnyQKNorm, HeadLayerNorm, QKNorm, WidthNorm
 from sapwood_worker.model.layers.rotary import NoRotation, RotaryEmbedding
+from sapwood_worker.model.layers.router import Router
 from sapwood_worker.model.layers.sparse_mlp import SparseMLP
 
 Angles = tuple[Tensor, Tensor]
@@ -153,6 +154,17 @@ class DecoderModel(Layer):
         """Numbers of the layers' matrices, however they are held: all but those of embedding and head, and of experts."""
         shapes = (each.shape for each in self.layers.modules() if isinstance(each, Linear))
         return sum(shape.rows * shape.columns.size for shape in shapes)
+
+    def expert_tokens(self) -> list[list[int]]:
+        """For each layer with experts how many tokens each of them has got so far; waits for the device."""
+        counts = [each.counts for each in self.modules() if isinstance(each, Router)]
+        return torch.stack(counts).tolist() if counts else []
+
+    def forget_expert_tokens(self) -> None:
+        """Begins anew to count the tokens of experts."""
+        for each in self.modules():
+            if isinstance(each, Router):
+                each.counts.zero_()
 
     def run_layer(self, index: int, hidden: Tensor, plan: AttentionPlan) -> Tensor:
         """Runs one layer over one text from its first token on, for who looks between layers.

@@ -23,6 +23,9 @@ class Router(Layer):
         bias: Whether its logits have a bias.
         correction: Whether scores are corrected where experts are chosen.
         context: Where and how it is built.
+
+    Attributes:
+        counts: int64 [E], on the device: how many tokens have gone to each expert.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class Router(Layer):
         def empty(*sizes: int) -> Tensor:
             return torch.empty(*sizes, dtype=torch.float32, device=context.device)
 
+        self.counts = torch.zeros(routing.experts, dtype=torch.int64, device=context.device)
         self._weight = empty(routing.experts, hidden_size)
         self._bias = empty(routing.experts) if bias else None
         self._correction = empty(routing.experts) if correction else None
@@ -44,4 +48,7 @@ class Router(Layer):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, hidden_size] -> each token's experts, int64 [T, k], and their weights, float32 [T, k]."""
-        return route(F.linear(x.float(), self._weight, self._bias), self._routing, self._correction)
+        ids, weights = route(F.linear(x.float(), self._weight, self._bias), self._routing, self._correction)
+        chosen = ids.flatten()
+        self.counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        return ids, weights

@@ -100,8 +100,8 @@ class _Builder:
             self._scales = KVScales.largest(self._tp.exchange(own))
         generates = self._config.labels is None  # a graph ends with the choice of a token
         captures = self._ops.captures and self._dtype != torch.float32 and options.cuda_graphs
-        # No kernel of latent attention has been captured yet.
-        self._captures = captures and generates and self._config.latent is None
+        # No kernel of latent attention, and none of experts, has been captured yet.
+        self._captures = captures and generates and self._config.latent is None and self._config.sparse is None
         self._needs = self._attention_needs(self._config)
         setting = options.attention_backend
         self._prefill = choose_backend(setting, "prefill", self._needs, self._ops)
@@ -118,6 +118,7 @@ class _Builder:
         if self._ops.asynchronous:
             # A decode and a prompt: kernels that libraries compile when they are first used, in minutes, are there for requests.
             self._compute([1, 2], pool, backend)
+        self._model.forget_expert_tokens()
         length = min(config.max_position, (pool.num_pages - _SCRATCH_PAGES) * pool.page_size)
         return ModelRunner(
             info=self._info(config, pool, length),

@@ -41,6 +41,7 @@ class EncoderRunner:
         self.asynchronous = False
         self._poolings: dict[int, Pooling] = {}
         self.vocabulary = None
+        self.experts = None
         self.host_pool: HostPool | None = None
         self.info = ModelInfo(
             architecture="bert",

@@ -75,6 +75,7 @@ class ModelRunner:
     ) -> None:
         self.info = info
         self.vocabulary = vocabulary
+        self.experts = None if model.config.sparse is None else model.expert_tokens
         self.host_pool = host_pool
         self.asynchronous = ops.asynchronous
         self._ops = ops

@@ -1,0 +1,82 @@
+"""A real worker with a mixture of experts tells how it has spread its tokens: by gRPC, on the command line, as metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from sapwood.cli.main import main
+from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+
+PROMPT = [3 + 7 * place % 90 for place in range(9)]
+
+
+@pytest.fixture(scope="module")
+def worker(tiny_model, tmp_path_factory):
+    """Addresses of a worker's gRPC and metrics. The model: 12 experts in 2 of its 5 layers, a token goes to 4."""
+    log = tmp_path_factory.mktemp("worker") / "log"
+    command = [
+        *(sys.executable, "-m", "sapwood_worker", "--model", str(tiny_model("qwen3-moe").path), "--port", "0"),
+        *("--metrics-port", "0", "--num-pages", "64", "--no-structured-output", "--threads", "1"),
+    ]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        while (found := re.search(r"listening on (\S+)", log.read_text())) is None:
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        metrics = re.search(r"metrics at (\S+/metrics)", log.read_text())
+        assert metrics is not None
+        yield found[1], metrics[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def load_of(address):
+    with grpc.insecure_channel(address) as channel:
+        return worker_pb2_grpc.WorkerStub(channel).GetExpertLoad(worker_pb2.GetExpertLoadRequest())
+
+
+@pytest.mark.slow
+def test_every_token_is_counted_once_for_each_of_its_experts(worker, capsys):
+    address, metrics = worker
+    before = load_of(address)
+    assert len(before.tokens) == 12
+    assert sum(before.tokens) == before.balance == 0
+    sampling = common_pb2.SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    request = worker_pb2.WorkerGenerateRequest(request_id="a", token_ids=PROMPT, sampling=sampling)
+    with grpc.insecure_channel(address) as channel:
+        list(worker_pb2_grpc.WorkerStub(channel).Generate(request))
+    after = load_of(address)
+    # The last token is not computed.
+    assert sum(after.tokens) == (len(PROMPT) + 5) * 4 * 2
+    assert 0 < after.balance <= 1
+
+    assert main(["worker", "experts", "--worker", address, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["each"] == list(after.tokens)
+    assert shown["tokens"] == sum(after.tokens)
+    assert main(["worker", "experts", "--worker", address]) == 0
+    assert f"experts 12, tokens {sum(after.tokens)}, balance {after.balance:.3f}" in capsys.readouterr().out
+
+    with urllib.request.urlopen(metrics) as page:
+        families = list(text_string_to_metric_families(page.read().decode()))
+    found = {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
+    assert [found["sapwood_worker_expert_tokens_total", str(expert)] for expert in range(12)] == list(after.tokens)
+    assert found["sapwood_worker_expert_balance",] == after.balance
+
+
+def test_a_model_without_experts_says_so(lend, capsys):
+    address = lend().address
+    assert not load_of(address).tokens
+    assert main(["worker", "experts", "--worker", address]) == 0
+    assert "the model has no experts" in capsys.readouterr().out

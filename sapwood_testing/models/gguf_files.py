@@ -16,11 +16,19 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
 }  # fmt: skip
 _LLAMA_NORM = {"post_attention_layernorm": "ffn_norm"}
+_POST_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _GEMMA_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+
+# What is not as Llama's.
+_NORMS = {"gemma2": _GEMMA_NORMS, "gemma3": _GEMMA_NORMS, "olmo2": _POST_NORMS}
+_INTERLEAVED = ("llama", "granite", "smollm3")
 
 
 def write_gguf(
@@ -43,7 +51,7 @@ def write_gguf(
         kinds: The types of matrices by their names in the file (``attn_q``); float32 unless given.
     """
     config = model.config
-    known = _NAMES | dict(names or (_GEMMA_NORMS if architecture == "gemma3" else _LLAMA_NORM))
+    known = _NAMES | dict(names or _NORMS.get(architecture, _LLAMA_NORM))
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -58,12 +66,25 @@ def write_gguf(
     if architecture == "gemma3":
         writer.add_sliding_window(config.sliding_window)
         parameters = parameters["full_attention"]
+    if architecture == "gemma2":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if architecture == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     writer.add_rope_freq_base(parameters["rope_theta"])
     if rope_divisors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_divisors, np.float32))
     elif parameters["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(parameters["factor"])
+    elif parameters["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(parameters["original_max_position_embeddings"])
     tokens = [f"t{i}" for i in range(config.vocab_size)]
     tokens[50] = "<|im_end|>"
     tokens[51] = "<|eot_id|>"
@@ -81,9 +102,9 @@ def write_gguf(
         if stem.startswith("model.layers."):
             block, stem = stem.removeprefix("model.layers.").split(".", 1)
         values = tensor.float()
-        if architecture == "gemma3" and "norm" in stem:
+        if architecture.startswith("gemma") and "norm" in stem:
             values = values + 1
-        if architecture == "llama" and stem in ("self_attn.q_proj", "self_attn.k_proj"):
+        if architecture in _INTERLEAVED and stem in ("self_attn.q_proj", "self_attn.k_proj"):
             heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
             values = values.reshape(heads, 2, config.head_dim // 2, *values.shape[1:]).transpose(1, 2)
             values = values.reshape(tensor.shape)

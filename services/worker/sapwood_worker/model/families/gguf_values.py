@@ -69,6 +69,8 @@ class GgufValues:
             attention_scale=head_dim**-0.5,
             final_softcap=self.file.metadata.get(f"{self.architecture}.final_logit_softcapping"),
             qkv_bias="blk.0.attn_q.bias" in tensors,
+            output_bias="blk.0.attn_output.bias" in tensors,
+            mlp_bias="blk.0.ffn_up.bias" in tensors,
         )
 
     def rope(self, theta: float) -> RopeConfig:

@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sapwood_kernels import triton_qkv
-from sapwood_kernels.attention import triton_decode as decoding, triton_prefill as prefilling
+from sapwood_kernels.attention import triton_decode as decoding, triton_latent as latent, triton_prefill as prefilling
 
 capability = int(sys.argv[1])
 
@@ -55,6 +55,10 @@ QKV = kinds(
     "qkv:*bf16 query:*bf16 keys:*bf16 values:*bf16 slots:*i64 cos:*bf16 sin:*bf16 q_weight:*fp32 k_weight:*fp32 eps:fp32 "
     "key_factor:fp32 value_factor:fp32 page_stride:i32 slot_stride:i32 head_stride:i32"
 )
+LATENT = kinds(
+    "query:*bf16 stored:*bf16 indptr:*i32 lengths:*i32 pages:*i32 part:*fp32 sums:*fp32 out:*bf16 scale:fp32 value_scale:fp32 "
+    "page_stride:i32 slot_stride:i32"
+)
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 for dim, group, dtype, window, capped in (
@@ -76,6 +80,12 @@ for words in (False, True)[: 1 + (capability >= 89)]:
         decoding._split_kernel, {**DECODE, "keys": cache, "values": cache}, 1 if words else 4, GROUP=4, D=128, PAGE=16, SPLITS=8,
         LEAST=1, WINDOW=0, CAPPED=False, SINKS=words, FLOAT8=words, WORDS=words, ROWS=16, BLOCK_D=128, BLOCK=64,
         STAGES=2 if words else 3,
+    )
+for cache in ["*bf16"] + ["*fp8e4nv"] * (capability >= 89):
+    check(
+        latent._latent_kernel, {**LATENT, "stored": cache}, latent._WARPS, HEADS=128, R=512, E=64, PAGE=16, SPLITS=8, LEAST=1,
+        FLOAT8="fp8" in cache, ROWS=latent.HEADS_OF_BLOCK, BLOCK_R=512, BLOCK_E=64, BLOCK=latent._KEYS_OF_BLOCK,
+        STAGES=latent._STAGES,
     )
 for dim, rotated, interleaved in ((128, 128, False), (128, 96, False), (96, 96, False), (128, 64, True)):
     check(

@@ -109,7 +109,7 @@ def answers(runner: Any) -> list[Answer]:
     return found
 
 
-@pytest.mark.parametrize(("size", "name"), [(2, "llama"), (2, "gemma3"), (4, "llama-biased-tied")])
+@pytest.mark.parametrize(("size", "name"), [(2, "llama"), (2, "gemma3"), (2, "deepseek-v3"), (4, "llama-biased-tied")])
 def test_a_group_answers_as_one_process_does(tiny_model: Any, make_runner: Any, size: int, name: str) -> None:
     path = tiny_model(name, **SHAPE).path
     options = {"num_pages": 40, "max_running": 9, "page_size": 16}
@@ -164,7 +164,7 @@ class Tiered:
         return [received[serial] for serial in range(len(prompts()))]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", pytest.param("deepseek-v3", marks=pytest.mark.slow)])
 def test_each_rank_moves_its_part_through_the_tiers(
     tiny_model: Any, make_runner: Any, tmp_path: Path, name: str
 ) -> None:

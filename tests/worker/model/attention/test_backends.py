@@ -194,3 +194,18 @@ def test_a_package_can_bring_an_attention_backend(plugin, tiny_model, make_runne
         make_runner(tiny.path, attention_backend="plain")
     with pytest.raises(ConfigError, match="it takes float32, not bfloat16"):
         make_runner(tiny.path, attention_backend="prefill=plain", dtype="bfloat16")
+
+
+def test_triton_decodes_latent_attention_as_torch_does_and_refuses_its_prompts(tiny_model, make_runner, make_driver):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    tiny = tiny_model("deepseek-v3")
+    wanted, _ = served(make_runner, make_driver, tiny)
+    got, info = served(
+        make_runner, make_driver, tiny, attention_backend="prefill=torch,decode=triton", device=DEVICE, dtype="float32"
+    )
+    assert (info.prefill_attention, info.decode_attention) == ("torch", "triton")
+    assert float((got - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
+    with pytest.raises(
+        ConfigError, match=r"triton cannot compute the prefill .* no prefill of latent attention \(MLA\)"
+    ):
+        make_runner(tiny.path, attention_backend="triton", device=DEVICE)

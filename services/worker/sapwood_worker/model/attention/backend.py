@@ -210,7 +210,6 @@ class Abilities:
         windows: Whether layers may have a window.
         softcap: Whether scores may be capped.
         sinks: Whether heads may have sinks.
-        latent: Whether it computes latent attention.
         device: Why it cannot run on a device, for example "it needs a GPU"; None: it can.
     """
 
@@ -220,7 +219,6 @@ class Abilities:
     windows: bool = True
     softcap: bool = True
     sinks: bool = False
-    latent: bool = False
     device: Callable[[DeviceOps], str | None] = lambda ops: None
 
     def refusal(self, needs: AttentionNeeds, ops: DeviceOps) -> str | None:
@@ -241,8 +239,6 @@ class Abilities:
             return "it does not cap scores"
         if not self.sinks and any(kind.sinks for kind in needs.kinds):
             return "it has no attention sinks"
-        if needs.latent and not self.latent:
-            return "it has no latent attention (MLA)"
         return None
 
 
@@ -257,6 +253,7 @@ class AttentionBackend:
         graphs: Makes what makes the attention of so many decodes that can be captured in a CUDA graph: ``plan`` writes to the
             addresses that a captured ``attend`` reads. None: steps run without graphs.
         reads_keys: Whether it reads ``AttentionBatch.keys``.
+        latent: The halves that it computes of latent attention, too.
     """
 
     abilities: Abilities
@@ -264,6 +261,7 @@ class AttentionBackend:
     decode: Callable[[AttentionParts], StepAttention] | None = None
     graphs: Callable[[AttentionParts], Callable[[int], StepAttention]] | None = None
     reads_keys: bool = True
+    latent: frozenset[Half] = frozenset()
 
 
 def _name(dtype: torch.dtype) -> str:

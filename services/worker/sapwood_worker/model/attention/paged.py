@@ -48,10 +48,16 @@ class KernelAttention:
         found = self._found.get(layer.index)
         if found is None:
             pool, index = self._pool, layer.index
-            cache = StoredPages(pool.key_pages(index), pool.value_pages(index), pool.scales.of(index), layer.sinks)
+            values = pool.value_pages(index)
+            if layer.latent is not None:
+                values = values[..., : layer.latent.rank]
+            cache = StoredPages(pool.key_pages(index), values, pool.scales.of(index), layer.sinks)
             found = self._found[index] = self._kernels[layer.kind], cache
         kernel, cache = found
-        return kernel.run(query.contiguous(), cache, out)
+        if layer.latent is None:
+            return kernel.run(query.contiguous(), cache, out)
+        result = layer.latent.values(kernel.run(layer.latent.absorb(query), cache))
+        return result.flatten(1) if out is None else out.copy_(result)
 
 
 class GroupedAttention:

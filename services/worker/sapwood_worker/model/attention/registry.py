@@ -98,4 +98,6 @@ def _first_able(half: Half, needs: AttentionNeeds, ops: DeviceOps) -> ChosenBack
 def _refusal(backend: AttentionBackend, half: Half, needs: AttentionNeeds, ops: DeviceOps) -> str | None:
     if (backend.prefill if half == "prefill" else backend.decode) is None:
         return f"it has no {half}"
+    if needs.latent and half not in backend.latent:
+        return f"it has no {half} of latent attention (MLA)"
     return backend.abilities.refusal(needs, ops)

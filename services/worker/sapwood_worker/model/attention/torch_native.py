@@ -246,9 +246,9 @@ TORCH = AttentionBackend(
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         cache_dtypes=frozenset({torch.float8_e4m3fn}),
         sinks=True,
-        latent=True,
     ),
     prefill=_make,
     decode=_make,
     reads_keys=False,
+    latent=frozenset({"prefill", "decode"}),
 )

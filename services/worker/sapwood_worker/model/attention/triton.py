@@ -45,12 +45,13 @@ def _decode(parts: AttentionParts) -> StepAttention:
 
 
 def _decodes(parts: AttentionParts) -> Callable[[int | None], StepAttention]:
+    from sapwood_kernels.attention.latent_decode import LatentDecodeAttention
     from sapwood_kernels.attention.split_decode import SplitDecodeAttention
 
     needs, ops = parts.needs, parts.ops
+    kernel = LatentDecodeAttention if needs.latent else SplitDecodeAttention
     return lambda batch: KernelAttention(
-        parts.pool,
-        {kind: SplitDecodeAttention(batch, parts.indices, needs.shape, kind, ops) for kind in needs.kinds},
+        parts.pool, {kind: kernel(batch, parts.indices, needs.shape, kind, ops) for kind in needs.kinds}
     )
 
 
@@ -64,4 +65,5 @@ TRITON = AttentionBackend(
     prefill=_prefill,
     decode=_decode,
     graphs=_decodes,
+    latent=frozenset({"decode"}),
 )

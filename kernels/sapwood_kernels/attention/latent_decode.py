@@ -1,0 +1,32 @@
+"""Decode attention of latent layers by our own split kernel."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sapwood_kernels.attention.planned import StoredPages
+from sapwood_kernels.attention.split_decode import SplitDecodeAttention
+from sapwood_kernels.attention.triton_decode import num_splits
+from sapwood_kernels.attention.triton_latent import HEADS_OF_BLOCK, latent_decode
+
+
+class LatentDecodeAttention(SplitDecodeAttention):
+    """Implements ``PlannedAttention`` for absorbed queries [T, H, R + E] of one token for each request, and gives [T, H, R]: the
+    values of the cache it is given are the first R numbers of its keys. Planned as :class:`SplitDecodeAttention`."""
+
+    def run(self, query: Tensor, cache: StoredPages, out: Tensor | None = None) -> Tensor:
+        blocks = -(-self._shape.num_heads // HEADS_OF_BLOCK)
+        splits, least = num_splits(len(self._lengths), blocks, self._ops.processors)
+        result = latent_decode(
+            query,
+            cache.keys,
+            cache.values.shape[3],
+            self._indptr,
+            self._indices,
+            self._lengths,
+            splits=splits,
+            least=least,
+            scale=self._variant.scale,
+            kv_scale=cache.scales[0],
+        )
+        return result if out is None else out.copy_(result)

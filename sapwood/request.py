@@ -71,7 +71,12 @@ def _sampling(options: Options) -> common_pb2.SamplingParams:
     """The sampling settings among the options, which have the names of the message's fields."""
     given: dict[str, Any] = {name: value for name, value in options.items() if name in _SAMPLING}
     given["bad_words_ids"] = [common_pb2.TokenIds(ids=ids) for ids in options.get("bad_words_ids") or ()]
+    given["logit_processors"] = [_processor(**call) for call in options.get("logit_processors") or ()]
     return common_pb2.SamplingParams(**given)
+
+
+def _processor(name: str, parameters: Mapping[str, Any] | None = None) -> common_pb2.LogitProcessor:
+    return common_pb2.LogitProcessor(name=name, parameters=json.dumps(dict(parameters or {}), ensure_ascii=False))
 
 
 def _grammar(options: Options) -> common_pb2.Grammar | None:

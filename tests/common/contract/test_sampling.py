@@ -9,7 +9,7 @@ import pytest
 
 from sapwood.generation import Options
 from sapwood.v1 import common_pb2
-from sapwood_common.contract.sampling import FIELDS, USUAL, check_tokens, read_sampling
+from sapwood_common.contract.sampling import FIELDS, USUAL, LogitProcessorCall, check_tokens, read_sampling
 from sapwood_common.contract.sampling_message import from_message, to_message
 from sapwood_common.errors import InvalidArgumentError
 
@@ -50,6 +50,7 @@ GIVEN: dict[str, Any] = {
     "logit_bias": {5: -100.0, 7: 1.5}, "min_tokens": 3, "logprobs": 0, "prompt_logprobs": 20,
     "allowed_token_ids": (0, 2**32 - 1), "bad_words_ids": ((3,), (4, 5)),
     "speculate": False,
+    "logit_processors": (LogitProcessorCall("one", {"a": [1, {"b": None}]}), LogitProcessorCall("two")),
 }  # fmt: skip
 
 

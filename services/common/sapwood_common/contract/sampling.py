@@ -20,12 +20,21 @@ AS_MANY_AS_FIT = 2**31 - 1
 MOST_LOGPROBS = 20
 LONGEST_BAD_WORD = 32
 """Tokens."""
+LONGEST_PARAMETERS = 16384
+"""Bytes of JSON of a request's logit processors."""
 _UINT64 = 2**64
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
 Positive = Annotated[float, Meta(gt=0, le=3.5e38)]  # and finite, as is each number with an upper bound
+
+
+class LogitProcessorCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A logit processor that a request asks for, by the name of its entry point, and its JSON parameters."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    parameters: dict[str, Any] = {}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -43,6 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         allowed_token_ids: The only tokens that may be generated; empty: all.
         bad_words_ids: Sequences whose last token may not follow the others in the output.
         speculate: Whether tokens may be drafted, where the worker does that.
+        logit_processors: Functions of the worker's operator that change the logits first, one after another.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=3.5e38)] = 1.0
@@ -66,6 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(max_length=512),
     ] = ()
     speculate: bool = True
+    logit_processors: Annotated[tuple[LogitProcessorCall, ...], Meta(max_length=8)] = ()
 
     def tokens(self) -> Iterator[tuple[str, int]]:
         """Each token id that a field names, with the field."""
@@ -107,6 +118,10 @@ def read_sampling(given: Mapping[str, Any], done: int = 0) -> SamplingParams:
         raise _explained(str(error), given) from error
     if params.min_tokens > params.max_tokens + done:
         raise _refused("min_tokens", f"must be at most max_tokens, {params.max_tokens + done}", params.min_tokens)
+    if params.logit_processors and len(msgspec.json.encode(params.logit_processors)) > LONGEST_PARAMETERS:
+        raise InvalidArgumentError(
+            f"logit_processors has more than {LONGEST_PARAMETERS} bytes of JSON", field="sampling.logit_processors"
+        )
     if not 0 <= params.seed < _UINT64:
         raise InvalidArgumentError("seed must fit 64 bits", field="sampling.seed")
     return params

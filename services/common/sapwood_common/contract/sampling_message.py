@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from sapwood.v1 import common_pb2
 from sapwood_common.contract.sampling import SamplingParams, read_sampling
+from sapwood_common.errors import InvalidArgumentError
+
+
+def _called(calls: Iterable[common_pb2.LogitProcessor]) -> list[dict[str, Any]]:
+    try:
+        return [{"name": call.name, "parameters": msgspec.json.decode(call.parameters or "{}")} for call in calls]
+    except msgspec.DecodeError as error:
+        raise InvalidArgumentError(
+            f"logit_processors: parameters are not JSON: {error}", field="sampling.logit_processors"
+        ) from error
+
 
 _REPEATED: dict[str, Callable[[Any], Any]] = {
     "stop_token_ids": tuple,
     "logit_bias": dict,
     "allowed_token_ids": tuple,
     "bad_words_ids": lambda sequences: tuple(tuple(sequence.ids) for sequence in sequences),
+    "logit_processors": _called,
 }
 """Converts the fields that hold several values."""
 
@@ -38,4 +50,9 @@ def to_message(params: SamplingParams) -> common_pb2.SamplingParams:
     given["seed"] = params.seed
     if params.bad_words_ids:
         given["bad_words_ids"] = [common_pb2.TokenIds(ids=ids) for ids in params.bad_words_ids]
+    if params.logit_processors:
+        given["logit_processors"] = [
+            common_pb2.LogitProcessor(name=call.name, parameters=msgspec.json.encode(call.parameters).decode())
+            for call in params.logit_processors
+        ]
     return common_pb2.SamplingParams(**given)

@@ -188,6 +188,13 @@ def to_sampling(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> t
     """
     params, count = from_message(request.sampling, request.output_tokens)
     check_tokens(params, info.vocab_size)
+    for call in params.logit_processors:
+        if call.name not in info.logit_processors:
+            known = ", ".join(info.logit_processors) or "none"
+            raise InvalidArgumentError(
+                f"there is no logit processor {call.name!r} here; installed are: {known}",
+                field="sampling.logit_processors",
+            )
     for name, wanted in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         _require((wanted or 0) <= info.vocab_size, name, wanted or 0, f"at most the vocabulary size {info.vocab_size}")
     max_tokens = min(info.context_length - len(request.token_ids), params.max_tokens)

@@ -200,6 +200,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             attention_reason=info.attention_reason,
             tensor_parallel=info.tensor_parallel,
             weights=info.weights,
+            logit_processors=info.logit_processors,
             max_running=max_running,
             labels=info.labels.names if info.labels is not None else (),
             activation=from_activation(info),

@@ -49,6 +49,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         decode_attention: The same for one token of each request.
         attention_reason: Why they were taken.
         tensor_parallel: Ranks that its layers are split over.
+        logit_processors: Names of those that are installed.
         weights: The formats of its linear layers' weights, joined by ``+``.
     """
 
@@ -76,3 +77,4 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention_reason: str = ""
     tensor_parallel: int = 1
     weights: str = ""
+    logit_processors: tuple[str, ...] = ()

@@ -120,6 +120,7 @@ class ModelOutput:
             step after another would have sampled. The last is -1 if the model's logits were not finite numbers there.
         copied: Stores that have ended since the last report, whatever step they went with.
         logprobs: Of ``token_ids`` but for -1, by the part's index, where asked for.
+        failures: Why a part's token is -1, by its index, where a logit processor failed.
         prompt_logprobs: For each prompt token that the step computed, those of the token after it; by the same index.
         pooled: For each chunk that is to be pooled, float32 [hidden_size]: the sum of its tokens' hidden states, the last, or
             the first.
@@ -131,6 +132,7 @@ class ModelOutput:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
 
 
 class LaunchedStep(Protocol):

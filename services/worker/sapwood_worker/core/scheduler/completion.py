@@ -22,11 +22,14 @@ def stop_tokens(sampling: SamplingParams, eos_token_ids: frozenset[int]) -> froz
 def may_jump(request: Request) -> bool:
     """Whether tokens that the request's grammar forces may be appended without asking the model.
 
-    They may not if log probabilities are asked for, or if the runner counts tokens (penalties) or bans some.
+    They may not if log probabilities are asked for, or if the runner counts tokens (penalties), bans
+    some or calls logit processors.
     """
     sampling = request.sampling
     unbiased = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.0, 0.0, 1.0)
-    free = not (sampling.min_tokens or sampling.allowed_token_ids or sampling.bad_words_ids)
+    free = not (
+        sampling.min_tokens or sampling.allowed_token_ids or sampling.bad_words_ids or sampling.logit_processors
+    )
     return request.grammar is not None and sampling.logprobs is None and unbiased and free
 
 
@@ -49,7 +52,7 @@ def take_tokens(request: Request, sampled: list[int], logprobs: list[TokenLogpro
     for token in sampled:
         if token < 0:
             request.shared = False
-            reason, error = "error", _no_token(request)
+            reason, (error, field) = "error", _no_token(request)
             break
         if grammar is not None and not grammar.accept(token):
             reason, error, field = "error", f"grammar: {grammar.error}", "grammar"
@@ -96,11 +99,15 @@ def _jump(request: Request, grammar: GrammarState) -> FinishReason | None:
     return None
 
 
-def _no_token(request: Request) -> str:
+def _no_token(request: Request) -> tuple[str, str]:
+    """Why nothing could be sampled, and the field at fault if the request is."""
     sampling = request.sampling
+    if sampling.logit_processors:
+        why = request.failure or "the logit processors left no token: all logits are forbidden or not finite numbers"
+        return why, "sampling.logit_processors"
     if sampling.allowed_token_ids or sampling.bad_words_ids:
-        return "every token is forbidden by allowed_token_ids, bad_words_ids and what else the request asks for"
-    return "the model's logits are not finite numbers"
+        return "every token is forbidden by allowed_token_ids, bad_words_ids and what else the request asks for", ""
+    return "the model's logits are not finite numbers", ""
 
 
 def end_output(

@@ -57,6 +57,8 @@ class Request:
         output_start: Where in ``token_ids`` the output begins: before the prompt's end if that holds output of an earlier try.
         enters: Whether it has a row of which the runner does not know yet.
         prompt_logprobs: Log probabilities of the prompt that no output has carried yet.
+        processed: Whether it has logit processors.
+        failure: What a logit processor of it failed with.
         drafts: What is known of its drafts; None: it never had any.
 
     Args:
@@ -75,6 +77,7 @@ class Request:
         "deadline",
         "drafts",
         "enters",
+        "failure",
         "grammar",
         "held",
         "in_flight",
@@ -87,6 +90,7 @@ class Request:
         "pooled",
         "pooling",
         "priority",
+        "processed",
         "prompt_length",
         "prompt_logprobs",
         "queued_at",
@@ -156,6 +160,8 @@ class Request:
         self.stops: frozenset[int] = frozenset()
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.drafts: RequestDrafts | None = None
+        self.processed = bool(sampling.logit_processors)
+        self.failure = ""
         self._scored = 0
         self._state = RequestState.WAITING
 

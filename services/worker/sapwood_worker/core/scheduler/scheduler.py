@@ -238,6 +238,8 @@ class Scheduler:
         if self._tiers is not None:
             self._tiers.ended(output.copied)
         outputs: list[RequestOutput] = []
+        for part, failure in output.failures.items():
+            step.requests[part].failure = failure
         self._fairness.charge_each(step.decodes)
         if step.drafts:
             self._take_drafts(step, output)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.grammar.vocabulary import load_vocabulary
+from sapwood_common.plugins import part_names
 from sapwood_kernels.attention.planned import AttentionShape, Variant
 from sapwood_kernels.ops.factory import device_ops
 from sapwood_worker.model.attention.backend import AttentionNeeds
@@ -33,6 +34,7 @@ from sapwood_worker.model.runner.memory_profile import measure_pool_bytes
 from sapwood_worker.model.runner.model_runner import ModelRunner
 from sapwood_worker.model.runner.options import DTYPES, RunnerOptions
 from sapwood_worker.model.runner.page_counts import plan_pages
+from sapwood_worker.model.sampling.processors import LOGIT_PROCESSORS
 from sapwood_worker.model.sampling.token_sampler import TokenSampler
 from sapwood_worker.records.kv_layout import WindowGroup
 from sapwood_worker.records.model_info import ModelInfo
@@ -172,6 +174,7 @@ class _Builder:
                 if group
             ),
             tensor_parallel=self._tp.size,
+            logit_processors=part_names(LOGIT_PROCESSORS, {}) if config.labels is None else (),
         )
 
     def _assure_equal(self) -> None:

@@ -75,7 +75,8 @@ class LaunchedStep:
                         logprobs.setdefault(parts[row], []).append(each)
         prompts = {index: Logprobs(next(tensors), next(tensors), next(tensors)).to_list() for index in self._prompts}
         pooled = {index: next(tensors).numpy() for index in self._pooled}
-        return ModelOutput(self._step, token_ids, self._copied(), logprobs, prompts, pooled)
+        failures = {} if self._tokens is None else dict(self._tokens.failures)
+        return ModelOutput(self._step, token_ids, self._copied(), logprobs, prompts, pooled, failures)
 
 
 def _parts(values: list[int], at: Positions) -> Sequence[int]:

@@ -23,7 +23,7 @@ from sapwood_worker.records.step import IntArray
 
 _SEED_MASK = (1 << 64) - 1
 # The kinds of settings that a row has, as bits.
-_SAMPLED, _PENALISED, _BIASED, _MINIMUM, _LOGPROBS, _ALLOWED, _BANNED = 1, 2, 4, 8, 16, 32, 64
+_SAMPLED, _PENALISED, _BIASED, _MINIMUM, _LOGPROBS, _ALLOWED, _BANNED, _PROCESSED = (1 << bit for bit in range(8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ class RowSettings:
             | _LOGPROBS * (params.logprobs is not None)
             | _ALLOWED * bool(params.allowed_token_ids)
             | _BANNED * bool(params.bad_words_ids)
+            | _PROCESSED * bool(params.logit_processors)
         )
         self._temperature[row] = params.temperature
         self._top_k[row] = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
@@ -159,6 +160,10 @@ class RowSettings:
     def banned(self, rows: IntArray) -> Places | None:
         """Which of a step's rows have banned sequences; None if none has."""
         return self._places(rows, _BANNED)
+
+    def processed(self, rows: IntArray) -> IntArray | None:
+        """Which of a step's rows have logit processors; None if none has."""
+        return self._asking(rows, _PROCESSED)[0]
 
     def _places(self, rows: IntArray, what: int) -> Places | None:
         at, rows = self._asking(rows, what)

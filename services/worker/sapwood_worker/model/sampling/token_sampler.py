@@ -1,14 +1,15 @@
 """From a step's logits to its tokens: grammar, penalties, biases, the draw, and log probabilities.
 
-The order: log probabilities are taken of the logits as the model gave them; then grammar masks, allowed tokens, banned sequences,
-penalties, biases and the ban on early ends change them in place; then temperature and the filters of ``sampler.py``.
+The order: log probabilities are taken of the logits as the model gave them; then logit processors, grammar masks, allowed
+tokens, banned sequences, penalties, biases and the ban on early ends change them in place; then temperature and the filters of
+``sampler.py``.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from sapwood_worker.model.sampling.bans import AllowedTokens, BannedSequences
 from sapwood_worker.model.sampling.logprobs import Distribution, Logprobs
 from sapwood_worker.model.sampling.penalties import TokenCounts
 from sapwood_worker.model.sampling.positions import Positions
+from sapwood_worker.model.sampling.processors import LogitProcessors
 from sapwood_worker.model.sampling.row_settings import RowSettings
 from sapwood_worker.model.sampling.sampler import sample
 from sapwood_worker.records.step import Entry, Step
@@ -34,6 +36,7 @@ class SampledTokens:
         rows: The indices of those rows.
         alternatives: How many alternatives each of those rows wants.
         ends: int64 [S]: each request's last row that counts; None: it has but one.
+        failures: What a logit processor failed with, by the part of the step.
     """
 
     tokens: Tensor
@@ -41,6 +44,7 @@ class SampledTokens:
     rows: tuple[int, ...] = ()
     alternatives: tuple[int, ...] = ()
     ends: Tensor | None = None
+    failures: Mapping[int, str] = field(default_factory=dict)
 
 
 class TokenSampler:
@@ -58,6 +62,7 @@ class TokenSampler:
         self._counts = TokenCounts(rows, vocab_size, ops)
         self._allowed = AllowedTokens(rows, vocab_size, ops)
         self._banned = BannedSequences(rows, ops)
+        self._processors = LogitProcessors(vocab_size, eos_token_ids)
         self._ops = ops
 
     def enter(self, entry: Entry) -> None:
@@ -69,6 +74,8 @@ class TokenSampler:
             self._allowed.enter(row, params.allowed_token_ids)
         if params.bad_words_ids:
             self._banned.enter(row, params.bad_words_ids, tokens[entry.output_start :])
+        if params.logit_processors:
+            self._processors.enter(row, params.logit_processors, tokens, entry.output_start)
         if self._settings.penalised(row):
             self._counts.enter(row, tokens, entry.output_start)
 
@@ -94,6 +101,9 @@ class TokenSampler:
         if wanted is not None:
             chosen = self._ops.to_device(wanted[0])
             distribution = Distribution(logits.index_select(0, chosen), int(wanted[1].max()))
+        failures: dict[int, str] = {}
+        if (processed := settings.processed(at.rows)) is not None:
+            failures = self._processors.apply(logits, processed, step, at)
         apply_masks(logits, step, self._ops)
         if (places := settings.allowed(at.rows)) is not None:
             self._allowed.apply(logits, places)
@@ -113,9 +123,9 @@ class TokenSampler:
         if banned is not None:
             self._banned.add(counted, banned, drafts)
         if distribution is None or wanted is None:
-            return SampledTokens(tokens, ends=ends)
+            return SampledTokens(tokens, ends=ends, failures=failures)
         logprobs = distribution.of(drawn.index_select(0, chosen))
-        return SampledTokens(tokens, logprobs, tuple(wanted[0].tolist()), tuple(wanted[1].tolist()), ends)
+        return SampledTokens(tokens, logprobs, tuple(wanted[0].tolist()), tuple(wanted[1].tolist()), ends, failures)
 
 
 def _valid(tokens: Tensor, largest: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ class StepInFlight:
         samples: For each chunk whether it samples.
         plan: What the runner is told, decodes first.
         written: A handle of the last page that each part writes, made when the step is planned.
-        awaits_tokens: Whether its tokens must be known before the next step is planned: for a grammar, or to know how much of a
-            draft was right.
+        awaits_tokens: Whether its tokens must be known before the next step is planned: for a grammar or a logit processor, or to
+            know how much of a draft was right.
     """
 
     __slots__ = ("_filled", "awaits_tokens", "chunks", "decodes", "drafts", "plan", "samples", "written")
@@ -60,6 +60,7 @@ class StepInFlight:
         tokens: list[int] = []
         grammars: list[GrammarState] = []
         masked: list[int] = []
+        processed = False
         for request in decodes:
             start = request.planned
             known = request.token_ids
@@ -72,6 +73,7 @@ class StepInFlight:
             if request.grammar is not None:
                 masked.append(len(rows) - 1)
                 grammars.append(request.grammar)
+            processed = processed or request.processed
         self.plan = plan = Step(number, copies=copies)
         self.samples: list[bool] = []
         if chunks:
@@ -89,6 +91,7 @@ class StepInFlight:
                 request.planned = start + count
                 request.in_flight += 1
                 request.unknown += samples
+                processed = processed or (samples and request.processed)
                 if samples and request.grammar is not None:
                     masked.append(sampling)
                     grammars.append(request.grammar)
@@ -116,7 +119,7 @@ class StepInFlight:
             drafted = [draft for request, draft in zip(decodes, drafts, strict=False) if request.grammar is not None]
             self._filled = plan.masks = filler.start(grammars, drafted)
             plan.masked = np.array(masked, np.int64)
-        self.awaits_tokens = bool(grammars or drafts)
+        self.awaits_tokens = bool(grammars or drafts) or processed
 
     def __len__(self) -> int:
         return len(self.plan.rows)
@@ -159,4 +162,4 @@ def _enter(request: Request) -> Entry:
 def looks_back(sampling: SamplingParams) -> bool:
     """Whether sampling a token takes more of those before it than their logits."""
     penalties = sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty
-    return penalties != (0.0, 0.0, 1.0) or bool(sampling.bad_words_ids)
+    return penalties != (0.0, 0.0, 1.0) or bool(sampling.bad_words_ids or sampling.logit_processors)

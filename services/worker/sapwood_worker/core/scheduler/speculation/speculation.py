@@ -106,7 +106,7 @@ class Speculation:
 
     def _draft(self, request: Request, most: int) -> tuple[list[int], float]:
         """What a request may draft, and its rate."""
-        if not request.sampling.speculate:
+        if not request.sampling.speculate or request.sampling.logit_processors:  # these see one position at a time
             return [], 0.0
         drafts = request.drafts
         if drafts is None:

@@ -2,8 +2,8 @@
 
 All heads of a layer read the same cached vectors, so a program takes a block of heads of one request and one of up to
 ``SPLITS`` stretches of its keys. A block of vectors is read once: all of it meets the queries, and its latent part is also
-what is summed up. Stretches and their merging are those of ``triton_decode``. Bound: one read of the vectors for each block of 16 heads.
-Nothing of it has been measured on a GPU yet.
+what is summed up. Stretches and their merging are those of ``triton_decode``. Bound: one read of the vectors for
+each block of 16 heads. Nothing of it has been measured on a GPU yet.
 """
 
 from __future__ import annotations

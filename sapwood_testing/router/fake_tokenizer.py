@@ -108,7 +108,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def ApplyChatTemplate(  # noqa: N802
         self, request: tokenizer_pb2.ApplyChatTemplateRequest, context: Context
     ) -> tokenizer_pb2.ApplyChatTemplateResponse:
-        """``<role>content`` for each turn, and ``<assistant>``; a turn of the system's must come first.
+        """``<role>content`` for each turn, then ``<assistant>`` unless the last is continued; the system's must come first.
 
         Tools must be a JSON array, the arguments of calls JSON objects, and so the variables, which may not be named
         ``messages``; the text does not show them.
@@ -129,7 +129,9 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
                 if not isinstance(_from_json(call.arguments), dict):
                     field_name = f"messages[{index}].tool_calls[{number}].arguments"
                     raise InvalidArgumentError("the arguments of a call are a JSON object", field=field_name)
-        text = "".join(f"<{message.role}>{message.content}" for message in request.messages) + "<assistant>"
+        text = "".join(f"<{message.role}>{message.content}" for message in request.messages)
+        if not request.continue_final_message:
+            text += "<assistant>"
         tokens = encode(text, self._offset)
         _check_size(request, len(tokens), "messages")
         return tokenizer_pb2.ApplyChatTemplateResponse(

@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Coroutine
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sapwood.v1 import router_pb2_grpc
 from sapwood_common.errors import ConfigError
@@ -35,6 +35,7 @@ from sapwood_router.edges.http1.server import HttpServer
 from sapwood_router.edges.responses.store import ResponseStore
 from sapwood_router.edges.table import all_routes
 from sapwood_router.edges.ui.routes import ui_routes
+from sapwood_router.fleet.backends.probe import BackendProbe, served_by
 from sapwood_router.fleet.circuit_breaker import BreakerSettings, BreakerState, CircuitBreaker
 from sapwood_router.fleet.connection import WorkerConnection
 from sapwood_router.fleet.fleet import CONFIGURED, Fleet
@@ -61,7 +62,11 @@ from sapwood_router.tokenizer.client import TokenizerClient
 from sapwood_router.tokenizer.detokenize_pool import DetokenizePool
 from sapwood_router.tokenizer.replicas import TokenizerReplicas
 from sapwood_router.tokenizer.tokenizers import Tokenizer, Tokenizers
+from sapwood_router.transport.backend.spec import backend_at, is_backend
 from sapwood_router.transport.name_lookup import Lookup, addresses_behind, follow_name
+
+if TYPE_CHECKING:  # it takes 15 MB, also where there is no backend
+    from sapwood_router.transport.backend.client import HttpClient
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +90,8 @@ class RouterApplication:
             self._metrics.registry.register(JoinedMetrics(config.metrics_of))
         self._dialer = Dialer(config.peer_ca, config.peer_cert, config.peer_key)
         self._worker_dialer = self._dialer.expecting(config.worker_name)
+        self._http_client: HttpClient | None = None
+        self._backends = config.backends_by_address
         self._lookup = lookup
         self._blocks = BlockIndex(config.block_index_bytes)
         parts = PolicyParts(config.cache_index_bytes, random.Random(), time.monotonic, self._blocks)
@@ -202,7 +209,8 @@ class RouterApplication:
         """Why requests cannot be served now; None if they can."""
         if self._server.draining.is_set():
             return "shutting down"
-        if self._tokenizers.problem is not None:
+        tokenizes = any(worker.backend is None for worker in self.registry.all())
+        if tokenizes and self._tokenizers.problem is not None:
             return self._tokenizers.problem
         if not self.registry.any_available():
             return "no worker is available: " + "; ".join(
@@ -259,6 +267,8 @@ class RouterApplication:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._http_client is not None:
+            await self._http_client.close()
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
         await asyncio.to_thread(self._tracing.close)
@@ -292,6 +302,9 @@ class RouterApplication:
 
     def _watch_worker(self, worker: Worker) -> list[asyncio.Task[None]]:
         config = self._config
+        if (backend := worker.backend) is not None:
+            probe = BackendProbe(worker, backend, self.registry, config.backend_interval, self._worker_lost)
+            return [self._spawn(probe.run(), f"probe of {worker.address}")]
         connection = WorkerConnection(
             worker,
             self.registry,
@@ -327,7 +340,17 @@ class RouterApplication:
             logger.warning("worker %s: circuit breaker %s", address, state.value)
 
         breaker = CircuitBreaker(settings, time.monotonic, on_change)
-        return Worker(address, breaker, time.monotonic, self._worker_has_room)
+        if not is_backend(address):
+            return Worker(address, breaker, time.monotonic, self._worker_has_room)
+        from sapwood_router.transport.backend.client import Backend, HttpClient
+
+        spec = self._backends.get(address) or backend_at(address)
+        self._http_client = self._http_client or HttpClient()
+        backend = Backend(spec, self._http_client, config.backend_silence)
+        worker = Worker(address, breaker, time.monotonic, self._worker_has_room, backend)
+        if spec.name or spec.model:  # a model that is known, though nobody serves it yet
+            worker.model = served_by(spec, None, epoch=0)
+        return worker
 
     def _worker_has_room(self) -> None:
         self._admission.pump()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,6 +13,7 @@ from pydantic_settings import SettingsConfigDict
 from sapwood_common.settings.config import ServiceConfig
 from sapwood_common.settings.needs import Needs
 from sapwood_router.routing.factory import policy_names
+from sapwood_router.transport.backend.spec import BackendSpec, parse_backend
 
 
 def _is_policy(name: str) -> str:
@@ -115,8 +117,23 @@ class RouterConfig(ServiceConfig):
         description="Addresses of the workers; more can be named by the next three, or register. The default holds where none of "
         "the three is given.",
     )
+    backends: tuple[str, ...] = Field(
+        (),
+        description="url=URL[,model=MODEL][,name=NAME][,api-key-env=VARIABLE]: servers that speak OpenAI's API over HTTP, what "
+        "they call the model (none: the only one that they list), what clients call it (none: the same), where the key is. One "
+        "that needs neither name nor key may also be named among workers: http://host:8000, or with #MODEL after it.",
+    )
+    backend_interval: float = Field(
+        5.0,
+        gt=0,
+        description="Seconds between two questions to a backend which models it has; after three without an answer "
+        "it is down.",
+    )
+    backend_silence: float = Field(
+        60.0, gt=0, description="Seconds that a backend's stream may say nothing before it counts as broken."
+    )
     workers_file: Path | None = Field(
-        None, description="File of further workers, one host:port a line; followed as it changes."
+        None, description="File of further workers, one host:port or URL a line; followed as it changes."
     )
     workers_dns: str | None = Field(
         None,
@@ -240,9 +257,24 @@ class RouterConfig(ServiceConfig):
 
     @property
     def named_workers(self) -> tuple[str, ...]:
-        """The addresses in ``workers``; one on this machine where nothing else names any."""
-        followed = (self.workers_file, self.workers_dns, self.kubernetes_service)
-        return self.workers if "workers" in self.model_fields_set or followed == (None, None, None) else ()
+        """The addresses in ``workers`` and of ``backends``; one on this machine where nothing else names any."""
+        elsewhere = self.backends or self.workers_file or self.workers_dns or self.kubernetes_service
+        workers = self.workers if "workers" in self.model_fields_set or not elsewhere else ()
+        return (*workers, *self.backends_by_address)
+
+    @property
+    def backends_by_address(self) -> dict[str, BackendSpec]:
+        """``backends``, with their keys, by what names each in the fleet."""
+        return {spec.address: spec for spec in (parse_backend(text, os.environ) for text in self.backends)}
+
+    @field_validator("backends")
+    @classmethod
+    def _are_backends(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        addresses = [parse_backend(text, os.environ).address for text in given]
+        for address in addresses:
+            if addresses.count(address) > 1:
+                raise ValueError(f"{address} is named twice")
+        return given
 
     @property
     def policies(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from sapwood_router.edges.openai.completions import complete
 from sapwood_router.edges.openai.embeddings import EmbeddingRequest, EmbeddingResponse, embed
 from sapwood_router.edges.openai.models import get_model, list_models
 from sapwood_router.edges.openai.parameters import SAMPLING, TEXT_SAMPLING
+from sapwood_router.edges.openai.relay import or_relay
 from sapwood_router.edges.openai.types import ChatRequest, ChatResponse, CompletionRequest, CompletionResponse
 from sapwood_router.edges.openapi.routes import ApiPages
 from sapwood_router.edges.responses.create import PATH as RESPONSES
@@ -77,7 +78,7 @@ def all_routes(
     routes: list[Route] = [
         Post(
             "/v1/completions",
-            complete,
+            or_relay("completion", complete),
             summary="Goes on with texts",
             takes=(CompletionRequest,),
             gives=CompletionResponse,
@@ -86,7 +87,7 @@ def all_routes(
         ),
         Post(
             "/v1/chat/completions",
-            chat,
+            or_relay("chat", chat),
             summary="Answers a conversation",
             takes=(ChatRequest,),
             gives=ChatResponse,

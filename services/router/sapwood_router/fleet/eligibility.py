@@ -25,6 +25,7 @@ class Demand(msgspec.Struct, frozen=True):
         embeds: Whether it wants embeddings, or labels.
         classifies: Whether it wants labels.
         refused_by: Addresses of workers that answered it with an error.
+        relayed: Whether it goes to backends, else it goes to none of them.
     """
 
     model: str
@@ -33,6 +34,7 @@ class Demand(msgspec.Struct, frozen=True):
     embeds: bool = False
     classifies: bool = False
     refused_by: Collection[str] = ()
+    relayed: bool = False
 
 
 class Eligible(msgspec.Struct, frozen=True):
@@ -58,7 +60,7 @@ def eligible(workers: Iterable[Worker], demand: Demand) -> Eligible:
     for worker in workers:
         served = worker.model
         asked = served is not None and served.model == model and worker.takes_new and worker.address not in refused_by
-        if served is None or not asked or not worker.breaker.admits():
+        if served is None or not asked or not worker.breaker.admits() or (worker.backend is None) is demand.relayed:
             excluded[worker] = _obstacle(worker, demand)
         elif (demand.embeds or served.context_length < demand.tokens) and (lack := _lack(served, demand)):
             excluded[worker] = lack
@@ -89,6 +91,8 @@ def _obstacle(worker: Worker, demand: Demand) -> str:
         return "no longer named by any source"
     if worker.address in demand.refused_by:
         return "answered this request with an error"
+    if (worker.backend is None) is demand.relayed:
+        return "is asked over gRPC" if demand.relayed else "is asked over HTTP, with the text"
     return f"circuit breaker {worker.breaker.state.value}"
 
 

@@ -110,7 +110,8 @@ class Fleet:
             logger.warning("worker %s did not renew its registration", address)
             self.name(_REGISTERED + address, [])
         for worker in self._registry.all():
-            if worker.leaving and (worker.in_flight == 0 or worker.session is None):
+            gone = worker.backend is None and worker.session is None
+            if worker.leaving and (worker.in_flight == 0 or gone):
                 self._forget(worker)
 
     def _find(self, address: str) -> Worker:

@@ -15,7 +15,7 @@ _SECONDS = 30.0
 
 
 class CacheFlusher:
-    """Asks all workers that are up.
+    """Asks all workers that are up; backends have no such method.
 
     Args:
         registry: Knows them.
@@ -32,7 +32,7 @@ class CacheFlusher:
         Raises:
             SapwoodError: A worker did not do so; others may have.
         """
-        addresses = [worker.address for worker in self._registry.all() if worker.available]
+        addresses = [worker.address for worker in self._registry.all() if worker.available and not worker.backend]
         return sum(await asyncio.gather(*map(self._flush, addresses)))
 
     async def _flush(self, address: str) -> int:

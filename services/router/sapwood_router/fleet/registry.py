@@ -37,6 +37,7 @@ class Registry:
         self._workers = {worker.address: worker for worker in workers}
         self._available: dict[str, tuple[Worker, ...]] = {}
         self._models: dict[str, tuple[Worker, ...]] = {}
+        self._relayed: frozenset[str] = frozenset()
         self._on_change = on_change
         self._on_reset = on_reset
         self._most_requests = most_requests
@@ -85,14 +86,37 @@ class Registry:
         served = (worker.model for worker in self._workers.values() if worker.model is not None)
         return next((item.labels for item in served if item.model == model), None)
 
+    @property
+    def has_backends(self) -> bool:
+        """Whether there is a model that only backends have now."""
+        return bool(self._relayed)
+
+    def relays(self, model: str | None) -> bool:
+        """Whether requests to a model go to backends: to none of the workers, since none that has it is available."""
+        if not self._relayed:
+            return False
+        if model is None:
+            return len(self._models) == 1 == len(self._relayed)
+        return model in self._relayed
+
     def resolve(self, model: str | None, field: str = "model") -> str:
         """The model a request means: the one it names, or the only one there is.
 
         Raises:
             NotFoundError: No worker serves it.
-            InvalidArgumentError: None was named and there are several.
+            InvalidArgumentError: None was named and there are several; or only backends have it, which take no tokens.
             UnavailableError: No worker has been reached yet, so nothing is known.
         """
+        resolved = self.resolve_any(model, field)
+        if resolved in self._relayed:
+            raise InvalidArgumentError(
+                f"model {resolved!r} is a backend's: only POST /v1/chat/completions and /v1/completions ask it",
+                field=field,
+            )
+        return resolved
+
+    def resolve_any(self, model: str | None, field: str = "model") -> str:
+        """The same, also for a model that only backends have. Raises as :meth:`resolve`."""
         known = self._models
         if not known:
             raise UnavailableError("no worker is available", retry_after=RETRY_AFTER)
@@ -151,6 +175,19 @@ class Registry:
             worker.model.model: () for worker in self._workers.values() if worker.model is not None
         }
         self._models = known | self._available
+        self._relayed = frozenset(_relayed(self._workers.values()))
         self._changed.set()
         self._changed = asyncio.Event()
         self._on_change()
+
+
+def _relayed(workers: Iterable[Worker]) -> set[str]:
+    """The models that backends have and no worker serves now."""
+    backends, served = set(), set()
+    for worker in workers:
+        if worker.model is not None:
+            if worker.backend is not None:
+                backends.add(worker.model.model)
+            elif worker.takes_new:
+                served.add(worker.model.model)
+    return backends - served

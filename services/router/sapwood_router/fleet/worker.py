@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from sapwood_common.pacing.sliding_count import SlidingCount
 from sapwood_router.fleet.circuit_breaker import CircuitBreaker
@@ -11,6 +12,9 @@ from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.session import WorkerSession
 from sapwood_router.routing.load import Load
 from sapwood_router.routing.worker_view import WorkerView
+
+if TYPE_CHECKING:  # its HTTP client takes 15 MB, also where there is no backend
+    from sapwood_router.transport.backend.client import Backend
 
 RATE_SECONDS = 10.0
 """Over how many seconds ``Worker.generated`` counts."""
@@ -50,10 +54,11 @@ class Worker:
     Mutable; written by its connection (session, model, availability, load) and by leases, all on the one event loop.
 
     Args:
-        address: ``host:port`` or any gRPC target.
+        address: ``host:port`` or any gRPC target; a backend's ``URL`` or ``URL#MODEL``.
         breaker: Its circuit breaker.
         clock: Seconds, monotonic.
         on_room: Called after a request has left it.
+        backend: What asks it over HTTP; None: it is asked over a session.
     """
 
     def __init__(
@@ -62,8 +67,10 @@ class Worker:
         breaker: CircuitBreaker,
         clock: Callable[[], float],
         on_room: Callable[[], None] = lambda: None,
+        backend: Backend | None = None,
     ) -> None:
         self.address = address
+        self.backend = backend
         self.breaker = breaker
         self.session: WorkerSession | None = None
         self.model: ServedModel | None = None

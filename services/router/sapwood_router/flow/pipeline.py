@@ -13,6 +13,7 @@ from sapwood_router.fleet.registry import Registry
 from sapwood_router.flow.delivery import Sink
 from sapwood_router.flow.embedding import Embedder
 from sapwood_router.flow.generation import GenerationAttempts
+from sapwood_router.flow.relay.relay import Relay
 from sapwood_router.flow.resume import Failover
 from sapwood_router.flow.retry import RetryPolicy
 from sapwood_router.flow.stages.prepare import prepare
@@ -62,6 +63,7 @@ class Pipeline:
         self.resume_grace = resume_grace
         self.observer = observer
         self.embedder = Embedder(self, tokenizers, retry, observer)
+        self.relay = Relay(self, retry, observer)
 
     def open(self, context: RequestContext) -> Run:
         """A request's run; the caller starts and closes it."""

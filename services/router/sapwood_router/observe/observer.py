@@ -208,14 +208,14 @@ class RequestWatch:
         model, tenant = "-", context.caller.tenant or "-"
         if context.worker != "-":  # a model that a worker serves: what clients made up is no label
             model = context.model or "-"
-            generated = len(context.output_ids) if context.usage is None else context.usage.completion_tokens
+            generated, asked_tokens = context.token_counts
             prompt_tokens, cached_tokens, completion_tokens, tenant_tokens = metrics.of_tokens(model, tenant)
-            prompt_tokens.inc(len(context.token_ids))
+            prompt_tokens.inc(asked_tokens)
             cached_tokens.inc(context.cached_tokens)
             completion_tokens.inc(generated)
-            tenant_tokens.inc(len(context.token_ids) + len(context.output_ids))
+            tenant_tokens.inc(asked_tokens + max(generated, len(context.output_ids)))
             prompt_length, completion_length = metrics.of_lengths(model)
-            prompt_length.observe(len(context.token_ids))
+            prompt_length.observe(asked_tokens)
             completion_length.observe(generated)
         requests, seconds, tenant_requests = metrics.of_end(model, tenant, code)
         tenant_requests.inc()

@@ -58,6 +58,7 @@ class OpenLine:
             return
         context = self._context
         now = time.perf_counter()
+        generated, asked = context.token_counts
         if context.error is not None:
             status = row_of(context.error).grpc
         else:
@@ -69,9 +70,9 @@ class OpenLine:
             context.model or "-",
             context.worker,
             context.reason,
-            len(context.token_ids),
+            asked,
             context.cached_tokens,
-            len(context.output_ids) if context.usage is None else context.usage.completion_tokens,
+            generated,
             status.name,
             (now - context.started) * 1000,
             ttft,

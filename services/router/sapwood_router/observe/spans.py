@@ -43,10 +43,11 @@ def asked(context: RequestContext) -> dict[str, Attribute]:
 
 def answered(context: RequestContext, code: str) -> dict[str, Attribute]:
     """The attributes of a generation's end. ``code``: the name of its gRPC status."""
+    generated, asked_tokens = context.token_counts
     attributes: dict[str, Attribute] = {
         "gen_ai.response.model": context.model or "-",
-        "gen_ai.usage.input_tokens": len(context.token_ids),
-        "gen_ai.usage.output_tokens": len(context.output_ids),
+        "gen_ai.usage.input_tokens": asked_tokens,
+        "gen_ai.usage.output_tokens": max(generated, len(context.output_ids)),
         "gen_ai.usage.cache_read.input_tokens": context.cached_tokens,
         "sapwood.worker": context.worker,
         "sapwood.selection_reason": context.reason,

@@ -212,3 +212,10 @@ class RequestContext(msgspec.Struct):
     first_token: float | None = None
     usage: Usage | None = None
     error: SapwoodError | None = None
+
+    @property
+    def token_counts(self) -> tuple[int, int]:
+        """Tokens generated, and of the prompt, as far as they are known."""
+        if self.usage is None:
+            return len(self.output_ids), len(self.token_ids)
+        return self.usage.completion_tokens, self.usage.prompt_tokens

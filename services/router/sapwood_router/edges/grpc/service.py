@@ -233,8 +233,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.RegisterWorkerRequest, context: Context
     ) -> router_pb2.RegisterWorkerResponse:
         host, colon, port = request.address.rpartition(":")
-        if not host or not colon or not port.isdigit():
-            raise InvalidArgumentError(f"{request.address!r} is not host:port", field="address")
+        is_url = request.address.startswith(("http://", "https://")) and host not in ("http", "https")
+        if not is_url and (not host or not colon or not port.isdigit()):
+            raise InvalidArgumentError(f"{request.address!r} is neither host:port nor a URL", field="address")
         lease = request.lease_seconds if request.HasField("lease_seconds") else None
         if lease is not None and not 0 < lease < math.inf:
             raise InvalidArgumentError("lease_seconds must be more than 0", field="lease_seconds")

@@ -15,7 +15,7 @@ def list_models(contexts: Mapping[str, int], created: int) -> bytes:
     """The body of ``/v1/models``.
 
     Args:
-        contexts: Each model's longest context, in tokens.
+        contexts: Each model's longest context, in tokens; 0: not known.
         created: A Unix time in seconds.
     """
     found = _objects(contexts, created)
@@ -44,12 +44,12 @@ def _objects(contexts: Mapping[str, int], created: int) -> list[dict[str, Any]]:
             "owned_by": "sapwood",
             "root": model,
             "parent": None,
-            "max_model_len": contexts[model],
+            "max_model_len": contexts[model] or None,
             "type": "model",
             "display_name": model,
             "created_at": datetime.fromtimestamp(created, UTC),
             "lifecycle": "active",
-            "max_input_tokens": contexts[model],
+            "max_input_tokens": contexts[model] or None,
         }
         for model in sorted(contexts)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sapwood_common.contract.sampling import AS_MANY_AS_FIT
-from sapwood_common.errors import SapwoodError
+from sapwood_common.errors import NotFoundError, UnavailableError
 from sapwood_router.admission.control import AdmissionControl, Place
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.request.context import ChatPrompt, RequestContext, TextPrompt
@@ -21,10 +21,11 @@ def reserve(context: RequestContext, registry: Registry, admission: AdmissionCon
 
     Raises:
         ResourceExhaustedError: It is refused.
+        InvalidArgumentError: It names no model and there are several, or one that only backends have.
     """
     try:
         model = registry.resolve(context.model)
-    except SapwoodError:
+    except (NotFoundError, UnavailableError):
         return None
     return admission.reserve(model, context.caller, _cost(context), context.deadline)
 

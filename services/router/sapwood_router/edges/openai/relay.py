@@ -1,0 +1,102 @@
+"""Completions and chats of models that backends have: bodies and answers go through as they are, but for the model's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.errors import InvalidArgumentError
+from sapwood_router.edges.http.exchange import Exchange
+from sapwood_router.edges.http.json_body import decode_object
+from sapwood_router.edges.http.sse import with_field
+from sapwood_router.edges.openai.chat import CHAT_FIELDS
+from sapwood_router.edges.routes import Answerer
+from sapwood_router.edges.whole import RESUMPTIONS_HEADER, told_headers
+from sapwood_router.flow.pipeline import Pipeline
+from sapwood_router.flow.relay.asked import Asked, Kind
+from sapwood_router.request.context import ChatPrompt, Prompt, RequestContext, TextPrompt, Turn
+from sapwood_router.request.output import OutputOptions
+from sapwood_router.request.request_ids import unique_id
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class _Said(msgspec.Struct):
+    """What the router itself reads of a body."""
+
+    model: str | None = None
+    stream: bool | None = None
+    request_id: str | None = None
+    rid: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+def or_relay(kind: Kind, answer: Answerer) -> Answerer:
+    """What answers a path: ``answer``, but for models that backends have.
+
+    Args:
+        kind: What the path is for.
+        answer: Answers for workers' models.
+    """
+
+    async def choose(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
+        if pipeline.registry.has_backends:
+            given = decode_object(body)
+            model = given.get("model")
+            if (model is None or isinstance(model, str)) and pipeline.relay.serves(model):
+                await relay(exchange, kind, given, pipeline, deadline)
+                return
+            del given
+        await answer(exchange, body, pipeline, deadline)
+
+    return choose
+
+
+async def relay(exchange: Exchange, kind: Kind, given: dict[str, Any], pipeline: Pipeline, deadline: float) -> None:
+    """Answers a request through a backend.
+
+    Raises:
+        SapwoodError: It is wrong, or it failed.
+    """
+    try:
+        said = msgspec.convert(given, _Said)
+    except msgspec.ValidationError as error:
+        raise InvalidArgumentError(str(error), field=str(error).partition("`$.")[2].rstrip("`") or None) from error
+    exchange.accept_body_id(said)
+    context = RequestContext(
+        request_id=exchange.request_id,
+        worker_request_id=unique_id(exchange.request_id),
+        prompt=_prompt(kind, given),
+        sampling=SamplingParams(),
+        output=OutputOptions(),
+        fields=CHAT_FIELDS,
+        deadline=deadline if said.stream else exchange.sooner(deadline),
+        model=said.model,
+        whole=not said.stream,
+        caller=exchange.caller(said, given),
+    )
+    asked = Asked(kind, given, context)
+
+    async def send_whole(answer: dict[str, Any]) -> None:
+        await exchange.send_body(200, msgspec.json.encode(answer), told_headers([context]))
+
+    async def send_chunk(chunk: dict[str, Any]) -> None:
+        event = b"data: %b\n\n" % msgspec.json.encode(chunk)
+        if context.resumptions and any(choice.get("finish_reason") for choice in chunk["choices"]):
+            event = with_field(event, RESUMPTIONS_HEADER, context.resumptions)
+        await exchange.send_events(event)
+
+    exchange.on_disconnect(lambda: None)
+    await pipeline.relay.answer(asked, send_chunk if said.stream else send_whole)
+    if said.stream:
+        await exchange.send_events(_DONE, last=True)
+
+
+def _prompt(kind: Kind, given: dict[str, Any]) -> Prompt:
+    """What the log shows where it is to show what was said."""
+    said = given.get("messages" if kind == "chat" else "prompt")
+    text = said if isinstance(said, str) else msgspec.json.encode(said).decode()
+    return ChatPrompt((Turn("messages", text),)) if kind == "chat" else TextPrompt(text)

@@ -1,0 +1,90 @@
+"""A request that goes to backends, and what its body says as far as the way there depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from sapwood_router.request.context import RequestContext
+
+Kind = Literal["chat", "completion"]
+
+PATHS: dict[Kind, str] = {"chat": "/chat/completions", "completion": "/completions"}
+_GRAMMARS = frozenset(
+    {
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "json_schema",
+        "regex",
+        "ebnf",
+        "structural_tag",
+    }
+)
+"""Parameters of several servers that make an answer match something: from its middle on it would not."""
+_OTHERS = frozenset(
+    {"tools", "functions", "logprobs", "top_logprobs", "echo", "suffix", "audio", "best_of", "min_tokens"}
+)
+"""Others with which an answer is more than text, or its second half depends on more than the text before it."""
+_LIMITS = ("max_completion_tokens", "max_tokens")
+_BYTES_A_TOKEN = 4
+_MOST_BYTES = 1024 * 1024
+"""Of the prompt that a choice goes by."""
+
+
+class Asked(msgspec.Struct):
+    """The request.
+
+    Attributes:
+        kind: What it asks for.
+        body: Its body as it came.
+        context: The rest; ``prompt`` holds what the body has of it, for the log.
+    """
+
+    kind: Kind
+    body: Mapping[str, Any]
+    context: RequestContext
+
+    @property
+    def streams(self) -> bool:
+        """Whether it asks for events."""
+        return self.body.get("stream") is True
+
+    @property
+    def limit(self) -> str | None:
+        """The parameter that bounds the answer's tokens; None: none does."""
+        return next((name for name in _LIMITS if isinstance(self.body.get(name), int)), None)
+
+    def wishes(self, option: str) -> bool:
+        """Whether it has this stream option."""
+        options = self.body.get("stream_options")
+        return isinstance(options, dict) and options.get(option) is True
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether its answer is one text, which a backend that gets the beginning of it can go on with."""
+        body = self.body
+        if not self.streams or body.get("n") not in (None, 1):
+            return False
+        if any(body.get(name) not in (None, False, 0, [], "auto", {"type": "text"}) for name in _GRAMMARS | _OTHERS):
+            return False
+        if self.kind == "completion":  # what its limit is where it says none only the server knows
+            return isinstance(body.get("prompt"), str) and self.limit is not None
+        messages = body.get("messages")
+        return isinstance(messages, list) and bool(messages) and not _is_answer(messages[-1])
+
+    def pseudo_tokens(self) -> list[int]:
+        """The prompt as numbers, four bytes of it each: policies compare beginnings, and no tokenizer is asked for it."""
+        parts = [self.body.get(name) for name in ("tools", "messages", "prompt")]
+        raw = b"".join(msgspec.json.encode(part) for part in parts if part is not None)[:_MOST_BYTES]
+        whole = raw[: len(raw) - len(raw) % _BYTES_A_TOKEN]
+        return [] if not whole else memoryview(whole).cast("I").tolist()
+
+
+def _is_answer(message: Any) -> bool:
+    return not isinstance(message, dict) or message.get("role") == "assistant"

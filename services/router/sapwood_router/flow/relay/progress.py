@@ -1,0 +1,192 @@
+"""What has come of an answer that is streamed, and what another backend would be asked to go on with it.
+
+Until its first text nothing of an answer is sent on, so that a backend that fails before leaves no trace. After that, an answer
+that is one text goes on: a completion from the prompt and the text, a chat from an assistant's last message that is the text,
+with what is left of the limit. It is a continuation of the text, not the tokens that would have come: the text is tokenized
+anew, and a seed counts from there. Other answers (calls of tools, reasoning, grammars, several choices, log probabilities) end
+with an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sapwood_common.errors import InternalError
+from sapwood_router.flow.relay.asked import Asked
+
+CONTINUE_CHATS = frozenset({"sapwood", "sglang", "vllm"})
+"""Who takes ``continue_final_message``, and tells the usage so far if asked for it (``continuous_usage_stats``)."""
+_SALTED = frozenset({"sapwood", "vllm"})
+"""Who takes ``cache_salt``, so that tenants share no cache."""
+
+Chunk = dict[str, Any]
+
+
+class Progress:
+    """One answer's.
+
+    Args:
+        asked: The request.
+
+    Attributes:
+        text: What has come of the only choice.
+        tokens: How many tokens that is: as backends say, or one a chunk.
+        usage: As the last backend told it, with the tokens that came before it; None: not told.
+        sent: Whether the client has got anything.
+        ended: Whether a choice has its finish reason: all that can be missing is the usage.
+    """
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._goes_on = asked.can_go_on
+        self._before = 0
+        """Tokens that came from earlier backends."""
+        self._first: Chunk = {}
+        """``id``, ``created`` and the like: the client is to see one answer."""
+        self._held: list[Chunk] = []
+        self.text = ""
+        self.tokens = 0
+        self.usage: dict[str, Any] | None = None
+        self.sent = False
+        self.ended = False
+
+    @property
+    def may_be_asked_again(self) -> bool:
+        """Whether another backend can begin the answer, or go on with it."""
+        return not self.sent or (self._goes_on and not self.ended)
+
+    @property
+    def continues(self) -> bool:
+        """Whether the next backend is to go on with a chat, which not all can."""
+        return bool(self.text) and self._asked.kind == "chat"
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether the lost backend had only to say that it was at its end."""
+        limit = self._asked.limit
+        return self.sent and limit is not None and self.tokens >= self._asked.body[limit]
+
+    def body(self, model: str, owner: str) -> Chunk:
+        """What the next backend is sent.
+
+        Args:
+            model: What it calls the model.
+            owner: Who it says that it is.
+        """
+        asked = self._asked
+        body = {**asked.body, "model": model}
+        self._held.clear()
+        self._before = self.tokens
+        if asked.context.caller.cache_salt and owner in _SALTED:
+            body["cache_salt"] = asked.context.caller.cache_salt
+        if asked.streams:
+            given = body.get("stream_options")
+            options = dict(given) if isinstance(given, dict) else {}
+            body["stream_options"] = options | {"include_usage": True}
+            if owner in CONTINUE_CHATS:
+                body["stream_options"]["continuous_usage_stats"] = True
+        if self.text:
+            if asked.limit is not None:
+                body[asked.limit] = asked.body[asked.limit] - self.tokens
+            if asked.kind == "completion":
+                body["prompt"] = asked.body["prompt"] + self.text
+            else:
+                body["messages"] = [*asked.body["messages"], {"role": "assistant", "content": self.text}]
+                body |= {"continue_final_message": True, "add_generation_prompt": False}
+        return body
+
+    def take(self, chunk: Chunk) -> list[Chunk]:
+        """A chunk as the client is to see it, after those that were held back; none if it is to see none yet.
+
+        Raises:
+            InternalError: It is none of OpenAI's API.
+        """
+        for choice in chunk["choices"]:
+            self._look(choice)
+        usage = chunk.pop("usage", None)
+        if isinstance(usage, dict):
+            self._count(usage)
+        elif any(_text_of(choice) for choice in chunk["choices"]):
+            self.tokens += 1
+        if not chunk["choices"] and usage is not None:
+            return [] if not self._asked.wishes("include_usage") else [self._named(chunk, self.usage)]
+        if self._before and all(not _says(choice) for choice in chunk["choices"]):
+            return []  # the other backend's opening
+        shown = self._named(chunk, self.usage if self._asked.wishes("continuous_usage_stats") else None)
+        if not self.sent and all(not _says(choice) for choice in chunk["choices"]):
+            self._held.append(shown)
+            return []
+        self.sent = True
+        chunks, self._held = [*self._held, shown], []
+        return chunks
+
+    def take_whole(self, answer: Chunk) -> None:
+        """An answer in one piece has come: nothing is asked again."""
+        self.sent = True
+        usage = answer.get("usage")
+        if isinstance(usage, dict):
+            self.usage = usage
+            self.tokens = number(usage.get("completion_tokens"))
+
+    def end(self) -> list[Chunk]:
+        """What is left to be sent when the backend is at its end: what was held back."""
+        held, self._held = self._held, []
+        self.sent = self.sent or bool(held)
+        return held
+
+    def end_at_limit(self) -> list[Chunk]:
+        """What a backend would have sent that was lost when it had only to say that the limit is reached."""
+        choice: Chunk = {"index": 0, "finish_reason": "length", "logprobs": None}
+        if self._asked.kind == "chat":
+            choice["delta"] = {}
+        else:
+            choice["text"] = ""
+        chunks = [self._named({"choices": [choice]}, None)]
+        if self._asked.wishes("include_usage") and self.usage is not None:
+            chunks.append(self._named({"choices": []}, self.usage))
+        return chunks
+
+    def _look(self, choice: Mapping[str, Any]) -> None:
+        delta = choice.get("delta", {})
+        if not isinstance(delta, dict):
+            raise InternalError("the backend answered what is no chunk of OpenAI's API")
+        if any(delta.get(name) for name in ("tool_calls", "function_call", "reasoning_content", "reasoning", "audio")):
+            self._goes_on = False
+        self.text += _text_of(choice)
+        self.ended = self.ended or choice.get("finish_reason") is not None
+
+    def _count(self, usage: dict[str, Any]) -> None:
+        prompt, completion = number(usage.get("prompt_tokens")), number(usage.get("completion_tokens"))
+        self.tokens = self._before + completion
+        prompt = max(0, prompt - self._before)
+        self.usage = usage | {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.tokens,
+            "total_tokens": prompt + self.tokens,
+        }
+
+    def _named(self, chunk: Chunk, usage: dict[str, Any] | None) -> Chunk:
+        if not self._first:
+            self._first = {name: value for name, value in chunk.items() if name not in ("choices", "usage")}
+            self._first["model"] = self._asked.context.model
+        told = {"usage": usage} if usage is not None else {}
+        return {**chunk, **self._first, **told}
+
+
+def _text_of(choice: Mapping[str, Any]) -> str:
+    delta = choice.get("delta")
+    text = delta.get("content") if isinstance(delta, dict) else choice.get("text")
+    return text if isinstance(text, str) else ""
+
+
+def _says(choice: Mapping[str, Any]) -> bool:
+    """Whether a choice has more than its opening."""
+    delta = choice.get("delta")
+    said = isinstance(delta, dict) and any(value for name, value in delta.items() if name != "role")
+    return said or bool(choice.get("text")) or choice.get("finish_reason") is not None
+
+
+def number(value: Any) -> int:
+    """A count that a backend told; 0 where it is none."""
+    return value if isinstance(value, int) and value >= 0 else 0

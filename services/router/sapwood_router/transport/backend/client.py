@@ -1,0 +1,230 @@
+"""Asks a backend: which models it has, for an answer in one piece, for one as events."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from sapwood_common.errors import InternalError, SapwoodError, UnavailableError
+from sapwood_router.transport.backend.errors import error_of_answer, error_of_event
+from sapwood_router.transport.backend.events import event_data
+from sapwood_router.transport.backend.spec import BackendSpec
+
+_CONNECT_SECONDS = 5.0
+_MOST_BYTES = 64 * 1024 * 1024
+"""Of an answer in one piece."""
+_MOST_EVENT_BYTES = 16 * 1024 * 1024
+_MOST_ERROR_BYTES = 64 * 1024
+_DONE = b"[DONE]"
+
+
+class HttpClient:
+    """The connections to all backends, made when the first is asked. Close it in the end."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """aiohttp's: it keeps connections open, follows no redirect unless told to, and takes no cookies."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={"accept-encoding": "identity", "user-agent": "sapwood-router"},
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """Closes them."""
+        if self._session is not None:
+            await self._session.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A model as ``/v1/models`` lists it; ``context_length`` is 0 where that is not said."""
+
+    id: str
+    owner: str
+    context_length: int
+
+
+class Backend:
+    """One backend.
+
+    Args:
+        spec: Which.
+        http: Connects.
+        silence: Seconds that a stream may say nothing.
+
+    Attributes:
+        spec: The argument.
+        owner: Who the server says has made its models: "vllm", "sapwood", ...; "" while that is not known.
+        model: What it calls the model; "" while that is not known.
+        gone: Set while it is taken for lost: requests that it has not begun to answer are given up.
+    """
+
+    def __init__(self, spec: BackendSpec, http: HttpClient, silence: float) -> None:
+        self.spec = spec
+        self.owner = ""
+        self.model = spec.model
+        self.gone = asyncio.Event()
+        self._http = http
+        self._silence = silence
+
+    async def models(self, seconds: float) -> list[ListedModel]:
+        """The models that it lists.
+
+        Args:
+            seconds: To wait.
+
+        Raises:
+            SapwoodError: It does not answer that.
+        """
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        async with self._answer("GET", "/models", None, "", timeout) as response:
+            found = await self._json(response)
+        listed = found.get("data")
+        if not isinstance(listed, list):
+            raise InternalError(f"backend {self.spec.address} lists no models")
+        return [
+            ListedModel(item["id"], _text(item.get("owned_by")), _count(item.get("max_model_len")))
+            for item in listed
+            if isinstance(item, dict) and isinstance(item.get("id"), str)
+        ]
+
+    async def whole(self, path: str, body: bytes, request_id: str) -> dict[str, Any]:
+        """An answer in one piece: an object that has ``choices``.
+
+        Raises:
+            SapwoodError: It failed or refused, or answered something else.
+        """
+        async with self._answer("POST", path, body, request_id, _patient()) as response:
+            found = await self._json(response)
+        return self._checked(found)
+
+    async def events(self, path: str, body: bytes, request_id: str) -> AsyncGenerator[dict[str, Any]]:
+        """The chunks of an answer as they come, without the mark of their end; each has ``choices``.
+
+        Raises:
+            SapwoodError: As of :meth:`whole`; UnavailableError also where it falls silent, or breaks off without a mark.
+        """
+        async with self._answer("POST", path, body, request_id, _patient(self._silence)) as response:
+            if response.content_type != "text/event-stream":
+                raise InternalError(f"backend {self.spec.address} answered {response.content_type}, not events")
+            try:
+                async for data in event_data(response.content.iter_any(), _MOST_EVENT_BYTES):
+                    if data == _DONE:
+                        return
+                    yield self._chunk(data)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise self._broke(error) from None
+        raise UnavailableError(f"backend {self.spec.address} broke off")
+
+    def _chunk(self, data: bytes) -> dict[str, Any]:
+        try:
+            found = msgspec.json.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise InternalError(f"backend {self.spec.address} sent an event that is no JSON") from None
+        if isinstance(found, dict) and found.get("error"):
+            raise error_of_event(self.spec.address, found["error"])
+        return self._checked(found)
+
+    def _checked(self, found: Any) -> dict[str, Any]:
+        choices = found.get("choices") if isinstance(found, dict) else None
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+            raise InternalError(f"backend {self.spec.address} answered what is no answer of OpenAI's API")
+        answer: dict[str, Any] = found
+        return answer
+
+    async def _json(self, response: aiohttp.ClientResponse) -> dict[str, Any]:
+        try:
+            found = msgspec.json.decode(await _read(response, _MOST_BYTES))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise InternalError(f"backend {self.spec.address} answered no JSON") from None
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._broke(error) from None
+        if not isinstance(found, dict):
+            raise InternalError(f"backend {self.spec.address} answered no JSON object")
+        return found
+
+    @asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, body: bytes | None, request_id: str, timeout: aiohttp.ClientTimeout
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer whose status is 200."""
+        headers = {"content-type": "application/json"} if body is not None else {}
+        if self.spec.key:
+            headers["authorization"] = f"Bearer {self.spec.key}"
+        if request_id:
+            headers["x-request-id"] = request_id
+        asking = self._http.session.request(
+            method, self.spec.base + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
+        )
+        try:
+            response = await (self._unless_gone(asking) if body is not None else asking)
+        except (aiohttp.ClientError, TimeoutError, OSError, ssl.SSLError, ValueError) as error:
+            raise self._broke(error) from None
+        async with response:
+            if response.status != 200:
+                try:
+                    told = await _read(response, _MOST_ERROR_BYTES)
+                except (aiohttp.ClientError, TimeoutError, OSError, SapwoodError):
+                    told = b""
+                raise error_of_answer(self.spec.address, response.status, told, response.headers)
+            yield response
+
+    async def _unless_gone(self, asking: Awaitable[aiohttp.ClientResponse]) -> aiohttp.ClientResponse:
+        """Waits for the beginning of an answer, unless the backend is taken for lost meanwhile.
+
+        Raises:
+            UnavailableError: It is.
+        """
+        answer, gone = asyncio.ensure_future(asking), asyncio.ensure_future(self.gone.wait())
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise UnavailableError(f"backend {self.spec.address} does not answer")
+            return answer.result()
+        except BaseException:
+            if not answer.cancel() and not answer.cancelled() and answer.exception() is None:
+                answer.result().close()  # it came just as the client left
+            raise
+        finally:
+            gone.cancel()
+
+    def _broke(self, error: Exception) -> UnavailableError:
+        said = "it fell silent" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+        return UnavailableError(f"backend {self.spec.address}: {said}", retry_after=1.0)
+
+
+async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """The whole body. Raises InternalError: it is longer than ``most`` bytes."""
+    pieces, size = [], 0
+    async for piece in response.content.iter_any():
+        size += len(piece)
+        if size > most:
+            raise InternalError(f"the backend's answer is longer than {most} bytes")
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _patient(silence: float | None = None) -> aiohttp.ClientTimeout:
+    """The whole is bounded by the request's own deadline."""
+    return aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=silence)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 0

@@ -13,12 +13,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sapwood_common.errors import ConfigError
-from sapwood_kernels import reference
 from sapwood_kernels.ops.factory import device_ops
+from sapwood_testing.models import quantised_layers as layouts
+from sapwood_testing.worker.split_models import logits_of
+from sapwood_testing.worker.thread_ranks import run_ranks
+from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.loader import load_model
 from sapwood_worker.model.quantizer.quantize import quantize
 from sapwood_worker.model.quantizer.schemes import scheme
 
+TOKENS = [3 + i * 7 % 90 for i in range(23)]
 DOWN = "model.layers.1.mlp.experts.2.down_proj"
 
 
@@ -60,22 +64,55 @@ def test_an_expert_of_another_shape_is_named(sparse):
         load(sparse)
 
 
-def test_experts_in_float8_are_widened_as_they_are_read(sparse):
-    weights = {}
+@pytest.fixture
+def float8(tiny_model, tmp_path):
+    """A model whose experts are stored in float8 blocks, one of them no whole block, and the numbers that they stand for."""
+    sizes = {"moe_intermediate_size": 256, "hidden_size": 160}
+    path = shutil.copytree(tiny_model("qwen3-moe", **sizes).path, tmp_path / "float8")
+    numbers = {}
 
     def to_float8(tensors):
         for name in [name for name in tensors if ".experts." in name]:
-            # The blocks of 128 x 128 of the published checkpoints; here one holds it all.
-            scale = (tensors[name].abs().max() / 448).view(1, 1)
-            tensors[name] = reference.quantise(tensors[name], scale)
-            tensors[f"{name}_scale_inv"] = scale
-            weights[name] = tensors[name].float() * scale
+            parts, numbers[name] = layouts.float8(tensors[name], block=(128, 128), name="weight_scale_inv")
+            tensors |= {f"{name.removesuffix('.weight')}.{kind}": each.contiguous() for kind, each in parts.items()}
 
-    edit(sparse, to_float8)
-    slots = load(sparse).model.weights()
-    assert weights
-    for name, expected in weights.items():
-        assert torch.equal(slots[name].target, expected)
+    edit(path, to_float8)
+    return path, numbers
+
+
+def test_experts_in_float8_blocks_stay_so(float8):
+    path, numbers = float8
+    kept, wide = load(path), load(path, stored_weights="widen")
+    assert (kept.quantization, wide.quantization) == ("fp8 as stored", "none")
+    held, widened = (each.model.weights() for each in (kept, wide))
+    assert numbers
+    for name, expected in numbers.items():
+        assert held[name].target.dtype == torch.float8_e4m3fn
+        assert torch.equal(widened[name].target, expected)
+    ours, theirs = (logits_of(each, TOKENS) for each in (kept, wide))
+    assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max()
+
+
+def test_ranks_have_their_part_of_float8_experts(float8):
+    path, _ = float8
+    expected = logits_of(load(path), TOKENS)
+
+    def work(group):
+        parallel = Parallel(tp=group)
+        loaded = load(path, parallel=parallel)
+        return loaded.quantization, logits_of(loaded, TOKENS, parallel)
+
+    for quantization, logits in run_ranks(2, work):
+        assert quantization == "fp8 as stored"
+        assert (logits - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_a_missing_scale_is_named(float8):
+    path, _ = float8
+    name = "model.layers.1.mlp.experts.7.up_proj.weight_scale_inv"
+    edit(path, lambda tensors: tensors.pop(name))
+    with pytest.raises(ConfigError, match=rf"tensor {name} is missing"):
+        load(path)
 
 
 def test_experts_in_a_format_without_a_product_are_refused_by_name(sparse):
@@ -151,8 +188,9 @@ print(max(*found, held()) - found[0])
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the memory in use")
-def test_loading_takes_little_more_memory_than_the_model(tmp_path):
-    """Shards of 300 MB; memory of the process's own, which the mapped files are not."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_loading_takes_little_more_memory_than_the_model(tmp_path, dtype):
+    """Shards of 300 MB, or 150 MB in float8; memory of the process's own, which the mapped files are not."""
     hidden, inner, experts, layers = 512, 512, 48, 4
     config = {
         "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 512, "hidden_size": hidden, "intermediate_size": 512,
@@ -177,9 +215,12 @@ def test_loading_takes_little_more_memory_than_the_model(tmp_path):
             f"{stem}.self_attn.o_proj.weight": zeros(hidden, 256),
             f"{stem}.mlp.gate.weight": zeros(experts, hidden),
         }
-        for name in (f"{stem}.mlp.experts.{expert}" for expert in range(experts)):
-            tensors |= {f"{name}.{part}_proj.weight": zeros(inner, hidden) for part in ("gate", "up")}
-            tensors[f"{name}.down_proj.weight"] = zeros(hidden, inner)
+        for name in (
+            f"{stem}.mlp.experts.{expert}.{part}_proj" for expert in range(experts) for part in ("gate", "up", "down")
+        ):
+            tensors[f"{name}.weight"] = zeros(inner, hidden).to(dtype)
+            if dtype != torch.bfloat16:
+                tensors[f"{name}.weight_scale_inv"] = torch.ones(inner // 128, hidden // 128)
         if layer == 0:
             tensors |= {"model.embed_tokens.weight": zeros(512, hidden), "lm_head.weight": zeros(512, hidden)}
             tensors["model.norm.weight"] = zeros(hidden)

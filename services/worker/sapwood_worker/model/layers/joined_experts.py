@@ -9,10 +9,11 @@ from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_kernels.experts.activation import ClampedGate
-from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StackOfProducts
+from sapwood_kernels.experts.stack import DenseStack, ExpertStack
 from sapwood_kernels.ops.device import ExpertSum
-from sapwood_kernels.quantised.grouped import GroupedWeight, dequantise
+from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_worker.model.layers.context import LayerContext
+from sapwood_worker.model.layers.expert_matrices import stack_of
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.quantization.fp4 import E2M1, powers_of_two
 from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
@@ -66,7 +67,7 @@ class _WideStack(_Stack):
 
 
 class _Mxfp4Stack(_Stack):
-    """In 4-bit floats with an exponent for each 32 of a row, as stored; widened where a device's products are to be captured."""
+    """In 4-bit floats with an exponent for each 32 of a row, as stored."""
 
     def __init__(self, name: str, count: int, rows: Span, columns: Span, context: LayerContext) -> None:
         super().__init__(name, count, rows, columns, context)
@@ -93,9 +94,7 @@ class _Mxfp4Stack(_Stack):
             GroupedWeight(blocks.flatten(1), powers_of_two(scales), _GROUP, self._columns.size, bits=4, table=table)
             for blocks, scales in zip(self._blocks, self._scales, strict=True)
         ]
-        if self._context.ops.captures:
-            return DenseStack(torch.stack([dequantise(each).to(self._context.dtype) for each in weights]), bias)
-        return StackOfProducts([self._context.ops.grouped(each) for each in weights], self._rows.size, bias)
+        return stack_of(weights, self._context, bias)
 
 
 class JoinedExperts(Layer):

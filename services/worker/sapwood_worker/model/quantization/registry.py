@@ -88,6 +88,7 @@ class LinearMethods:
         self._dtype = dtype
         self._ops = ops
         self._stored = stored
+        self._widen = widen
         self.used: set[str] = set()
 
     def method(self, shape: LinearShape) -> LinearMethod:
@@ -140,8 +141,24 @@ class LinearMethods:
             self.used.add(name + AS_STORED)
         return found
 
+    def keeps_float8(self, name: str, block: int) -> bool:
+        """Whether an expert's projection stays in the float8 that the checkpoint stores, with a scale for each square block.
+
+        Args:
+            name: The projection's.
+            block: Rows and columns of a block.
+        """
+        stored = (self._stored or Stored()).tensors
+        weight, scales = stored.get(f"{name}.weight"), stored.get(f"{name}.weight_scale_inv")
+        if self._widen or weight is None or scales is None or weight.dtype not in _FLOAT8[:1]:
+            return False
+        if scales.shape != tuple(-(-size // block) for size in weight.shape):
+            return False
+        self.used.add("fp8" + AS_STORED)
+        return True
+
     def check_experts(self, names: Iterable[str]) -> None:
-        """Checks that experts can be held in the model's dtype, to which float8 is widened as it is read.
+        """Checks that experts can be read as numbers: in float8, or in a type that can be that of the model.
 
         Args:
             names: Their projections.

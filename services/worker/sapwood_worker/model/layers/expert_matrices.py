@@ -1,0 +1,114 @@
+"""The matrices that a layer's experts have alike, filled expert by expert: in the model's dtype, or in float8 as stored."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sapwood_kernels.experts.stack import DenseStack, ExpertStack, StackOfProducts
+from sapwood_kernels.quantised.grouped import GroupedWeight, dequantise
+from sapwood_worker.model.layers.context import LayerContext
+from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots
+
+_BLOCK = 128
+"""Rows and columns of a float8 weight that share a scale."""
+
+
+class ExpertMatrices(ABC):
+    """A matrix of each expert, of one or more of a checkpoint's projections whose outputs lie side by side.
+
+    Args:
+        parts: What the checkpoint calls them.
+        count: How many experts there are.
+        rows: Which outputs of each projection are computed here.
+        columns: Which inputs are multiplied here.
+        context: Where and how they are built; its prefix is that of the experts.
+    """
+
+    def __init__(self, parts: Sequence[str], count: int, rows: Span, columns: Span, context: LayerContext) -> None:
+        self._parts, self._rows, self._columns, self._context = parts, rows, columns, context
+        shape = count, len(parts), rows.size, columns.size
+        self._weight = torch.empty(shape, dtype=self._dtype, device=context.device)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._context.dtype
+
+    def slots(self) -> WeightSlots:
+        """The tensors that a checkpoint fills, each a view."""
+        return self._each("weight", self._weight, self._rows, self._columns)
+
+    @abstractmethod
+    def stack(self) -> ExpertStack:
+        """The matrices, once the slots are filled."""
+
+    def _each(self, kind: str, tensor: Tensor, rows: Span, columns: Span) -> WeightSlots:
+        """A slot of a kind for each projection of each expert."""
+        return {
+            f"{self._context.prefix}.{index}.{part}.{kind}": WeightSlot(target, spans=(rows, columns))
+            for index, expert in enumerate(tensor)
+            for part, target in zip(self._parts, expert, strict=True)
+        }
+
+
+class WideMatrices(ExpertMatrices):
+    """In the model's dtype."""
+
+    def stack(self) -> ExpertStack:
+        return DenseStack(self._weight.flatten(1, 2))
+
+
+class Float8Matrices(ExpertMatrices):
+    """In float8 with a scale for each block of 128 x 128; activations stay as they are."""
+
+    def __init__(self, parts: Sequence[str], count: int, rows: Span, columns: Span, context: LayerContext) -> None:
+        super().__init__(parts, count, rows, columns, context)
+        self._blocks = _in_blocks(rows), _in_blocks(columns)
+        shape = count, len(parts), *(span.size for span in self._blocks)
+        self._scales = torch.empty(shape, dtype=torch.float32, device=context.device)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn
+
+    def slots(self) -> WeightSlots:
+        return super().slots() | self._each("weight_scale_inv", self._scales, *self._blocks)
+
+    def stack(self) -> ExpertStack:
+        # A scale for each row and group: 3 % of the weight.
+        scales = self._scales.repeat_interleave(_BLOCK, 2)[:, :, : self._rows.size].flatten(1, 2)
+        weights = [
+            GroupedWeight(codes, each, _BLOCK, self._columns.size, bits=8)
+            for codes, each in zip(self._weight.flatten(1, 2), scales, strict=True)
+        ]
+        return stack_of(weights, self._context)
+
+
+def expert_matrices(
+    parts: Sequence[str], count: int, rows: Span, columns: Span, context: LayerContext
+) -> ExpertMatrices:
+    """The matrices in the format that the checkpoint stores those of the first expert in.
+
+    Raises:
+        ConfigError: It cannot be read, or experts are to be quantised.
+    """
+    names = [f"{context.prefix}.{index}.{part}" for index in range(count) for part in parts]
+    whole_blocks = rows.start % _BLOCK == columns.start % _BLOCK == 0
+    context.linear.check_experts(names)
+    if whole_blocks and all(context.linear.keeps_float8(name, _BLOCK) for name in names[: len(parts)]):
+        return Float8Matrices(parts, count, rows, columns, context)
+    return WideMatrices(parts, count, rows, columns, context)
+
+
+def stack_of(weights: Sequence[GroupedWeight], context: LayerContext, bias: Tensor | None = None) -> ExpertStack:
+    """Experts' matrices in few bits: as they are, or in the model's dtype for a GPU, whose grouped product takes no others."""
+    if context.ops.captures:
+        return DenseStack(torch.stack([dequantise(each).to(context.dtype) for each in weights]), bias)
+    return StackOfProducts([context.ops.grouped(each) for each in weights], weights[0].rows, bias)
+
+
+def _in_blocks(span: Span) -> Span:
+    return Span(span.start // _BLOCK, -(-span.size // _BLOCK), -(-span.total // _BLOCK))

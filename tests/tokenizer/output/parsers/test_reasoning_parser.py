@@ -32,6 +32,7 @@ EXAMPLES = [
     ("kimi", None, "◁think▷r◁/think▷A", "r", "A"),
     ("kimi_k2", None, "<think>r</think>A", "r", "A"),
     ("mistral", None, "[THINK]r[/THINK]A", "r", "A"),
+    ("cohere", None, "<|START_THINKING|>r<|END_THINKING|>A", "r", "A"),
     (
         "gpt_oss",
         None,

@@ -76,6 +76,23 @@ EXAMPLES = [
     ("mistral", '[TOOL_CALLS]f{"x": 1}', "", [("f", '{"x": 1}')]),
     ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {}}', "", [("f", "{}")]),
     ("mistral", "see [1] and [TOOL", "see [1] and [TOOL", []),
+    ("granite", '<|tool_call|>[{"name": "f", "arguments": {"x": 1}}]', "", [("f", '{"x": 1}')]),
+    (
+        "granite",
+        'Hm. <tool_call> [{"arguments": {}, "name": "f"},\n {"name": "g", "arguments": {"y": []}}] So.',
+        "Hm.\nSo.",
+        [("f", "{}"), ("g", '{"y": []}')],
+    ),
+    ("granite", f'<|tool_call|>[{{"name": "f", "arguments": {MARKED}}}] <|/tool_call|>then', "then", [("f", MARKED)]),
+    ("granite", "see [1] and <|tool_call", "see [1] and <|tool_call", []),
+    (
+        "cohere",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"x": 1}},\n'
+        '    {"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>',
+        "",
+        [("f", '{"x": 1}'), ("g", "{}")],
+    ),
+    ("cohere", f'a<|START_ACTION|>[{{"tool_name": "f", "parameters": {NESTED}}}]\n', "a", [("f", NESTED)]),
     (
         "deepseek",
         'Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "Rome"}\n```'

@@ -109,6 +109,12 @@ def render(family, name, arguments):
             return f'<|python_tag|>{{"name": "{name}", "parameters": {text}}}'
         case "mistral":
             return f"[TOOL_CALLS]{name}[ARGS]{text}"
+        case "granite":
+            return f'<|tool_call|>[{{"name": "{name}", "arguments": {text}}}]'
+        case "cohere":
+            return (
+                f'<|START_ACTION|>[{{"tool_call_id": "0", "tool_name": "{name}", "parameters": {text}}}]<|END_ACTION|>'
+            )
         case "deepseek":
             return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{text}\n```<｜tool▁call▁end｜>\n"
         case "kimi_k2":
@@ -120,7 +126,9 @@ def render(family, name, arguments):
     raise AssertionError(family)
 
 
-@pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral", "deepseek", "kimi_k2", "gpt_oss", "pythonic"])
+@pytest.mark.parametrize(
+    "family", ["hermes", "llama3_json", "mistral", "granite", "cohere", "deepseek", "kimi_k2", "gpt_oss", "pythonic"]
+)
 @given(calls=st.lists(st.dictionaries(KEYS, JSON, max_size=4), min_size=1, max_size=3), cuts=CUTS)
 @RELAXED
 def test_any_arguments_come_back(family, calls, cuts):

@@ -18,6 +18,8 @@ from sapwood_tokenizer.output.tool_parser.tools import Tools
         ("tools <tool_call><function=x><parameter=y>", "qwen3_coder"),
         ("tools <tool_call>{name}\n<arg_key>k</arg_key>", "glm45"),
         ("tools [TOOL_CALLS] [", "mistral"),
+        ("tools respond with <|tool_call|> followed by a JSON list of tools", "granite"),
+        ("tools <|START_THINKING|> <|START_ACTION|>[", "cohere"),
         ("tools <｜tool▁calls▁begin｜>", "deepseek"),
         ("tools ｜DSML｜ function_calls", "deepseek_v32"),
         ("tools <|tool_calls_section_begin|>", "kimi_k2"),

@@ -17,6 +17,8 @@ JSON_FAMILIES = [
     ("llama3_json", '{"name": "f", "parameters": ', "}"),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": ', "}]"),
     ("mistral", "[TOOL_CALLS]f[ARGS]", ""),
+    ("granite", '<|tool_call|>[{"name": "f", "arguments": ', "}]"),
+    ("cohere", '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": ', "}]<|END_ACTION|>"),
     (
         "deepseek",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n",

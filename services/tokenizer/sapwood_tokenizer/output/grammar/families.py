@@ -93,6 +93,27 @@ def _mistral(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
     return [_section("[TOOL_CALLS][", calls, "]", parallel, ", ")]
 
 
+def _granite(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
+    calls = [_object("name", "arguments", tool) for tool in tools]
+    return [_section("<|tool_call|>[", calls, "]", parallel, ", ")]
+
+
+def _cohere(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
+    calls = [
+        tag(
+            '    {"tool_call_id": "',
+            sequence(
+                pattern("[0-9]{1,4}"),
+                text(f'", "tool_name": {json.dumps(tool.name, ensure_ascii=False)}, "parameters": '),
+                json_value(tool.schema, not tool.strict),
+            ),
+            "}",
+        )
+        for tool in tools
+    ]
+    return [_section("<|START_ACTION|>[\n", calls, "]<|END_ACTION|>", parallel, ",\n")]
+
+
 def _deepseek_v3(tools: Sequence[OfferedTool], parallel: bool) -> list[Format]:
     calls = [
         _json_call(
@@ -201,6 +222,10 @@ _FORMATS: Mapping[str, CallFormat] = MappingProxyType(
         "hermes": CallFormat(_hermes, trigger="<tool_call>", separator="\n", markers=("<tool_call>", "</tool_call>")),
         "llama3_json": GENERIC,
         "mistral": CallFormat(_mistral, trigger="[TOOL_CALLS]", markers=("[TOOL_CALLS]",), many=False),
+        "granite": CallFormat(_granite, trigger="<|tool_call|>", markers=("<|tool_call|>",), many=False),
+        "cohere": CallFormat(
+            _cohere, trigger="<|START_ACTION|>", markers=("<|START_ACTION|>", "<|END_ACTION|>"), many=False
+        ),
         "deepseek": CallFormat(_deepseek_v31, trigger=_DEEPSEEK_MARKERS[0], markers=_DEEPSEEK_MARKERS, many=False),
         "deepseek_v32": CallFormat(
             _deepseek_v32, trigger="<｜DSML｜function_calls>", markers=("｜DSML｜",), many=False

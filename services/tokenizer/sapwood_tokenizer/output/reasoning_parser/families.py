@@ -7,6 +7,8 @@ from sapwood_tokenizer.output.reasoning_parser.base import ReasoningFamily
 FAMILIES: tuple[ReasoningFamily, ...] = (
     # Kimi-VL and the models before K2.
     ReasoningFamily("kimi", "◁think▷", "◁/think▷", signs=("◁think▷",)),
+    # Cohere's Command R7B and A.
+    ReasoningFamily("cohere", "<|START_THINKING|>", "<|END_THINKING|>", signs=("<|START_THINKING|>",)),
     # Magistral.
     ReasoningFamily("mistral", "[THINK]", "[/THINK]", signs=("[THINK]",)),
     # K2 Thinking, which may call tools without closing its reasoning first.

@@ -1,8 +1,8 @@
-"""One call written as a JSON object: ``{"name": "f", "arguments": {...}}``.
+"""One call written as a JSON object, or a list of such: ``{"name": "f", "arguments": {...}}``.
 
-Keys may come in any order; "parameters" is another name for "arguments"; other keys are left out. Arguments that come
-before the name are held back until it is known. Arguments written as a JSON string stand for what the string says;
-``null`` and no arguments at all are ``{}``.
+Keys may come in any order; "parameters" is another name for "arguments", and "tool_name" for "name"; other keys are left out.
+Arguments that come before the name are held back until it is known. Arguments written as a JSON string stand for what the
+string says; ``null`` and no arguments at all are ``{}``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def parse_call_object(source: Source, out: Emitter, rules: CallRules = MARKED) -
         if not (yield from source.accept(":")):
             return started
         yield from source.whitespace()
-        if key == "name" and name is None:
+        if key in ("name", "tool_name") and name is None:
             name = yield from read_string(source, NAME_LIMIT)
             if not name or not rules.accepts(name):
                 return False
@@ -97,6 +97,25 @@ def parse_call_object(source: Source, out: Emitter, rules: CallRules = MARKED) -
     if not has_arguments:
         out.arguments("{}")
     source.start_recording()
+    return True
+
+
+def parse_call_list(source: Source, out: Emitter) -> Steps[bool]:
+    """Read calls from after the opening bracket of a list to the closing one. Returns whether one was started.
+
+    The source records; the record then holds what is not part of a call.
+    """
+    started = False
+    separator = ","
+    while separator == ",":
+        yield from source.whitespace()
+        if not (yield from parse_call_object(source, out)):
+            return started
+        started = True
+        yield from source.whitespace()
+        separator = yield from source.accept(",", "]")
+    if separator == "]":
+        source.start_recording()
     return True
 
 

@@ -15,7 +15,7 @@ from sapwood_tokenizer.output.incremental.json_scanner import copy_value
 from sapwood_tokenizer.output.incremental.markers import Markers
 from sapwood_tokenizer.output.incremental.source import Source, Steps
 from sapwood_tokenizer.output.tool_parser.base import NAME_LIMIT, ToolFamily, short_id
-from sapwood_tokenizer.output.tool_parser.call_object import parse_call_object
+from sapwood_tokenizer.output.tool_parser.call_object import parse_call_list, parse_call_object
 from sapwood_tokenizer.output.tool_parser.tools import Tools
 
 _CALLS = "[TOOL_CALLS]"
@@ -30,25 +30,12 @@ def _script(source: Source, out: Emitter, _tools: Tools) -> Steps[None]:
         source.start_recording(_CALLS)
         yield from source.whitespace()
         if (yield from source.accept("[")):
-            yield from _parse_array(source, out)
+            yield from parse_call_list(source, out)
         elif (yield from source.peek()) == "{":
             yield from parse_call_object(source, out)
         else:
             yield from _parse_named(source, out)
         out.text(source.stop_recording())
-
-
-def _parse_array(source: Source, out: Emitter) -> Steps[None]:
-    """Read calls from after the opening bracket to the closing one."""
-    separator = ","
-    while separator == ",":
-        yield from source.whitespace()
-        if not (yield from parse_call_object(source, out)):
-            return
-        yield from source.whitespace()
-        separator = yield from source.accept(",", "]")
-    if separator == "]":
-        source.start_recording()
 
 
 def _parse_named(source: Source, out: Emitter) -> Steps[None]:

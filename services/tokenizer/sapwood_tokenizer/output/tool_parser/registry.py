@@ -14,6 +14,7 @@ from sapwood_tokenizer.output.tool_parser.deepseek_v32 import DEEPSEEK_V32
 from sapwood_tokenizer.output.tool_parser.glm45 import GLM45
 from sapwood_tokenizer.output.tool_parser.gpt_oss import GPT_OSS
 from sapwood_tokenizer.output.tool_parser.hermes import HERMES
+from sapwood_tokenizer.output.tool_parser.json_list import COHERE, GRANITE
 from sapwood_tokenizer.output.tool_parser.kimi_k2 import KIMI_K2
 from sapwood_tokenizer.output.tool_parser.llama3_json import LLAMA3_JSON
 from sapwood_tokenizer.output.tool_parser.mistral import MISTRAL
@@ -26,10 +27,12 @@ FAMILIES: Mapping[str, ToolFamily] = MappingProxyType(
     {
         family.name: family
         for family in (
+            COHERE,
             DEEPSEEK,
             DEEPSEEK_V32,
             GLM45,
             GPT_OSS,
+            GRANITE,
             HERMES,
             KIMI_K2,
             LLAMA3_JSON,
@@ -47,6 +50,8 @@ SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (DEEPSEEK_V32.name, ("｜DSML｜",)),
     (DEEPSEEK.name, ("<｜tool▁calls▁begin｜>",)),
     (MISTRAL.name, ("[TOOL_CALLS]",)),
+    (COHERE.name, ("<|START_ACTION|>",)),
+    (GRANITE.name, ("<|tool_call|>",)),
     (GLM45.name, ("<tool_call>", "<arg_key>")),
     (QWEN3_CODER.name, ("<tool_call>", "<function=")),
     (HERMES.name, ("<tool_call>",)),

@@ -38,6 +38,6 @@ def test_files_that_the_pages_name_exist(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     named = {name for name in re.findall(r"`([a-z0-9_/.]+\.(?:py|proto))`", text) if "/" in name}
     assert len(named) > 10
-    folders = ("services", "sapwood", "kernels", "protos", "tests")
+    folders = ("services", "sapwood", "sapwood_testing", "kernels", "protos", "tests")
     known = [path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*.*")]
     assert {name for name in named if not any(path.endswith(f"/{name}") for path in known)} == set()

@@ -9,7 +9,7 @@ from sapwood_kernels.attention.planned import Variant
 from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.latent_attention import LatentConfig
 from sapwood_worker.model.layers.rotary import RopeConfig
-from sapwood_worker.model.layers.sparse_mlp import SparseConfig
+from sapwood_worker.model.layers.sparse.sparse_mlp import SparseConfig
 from sapwood_worker.records.model_info import Labels
 
 

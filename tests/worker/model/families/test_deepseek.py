@@ -14,7 +14,7 @@ from sapwood_worker.model.checkpoint.hf_config import read_hf_config
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.layers.latent_attention import LatentConfig
 from sapwood_worker.model.layers.rope_scaling import YarnScaling
-from sapwood_worker.model.layers.sparse_mlp import SharedExpert, SparseConfig
+from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
 
 _YARN = {"type": "yarn", "beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096}
 V3: dict[str, Any] = {

@@ -20,7 +20,7 @@ from sapwood_testing.worker.split_models import load, logits_of
 from sapwood_testing.worker.thread_ranks import ThreadGroup, run_ranks
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.layers.context import LayerContext
-from sapwood_worker.model.layers.joined_experts import JoinedExperts
+from sapwood_worker.model.layers.sparse.joined_experts import JoinedExperts
 from sapwood_worker.model.quantization.linear_method import Stored
 from sapwood_worker.model.quantization.registry import LinearMethods
 from sapwood_worker.model.weight_slot import StoredTensor

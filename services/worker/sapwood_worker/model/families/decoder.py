@@ -19,8 +19,8 @@ from sapwood_worker.model.layers.mlp import GatedMLP
 from sapwood_worker.model.layers.norm import AnyNorm, LayerNorm, RMSNorm
 from sapwood_worker.model.layers.qk_norm import AnyQKNorm, HeadLayerNorm, QKNorm, WidthNorm
 from sapwood_worker.model.layers.rotary import NoRotation, RotaryEmbedding
-from sapwood_worker.model.layers.router import Router
-from sapwood_worker.model.layers.sparse_mlp import SparseMLP
+from sapwood_worker.model.layers.sparse.router import Router
+from sapwood_worker.model.layers.sparse.sparse_mlp import SparseMLP
 
 Angles = tuple[Tensor, Tensor]
 

@@ -13,7 +13,7 @@ from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
 from sapwood_worker.model.layers.latent_attention import LatentConfig
 from sapwood_worker.model.layers.rope_scaling import yarn_magnitude
-from sapwood_worker.model.layers.sparse_mlp import SharedExpert, SparseConfig
+from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
 
 
 def _from_hf(found: HfValues, routing: Routing) -> ModelConfig:

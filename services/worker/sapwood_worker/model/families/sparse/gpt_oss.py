@@ -11,7 +11,7 @@ from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
-from sapwood_worker.model.layers.sparse_mlp import SparseConfig
+from sapwood_worker.model.layers.sparse.sparse_mlp import SparseConfig
 
 
 def _from_hf(found: HfValues) -> ModelConfig:

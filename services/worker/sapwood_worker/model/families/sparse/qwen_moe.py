@@ -9,7 +9,7 @@ from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.hf_values import HfValues
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
-from sapwood_worker.model.layers.sparse_mlp import SharedExpert, SparseConfig
+from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
 
 _DEFAULTS = {
     "tie_word_embeddings": False,

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from sapwood_kernels.ops.device import ExpertSum, Gate
 from sapwood_worker.model.layers.context import LayerContext
-from sapwood_worker.model.layers.expert_matrices import expert_matrices
 from sapwood_worker.model.layers.layer import Layer
+from sapwood_worker.model.layers.sparse.matrices import expert_matrices
 from sapwood_worker.model.weight_slot import WeightSlots, whole
 
 

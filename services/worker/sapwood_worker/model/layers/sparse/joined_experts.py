@@ -13,8 +13,8 @@ from sapwood_kernels.experts.stack import DenseStack, ExpertStack
 from sapwood_kernels.ops.device import ExpertSum
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_worker.model.layers.context import LayerContext
-from sapwood_worker.model.layers.expert_matrices import stack_of
 from sapwood_worker.model.layers.layer import Layer
+from sapwood_worker.model.layers.sparse.matrices import stack_of
 from sapwood_worker.model.quantization.fp4 import E2M1, powers_of_two
 from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
 

@@ -12,12 +12,12 @@ from sapwood_kernels.experts.activation import ClampedGate
 from sapwood_kernels.experts.routing import Routing
 from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.context import LayerContext
-from sapwood_worker.model.layers.experts import Experts
-from sapwood_worker.model.layers.joined_experts import JoinedExperts
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.mlp import GatedMLP
 from sapwood_worker.model.layers.norm import RMSNorm
-from sapwood_worker.model.layers.router import Router
+from sapwood_worker.model.layers.sparse.experts import Experts
+from sapwood_worker.model.layers.sparse.joined_experts import JoinedExperts
+from sapwood_worker.model.layers.sparse.router import Router
 from sapwood_worker.model.weight_slot import WeightSlot, WeightSlots
 
 

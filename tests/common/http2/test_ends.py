@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import weakref
 from itertools import pairwise
 
 import grpc
@@ -324,5 +325,26 @@ async def test_calls_that_are_cancelled_before_their_turn_leave_nothing_for_the_
         await client.ping()
         await until(lambda: running.count() == 1)  # the connection
         assert running.service.started == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("breaks_a_rule", [False, True])
+async def test_a_connection_leaves_nothing_for_the_collector(
+    running, request_block, grpc_message, until, breaks_a_rule
+) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        client = await running.connect()
+        client.send(frames.header_frames(1, request_block("Echo"), frames.USUAL_FRAME))
+        client.send(frames.frame(frames.DATA, frames.END_STREAM, 1, grpc_message(b"")))
+        await client.status(1)
+        (connection,) = (weakref.ref(each) for each in running.server.connections)
+        if breaks_a_rule:
+            client.send(frames.frame(frames.DATA, 0, 3, b"of no stream"))
+        else:
+            client.writer.transport.abort()
+        await until(lambda: connection() is None)
     finally:
         gc.enable()

@@ -231,7 +231,7 @@ async def test_a_failed_handshake_is_its_clients_alone_who_waits_for_the_end(lis
     acceptor = Acceptor(listener, Made, Encryption(server_context(), 5.0, 5.0, held=3600.0))
     acceptor.start()
     (client,) = connect(listener, 1)
-    client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    client.sendall(b"\x16 and then nonsense")
     client.setblocking(False)
     loop = asyncio.get_running_loop()
     await until(lambda: acceptor._tarpit.held == 1)
@@ -245,3 +245,30 @@ async def test_a_failed_handshake_is_its_clients_alone_who_waits_for_the_end(lis
         pass
     client.close()
     assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"HTTP/1.1 400 Bad Request\r\n"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b""),
+        (b"\0" * 100, b""),
+    ],
+    ids=["HTTP/1.1", "HTTP/2", "nonsense"],
+)
+async def test_who_speaks_no_tls_is_closed_at_once_and_not_held(listener, made, sent, told) -> None:
+    acceptor = Acceptor(listener, Made, Encryption(server_context(), 3600.0, 3600.0, held=3600.0))
+    acceptor.start()
+    (client,) = connect(listener, 1)
+    client.sendall(sent)
+    client.setblocking(False)
+    loop = asyncio.get_running_loop()
+    got = b""
+    while data := await loop.sock_recv(client, 1000):
+        got += data
+    client.close()
+    assert got.startswith(told)
+    assert bool(got) == bool(told)
+    assert (acceptor._tarpit.held, acceptor.silent, acceptor.handshakes) == (0, 0, 0)
+    await greet(listener)
+    acceptor.close()

@@ -145,3 +145,35 @@ async def test_strangers_have_an_eighth_of_the_time_for_what_they_have_just_sent
         worked += clock.now - before
         clock.now += SLICE
     assert worked < (clock.now - begun) / 8 + 5 * SLICE
+
+
+async def test_who_has_little_goes_before_those_with_much_who_are_not_forgotten() -> None:
+    clock, done = Clock(100.0), []
+    share = TimeShare(clock)
+    for _ in range(3):
+        share.add(Worker("h", 30, clock, done))
+    light = [Worker("l", 1, clock, done) for _ in range(30)]
+    for worker in light:
+        share.add(worker, light=True)
+    await asyncio.sleep(0)
+    assert done[0] == "l"
+    while "l" in done[-6:] or done.count("l") < len(light):
+        await asyncio.sleep(0)
+    last = len(done) - done[::-1].index("l")
+    assert done[:last].count("l") == len(light)
+    assert 0.2 * last < done[:last].count("h") < 0.6 * last
+
+
+async def test_who_has_much_already_does_not_go_ahead_with_a_little_more() -> None:
+    clock, done = Clock(100.0), []
+    share = TimeShare(clock)
+    greedy, light = Worker("h", 6, clock, done), Worker("l", 1, clock, done)
+    share.add(greedy)
+    share.add(greedy, light=True)
+    share.add(light, light=True)
+    while share.waiting:
+        await asyncio.sleep(0)
+    assert done == ["l", *"hhhhhh"]
+    share.add(light, light=True)
+    share.drop(light)
+    assert not share.waiting

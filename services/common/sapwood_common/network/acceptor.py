@@ -7,6 +7,7 @@ second until TCP tries again. asyncio begins all waiting connections in one turn
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
@@ -33,6 +34,14 @@ _CLOSED_AT_ONCE = 64
 _PAUSE = 0.5
 """Seconds until the next try where the process has no more file descriptors."""
 _NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+_HANDSHAKE = b"\x16"
+"""The first byte of a TLS connection: the type of a handshake's record."""
+_MOST_PLAIN = 64 * 1024
+_TEXT = b"this port speaks TLS: ask it by https\n"
+_SPEAKS_TLS = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+    % len(_TEXT)
+) + _TEXT
 _ESTABLISHED = 1
 """State of a TCP connection whose client has not left."""
 
@@ -143,6 +152,9 @@ class Acceptor:
     def _hear(self, connection: socket.socket) -> None:
         del self._silent[connection]
         self._loop.remove_reader(connection)
+        if not _begins_tls(connection):
+            connection.close()
+            return
         self._waiting.append(connection)
         if not self._due:
             self._begin_some()
@@ -213,3 +225,14 @@ def _is_alive(connection: socket.socket) -> bool:
         return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
     except (AttributeError, OSError):  # no Linux, or no TCP
         return True
+
+
+def _begins_tls(connection: socket.socket) -> bool:
+    """Whether the first byte is a handshake's. Who speaks HTTP/1.1 instead is told; what came is read, or it would be lost."""
+    with contextlib.suppress(OSError):
+        if connection.recv(1, socket.MSG_PEEK) == _HANDSHAKE:
+            return True
+        came = connection.recv(_MOST_PLAIN)
+        if b" HTTP/1." in came:
+            connection.send(_SPEAKS_TLS)
+    return False

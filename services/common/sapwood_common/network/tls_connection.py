@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 INPUT_BYTES = 16 * 1024
 """Bytes that are read of a connection in one turn of the event loop."""
 _PIECE = 1024
-"""Bytes that are decrypted before the clock is looked at: at most 38 changes of keys."""
+"""Bytes of whole records that are decrypted before the clock is looked at: at most 38 changes of keys, or one large record."""
+_RECORD_HEAD = 5
+"""Bytes of a record's type, version and length."""
 _MOST_CONTENT = 16 * 1024
 """Bytes of content in one record."""
 _MOST_FRAMING, _FRAMING_PER_BYTE = 32 * 1024, 8
@@ -90,6 +92,10 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         self._data = b""
         """Bytes received; those before ``_at`` are decrypted."""
         self._at = 0
+        self._head = b""
+        """What has come of a record's head, of which a part is still to come."""
+        self._left = 0
+        """Bytes of the record that are still to come."""
         self._begun = False
         """Whether the protocol knows of the connection."""
         self._reading = True
@@ -193,7 +199,7 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
     def resume_reading(self) -> None:
         self._paused = False
         if self._at < len(self._data):
-            self._share.add(self)
+            self._queue()
         self._regulate()
 
     def get_write_buffer_size(self) -> int:
@@ -256,13 +262,16 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
             logger.exception("a connection is given up")
             self.abort()
         else:
-            self._share.add(self)
+            self._queue()
+
+    def _queue(self) -> None:
+        self._share.add(self, light=len(self._data) - self._at <= _PIECE)
 
     def _advance(self) -> bool:
         """Decrypts a piece; says whether there is another to decrypt now."""
         if self._paused or self._closing or self._at == len(self._data):
             return False
-        piece = self._data[self._at : self._at + _PIECE]
+        piece = self._data[self._at : self._end_of_piece()]
         self._at += len(piece)
         self._incoming.write(piece)
         try:
@@ -273,6 +282,23 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         except ssl.SSLError as error:
             self._fail(error)
         return not self._closing and self._at < len(self._data)
+
+    def _end_of_piece(self) -> int:
+        """Where the first record ends with which there are enough bytes: parts of one would be decrypted only with its end."""
+        data, end = self._data, self._at
+        most = min(len(data), self._at + _PIECE)
+        while end < most:
+            if not self._left:
+                head = self._head + data[end : end + _RECORD_HEAD - len(self._head)]
+                end += len(head) - len(self._head)
+                if len(head) < _RECORD_HEAD:
+                    self._head = head
+                    break
+                self._head, self._left = b"", int.from_bytes(head[3:], "big")
+            taken = min(self._left, len(data) - end)
+            self._left -= taken
+            end += taken
+        return end
 
     def _shake_hands(self) -> None:
         try:

@@ -16,6 +16,10 @@ class HeldBody(Protocol):
         ...
 
 
+CONNECTION_BYTES = 32 * 1024
+"""What a connection takes itself, over TLS, with what its client had begun to say."""
+
+
 class BodyMemory:
     """The memory of one server. Beyond its bound the largest body is given up, which is never that of a client that sends little.
 
@@ -55,3 +59,7 @@ class BodyMemory:
         count = self._sizes.pop(body, 0)
         self.held -= count
         self._freed(count)
+
+    def lost_connection(self) -> None:
+        """Notes that what a connection took itself, which is not counted, is free."""
+        self._freed(CONNECTION_BYTES)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from typing import cast
 
 from h2.errors import ErrorCodes
@@ -101,9 +102,11 @@ class ServerConnection(asyncio.Protocol):
         self._has_table = True
         """Whether the client still expects header fields to enter its table."""
         self._streams: dict[int, ServerStream] = {}
-        self._flow = FlowControl(self._streams, lambda: self._share.add(self))
+        # What belongs to it does not keep it: of a flood of short connections the collector would have too much to do at once.
+        own = weakref.proxy(self)
+        self._flow = FlowControl(self._streams, own)
         self._ids = StreamIds()
-        self._frames = IncomingFrames(self, self._streams, self._flow, self._ids, self._rates)
+        self._frames = IncomingFrames(own, self._streams, self._flow, self._ids, self._rates)
         self._closing = False
         self._closer: asyncio.TimerHandle | None = None
         self._life = Lifetime(timeouts)
@@ -339,6 +342,10 @@ class ServerConnection(asyncio.Protocol):
         self.owner.open_call(self, stream, head)
         if ends and not stream.closed:
             stream.take_end()
+
+    def write_later(self) -> None:
+        """Lets streams that wait for room write on in a later turn."""
+        self._share.add(self)
 
     def take_pong(self, payload: bytes) -> None:
         if payload == _LAST_PING and self._life.retired:

@@ -7,7 +7,7 @@ Settings that change the windows of all streams cost O(1), however many are open
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from h2.errors import ErrorCodes
@@ -48,12 +48,20 @@ class Writer(Protocol):
         ...
 
 
+class FlowingConnection(Protocol):
+    """A connection, as flow control knows it."""
+
+    def write_later(self) -> None:
+        """More streams may write: :meth:`FlowControl.write_on` is to be called in a later turn."""
+        ...
+
+
 class FlowControl:
     """The windows of one connection.
 
     Args:
         streams: The connection's open streams, by number. Not copied.
-        on_left: Called when more streams may write: :meth:`write_on` is then to be called in a later turn.
+        connection: Is told when more streams may write.
 
     Attributes:
         window: Bytes of DATA that the client takes on the connection. Streams that write take from it.
@@ -64,9 +72,9 @@ class FlowControl:
 
     __slots__ = (
         "_blocked",
+        "_connection",
         "_granted",
         "_largest",
-        "_on_left",
         "_retries",
         "_settings",
         "_starved",
@@ -78,13 +86,13 @@ class FlowControl:
         "window",
     )
 
-    def __init__(self, streams: Mapping[int, Writer], on_left: Callable[[], None]) -> None:
+    def __init__(self, streams: Mapping[int, Writer], connection: FlowingConnection) -> None:
         self.window = self.stream_window = frames.USUAL_WINDOW
         self.frame_size = frames.USUAL_FRAME
         self.paused = False
         self._settings = PeerSettings()
         self._streams = streams
-        self._on_left = on_left
+        self._connection = connection
         self._granted = frames.USUAL_WINDOW
         """Bytes by which the connection's window has ever grown, with those that it began with."""
         self._largest = 0
@@ -166,7 +174,7 @@ class FlowControl:
     def unblock(self) -> None:
         """Lets waiting streams write as far as there is room: some now, the others in later turns."""
         if self.write_on():
-            self._on_left()
+            self._connection.write_later()
 
     def write_on(self) -> bool:
         """Lets some of the waiting streams that have room write. Returns whether others are left."""

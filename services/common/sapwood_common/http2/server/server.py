@@ -167,6 +167,7 @@ class Http2Server:
 
     def connection_lost(self, connection: ServerConnection) -> None:
         self._connections.pop(connection, None)
+        self._shared.memory.lost_connection()
         self._shared.calls.connections = len(self._connections)
         if not self._connections and self._alone is not None and not self._alone.done():
             self._alone.set_result(None)

@@ -297,7 +297,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _queue(self) -> None:
         if not self._queued:
             self._queued = True
-            self._host.share.add(self)
+            self._host.share.add(self, light=len(self._data) - self._at <= _LIGHT)
 
     def _regulate(self) -> None:
         """Reads on, or does not: as long as less than a head's bytes wait, and of a body what is asked for."""

@@ -145,6 +145,7 @@ class HttpServer:
     def lost(self, connection: HostedConnection) -> None:
         self._connections.discard(connection)
         self._idle.pop(connection, None)
+        self.bodies.lost_connection()
         if not self._connections and self._alone is not None and not self._alone.done():
             self._alone.set_result(None)
 

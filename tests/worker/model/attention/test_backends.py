@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,6 +79,13 @@ def test_auto_takes_the_first_that_can_and_says_why(monkeypatch):
     assert chosen.reason == "not flashinfer: it takes heads of 64, 128, 256 elements, not 80"
     chosen = choose_backend("auto", "decode", needs(torch.bfloat16, head_dim=64, sinks=True), gpu)
     assert (chosen.name, chosen.reason) == ("triton", "not flashinfer: it has no attention sinks")
+    latent = replace(needs(torch.bfloat16, head_dim=128), latent=True)
+    assert (
+        choose_backend("auto", "decode", latent, gpu).reason
+        == "not flashinfer: it has no decode of latent attention (MLA)"
+    )
+    assert choose_backend("auto", "decode", latent, gpu).name == "triton"
+    assert choose_backend("auto", "prefill", latent, gpu).name == "torch"
     capability = (7, 5)
     chosen = choose_backend("auto", "decode", needs(torch.float16, head_dim=128), gpu)
     assert chosen.name == "torch"

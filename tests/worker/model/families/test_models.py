@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sapwood_common.errors import ConfigError
+from sapwood_kernels.attention.latent import LatentHeads
 
 K2_YARN = {
     "rope_type": "yarn", "rope_theta": 5e4, "factor": 32.0, "original_max_position_embeddings": 32,
@@ -141,6 +142,19 @@ def test_logits_of_deepseeks_other_settings_equal_transformers(tiny_model, make_
     tokens = tokens_of(83)
     driver.add(5, tokens)
     assert_same_logits(driver.runner.logits(driver.output({5: 83})), tiny.logits(tokens))
+
+
+def test_latents_expanded_for_some_heads_at_a_time_give_the_same(tiny_model, make_runner, make_driver, monkeypatch):
+    monkeypatch.setattr("sapwood_worker.model.attention.torch_native._EXPANDED", 2 * 83 * (8 + 16 + 10) + 5)
+    tiny = tiny_model("deepseek-v3")
+    calls = []
+    expand = LatentHeads.expand
+    monkeypatch.setattr(LatentHeads, "expand", lambda *given: calls.append(given[2]) or expand(*given))
+    driver = make_driver(make_runner(tiny.path))
+    tokens = tokens_of(83)
+    driver.add(5, tokens)
+    assert_same_logits(driver.runner.logits(driver.output({5: 83})), tiny.logits(tokens))
+    assert calls == 4 * [slice(0, 2), slice(2, 4), slice(4, 6)]
 
 
 def test_bfloat16_logits_are_near_float32(tiny_model, make_runner, make_driver):

@@ -92,6 +92,8 @@ STREAM_GARBAGE = {
     "no events": reply(200, {"choices": []}),
     "no event": events(),
     "no JSON": events("{", done=True),
+    "the end alone": events(done=True),
+    "a usage alone": events({"choices": [], "usage": {"completion_tokens": 1}}, done=True),
     "no object": events([1], done=True),
     "no choices": events({"id": "x"}, done=True),
     "wrong choices": events({"choices": ["x"]}, done=True),
@@ -197,6 +199,29 @@ async def test_what_was_at_its_end_when_it_broke_off_is_whole(hostile: HostileBa
             assert "".join(chunk.choices[0].text for chunk in chunks) == "abc"
             assert chunks[-1].choices[0].finish_reason == "length"
         assert ended(front) == {"OK": 2}
+
+
+async def test_the_usage_is_told_where_openai_tells_it(hostile: HostileBackend, make_front: Any) -> None:
+    usage = {
+        "prompt_tokens": 5,
+        "completion_tokens": 1,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+    filtered = {"choices": [], "prompt_filter_results": []}
+    hostile.answer = events(
+        filtered, text_chunk("a"), text_chunk("", finish_reason="stop") | {"usage": usage}, done=True
+    )
+    async with make_front(hostile.url) as front:
+        options = {"stream_options": {"include_usage": True}}
+        *chunks, last = [c async for c in await front.openai.completions.create(**ASK, **options, stream=True)]
+        assert (last.choices, last.usage.model_dump(exclude_unset=True)) == ([], usage)
+        assert not any(chunk.usage for chunk in chunks)
+        chunks = [chunk async for chunk in await front.openai.completions.create(**ASK, stream=True)]
+        assert all(chunk.choices or "prompt_filter_results" in chunk.model_extra for chunk in chunks)
+        assert hostile.received[-1].body["stream_options"]["include_usage"], "for the router's own counts"
+        metrics = (await front.http.get("/metrics")).text
+        assert 'sapwood_router_cached_tokens_total{model="m"} 8.0' in metrics
 
 
 async def test_a_stream_that_falls_silent_is_broken_off(hostile: HostileBackend, make_front: Any) -> None:

@@ -42,6 +42,7 @@ class Progress:
         self._goes_on = asked.can_go_on
         self._before = 0
         """Tokens that came from earlier backends."""
+        self._resumed = False
         self._first: Chunk = {}
         """``id``, ``created`` and the like: the client is to see one answer."""
         self._held: list[Chunk] = []
@@ -77,7 +78,7 @@ class Progress:
         asked = self._asked
         body = {**asked.body, "model": model}
         self._held.clear()
-        self._before = self.tokens
+        self._before, self._resumed = self.tokens, self.sent
         if asked.context.caller.cache_salt and owner in _SALTED:
             body["cache_salt"] = asked.context.caller.cache_salt
         if asked.streams:
@@ -110,8 +111,8 @@ class Progress:
         elif any(_text_of(choice) for choice in chunk["choices"]):
             self.tokens += 1
         if not chunk["choices"] and usage is not None:
-            return [] if not self._asked.wishes("include_usage") else [self._named(chunk, self.usage)]
-        if self._before and all(not _says(choice) for choice in chunk["choices"]):
+            return []  # it is told at the end, wherever the backend tells it
+        if self._resumed and all(not _says(choice) for choice in chunk["choices"]):
             return []  # the other backend's opening
         shown = self._named(chunk, self.usage if self._asked.wishes("continuous_usage_stats") else None)
         if not self.sent and all(not _says(choice) for choice in chunk["choices"]):
@@ -130,10 +131,16 @@ class Progress:
             self.tokens = number(usage.get("completion_tokens"))
 
     def end(self) -> list[Chunk]:
-        """What is left to be sent when the backend is at its end: what was held back."""
+        """What is left to be sent when the backend is at its end: what was held back, and the usage.
+
+        Raises:
+            InternalError: Nothing came at all.
+        """
         held, self._held = self._held, []
-        self.sent = self.sent or bool(held)
-        return held
+        if not self.sent and not held:
+            raise InternalError("the backend ended a stream without an answer")
+        self.sent = True
+        return held + self._closing()
 
     def end_at_limit(self) -> list[Chunk]:
         """What a backend would have sent that was lost when it had only to say that the limit is reached."""
@@ -142,10 +149,12 @@ class Progress:
             choice["delta"] = {}
         else:
             choice["text"] = ""
-        chunks = [self._named({"choices": [choice]}, None)]
-        if self._asked.wishes("include_usage") and self.usage is not None:
-            chunks.append(self._named({"choices": []}, self.usage))
-        return chunks
+        return [self._named({"choices": [choice]}, None), *self._closing()]
+
+    def _closing(self) -> list[Chunk]:
+        if self.usage is None or not self._asked.wishes("include_usage"):
+            return []
+        return [self._named({"choices": []}, self.usage)]
 
     def _look(self, choice: Mapping[str, Any]) -> None:
         delta = choice.get("delta", {})

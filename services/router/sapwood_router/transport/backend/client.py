@@ -202,7 +202,12 @@ class Backend:
             gone.cancel()
 
     def _broke(self, error: Exception) -> UnavailableError:
-        said = "it fell silent" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+        if isinstance(error, TimeoutError):
+            said = "it fell silent"
+        elif isinstance(error, aiohttp.ClientConnectorError):
+            said = f"no connection ({error.os_error.strerror or error.os_error})"
+        else:
+            said = str(error) or type(error).__name__
         return UnavailableError(f"backend {self.spec.address}: {said}", retry_after=1.0)
 
 

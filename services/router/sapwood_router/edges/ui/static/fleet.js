@@ -110,7 +110,7 @@ export class Fleet {
     if (!shown[0].isConnected) byId("fleet").replaceChildren(...shown);
     if (!router) {
       this.models.replaceChildren(...models.map(({ id, workers, context_length: most }) =>
-        el("li", {}, el("strong", {}, id), ` ${workers} worker${workers === 1 ? "" : "s"}, context of ${most.toLocaleString()} tokens`)));
+        el("li", {}, el("strong", {}, id), ` ${workers} worker${workers === 1 ? "" : "s"}${most ? `, context of ${most.toLocaleString()} tokens` : ""}`)));
       return;
     }
     this.problem.hidden = !router.problem;

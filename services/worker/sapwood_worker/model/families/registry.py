@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from sapwood_common.plugins import find_part, part_names
-from sapwood_worker.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from sapwood_worker.model.families.dense.cohere import COHERE, COHERE2
 from sapwood_worker.model.families.dense.ernie import ERNIE4_5
 from sapwood_worker.model.families.dense.exaone4 import EXAONE4
@@ -19,6 +18,7 @@ from sapwood_worker.model.families.dense.smollm3 import SMOLLM3
 from sapwood_worker.model.families.dense.stablelm import STABLELM
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.llama import LLAMA
+from sapwood_worker.model.families.sparse.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from sapwood_worker.model.families.sparse.glm4_moe import GLM4_MOE
 from sapwood_worker.model.families.sparse.gpt_oss import GPT_OSS
 from sapwood_worker.model.families.sparse.mixtral import MIXTRAL

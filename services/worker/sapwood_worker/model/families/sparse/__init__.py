@@ -1,1 +1,1 @@
-"""Families with mixtures of experts and grouped attention."""
+"""Families with mixtures of experts."""

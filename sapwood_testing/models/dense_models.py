@@ -12,6 +12,7 @@ _WHOLE_HEADS: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads":
 """For families that do not say how wide a head is: the width of the model over the number of heads, 16."""
 
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "arcee": ("ArceeConfig", {"mlp_bias": True}),
     "cohere": ("CohereConfig", {"logit_scale": 0.5}),
     "cohere-qk-norm": ("CohereConfig", {"logit_scale": 0.5, "use_qk_norm": True, "attention_bias": True}),
     "cohere2": ("Cohere2Config", {**_WHOLE_HEADS, "logit_scale": 0.5, "sliding_window": 9}),
@@ -40,6 +41,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"] * 2},
     ),
     "mistral-no-window": ("MistralConfig", {"sliding_window": None}),
+    "nemotron": ("NemotronConfig", {"attention_bias": True}),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": (
         "Olmo3Config",
@@ -76,5 +78,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "smollm3": ("SmolLM3Config", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "stablelm": ("StableLmConfig", {**_WHOLE_HEADS, "use_qkv_bias": True}),
+    "starcoder2": ("Starcoder2Config", {**_WHOLE_HEADS, "sliding_window": 19}),
+    "starcoder2-without-bias": ("Starcoder2Config", {**_WHOLE_HEADS, "use_bias": False, "tie_word_embeddings": False}),
 }  # fmt: skip
 """Name -> the class of transformers' configuration, and what differs from what all tiny models have."""

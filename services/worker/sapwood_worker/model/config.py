@@ -8,6 +8,7 @@ from typing import Literal
 from sapwood_kernels.attention.planned import Variant
 from sapwood_kernels.ops.device import Gate
 from sapwood_worker.model.layers.latent_attention import LatentConfig
+from sapwood_worker.model.layers.mlp import PlainConfig
 from sapwood_worker.model.layers.rotary import RopeConfig
 from sapwood_worker.model.layers.sparse.sparse_mlp import SparseConfig
 from sapwood_worker.records.model_info import Labels
@@ -18,7 +19,7 @@ class ModelConfig:
     """A decoder-only transformer.
 
     Attributes:
-        architecture: The registry's name: ``gemma3``, ``llama``, ``qwen2``, ``qwen3``, ``mistral``.
+        architecture: The family's name in the registry: ``gemma3``.
         vocab_size: Rows of the embedding.
         hidden_size: Width of the residual stream.
         intermediate_size: Width inside the MLP.
@@ -43,6 +44,7 @@ class ModelConfig:
         qkv_bias: Whether the query, key and value projections have biases.
         output_bias: Whether the attention's output projection has a bias.
         mlp_bias: Whether the MLP has biases.
+        plain_mlp: The MLP where it has no gate; None: it has one.
         embedding_scale: Factor on the embedding's output.
         residual_scale: Factor on what attention and MLP give, in the layers that have one (Granite).
         logit_scale: Factor on logits, before they are capped.
@@ -78,6 +80,7 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    plain_mlp: PlainConfig | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0

@@ -15,7 +15,7 @@ from sapwood_worker.model.layers.embedding import VocabParallelEmbedding, VocabP
 from sapwood_worker.model.layers.latent_attention import LatentAttention
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.linear import Linear
-from sapwood_worker.model.layers.mlp import GatedMLP
+from sapwood_worker.model.layers.mlp import GatedMLP, PlainMLP
 from sapwood_worker.model.layers.norm import AnyNorm, LayerNorm, RMSNorm
 from sapwood_worker.model.layers.qk_norm import AnyQKNorm, HeadLayerNorm, QKNorm, WidthNorm
 from sapwood_worker.model.layers.rotary import NoRotation, RotaryEmbedding
@@ -70,7 +70,7 @@ def _norm(config: ModelConfig, context: LayerContext) -> AnyNorm:
     )
 
 
-def feed_forward(config: ModelConfig, index: int, context: LayerContext) -> GatedMLP | SparseMLP:
+def feed_forward(config: ModelConfig, index: int, context: LayerContext) -> GatedMLP | PlainMLP | SparseMLP:
     """A layer's MLP, or the mixture of experts in its place.
 
     Args:
@@ -82,6 +82,8 @@ def feed_forward(config: ModelConfig, index: int, context: LayerContext) -> Gate
     if sparse is not None and index not in sparse.dense_layers:
         return SparseMLP(width, sparse, activation=activation, context=context.inside(sparse.block))
     inside = context.inside("mlp")
+    if config.plain_mlp is not None:
+        return PlainMLP(width, config.intermediate_size, config.plain_mlp, bias=config.mlp_bias, context=inside)
     return GatedMLP(width, config.intermediate_size, activation=activation, bias=config.mlp_bias, context=inside)
 
 

@@ -68,8 +68,11 @@ class HfValues:
         values = self.values
         return int(values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"])
 
-    def llama(self) -> ModelConfig:
+    def llama(self, *, gated: bool = True) -> ModelConfig:
         """The configuration that the settings give a Llama; families that are like it change what differs.
+
+        Args:
+            gated: Whether ``hidden_act`` is the activation of a gate.
 
         Raises:
             KeyError: A setting is missing.
@@ -95,7 +98,7 @@ class HfValues:
             max_position=longest_position(values),
             ropes=(rope,) * self.layers,
             windows=(None,) * self.layers,
-            activation=self.activation("hidden_act"),
+            activation=self.activation("hidden_act") if gated else "silu",
             tie_word_embeddings=bool(values["tie_word_embeddings"]),
             attention_scale=head_dim**-0.5,
             qkv_bias=bias,

@@ -14,8 +14,10 @@ from sapwood_worker.model.families.dense.mistral import MISTRAL
 from sapwood_worker.model.families.dense.olmo import OLMO2, OLMO3
 from sapwood_worker.model.families.dense.phi3 import PHI3
 from sapwood_worker.model.families.dense.qwen import QWEN2, QWEN3
+from sapwood_worker.model.families.dense.relu2 import ARCEE, NEMOTRON
 from sapwood_worker.model.families.dense.smollm3 import SMOLLM3
 from sapwood_worker.model.families.dense.stablelm import STABLELM
+from sapwood_worker.model.families.dense.starcoder2 import STARCODER2
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.llama import LLAMA
 from sapwood_worker.model.families.sparse.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
@@ -27,8 +29,8 @@ from sapwood_worker.model.families.sparse.qwen_moe import QWEN2_MOE, QWEN3_MOE
 GROUP = "sapwood.model_families"
 
 _DENSE = (
-    *(COHERE, COHERE2, ERNIE4_5, EXAONE4, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GRANITE, LLAMA, MISTRAL),
-    *(OLMO2, OLMO3, PHI3, QWEN2, QWEN3, SMOLLM3, STABLELM),
+    *(ARCEE, COHERE, COHERE2, ERNIE4_5, EXAONE4, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GRANITE, LLAMA, MISTRAL),
+    *(NEMOTRON, OLMO2, OLMO3, PHI3, QWEN2, QWEN3, SMOLLM3, STABLELM, STARCODER2),
 )
 _SPARSE = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
 _FAMILIES = {family.name: family for family in (*_DENSE, *_SPARSE)}

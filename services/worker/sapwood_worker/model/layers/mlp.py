@@ -1,7 +1,13 @@
-"""The gated MLP."""
+"""The MLP, with a gate and without."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch.nn.functional as F
 from torch import Tensor
 
 from sapwood_kernels.ops.device import Gate
@@ -48,3 +54,54 @@ class GatedMLP(Layer):
         else:
             result = self.down(gate_up(hidden, norm), gate, residual)
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class PlainConfig:
+    """An MLP without a gate.
+
+    Attributes:
+        activation: Between its projections; ``relu2`` is the square of ReLU.
+        up: The checkpoint's name of the first projection.
+        down: The checkpoint's name of the second one.
+    """
+
+    activation: Literal["gelu_tanh", "relu2"]
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+class PlainMLP(Layer):
+    """``down(activation(up(x)))``.
+
+    Args:
+        hidden_size: Width in and out.
+        intermediate_size: Width between.
+        config: The activation and the names.
+        bias: Whether the projections have biases.
+        context: Where and how it is built.
+    """
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, config: PlainConfig, *, bias: bool, context: LayerContext
+    ) -> None:
+        super().__init__()
+        inner = context.parallel.shard("intermediate_size", intermediate_size)
+        self.up = ColumnLinear(hidden_size, {config.up: inner}, bias, context)
+        self.down = RowLinear(inner, config.down, hidden_size, bias, context)
+        self._activation = _ACTIVATIONS[config.activation]
+
+    def forward(self, hidden: Tensor, norm: AnyNorm | None, residual: Tensor | None = None) -> Tensor:
+        """[T, hidden_size], normed first by ``norm`` -> [T, hidden_size], added to ``residual`` in place if there is one."""
+        result: Tensor = self.down(self._activation(self.up(hidden, norm)), None, residual)
+        return result
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": _relu2,
+}

@@ -83,6 +83,9 @@ def test_short_contexts_are_divided_by_longropes_short_list(tiny_model, make_run
         ("gemma", {"hidden_act": "relu"}, "hidden_act: activation 'relu' is not supported"),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 4 layers"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm is not supported"),
+        ("nemotron", {"hidden_act": "silu"}, r"hidden_act: activation 'silu' is not supported \(relu2 is\)"),
+        ("starcoder2", {"hidden_act": "gelu"}, "hidden_act: activation 'gelu' is not supported"),
         ("granite", {"num_hidden_layers": 5}, r"tensors model.layers.4.input_layernorm.weight.* are missing"),
     ],
 )

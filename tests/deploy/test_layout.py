@@ -15,7 +15,7 @@ SOURCES = [
     for path in (ROOT / folder).rglob("*.py")
     if path.parent != ROOT / "sapwood/v1" and not any(part.startswith(".") for part in path.parts)
 ]
-COLLECTIONS = {"tool_parser", "families", "policies", "quantization", "attention", "storage"}
+COLLECTIONS = {"tool_parser", "families", "dense", "sparse", "policies", "quantization", "attention", "storage"}
 """Alike parts, one file each, that a registry or factory names."""
 
 

@@ -68,7 +68,7 @@ def make_runner(config: FakeWorkerConfig, place: Place = ALONE) -> FakeRunner | 
         page_bytes=config.page_size * 8,
         num_device_pages=num_pages,
         gigabytes=config.host_cache_gb,
-        ratio=config.host_cache_ratio,
+        ratio=config.tier_ratio,
     )
     host_pool = HostPool(host_pages, config.page_size * 8) if host_pages else None
     runner = FakeRunner(info, config.step_ms / 1000, config.poison_token, vocabulary, host_pool)

@@ -92,7 +92,7 @@ async def _serve(config: WorkerConfig, name: str, scheduler: Supervisor) -> int:
         metrics.registry, config.host, metrics_port(config.metrics_port, USUAL_METRICS_PORT, config.port)
     )
     logger.info("metrics at http://%s:%d/metrics", config.host, exposed.port)
-    service = WorkerService(engine, server.draining, health.drain, telemetry)
+    service = WorkerService(engine, server.draining, health.drain, telemetry, config.role)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server.grpc)
     if sglang is not None:
         sglang.add_to(server.grpc, service, engine, config, server.draining)

@@ -23,6 +23,8 @@ _STORE_OPTIONS = (
 """Flags that also hold for a store that is attached while the worker runs."""
 
 
+Role = Literal["both", "prefill", "decode"]
+
 LINEAR_METHODS = "sapwood.linear_methods"
 """The group of entry points by which packages bring formats of weights."""
 QUANTIZATIONS = ("none", "fp8", "fp8_block", "fp8_tensor", "int8", "int4")
@@ -51,10 +53,23 @@ class WorkerConfig(ServiceConfig):
         ),
         Needs(
             ("host_write_policy", "storage", *_STORE_OPTIONS),
-            lambda config: config.host_cache_gb or config.host_cache_ratio,
+            lambda config: config.host_cache_gb or config.tier_ratio,
             "without a second tier: {host_cache_gb} or {host_cache_ratio}",
         ),
         Needs(("host_cache_ratio",), lambda config: not config.host_cache_gb, "with {host_cache_gb}"),
+        Needs(("role",), lambda config: config.prefix_cache, "without {prefix_cache}: pages are passed on from there"),
+        Needs(
+            ("role",),
+            lambda config: config.tls_cert is None,
+            "with {tls_cert}: pages would pass from worker to worker in plain text",
+        ),
+        Needs(("handoff_port", "handoff_share"), lambda config: config.role != "both", "without {role}"),
+        Needs(("handoff_port",), lambda config: config.role != "decode", "with {role} decode, which hands nothing off"),
+        Needs(
+            ("host_write_policy",),
+            lambda config: config.role != "prefill",
+            "with {role} prefill, whose pages go to the host at once",
+        ),
         Needs(
             ("storage_timeout", "storage_timeout_per_1k"),
             lambda config: config.storage_prefetch == "timeout",
@@ -259,6 +274,25 @@ class WorkerConfig(ServiceConfig):
     )
     kv_events_topic: str = Field("kv-events", description="Topic of the ZeroMQ messages.")
     kv_events_keep: int = Field(10_000, ge=1, description="Batches of KV events kept for replay.")
+    role: Role = Field(
+        "both",
+        description="What the worker does of a request where routers have the choice: prefill computes prompts and keeps their "
+        "pages until a decode worker has pulled them; both does all of it. prefill and decode take a second tier of the KV cache "
+        "as large as the first, unless its size is given.",
+    )
+    handoff_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="TCP port at which decode workers read the pages that a prefill worker keeps; 0 takes a free one.",
+    )
+    handoff_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Largest share of the second tier that a prefill worker keeps for others, or a decode worker gives to what "
+        "it pulls.",
+    )
     host_cache_gb: float = Field(
         0.0,
         ge=0,
@@ -318,3 +352,8 @@ class WorkerConfig(ServiceConfig):
         description="Most seconds to compile a grammar that comes as a bare source, and to build one with "
         "--grammar-backend xgrammar.",
     )
+
+    @property
+    def tier_ratio(self) -> float:
+        """``host_cache_ratio``, or what goes for it: prompts are handed off from host memory and into it."""
+        return self.host_cache_ratio or float(self.role != "both" and not self.host_cache_gb)

@@ -26,6 +26,7 @@ from sapwood_worker.ipc.messages import (
     CacheCommand,
     CallFailed,
     FromScheduler,
+    KeepHandoffs,
     Refused,
     Shutdown,
     Step,
@@ -156,7 +157,7 @@ class EventLoop:
         if self._tiering is not None:
             self._tiering.poll()
         worked = self._scheduler.has_work
-        outputs = self._scheduler.expire()
+        outputs = self._scheduler.expire() + self._scheduler.handed_off()
         if self._busy:
             outputs += self._step()
         self._report(outputs)
@@ -179,6 +180,8 @@ class EventLoop:
                 raise AssertionError("the loop ends before")
             case CacheCommand():
                 self._command(message)
+            case KeepHandoffs(renewed, released):
+                self._scheduler.keep_handoffs(renewed, released)
             case operation:
                 self._mailbox.send(self._operations.run(operation))
 
@@ -230,6 +233,8 @@ class EventLoop:
             tenant=terms.tenant,
             deadline=None if terms.seconds is None else time.monotonic() + terms.seconds,
             pooling=message.pooling,
+            hands_off=message.hands_off,
+            ticket=message.ticket,
         )
         try:
             self._scheduler.add(request)

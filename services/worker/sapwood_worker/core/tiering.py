@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -9,11 +10,17 @@ from typing import Protocol
 import msgspec
 
 from sapwood_common.errors import ConfigError
+from sapwood_common.unix_socket import is_unix
 from sapwood_worker.config import WorkerConfig
+from sapwood_worker.core.cache.handoff.leases import HandoffLeases
+from sapwood_worker.core.cache.handoff.pulls import Pulls
+from sapwood_worker.core.cache.handoff.tcp import PageServer, TcpMover
 from sapwood_worker.core.cache.hierarchical import HierarchicalCache
 from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.cache.storage.executor import ThreadExecutor
 from sapwood_worker.core.cache.storage.factory import parse_storage
 from sapwood_worker.core.cache.storage.opener import StorageFacts, StorageOpener, measure_prefill
+from sapwood_worker.core.cache.storage.record import namespace_of
 from sapwood_worker.core.cache.storage.tier import PrefetchOptions, StorageTier
 from sapwood_worker.ipc.messages import CacheVerb
 from sapwood_worker.model.pools.host_pool import HostPool
@@ -21,6 +28,8 @@ from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import ModelInfo
 from sapwood_worker.records.step import Runner
 from sapwood_worker.records.tier_report import TierReport
+
+logger = logging.getLogger(__name__)
 
 _OPEN_SECONDS = 30.0
 """Seconds that start-up waits for the store; then the worker starts without it, and the store joins when it answers."""
@@ -55,7 +64,7 @@ class Tiering:
         opener: Attaches and detaches stores.
 
     Raises:
-        ConfigError: ``--storage`` is not a store's URL.
+        ConfigError: ``--storage`` is not a store's URL, or ``--handoff-port`` cannot be listened on.
     """
 
     def __init__(self, config: WorkerConfig, runner: TieredRunner, pool: HostPool) -> None:
@@ -71,7 +80,11 @@ class Tiering:
             parse_storage(config.storage)
         host = HostPages(pool.num_pages)
         storage = self._storage = StorageTier(host, pool, info.page_size, options, time.monotonic)
-        self.cache = HierarchicalCache(host, info.num_pages, info.page_size, config.host_write_policy, storage)
+        leases = _build_leases(config, runner, host, pool) if config.role == "prefill" else None
+        pulls = _build_pulls(config, runner, host, pool) if config.role == "decode" else None
+        self.cache = HierarchicalCache(
+            host, info.num_pages, info.page_size, config.host_write_policy, storage, leases, pulls
+        )
         counts = [info.num_pages, *(window.num_pages for window in info.windows)]
         speed = measure_prefill(runner, info.page_size, counts, min(config.max_step_tokens, info.context_length - 1))
         facts = StorageFacts(pool, info.page_size, runner.cache_identity, speed, config.storage_min_tokens)
@@ -151,6 +164,29 @@ class Tiering:
         self.opener.poll()
 
 
+def _build_leases(config: WorkerConfig, runner: TieredRunner, host: HostPages, pool: HostPool) -> HandoffLeases:
+    """The leases of a worker that hands prompts off, and the server by which they are read."""
+    server = PageServer("127.0.0.1" if is_unix(config.host) else config.host, config.handoff_port)
+    fingerprint = page_fingerprint(runner, pool)
+    source, epoch = f":{server.port}", time.time_ns()
+    leases = HandoffLeases(
+        host, runner.info.page_size, fingerprint, epoch, source, config.handoff_share, time.monotonic
+    )
+    server.serve(leases, pool, fingerprint)
+    logger.info("pages are handed off on port %d", server.port)
+    return leases
+
+
+def _build_pulls(config: WorkerConfig, runner: TieredRunner, host: HostPages, pool: HostPool) -> Pulls:
+    fingerprint = page_fingerprint(runner, pool)
+    return Pulls(host, pool, fingerprint, TcpMover(), ThreadExecutor(), config.handoff_share, time.monotonic)
+
+
+def page_fingerprint(runner: TieredRunner, pool: HostPool) -> bytes:
+    """What a page holds besides its tokens: equal only for workers that can use each other's."""
+    return bytes.fromhex(namespace_of("handoff 1", runner.cache_identity(), runner.info.page_size, pool.page_bytes))
+
+
 def device_report(load: Load) -> list[TierReport]:
     """The first tier, as far as the load tells."""
     return [TierReport(tier="device", pages=load.used_pages, capacity=load.num_pages, hit_tokens=load.cached_tokens)]
@@ -160,6 +196,6 @@ def build_tiering(config: WorkerConfig, runner: TieredRunner) -> Tiering | None:
     """The tiers below the device's pages; None: there are none.
 
     Raises:
-        ConfigError: ``--storage`` is not a store's URL.
+        ConfigError: As :class:`Tiering`.
     """
     return None if runner.host_pool is None or not config.prefix_cache else Tiering(config, runner, runner.host_pool)

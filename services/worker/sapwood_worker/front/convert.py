@@ -13,7 +13,9 @@ from sapwood_common.contract.sampling import SamplingParams, check_tokens
 from sapwood_common.contract.sampling_message import from_message
 from sapwood_common.errors import InvalidArgumentError, NotFoundError
 from sapwood_common.telemetry.logs import is_valid_request_id
+from sapwood_worker.config import Role
 from sapwood_worker.front.kv_event_stream import KvEventBatch, KvEventStream
+from sapwood_worker.records.handoff import Handoff, HandoffTicket
 from sapwood_worker.records.kv_events import BlockRemoved, BlockStored, KvEvent, Medium, split_hashes
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import ModelInfo
@@ -37,6 +39,13 @@ _ACTIVATION = {
     "sigmoid": worker_pb2.ACTIVATION_SIGMOID,
     "none": worker_pb2.ACTIVATION_UNSPECIFIED,
 }
+
+_ROLE: dict[Role, worker_pb2.WorkerRole] = {
+    "both": worker_pb2.WORKER_ROLE_BOTH,
+    "prefill": worker_pb2.WORKER_ROLE_PREFILL,
+    "decode": worker_pb2.WORKER_ROLE_DECODE,
+}
+_TRANSFER_ID_BYTES = 16
 
 _MEDIUM: dict[Medium, worker_pb2.KvMedium] = {
     "GPU": worker_pb2.KV_MEDIUM_GPU,
@@ -180,6 +189,44 @@ def to_namespace(cache_salt: str, lora_name: str) -> bytes:
     return cache_namespace(cache_salt)
 
 
+def to_handoff(request: worker_pb2.WorkerGenerateRequest, role: Role, count: int) -> Handoff:
+    """Whether the prompt's pages are to be kept for another worker, and the ticket for those that another keeps.
+
+    Args:
+        request: The request.
+        role: This worker's.
+        count: The number of continuations.
+
+    Raises:
+        InvalidArgumentError: This worker hands nothing off, or not that, or the ticket is none.
+    """
+    if request.hand_off and role != "prefill":
+        raise InvalidArgumentError("this worker hands nothing off: its role is not prefill", field="hand_off")
+    if request.hand_off and count > 1:
+        raise InvalidArgumentError(f"hand_off with {count} continuations; it must be one", field="hand_off")
+    if not request.HasField("ticket"):
+        return Handoff(request.hand_off)
+    given = request.ticket
+    pages = len(given.page_hashes)
+    if len(given.transfer_id) != _TRANSFER_ID_BYTES or len(given.places) != pages or len(given.place_epochs) != pages:
+        raise InvalidArgumentError("the ticket is not one that a worker has made", field="ticket")
+    ticket = HandoffTicket(
+        given.transfer_id,
+        given.source,
+        given.epoch,
+        given.fingerprint,
+        list(given.page_hashes),
+        list(zip(given.places, given.place_epochs, strict=True)),
+        given.lease_ms,
+    )
+    return Handoff(request.hand_off, ticket if role == "decode" else None)
+
+
+def from_role(role: Role) -> worker_pb2.WorkerRole:
+    """A worker's role as it tells it."""
+    return _ROLE[role]
+
+
 def to_sampling(request: worker_pb2.WorkerGenerateRequest, info: ModelInfo) -> tuple[SamplingParams, int]:
     """The sampling settings, and the number of continuations; ``max_tokens`` fits the context.
 
@@ -213,7 +260,9 @@ def to_response(output: RequestOutput) -> worker_pb2.WorkerGenerateResponse:
         response.logprobs.extend(map(_to_token_logprobs, output.logprobs))
     if output.prompt_logprobs:
         response.prompt_logprobs.extend(map(_to_token_logprobs, output.prompt_logprobs))
-    if output.finish_reason is not None:
+    if output.ticket is not None:
+        response.ticket.CopyFrom(_to_ticket(output.ticket))
+    elif output.finish_reason is not None:
         response.finish_reason = _FINISH[output.finish_reason]
     if output.finish_reason is not None or output.completion_tokens == len(output.token_ids):
         response.usage.prompt_tokens = output.prompt_tokens
@@ -231,6 +280,19 @@ def is_one_token(output: RequestOutput) -> bool:
         and output.completion_tokens > 1
         and output.finish_reason is None
         and not (output.index or output.logprobs or output.prompt_logprobs)
+    )
+
+
+def _to_ticket(ticket: HandoffTicket) -> worker_pb2.HandoffTicket:
+    return worker_pb2.HandoffTicket(
+        transfer_id=ticket.transfer_id,
+        source=ticket.source,
+        epoch=ticket.epoch,
+        fingerprint=ticket.fingerprint,
+        page_hashes=ticket.page_hashes,
+        places=[page for page, _ in ticket.places],
+        place_epochs=[epoch for _, epoch in ticket.places],
+        lease_ms=ticket.lease_ms,
     )
 
 

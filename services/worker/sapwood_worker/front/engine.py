@@ -25,6 +25,7 @@ from sapwood_worker.ipc.messages import (
     CallFailed,
     Flush,
     FromScheduler,
+    KeepHandoffs,
     Operation,
     Pause,
     Pin,
@@ -39,6 +40,7 @@ from sapwood_worker.ipc.messages import (
 )
 from sapwood_worker.ipc.vitals import Vitals
 from sapwood_worker.records.expert_load import ExpertLoad
+from sapwood_worker.records.handoff import NO_HANDOFF, Handoff
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.terms import USUAL, Terms
 from sapwood_worker.records.tier_report import TierReport
@@ -95,6 +97,7 @@ class Engine:
         count: int = 1,
         traceparent: str | None = None,
         terms: Terms = USUAL,
+        handoff: Handoff = NO_HANDOFF,
     ) -> Generation:
         """Starts a request; the caller owns it and must read it to its end or close it.
 
@@ -109,6 +112,7 @@ class Engine:
             count: How many continuations, each with a seed of its own.
             traceparent: The trace context it belongs to.
             terms: Its priority, tenant, namespace and deadline.
+            handoff: What it has to do with other workers.
 
         Raises:
             AlreadyExistsError: A request of this id is running.
@@ -135,8 +139,12 @@ class Engine:
             self._running[serial] = generation, index
             own = sampling if index == 0 else _continued(sampling, index)
             self._observer.submitted(serial, request_id, traceparent)
-            self._send(Submit(serial, request_id, prompt, own, grammar, output_tokens, terms))
+            self._send(Submit(serial, request_id, prompt, own, grammar, output_tokens, terms, "", *handoff))
         return generation
+
+    def keep_handoffs(self, renewed: Iterable[bytes], released: Iterable[bytes]) -> None:
+        """Begins the leases of handed-off prompts anew and ends others', by their transfer ids."""
+        self._send(KeepHandoffs(list(renewed), list(released)))
 
     def abort(self, request_id: str) -> bool:
         """Ends a request, whose reader gets RequestCancelledError. Returns whether there was one."""

@@ -47,6 +47,7 @@ class _Continuation:
             index=index,
             drafted_tokens=last.drafted_tokens,
             accepted_tokens=last.accepted_tokens,
+            ticket=last.ticket,
         )
         self.drop()
         return result

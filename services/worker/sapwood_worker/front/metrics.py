@@ -27,7 +27,7 @@ class WorkerMetrics:
         self.requests = metrics.counter(
             "sapwood_worker_requests_total",
             "Generations that ended, by how.",
-            outcome=OneOf("stop", "length", "failed", "aborted"),
+            outcome=OneOf("stop", "length", "handoff", "failed", "aborted"),
         )
         self.queue = metrics.histogram(
             "sapwood_worker_queue_seconds", "From a request's arrival to the first step that computes it."
@@ -107,6 +107,7 @@ class WorkerMetrics:
             tier=OneOf("device", "host", "storage"),
         )
         self._watch_store(load)
+        self._watch_handoffs(load)
 
     def watch_vitals(self, vitals: Vitals) -> None:
         """Adds the metrics that read the vitals at each scrape."""
@@ -188,6 +189,38 @@ class WorkerMetrics:
             "sapwood_worker_store_timeouts_total",
             "Requests that stopped waiting for the store before all was there.",
             _reader(load, lambda now: now.store_timeouts),
+        )
+
+    def _watch_handoffs(self, load: Callable[[], Load]) -> None:
+        counters: dict[str, tuple[str, Callable[[Load], float]]] = {
+            "handoff_tickets": ("Prompts handed off to other workers.", lambda now: now.handoff_tickets),
+            "handoff_renewals": (
+                "Leases of handed-off prompts that were begun anew.",
+                lambda now: now.handoff_renewals,
+            ),
+            "handoff_expired": (
+                "Leases of handed-off prompts that ended because nobody renewed them.",
+                lambda now: now.handoff_expired,
+            ),
+            "pulled_pages": ("Pages pulled from workers that had handed them off.", lambda now: now.pulled_pages),
+            "pulled_bytes": ("Their content, in bytes.", lambda now: now.pulled_bytes),
+            "pull_failures": ("Reads of such pages that failed: the worker was gone.", lambda now: now.pull_failures),
+            "pull_stale_pages": (
+                "Pages that the worker no longer had, or that failed their check: computed instead.",
+                lambda now: now.pull_stale_pages,
+            ),
+            "pull_fallbacks": (
+                "Requests that had to compute pages for which they had a ticket.",
+                lambda now: now.pull_fallbacks,
+            ),
+        }
+        for name, (text, read) in counters.items():
+            self._metrics.polled("counter", f"sapwood_worker_{name}_total", text, _reader(load, read))
+        self._metrics.polled(
+            "gauge",
+            "sapwood_worker_handoff_pages",
+            "Pages of the host's memory that are kept for other workers.",
+            _reader(load, lambda now: now.handoff_pages),
         )
 
 

@@ -74,7 +74,7 @@ class EngineObserver:
         times = self._running.pop(serial)
         last = times.last
         finish = last.finish_reason if last is not None else None
-        outcome = "aborted" if active else finish if finish in ("stop", "length") else "failed"
+        outcome = "aborted" if active else finish if finish in ("stop", "length", "handoff") else "failed"
         self._metrics.requests.at(outcome=outcome).inc()
         if times.span is not None:
             self._end_span(times, times.span, outcome)

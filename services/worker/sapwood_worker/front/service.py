@@ -16,11 +16,14 @@ from sapwood.v1 import worker_pb2, worker_pb2_grpc
 from sapwood_common.errors import InvalidArgumentError, UnavailableError
 from sapwood_common.serving.rpc_telemetry import RpcTelemetry
 from sapwood_common.telemetry.logs import TRACEPARENT_KEY, is_valid_traceparent, traceparent_var
+from sapwood_worker.config import Role
 from sapwood_worker.front.convert import (
     check_prompt,
     from_activation,
     from_pooling,
+    from_role,
     to_dimensions,
+    to_handoff,
     to_inputs,
     to_kv_events,
     to_load_report,
@@ -69,6 +72,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         draining: Set when the service is about to stop or has been told to drain.
         begin_drain: Sets it and turns the service unhealthy.
         telemetry: Measures what comes over sessions.
+        role: What the worker does of a request.
 
     Attributes:
         model: Set once it is loaded; until then calls are refused UNAVAILABLE.
@@ -80,8 +84,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         draining: asyncio.Event,
         begin_drain: Callable[[], Awaitable[None]],
         telemetry: RpcTelemetry,
+        role: Role = "both",
     ) -> None:
         self._telemetry = telemetry
+        self._role: Role = role
         self._engine = engine
         self._draining = draining
         self._begin_drain = begin_drain
@@ -164,6 +170,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         check_prompt(request, info)
         sampling, count = to_sampling(request, info)
         terms = to_terms(request, seconds)
+        handoff = to_handoff(request, self._role, count)
         with self._engine.preparing():
             grammar = await grammars.compiled(request, seconds)
             return self._engine.submit(
@@ -175,6 +182,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 count,
                 request.traceparent if is_valid_traceparent(request.traceparent) else traceparent_var.get(),
                 terms,
+                handoff,
             )
 
     def _info(self) -> worker_pb2.GetModelInfoResponse:
@@ -204,6 +212,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             max_running=max_running,
             labels=info.labels.names if info.labels is not None else (),
             activation=from_activation(info),
+            role=from_role(self._role),
         )
 
     async def WatchLoad(

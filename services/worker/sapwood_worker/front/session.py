@@ -142,6 +142,8 @@ class Session:
     def _take(self, request: worker_pb2.SessionRequest) -> None:
         for submit in request.submits:
             self._submit(submit)
+        if request.renew_handoffs or request.release_handoffs:
+            self._engine.keep_handoffs(request.renew_handoffs, request.release_handoffs)
         for stream_id in request.aborts:
             if stream_id in self._streams:
                 self._drop(stream_id)

@@ -9,7 +9,8 @@ import zmq
 
 from sapwood_worker.ipc.messages import FromScheduler, ToScheduler, encode, to_scheduler_decoder
 
-_ORPHAN_POLL_MS = 1_000
+_WAIT_MS = 500
+"""The loop looks at the leases of handed-off pages at least so often."""
 
 
 class OrphanedError(Exception):
@@ -43,10 +44,8 @@ class ZmqMailbox:
         Raises:
             OrphanedError: The front is gone.
         """
-        if wait:
-            while not self._inbox.poll(_ORPHAN_POLL_MS):
-                if os.getppid() != self._parent:
-                    raise OrphanedError
+        if wait and not self._inbox.poll(_WAIT_MS) and os.getppid() != self._parent:
+            raise OrphanedError
         messages: list[ToScheduler] = []
         while True:
             try:

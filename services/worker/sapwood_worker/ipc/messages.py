@@ -12,6 +12,7 @@ import msgspec
 
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.records.expert_load import ExpertLoad
+from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.kv_events import KvEvent
 from sapwood_worker.records.load import Load
 from sapwood_worker.records.model_info import ModelInfo
@@ -27,6 +28,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     ``token_ids``: native uint32. ``grammar``: a compiled grammar, empty for none; ``output_tokens``: how many of the last
     ``token_ids`` are output of an earlier try. ``terms``: its priority, tenant, namespace and deadline.
     ``pooling``: how its hidden states become an embedding; empty: it generates.
+    ``hands_off``: it ends after its first token, with a ticket for its pages. ``ticket``: for pages that another worker keeps.
     """
 
     serial: int
@@ -37,6 +39,15 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     output_tokens: int = 0
     terms: Terms = USUAL
     pooling: Pooling = ""
+    hands_off: bool = False
+    ticket: HandoffTicket | None = None
+
+
+class KeepHandoffs(msgspec.Struct, frozen=True, tag="keep-handoffs"):
+    """Begin the leases of some tickets anew and end others', by their transfer ids."""
+
+    renewed: list[bytes]
+    released: list[bytes]
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -118,7 +129,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Exit now."""
 
 
-ToScheduler = Submit | Abort | Operation | CacheCommand | Shutdown
+ToScheduler = Submit | Abort | KeepHandoffs | Operation | CacheCommand | Shutdown
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -35,6 +35,15 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         store_rejected_pages: Pages read from it that were not what they should have been.
         store_dropped_pages: Pages that were not written to it.
         store_timeouts: Requests that stopped waiting for it before all was there.
+        handoff_tickets: Prompts handed off to other workers.
+        handoff_renewals: Leases of these that were begun anew.
+        handoff_expired: Leases that ended because nobody renewed them.
+        handoff_pages: Pages of the second tier that leases pin now.
+        pulled_pages: Pages pulled from workers that had handed them off.
+        pulled_bytes: Their content, in bytes.
+        pull_failures: Reads that failed.
+        pull_stale_pages: Pages that the source no longer had, or that failed their check.
+        pull_fallbacks: Requests that had to compute pages for which they had a ticket.
         storage_id: Names the third tier's store for all who share it; empty: there is none, or nothing is read from it.
     """
 
@@ -65,3 +74,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     passed_window_pages: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    handoff_tickets: int = 0
+    handoff_renewals: int = 0
+    handoff_expired: int = 0
+    handoff_pages: int = 0
+    pulled_pages: int = 0
+    pulled_bytes: int = 0
+    pull_failures: int = 0
+    pull_stale_pages: int = 0
+    pull_fallbacks: int = 0

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from sapwood_worker.records.handoff import HandoffTicket
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """How likely the model found a token, and which were the likeliest in its place.
@@ -25,9 +27,9 @@ Pooling = Literal["", "mean", "last", "cls", "labels"]
 """``labels``: the last token's, of which the model's head makes a logit for each of its labels."""
 
 
-FinishReason = Literal["stop", "length", "error", "deadline"]
+FinishReason = Literal["stop", "length", "error", "deadline", "handoff"]
 """``stop``: an end token or the end of the grammar. ``length``: max_tokens or the context's end. ``error``: runner or grammar
-failed. ``deadline``: it did not end in time."""
+failed. ``deadline``: it did not end in time. ``handoff``: it is to go on elsewhere."""
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -48,6 +50,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
         embedding: Native float32, on the output of an embedding request.
         drafted_tokens: Tokens that were drafted for it so far.
         accepted_tokens: Of these, tokens that are part of its output.
+        ticket: For its prompt's pages, if ``finish_reason`` is ``handoff``.
     """
 
     serial: int
@@ -64,3 +67,4 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     embedding: bytes = b""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    ticket: HandoffTicket | None = None

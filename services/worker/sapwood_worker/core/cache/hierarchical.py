@@ -17,6 +17,7 @@ Complexity: O(pages of the request) when a row opens or its pages are cached, O(
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,11 +25,14 @@ from typing import Literal
 
 import numpy as np
 
+from sapwood_worker.core.cache.handoff.leases import HandoffLeases
+from sapwood_worker.core.cache.handoff.pulls import Pulls
 from sapwood_worker.core.cache.host_pages import HostPage, HostPages
 from sapwood_worker.core.cache.kv_event_log import KvEventLog
 from sapwood_worker.core.cache.page_key import PageChain, PageName
 from sapwood_worker.core.cache.storage.tier import StorageTier
 from sapwood_worker.core.cache.window_pages import WindowPages
+from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.page_copies import CacheLoad, Copies, CopyReport, PageCopy, PageIds
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
@@ -89,10 +93,13 @@ class HierarchicalCache:
         page_size: Tokens in a page.
         policy: When pages are copied to the second tier.
         storage: The third tier; None: there cannot be one.
+        leases: Keeps pages for other workers; None: this one hands nothing off.
+        pulls: Brings pages from other workers; None: this one takes nothing over.
 
     Attributes:
         host: The second tier.
         storage: The third tier.
+        leases, pulls: The arguments.
         counters: What has happened so far.
     """
 
@@ -103,9 +110,13 @@ class HierarchicalCache:
         page_size: int,
         policy: WritePolicy = "write_through",
         storage: StorageTier | None = None,
+        leases: HandoffLeases | None = None,
+        pulls: Pulls | None = None,
     ) -> None:
         self.host = host
         self.storage = storage
+        self.leases = leases
+        self.pulls = pulls
         self.counters = TierCounters()
         self._page_size = page_size
         self._policy: WritePolicy = policy
@@ -126,8 +137,9 @@ class HierarchicalCache:
 
     @property
     def busy(self) -> bool:
-        """Whether copies wait to be taken, or stores or the third tier's calls to be reported."""
-        return self._copying or (self.storage is not None and self.storage.busy)
+        """Whether copies wait to be taken, or stores, the third tier's calls or other workers' pages to be reported."""
+        passing = (self.pulls is not None and self.pulls.busy) or (self.leases is not None and self.leases.offering)
+        return self._copying or passing or (self.storage is not None and self.storage.busy)
 
     @property
     def _copying(self) -> bool:
@@ -139,36 +151,57 @@ class HierarchicalCache:
         if self.storage is not None:
             self.storage.known.announce(events)
 
-    def queued(self, serial: int, token_ids: array[int], namespace: bytes, cached: int) -> bool:
-        """Looks in the third tier for what the first two lack of a request that has been let in.
+    def queued(
+        self, serial: int, token_ids: array[int], namespace: bytes, cached: int, ticket: HandoffTicket | None = None
+    ) -> bool:
+        """Looks in the third tier, or where its ticket says, for what the first two lack of a request that has been let in.
 
         Args:
             serial: The request.
             token_ids: All of its tokens that may come from the cache.
             namespace: Within which to look.
             cached: Pages of it that the first tier has.
+            ticket: For pages of it that another worker keeps.
 
         Returns:
             Whether it is to wait until :meth:`poll` names it.
         """
-        if self.storage is None or self.storage.connection is None:
+        storage = self.storage if self.storage is not None and self.storage.connection is not None else None
+        pulls = self.pulls if ticket is not None else None
+        if storage is None and pulls is None:
             return False
         chain = PageChain(namespace, self._page_size)
         chain.extend(token_ids, len(token_ids))
         found = self.host.match(chain.keys[cached:])
         self.host.touch(found)
-        return self.storage.prefetch(serial, chain.pages[cached + len(found) :])
+        first = cached + len(found)
+        if ticket is not None and pulls is not None:
+            return pulls.pull(serial, chain.pages[first:], first, ticket)
+        return storage is not None and storage.prefetch(serial, chain.pages[first:])
 
     def settle(self, serial: int) -> None:
         """Frees what was kept for a request that has started (its :meth:`load` was the last) or ended before."""
-        fetched = None if self.storage is None else self.storage.settle(serial)
+        fetched = None if self.pulls is None else self.pulls.settle(serial)
+        if fetched is None and self.storage is not None:
+            fetched = self.storage.settle(serial)
         if self._given:
             self._started.append(CacheLoad(serial, self._given, *(fetched or ())))
             self._given = 0
 
     def poll(self) -> list[int]:
-        """Takes what the third tier has done; returns the requests that need not wait for it any longer. Never blocks."""
-        return [] if self.storage is None else self.storage.poll()
+        """Takes what the third tier and other workers have done; returns the requests that need not wait for them any longer.
+        Never blocks."""
+        released = [] if self.storage is None else self.storage.poll()
+        return released if self.pulls is None else released + self.pulls.poll()
+
+    def wait(self, seconds: float) -> None:
+        """Returns when the third tier or another worker has something for the next step, or after so many seconds."""
+        if self.storage is not None and self.storage.busy:
+            self.storage.wait(seconds)
+        elif self.pulls is not None and self.pulls.busy:
+            self.pulls.wait(seconds)
+        else:
+            time.sleep(seconds)
 
     def open(self, slot: int, token_ids: array[int], namespace: bytes, pages: PageIds) -> None:
         known = [self._name(page) for page in pages.tolist()]
@@ -278,7 +311,12 @@ class HierarchicalCache:
         self.host.check()
         stores = [*self._stores.values(), self._next]
         pins = {} if self.storage is None else self.storage.check()
-        fetching = 0 if self.storage is None else self.storage.fetching
+        fetching = (0 if self.storage is None else self.storage.fetching) + (
+            0 if self.pulls is None else self.pulls.reading
+        )
+        for passing in (self.leases, self.pulls):
+            for page, count in () if passing is None else passing.pins().items():
+                pins[page] = pins.get(page, 0) + count
         putting = 0 if self.storage is None else self.storage.writing
         writing = {entry.page for store in stores for entry in store.host}
         unready = {entry.page for entry in self.host.entries() if not entry.ready}

@@ -83,6 +83,11 @@ class HostPages:
         """Whether there is an entry of this hash, ready or not."""
         return key.hash in self._entries
 
+    def epoch_of(self, page: int) -> int:
+        """How often a page has been allocated: it goes up before anything is written there for another. May be called from any
+        thread."""
+        return self._allocator.epoch_of(page)
+
     def find(self, key: PageKey) -> HostPage | None:
         """The ready entry of exactly this key; None if there is none."""
         entry = self._entries.get(key.hash)

@@ -128,6 +128,10 @@ class PageAllocator:
         """The pages of an owner, in order of id."""
         return np.flatnonzero(self._owner == owner).astype(np.int32)
 
+    def epoch_of(self, page: int) -> int:
+        """How often a page has been allocated."""
+        return int(self._epoch[page])
+
     def handle(self, pages: PageIds) -> PageHandle:
         """A handle of pages as they are now. The caller does not change ``pages`` any more."""
         return PageHandle(pages, self._epoch[pages])

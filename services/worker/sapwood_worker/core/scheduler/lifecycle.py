@@ -52,6 +52,7 @@ class Lifecycle:
         self._fairness = fairness
         self._cache = cache
         self._tiers = tiers
+        self._leases = None if tiers is None else tiers.leases
         self._deadlines = Deadlines()
         self._arrivals = 0
         self.requests: dict[int, Request] = {}
@@ -87,7 +88,9 @@ class Lifecycle:
         self._arrivals += 1
         if self._tiers is not None:
             cached = self._cache.probe(request.reusable, request.namespace)[0]
-            request.held = self._tiers.queued(request.serial, request.reusable[:-1], request.namespace, cached)
+            request.held = self._tiers.queued(
+                request.serial, request.reusable[:-1], request.namespace, cached, request.ticket
+            )
 
     def abort(self, serial: int) -> bool:
         """Ends a request; its pages are free before the next step (after the steps in flight, if it is part of one).
@@ -97,9 +100,15 @@ class Lifecycle:
         """
         request = self.requests.get(serial)
         if request is None or request.over:
-            return False
+            return self._leases is not None and self._leases.cancel(serial)
         self.end(request)
         return True
+
+    def hand_off(self, request: Request) -> None:
+        """Ends a request whose prompt is computed, and keeps its pages for another worker."""
+        assert self._leases is not None, "the front lets no such request through"
+        self._leases.offer(request.serial, request.token_ids[: request.prompt_length], request.namespace)
+        self.end(request)
 
     def expire(self, now: float) -> list[RequestOutput]:
         """Ends the requests whose deadline has passed by ``now``, as :meth:`abort` does; returns their last outputs."""

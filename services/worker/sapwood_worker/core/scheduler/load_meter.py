@@ -55,6 +55,25 @@ def measure_load(
         host_used_pages=tiers.host.num_ready,
         host_num_pages=tiers.host.num_pages,
     )
+    if tiers.leases is not None:
+        given = tiers.leases.counters
+        load = msgspec.structs.replace(
+            load,
+            handoff_tickets=given.tickets,
+            handoff_renewals=given.renewals,
+            handoff_expired=given.expired,
+            handoff_pages=tiers.leases.num_pinned,
+        )
+    if tiers.pulls is not None:
+        pulled = tiers.pulls.counters
+        load = msgspec.structs.replace(
+            load,
+            pulled_pages=pulled.pages,
+            pulled_bytes=pulled.pages * tiers.pulls.page_bytes,
+            pull_failures=pulled.failures,
+            pull_stale_pages=pulled.stale,
+            pull_fallbacks=pulled.fallbacks,
+        )
     if tiers.storage is None:
         return load
     store, page_bytes = tiers.storage.counters, tiers.storage.page_bytes

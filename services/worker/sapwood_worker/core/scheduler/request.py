@@ -12,6 +12,7 @@ from sapwood_common.contract.sampling import SamplingParams
 from sapwood_worker.core.scheduler.request_drafts import RequestDrafts
 from sapwood_worker.core.scheduler.state import RequestState, check_transition
 from sapwood_worker.records.grammar_state import GrammarState
+from sapwood_worker.records.handoff import HandoffTicket
 from sapwood_worker.records.output import Pooling, TokenLogprobs
 
 
@@ -32,6 +33,8 @@ class Request:
         tenant: On whose behalf it runs; tenants get equal shares.
         deadline: When it ends, finished or not, in seconds on the scheduler's clock; None: never.
         pooling: How its hidden states become an embedding, which is then its only output; empty: it generates.
+        hands_off: Whether it ends with its first token, and its pages are kept for another worker.
+        ticket: For pages of its prompt that another worker keeps; None: there is none.
         pooled: float32 [hidden_size]: the hidden states of its chunks so far, pooled.
         whole: Whether its prompt must be computed in one step.
         grammar: What the output must match; kept while the request waits or is retracted, closed when it ends.
@@ -64,7 +67,8 @@ class Request:
     Args:
         prompt: Token ids, at least one.
         output_tokens: How many of the last tokens of ``prompt`` are output of an earlier try.
-        serial, request_id, sampling, namespace, grammar, priority, tenant, deadline, pooling: The attributes of these names.
+        serial, request_id, sampling, namespace, grammar, priority, tenant, deadline, pooling, hands_off, ticket: The
+            attributes of these names.
     """
 
     __slots__ = (
@@ -79,6 +83,7 @@ class Request:
         "enters",
         "failure",
         "grammar",
+        "hands_off",
         "held",
         "in_flight",
         "jumps",
@@ -104,6 +109,7 @@ class Request:
         "slot",
         "stops",
         "tenant",
+        "ticket",
         "token_ids",
         "unknown",
         "waited",
@@ -124,6 +130,8 @@ class Request:
         tenant: str = "",
         deadline: float | None = None,
         pooling: Pooling = "",
+        hands_off: bool = False,
+        ticket: HandoffTicket | None = None,
     ) -> None:
         self.serial = serial
         self.request_id = request_id
@@ -144,6 +152,8 @@ class Request:
         self.tenant = tenant
         self.deadline = deadline
         self.pooling: Pooling = pooling
+        self.hands_off = hands_off
+        self.ticket = ticket
         self.pooled: npt.NDArray[np.float32] | None = None
         self.whole = False
         self.retractions = 0

@@ -149,8 +149,8 @@ class Scheduler:
 
     def wait_for_storage(self, seconds: float) -> None:
         """Returns when the cache's third tier has something for the next step, or after so many seconds."""
-        if self._tiers is not None and self._tiers.storage is not None and self._tiers.storage.busy:
-            self._tiers.storage.wait(seconds)
+        if self._tiers is not None:
+            self._tiers.wait(seconds)
         else:
             time.sleep(seconds)
 
@@ -165,6 +165,18 @@ class Scheduler:
             Whether there was such a request. It gets no further output.
         """
         return self._lifecycle.abort(serial)
+
+    def handed_off(self) -> list[RequestOutput]:
+        """Ends leases whose time is over; returns the last outputs of requests whose pages are kept for another worker now."""
+        if self._tiers is None or self._tiers.leases is None:
+            return []
+        return [RequestOutput(serial, [], "handoff", ticket=ticket) for serial, ticket in self._tiers.leases.poll()]
+
+    def keep_handoffs(self, renewed: Sequence[bytes], released: Sequence[bytes]) -> None:
+        """Begins the leases of tickets anew, and ends others'; what is not leased is passed over."""
+        if self._tiers is not None and self._tiers.leases is not None:
+            self._tiers.leases.renew(renewed)
+            self._tiers.leases.release(released)
 
     def expire(self) -> list[RequestOutput]:
         """Ends the requests whose deadline has passed, as :meth:`abort` does; returns their last outputs."""
@@ -430,6 +442,8 @@ class Scheduler:
             self._forced_tokens += max(0, len(taken.token_ids) - len(tokens))
         if taken is not None and taken.finish_reason is not None:
             self._lifecycle.end(request)
+        elif taken is not None and request.hands_off:
+            self._lifecycle.hand_off(request)
         if request.state is RequestState.RUNNING:
             self._running.commit(request)  # other requests find the prompt from now on
         return taken

@@ -44,7 +44,7 @@ OF_ENCODERS = (
                 "attention_backend",
                 *_GRAPHS,
             ),
-            "speculate",
+            *("speculate", "role"),
         ),
         lambda config: False,
         "with a model that makes embeddings only or classifies, and caches nothing",
@@ -137,7 +137,7 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         threads=_threads(config, place),
         structured_output=config.structured_output and place.rank == 0,
         host_cache_gb=config.host_cache_gb if config.prefix_cache else 0.0,
-        host_cache_ratio=config.host_cache_ratio if config.prefix_cache else 0.0,
+        host_cache_ratio=config.tier_ratio if config.prefix_cache else 0.0,
     )
     return EncoderRunner(options) if encodes else build_runner(options)
 

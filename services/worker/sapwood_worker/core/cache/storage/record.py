@@ -32,10 +32,13 @@ def object_name(namespace: str, key: PageKey) -> str:
 
 def seal(record: memoryview, key: PageKey, namespace: str) -> None:
     """Writes a record's header, for the content that is in it now."""
+    record[:HEADER_BYTES] = header_of(record, key, namespace)
+
+
+def header_of(record: memoryview, key: PageKey, namespace: str) -> bytes:
+    """The header for the content that is in a record now; the record stays as it is."""
     fields = _fields(record, key, namespace)
-    record[: len(fields)] = fields
-    record[len(fields) : len(fields) + _CHECKSUM_BYTES] = _checksum(record, fields)
-    record[len(fields) + _CHECKSUM_BYTES : HEADER_BYTES] = bytes(HEADER_BYTES - len(fields) - _CHECKSUM_BYTES)
+    return (fields + _checksum(record, fields)).ljust(HEADER_BYTES, b"\0")
 
 
 def verify(record: memoryview, key: PageKey, namespace: str) -> bool:

@@ -1,0 +1,44 @@
+"""Leave to read the pages of a prompt from the worker that has computed them, as it travels from one worker to another."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+
+class HandoffTicket(msgspec.Struct, frozen=True, array_like=True):
+    """What ``HandoffTicket`` of ``worker.proto`` says.
+
+    Attributes:
+        transfer_id: 16 random bytes, which the reader has to know.
+        source: ``host:port`` at which the pages are read.
+        epoch: Of the process that keeps them.
+        fingerprint: Equal only where pages hold the same: model, dtype, layout and page size.
+        page_hashes: Of the prompt's first pages, in order.
+        places: The page id of each in the source's host pool, and the epoch of that page.
+        lease_ms: For how long they are kept unless the lease is renewed.
+    """
+
+    transfer_id: bytes
+    source: str
+    epoch: int
+    fingerprint: bytes
+    page_hashes: list[bytes]
+    places: list[tuple[int, int]]
+    lease_ms: int
+
+
+class Handoff(NamedTuple):
+    """What a request has to do with other workers.
+
+    Attributes:
+        hands_off: It ends with its first token, and the prompt's pages are kept for another worker.
+        ticket: For pages of its prompt that another worker keeps; None: there is none.
+    """
+
+    hands_off: bool = False
+    ticket: HandoffTicket | None = None
+
+
+NO_HANDOFF = Handoff()

@@ -1,0 +1,246 @@
+"""Both ledgers of hand-offs under hypothesis: a worker that keeps pages, one that pulls them, and a network that loses, delays,
+reorders, spoils and mixes up what it carries. Nothing here knows torch, gRPC or a socket."""
+
+from __future__ import annotations
+
+import os
+import random
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sapwood_testing.clock import Clock
+from sapwood_testing.worker.fake_storage import FakeExecutor
+from sapwood_worker.core.cache.handoff.leases import HandoffLeases
+from sapwood_worker.core.cache.handoff.mover import MoverError
+from sapwood_worker.core.cache.handoff.pulls import PATIENCE_SECONDS, Pulls
+from sapwood_worker.core.cache.host_pages import HostPages
+from sapwood_worker.core.cache.page_key import PageChain, PageName
+from sapwood_worker.core.cache.storage.record import header_of, namespace_of
+from sapwood_worker.model.pools.host_pool import HEADER_BYTES, HostPool
+from sapwood_worker.records.handoff import HandoffTicket
+
+SIZE = 2
+BYTES = 24
+PAGES = 12
+LEASE = 2.0
+FINGERPRINT = bytes.fromhex(namespace_of("model"))
+DOCUMENTS = [[d] * 4 + [d * 7 + place for place in range(12)] for d in (1, 1, 2, 3, 4)]
+
+
+def content_of(name: PageName) -> bytes:
+    """What a page holds: a function of all tokens up to it."""
+    return name.key.proof[:BYTES]
+
+
+class Source:
+    """A worker that keeps pages; a new one, of another epoch, for each start of its process."""
+
+    def __init__(self, epoch: int, clock: Clock) -> None:
+        self.pool, self.host = HostPool(PAGES, BYTES), HostPages(PAGES)
+        self.leases = HandoffLeases(self.host, SIZE, FINGERPRINT, epoch, "there:1", 0.7, clock, LEASE)
+        self.coming: list[Any] = []
+
+    def store(self, names: Sequence[PageName]) -> None:
+        """Its scheduler has pages copied to the host; what must go for them goes."""
+        self.coming += self.host.reserve(names)
+
+    def stored(self) -> None:
+        for entry in self.coming:
+            self.pool.record(entry.page)[HEADER_BYTES:] = content_of(entry.name)
+        self.host.written(self.coming)
+        self.coming = []
+
+
+class Handoffs(RuleBasedStateMachine):
+    """A source, a puller, and a mover between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.epoch = 1
+        self.source = Source(self.epoch, self.clock)
+        self.pool, self.host = HostPool(PAGES, BYTES), HostPages(PAGES)
+        self.chance = random.Random(5)
+        self.faults = 0.0
+        self.pulls = Pulls(self.host, self.pool, FINGERPRINT, self, FakeExecutor(self.chance), 0.7, self.clock)
+        self.serials = 0
+        self.offered: dict[int, list[int]] = {}
+        self.tickets: dict[bytes, tuple[HandoffTicket, list[int]]] = {}
+        self.renewed: dict[bytes, float] = {}
+        self.waiting: dict[int, float] = {}
+        self.started: set[int] = set()
+
+    # The mover: what a TcpMover and a PageServer do between them, on a bad day.
+
+    def read(self, ticket: HandoffTicket, indices: Sequence[int], buffers: Sequence[memoryview]) -> list[bool]:
+        if self.chance.random() < self.faults:
+            raise MoverError("the way is cut")
+        return [self.read_page(ticket, index, buffer) for index, buffer in zip(indices, buffers, strict=True)]
+
+    def read_page(self, ticket: HandoffTicket, index: int, buffer: memoryview) -> bool:
+        leases = self.source.leases
+        lease = leases.find(ticket.transfer_id, ticket.epoch)
+        if lease is None or not leases.readable(lease, index):
+            buffer[:3] = b"???"
+            return False
+        record = self.source.pool.record(ticket.places[index][0])
+        if self.chance.random() < self.faults:
+            self.disturb()  # while the page is being read its memory goes to somebody else
+        sent = header_of(record, lease.keys[index], FINGERPRINT.hex()) + bytes(record[HEADER_BYTES:])
+        if self.chance.random() < self.faults:
+            place = self.chance.randrange(len(sent))
+            sent = sent[:place] + bytes([sent[place] ^ 1]) + sent[place + 1 :]
+        buffer[:] = sent
+        if self.source.leases is not leases or not leases.readable(lease, index):
+            return False
+        leases.was_read(lease, index)
+        return True
+
+    def disturb(self) -> None:
+        self.source.leases.release(self.chance.sample(sorted(self.tickets), min(1, len(self.tickets))))
+        chain = PageChain(b"", SIZE)
+        chain.extend(array("I", [99, self.chance.randrange(10**6)] * PAGES), 2 * PAGES)
+        self.source.store(chain.pages)
+        self.source.stored()
+
+    @rule(faults=st.sampled_from([0.0, 0.1, 0.5]))
+    def weather(self, faults: float) -> None:
+        self.faults = faults
+
+    @rule(document=st.sampled_from(DOCUMENTS), length=st.sampled_from([1, 5, 9, 16, 16]), copied=st.booleans())
+    def hand_off(self, document: list[int], length: int, copied: bool) -> None:
+        """The source has computed a prompt; its pages are copied to the host now, or later."""
+        tokens = array("I", document[:length])
+        chain = PageChain(b"", SIZE)
+        chain.extend(tokens, length)
+        self.source.store(chain.pages)
+        self.serials += 1
+        self.source.leases.offer(self.serials, tokens, b"")
+        self.offered[self.serials] = document
+        if copied:
+            self.copies_end()
+
+    @rule()
+    def copies_end(self) -> None:
+        self.source.stored()
+        self.grant()
+
+    @precondition(lambda self: self.offered)
+    @rule(data=st.data())
+    def abort_offer(self, data: st.DataObject) -> None:
+        serial = data.draw(st.sampled_from(sorted(self.offered)))
+        assert self.source.leases.cancel(serial)
+        del self.offered[serial]
+
+    @rule()
+    def grant(self) -> None:
+        """The source's loop turns."""
+        for serial, ticket in self.source.leases.poll():
+            self.tickets[ticket.transfer_id] = ticket, self.offered.pop(serial)
+            self.renewed[ticket.transfer_id] = self.clock()
+        kept = {each for each in self.tickets if self.source.leases.find(each, self.epoch) is not None}
+        late = {each for each, at in self.renewed.items() if self.clock() - at >= LEASE}
+        assert not kept & late, "a lease that nobody renewed goes on"
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data(), release=st.booleans())
+    def keep(self, data: st.DataObject, release: bool) -> None:
+        transfer_id = data.draw(st.sampled_from(sorted(self.tickets)))
+        if release:
+            self.source.leases.release([transfer_id])
+            assert self.source.leases.find(transfer_id, self.epoch) is None
+        else:
+            self.source.leases.renew([transfer_id])
+            if self.source.leases.find(transfer_id, self.epoch) is not None:
+                self.renewed[transfer_id] = self.clock()
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data(), other=st.sampled_from([None, None, None, *DOCUMENTS]), first=st.sampled_from([0, 0, 0, 1, 2]))
+    def take_over(self, data: st.DataObject, other: list[int] | None, first: int) -> None:
+        """A request comes with a ticket, which may be old, and need not be for its prompt."""
+        recent = list(self.tickets)[-3:]
+        ticket, document = self.tickets[data.draw(st.sampled_from(recent))]
+        document = other or document
+        chain = PageChain(b"", SIZE)
+        chain.extend(array("I", document), len(document))
+        self.serials += 1
+        if self.pulls.pull(self.serials, chain.pages[first:], first, ticket):
+            self.waiting[self.serials] = self.clock()
+        else:
+            self.started.add(self.serials)
+
+    @rule(turns=st.integers(1, 4))
+    def poll(self, turns: int) -> None:
+        for _ in range(turns):
+            for serial in self.pulls.poll():
+                del self.waiting[serial]
+                self.started.add(serial)
+        late = [serial for serial, at in self.waiting.items() if self.clock() - at >= PATIENCE_SECONDS]
+        assert not late, "a request waits on"
+
+    @precondition(lambda self: self.waiting or self.started)
+    @rule(data=st.data())
+    def start_or_abort(self, data: st.DataObject) -> None:
+        serial = data.draw(st.sampled_from(sorted({*self.waiting, *self.started})))
+        self.pulls.settle(serial)
+        self.waiting.pop(serial, None)
+        self.started.discard(serial)
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 1.5, 6.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule()
+    def restart_source(self) -> None:
+        """Its process dies, and another comes up at the same place."""
+        self.epoch += 1
+        self.source = Source(self.epoch, self.clock)
+        self.offered.clear()
+        self.renewed.clear()
+
+    @rule()
+    def make_room(self) -> None:
+        """The puller's other requests need its host pages."""
+        chain = PageChain(b"mine", SIZE)
+        chain.extend(array("I", [self.chance.randrange(10**6) for _ in range(PAGES)]), PAGES)
+        self.host.abandon(self.host.reserve(chain.pages))
+
+    @invariant()
+    def ready_pages_hold_what_they_are_called(self) -> None:
+        for entry in self.host.entries():
+            if entry.ready:
+                assert bytes(self.pool.record(entry.page)[HEADER_BYTES:]) == content_of(entry.name)
+
+    @invariant()
+    def ledgers_agree(self) -> None:
+        for host, pins in ((self.source.host, self.source.leases.pins()), (self.host, self.pulls.pins())):
+            host.check()
+            assert all(entry.pins == pins.get(entry.page, 0) for entry in host.entries())
+        assert self.source.leases.num_pinned <= int(0.7 * PAGES)
+        unready = sum(not entry.ready for entry in self.host.entries())
+        assert unready == self.pulls.reading
+
+    def teardown(self) -> None:
+        """When all is over, nothing is kept."""
+        self.faults = 0.0
+        for serial in (*self.waiting, *self.started):
+            self.pulls.settle(serial)
+        for _ in range(200):
+            self.pulls.poll()
+        assert not self.pulls.busy and not self.pulls.pins()
+        self.source.stored()
+        self.source.leases.poll()
+        self.clock.now += 2 * LEASE
+        self.source.leases.poll()
+        assert not self.source.leases.num_leases and not self.source.leases.num_pinned
+
+
+Handoffs.TestCase.settings = settings(
+    max_examples=int(os.environ.get("SAPWOOD_HANDOFF_EXAMPLES", "40")), stateful_step_count=40, deadline=None
+)
+TestHandoffs = Handoffs.TestCase

@@ -271,6 +271,7 @@ class WorkerStatus:
         waiting_requests: Requests it reported as waiting.
         used_pages: KV pages held by requests or the prefix cache.
         num_pages: KV pages it has.
+        role: What it does of a request: "both", "prefill" or "decode".
     """
 
     address: str
@@ -281,6 +282,7 @@ class WorkerStatus:
     waiting_requests: int
     used_pages: int
     num_pages: int
+    role: str = "both"
 
 
 def _to_usage(usage: common_pb2.Usage) -> Usage:
@@ -331,6 +333,12 @@ def to_workers(response: router_pb2.ListWorkersResponse) -> list[WorkerStatus]:
             waiting_requests=worker.load.waiting_requests,
             used_pages=worker.load.used_pages,
             num_pages=worker.load.num_pages,
+            role=role_name(worker.role),
         )
         for worker in response.workers
     ]
+
+
+def role_name(role: worker_pb2.WorkerRole) -> str:
+    """A worker's role in one word; one that says none does all."""
+    return {worker_pb2.WORKER_ROLE_PREFILL: "prefill", worker_pb2.WORKER_ROLE_DECODE: "decode"}.get(role, "both")

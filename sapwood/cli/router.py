@@ -178,6 +178,8 @@ def _explain(arguments: argparse.Namespace) -> int:
         rows.append((mark, item.address, cached, str(item.requests), str(item.queued_tokens), cost, item.excluded))
     print("\n".join(table(rows)))
     print(f"reason: {answer.reason} ({answer.policy})")
+    if answer.disaggregated:
+        print(f"it computes the prompt; {answer.decode_chosen} generates")
     for shadow in answer.shadows:
         print(f"{shadow.policy} would choose {shadow.chosen}: {shadow.reason}")
     return 0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from sapwood.generation import role_name
 from sapwood_common.settings.flags import add_option
 
 if TYPE_CHECKING:
@@ -88,9 +89,10 @@ def worker_rows(workers: Sequence[router_pb2.WorkerStatus]) -> list[tuple[str, .
     start that were found there and not on the device, and FROM STORE the share of those that came from a store.
     """
     tiers = any(worker.load.host_num_pages for worker in workers)
+    roles = any(role_name(worker.role) != "both" for worker in workers)
     rows: list[tuple[str, ...]] = [
         (
-            *("WORKER", "STATE", "MODEL", "HERE", "RUNNING", "WAITING", "PAGES"),
+            *("WORKER", *(("ROLE",) if roles else ()), "STATE", "MODEL", "HERE", "RUNNING", "WAITING", "PAGES"),
             *(("HOST", "HIT RATE", "FROM HOST", "FROM STORE") if tiers else ("HIT RATE",)),
             *("BREAKER", "TOKENS/S"),
         )
@@ -106,7 +108,8 @@ def worker_rows(workers: Sequence[router_pb2.WorkerStatus]) -> list[tuple[str, .
             hits = [_share(load.host_used_pages, load.host_num_pages), *hits]
             hits += [_share(tokens, load.prompt_tokens) for tokens in below]
         rate = f"{worker.tokens_per_second:.0f}"
-        rows.append((worker.address, state, worker.model or "-", *counts, pages, *hits, worker.breaker, rate))
+        role = (role_name(worker.role),) if roles else ()
+        rows.append((worker.address, *role, state, worker.model or "-", *counts, pages, *hits, worker.breaker, rate))
     return rows
 
 

@@ -40,6 +40,7 @@ REFUSED = [
     (ROUTER, "--policy random --block-index-bytes 9", "--block-index-bytes", "--model-policies m=cache_aware"),
     (ROUTER, "--no-kv-events --block-index-bytes 9", "--block-index-bytes", None),
     (ROUTER, "--shadow-policies cache_aware", "--shadow-policies", "--model-policies m=random"),
+    (ROUTER, "--disaggregate never --decode-policy random", "--decode-policy", None),
     (ROUTER, "--queue-size 0 --queue-wait 9", "--queue-wait", None),
     (ROUTER, "--stored-responses 0 --stored-response-bytes 9", "--stored-response-bytes", None),
     (ROUTER, "--retry-attempts 1 --retry-budget 0.5", "--retry-budget", None),
@@ -52,6 +53,12 @@ REFUSED = [
     (WORKER, "--no-prefix-cache --kv-events-port 0", "--kv-events-port", None),
     (WORKER, f"{TIER} --host-cache-ratio 1", "--host-cache-ratio", None),
     (WORKER, "--host-write-policy write_back", "--host-write-policy", TIER),
+    (WORKER, "--no-prefix-cache --role prefill", "--role", None),
+    (WORKER, "--tls-cert c --tls-key k --role decode", "--role", None),
+    (WORKER, "--handoff-port 1", "--handoff-port", "--role prefill"),
+    (WORKER, "--handoff-share 0.9", "--handoff-share", "--role decode"),
+    (WORKER, "--role decode --handoff-port 1", "--handoff-port", None),
+    (WORKER, "--role prefill --host-write-policy write_back", "--host-write-policy", None),
     (WORKER, "--storage file:///x", "--storage", "--host-cache-ratio 2"),
     (WORKER, "--storage-prefetch best_effort", "--storage-prefetch", TIER),
     (WORKER, "--storage-share 0.9", "--storage-share", TIER),
@@ -89,7 +96,7 @@ OF_BERT = [
     *("--conservativeness 0.5", "--no-structured-output", "--no-jump-forward --grammar-timeout 1", "--policy lof"),
     "--grammar-backend xgrammar",
     *("--no-cuda-graphs", "--cuda-graph-max-batch 8", "--attention-backend torch", "--speculate prefix"),
-    *("--tensor-parallel 2", "--stored-weights widen"),
+    *("--tensor-parallel 2", "--stored-weights widen", "--role prefill"),
 ]
 
 

@@ -101,6 +101,7 @@ class RouterApplication:
             config.shadow_policies,
             lambda name: make_policy(name, parts),
             router_metrics.shadow_chose,
+            config.decode_policy or "",
         )
         self._lag = LoopLag()
         self._silence_limit = SilenceLimit(config.worker_silence, self._lag)
@@ -138,6 +139,7 @@ class RouterApplication:
             lambda: Failover(retry, config.most_resumptions),
             config.resume_grace,
             observer,
+            config.disaggregate,
         )
         calls = RpcTelemetry(self._metrics, self._tracing, roots=TRACED)
         tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)

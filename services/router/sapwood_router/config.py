@@ -22,6 +22,7 @@ def _is_policy(name: str) -> str:
     return name
 
 
+Disaggregate = Literal["always", "never"]
 PolicyName = Annotated[str, AfterValidator(_is_policy)]
 
 
@@ -56,6 +57,7 @@ class RouterConfig(ServiceConfig):
             lambda config: config.model_policies or set(config.shadow_policies) != {config.policy},
             "where it is the {policy} that decides",
         ),
+        Needs(("decode_policy",), lambda config: config.disaggregate != "never", "with {disaggregate} never"),
         Needs(("queue_wait",), lambda config: config.queue_size > 0, "where {queue_size} is 0"),
         Needs(("stored_response_bytes",), lambda config: config.stored_responses > 0, "where {stored_responses} is 0"),
         Needs(("retry_budget",), lambda config: config.retry_attempts > 1, "where {retry_attempts} is 1"),
@@ -158,6 +160,14 @@ class RouterConfig(ServiceConfig):
     shadow_policies: tuple[PolicyName, ...] = Field(
         (),
         description="Policies that are asked beside the one that decides; metrics count how often they agree with it.",
+    )
+    disaggregate: Disaggregate = Field(
+        "always",
+        description="Whether a prefill worker computes a request's prompt and a decode worker generates: wherever there are such "
+        "workers (always), or never, which passes over what workers are for.",
+    )
+    decode_policy: PolicyName | None = Field(
+        None, description="How a decode worker is then chosen; none: as --policy says, which chooses prefill workers."
     )
     cache_index_bytes: int = Field(
         64 * 1024 * 1024, ge=0, description="Memory for the cache_aware policy's index of prefixes, in bytes."
@@ -279,7 +289,8 @@ class RouterConfig(ServiceConfig):
     @property
     def policies(self) -> tuple[str, ...]:
         """All that decide for some model or are asked beside."""
-        return (self.policy, *self.policies_of_models.values(), *self.shadow_policies)
+        decode = () if self.decode_policy is None else (self.decode_policy,)
+        return (self.policy, *self.policies_of_models.values(), *self.shadow_policies, *decode)
 
     @property
     def policies_of_models(self) -> dict[str, str]:

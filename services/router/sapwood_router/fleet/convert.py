@@ -10,7 +10,7 @@ from sapwood.v1 import common_pb2, worker_pb2
 from sapwood_common.contract.sampling import SamplingParams
 from sapwood_common.contract.sampling_message import to_message
 from sapwood_router.fleet.output import WorkerOutput
-from sapwood_router.fleet.served_model import ServedModel
+from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.request.context import FinishReason
 from sapwood_router.request.embed_request import EmbedRequest
 from sapwood_router.request.labels import Labels
@@ -80,6 +80,9 @@ def to_embed_request(
     )
 
 
+_ROLE = {worker_pb2.WORKER_ROLE_PREFILL: Role.PREFILL, worker_pb2.WORKER_ROLE_DECODE: Role.DECODE}
+
+
 def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
     """What a worker says that it serves."""
     labels = Labels(tuple(message.labels), _ACTIVATION.get(message.activation, "none")) if message.labels else None
@@ -96,6 +99,7 @@ def served_model_of(message: worker_pb2.GetModelInfoResponse) -> ServedModel:
         embedded_tokens=message.embedded_tokens,
         shortened=frozenset(message.embedding_dimensions) if message.shortens_embeddings else None,
         labels=labels,
+        role=_ROLE.get(message.role, Role.BOTH),
     )
 
 

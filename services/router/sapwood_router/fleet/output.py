@@ -8,6 +8,7 @@ import msgspec
 
 from sapwood_router.request.context import FinishReason
 from sapwood_router.request.logprobs import TokenLogprobs
+from sapwood_router.transport.held_tickets import HeldTicket
 
 
 class WorkerOutput(msgspec.Struct):
@@ -19,6 +20,7 @@ class WorkerOutput(msgspec.Struct):
         logprobs, prompt_logprobs: As asked for: one for each of the tokens; one for each of the prompt's but the first.
         cached_tokens: Prompt tokens found in the worker's prefix cache, where the message says.
         accepted_prediction_tokens, rejected_prediction_tokens: Drafted tokens that were and were not output so far; the same.
+        ticket: The worker is done with the prompt, and another is to go on; whoever takes this releases it.
     """
 
     token_ids: Sequence[int]
@@ -28,3 +30,4 @@ class WorkerOutput(msgspec.Struct):
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    ticket: HeldTicket | None = None

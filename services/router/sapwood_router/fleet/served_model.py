@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from sapwood_router.request.labels import Labels
+
+
+class Role(enum.Enum):
+    """What a worker does of a request where there is a choice."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +26,7 @@ class ServedModel:
         embedded_tokens: The worker cuts inputs to embed to so many tokens; 0: longer ones than the context are refused.
         eos_token_ids: The model's own end tokens.
         shortened: Lengths that embeddings may be cut to; empty: any length; None: they cannot be cut.
+        role: What it does of a request.
         labels: What its head tells of a text; it then makes neither embeddings nor text. None: it has no such head.
     """
 
@@ -32,3 +42,4 @@ class ServedModel:
     embedded_tokens: int = 0
     shortened: frozenset[int] | None = None
     labels: Labels | None = None
+    role: Role = Role.BOTH

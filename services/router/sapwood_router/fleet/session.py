@@ -18,6 +18,7 @@ from sapwood_common.pacing.silence import Silence
 from sapwood_router.fleet.convert import worker_output_of
 from sapwood_router.fleet.outcome import WorkerLeftError, WorkerLostError
 from sapwood_router.fleet.output import WorkerOutput
+from sapwood_router.transport.held_tickets import HeldTickets
 from sapwood_router.transport.shared_call import BYTES_A_TOKEN, OPEN_TIMEOUT, TOKENS_A_MESSAGE, SharedCall
 from sapwood_router.transport.stream_error import stream_error
 
@@ -87,6 +88,7 @@ class WorkerSession(SharedCall):
 
     Attributes:
         planned: Whether the call's end is: the worker announced it, or the router is to end it.
+        tickets: Those that the worker gave over this call.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class WorkerSession(SharedCall):
         """Requests that are yet to be sent, each with its timeout in milliseconds; by stream id."""
         self._aborts: list[int] = []
         self._pauses: dict[int, bool] = {}
+        self.tickets = HeldTickets(address, self._schedule)
         self._problem: str | None = None
         """Why this side gave the call up; None: it did not."""
 
@@ -209,7 +212,9 @@ class WorkerSession(SharedCall):
         """Hands an output on; returns how many tokens are in it."""
         if output.HasField("response"):
             parsed = worker_output_of(output.response)
-            if parsed.finish is not None:
+            if output.response.HasField("ticket"):
+                parsed.ticket = self.tickets.hold(output.response.ticket)
+            if parsed.finish is not None or parsed.ticket is not None:
                 self._drop(output.stream_id)
             sink.output(parsed)
             return len(parsed.token_ids)
@@ -231,6 +236,7 @@ class WorkerSession(SharedCall):
         self._submits.clear()
         self._aborts.clear()
         self._pauses.clear()
+        self.tickets.clear()
         kind, how = (WorkerLeftError, "is gone") if self.planned else (WorkerLostError, "was lost")
         for stream_id in tuple(self._sinks):
             self._fail(stream_id, kind(f"worker {self._address} {how}: {problem}", retry_after=1.0))
@@ -242,9 +248,10 @@ class WorkerSession(SharedCall):
         return sink
 
     def _next_message(self) -> bytes | None:
-        if not (self._submits or self._aborts or self._pauses):
+        if not (self._submits or self._aborts or self._pauses or self.tickets.due):
             return None
         message = worker_pb2.SessionRequest()
+        self.tickets.put_into(message)
         if self._aborts:
             message.aborts.extend(self._aborts)
             self._aborts = []

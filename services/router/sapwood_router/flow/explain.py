@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sapwood_router.fleet.eligibility import Demand, eligible
+from sapwood_router.fleet.eligibility import Demand
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.worker import Worker
+from sapwood_router.flow.disaggregation import PREFERRED, Decision, Disaggregate, Part, decide
+from sapwood_router.flow.stages.select import of_roles
 from sapwood_router.request.context import RequestContext
 from sapwood_router.routing.policies.base import Choice, PromptPages
 from sapwood_router.routing.policy_book import PolicyBook
@@ -37,7 +39,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A choice and all that it was made from; ``shadows`` are what other policies would have chosen, by their names."""
+    """A choice and all that it was made from; ``shadows`` are what other policies would have chosen, by their names.
+
+    ``decision`` says whether the prompt would be computed by the chosen worker and ``decode_chosen`` generate.
+    """
 
     candidates: list[Candidate]
     chosen: str
@@ -45,9 +50,13 @@ class Explanation:
     prompt_tokens: int
     policy: str
     shadows: Mapping[str, Choice]
+    decision: Decision
+    decode_chosen: str = ""
 
 
-def explain(context: RequestContext, registry: Registry, policies: PolicyBook) -> Explanation:
+def explain(
+    context: RequestContext, registry: Registry, policies: PolicyBook, disaggregate: Disaggregate
+) -> Explanation:
     """Makes the choice for a prepared request without placing it (a policy that takes turns takes one).
 
     Raises:
@@ -57,7 +66,15 @@ def explain(context: RequestContext, registry: Registry, policies: PolicyBook) -
     """
     model = registry.resolve(context.model)
     prompt = PromptPages(context.token_ids, context.caller.session, context.caller.cache_salt)
-    found = eligible(registry.all(), Demand(model, len(context.token_ids), context.fields.prompt))
+    demand = Demand(model, len(context.token_ids), context.fields.prompt)
+    decision = decide(disaggregate, registry.available(model), len(context.token_ids), context.sampling.max_tokens, ())
+    part = Part.PREFILL if decision.disaggregated else Part.WHOLE
+    found = of_roles(registry.all(), demand, () if disaggregate == "never" else PREFERRED[part])
+    decode_chosen = ""
+    if decision.disaggregated:
+        decoding = of_roles(registry.available(model), demand, PREFERRED[Part.DECODE]).workers
+        live = policies.of(model, decode=True).live
+        decode_chosen = live.choose([worker.view() for worker in decoding], prompt).address
     views = [worker.view() for worker in found.workers]
     policy = policies.of(model)
     scores = policy.explain(views, prompt)
@@ -79,6 +96,8 @@ def explain(context: RequestContext, registry: Registry, policies: PolicyBook) -
         len(context.token_ids),
         policies.name_of(model),
         policy.would_choose(views, prompt),
+        decision,
+        decode_chosen,
     )
 
 

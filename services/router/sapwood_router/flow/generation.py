@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from sapwood_common.errors import SapwoodError
+import contextlib
+
+from msgspec.structs import replace
+
+from sapwood_common.errors import InvalidArgumentError, SapwoodError, UnavailableError
 from sapwood_router.admission.control import Place
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.attempts import Attempts, Shared
+from sapwood_router.flow.disaggregation import PREFERRED, Decision, Part, decide
 from sapwood_router.flow.stages.acquire import acquire
 from sapwood_router.flow.stages.build import build
 from sapwood_router.flow.stages.dispatch import dispatch
@@ -19,6 +24,7 @@ from sapwood_router.request.field_names import to_client_field
 from sapwood_router.request.output_stream import OutputStream
 from sapwood_router.routing.policies.base import Choice, PromptPages
 from sapwood_router.routing.shadowed import Shadowed
+from sapwood_router.transport.held_tickets import HeldTicket
 
 
 class GenerationAttempts(Attempts):
@@ -47,6 +53,9 @@ class GenerationAttempts(Attempts):
         self._place = place
         self._executing: Stage | None = None
         self._prompt = _pages_of(context, context.token_ids)
+        self._part = Part.WHOLE
+        """What the worker of the latest try is asked for."""
+        self._ticket: HeldTicket | None = None
         self._prompt_output = 0
         """How many output tokens are part of ``_prompt``."""
 
@@ -65,6 +74,11 @@ class GenerationAttempts(Attempts):
         except Exception as error:
             self._fail(error)
 
+    def close(self) -> None:
+        super().close()
+        if self._ticket is not None:
+            self._ticket.release()
+
     def finished(self) -> None:
         """The client has the whole answer: the policy learns what the worker holds now."""
         worker = self._worker
@@ -74,20 +88,46 @@ class GenerationAttempts(Attempts):
 
     def _choose(self) -> tuple[Worker, Choice]:
         with self._watch.stage("select"):
-            return select(self._context, self._prompt, self._shared.registry, self._policy(), self._failover.refused_by)
+            if self._ticket is not None and not self._ticket.good:
+                self._ticket = None
+            if self._ticket is not None:
+                return self._select(Part.DECODE)
+            if self._decision().disaggregated:
+                with contextlib.suppress(UnavailableError, InvalidArgumentError):
+                    return self._select(Part.PREFILL)
+            return self._select(Part.WHOLE)
+
+    def _select(self, part: Part) -> tuple[Worker, Choice]:
+        self._part = part
+        shared = self._shared
+        roles = () if shared.disaggregate == "never" else PREFERRED[part]
+        return select(self._context, self._prompt, shared.registry, self._policy(), self._failover.refused_by, roles)
+
+    def _decision(self) -> Decision:
+        context, shared = self._context, self._shared
+        return decide(
+            shared.disaggregate,
+            shared.registry.available(shared.registry.resolve(context.model)),
+            len(self._prompt.token_ids),
+            context.sampling.max_tokens - len(context.output_ids),
+            self._failover.refused_by,
+        )
 
     def _acquire(self, worker: Worker, choice: Choice) -> Execution:
+        if self._part is Part.DECODE:  # what it has to compute of the prompt is next to nothing
+            choice = replace(choice, cached_tokens=len(self._prompt.token_ids))
         with self._watch.stage("acquire"):
             lease, permit = acquire(worker, choice, self._prompt, self._policy())
         assert worker.model is not None, "it was chosen for its model"
         self._executing = None
         self._watch.selected(choice.reason)
         end_tokens = worker.model.eos_token_ids | set(self._context.sampling.stop_token_ids)
-        return Generating(self._context, self._stream, end_tokens, lease, permit, self._tried)
+        return Generating(self._context, self._stream, end_tokens, lease, permit, self._tried, self._handed_off)
 
     def _send(self, worker: Worker, execution: Execution) -> None:
         with self._watch.stage("build"):
-            request = build(self._context)
+            ticket = None if self._ticket is None else self._ticket.message
+            request = build(self._context, hand_off=self._part is Part.PREFILL, ticket=ticket)
         with self._watch.stage("dispatch"):
             dispatch(request, worker, self._context.deadline, execution)
         self._executing = self._watch.stage("execute")
@@ -113,10 +153,29 @@ class GenerationAttempts(Attempts):
         if context.output_ids:
             context.resumptions += 1
             self._watch.resumed()
+        self._extend_prompt()
+        return True
+
+    def _handed_off(self, ticket: HeldTicket) -> None:
+        """The prompt is computed: a decode worker is to go on."""
+        if self._closed:
+            ticket.release()
+            return
+        self._ticket = ticket
+        self._context.handoffs += 1
+        self._watch.handed_off()
+        self._extend_prompt()
+        self._do(self._take_over)
+
+    async def _take_over(self) -> None:
+        self._try(*await self._another(None))
+
+    def _extend_prompt(self) -> None:
+        """What was generated is part of what the next worker gets."""
+        context = self._context
         if len(context.output_ids) != self._prompt_output:
             self._prompt = _pages_of(context, context.token_ids + context.output_ids)
             self._prompt_output = len(context.output_ids)
-        return True
 
     def _fail_with(self, error: SapwoodError) -> None:
         self._stream.fail(error)
@@ -124,7 +183,7 @@ class GenerationAttempts(Attempts):
     def _policy(self) -> Shadowed:
         """The model's; it is known once the request was admitted."""
         assert self._context.model is not None
-        return self._shared.policies.of(self._context.model)
+        return self._shared.policies.of(self._context.model, decode=self._part is Part.DECODE)
 
 
 def _pages_of(context: RequestContext, token_ids: list[int]) -> PromptPages:

@@ -11,6 +11,7 @@ from sapwood_common.errors import DeadlineExceededError, InternalError, RequestC
 from sapwood_router.admission.control import AdmissionControl, Place
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.flow.delivery import Sink
+from sapwood_router.flow.disaggregation import Disaggregate
 from sapwood_router.flow.embedding import Embedder
 from sapwood_router.flow.generation import GenerationAttempts
 from sapwood_router.flow.relay.relay import Relay
@@ -41,6 +42,7 @@ class Pipeline:
         retry: Grants retries, and counts requests for its budget.
         resume_grace: Seconds that a request whose worker was lost waits for another to come up.
         observer: Measures and traces the requests.
+        disaggregate: Whether prompts are computed on workers that are for that.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Pipeline:
         failover: Callable[[], Failover],
         resume_grace: float,
         observer: RequestObserver,
+        disaggregate: Disaggregate = "always",
     ) -> None:
         self.tokenizers = tokenizers
         self.registry = registry
@@ -61,6 +64,7 @@ class Pipeline:
         self.retry = retry
         self.failover = failover
         self.resume_grace = resume_grace
+        self.disaggregate: Disaggregate = disaggregate
         self.observer = observer
         self.embedder = Embedder(self, tokenizers, retry, observer)
         self.relay = Relay(self, retry, observer)

@@ -117,6 +117,9 @@ class RouterMetrics:
         self.resumptions = metrics.counter(
             "sapwood_router_resumptions_total", "Streams that went on, on another worker, after theirs failed them."
         )
+        self.handoffs = metrics.counter(
+            "sapwood_router_handoffs_total", "Prompts that one worker computed and another was to go on with."
+        )
         self.losses = metrics.counter(
             "sapwood_router_worker_losses_total",
             "Sessions with a worker that broke or fell silent.",

@@ -147,6 +147,10 @@ class RequestWatch:
         """A worker failed the request, and another is tried."""
         self._metrics.retries.at(code=row_of(error).grpc.name).inc()
 
+    def handed_off(self) -> None:
+        """The prompt is computed, and another worker is to generate."""
+        self._metrics.handoffs.at().inc()
+
     def resumed(self) -> None:
         """The stream goes on, on another worker, after tokens had come."""
         self._metrics.stream_resumed()

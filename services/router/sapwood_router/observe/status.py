@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from sapwood_router.admission.control import AdmissionControl
 from sapwood_router.fleet.registry import Registry
+from sapwood_router.fleet.served_model import Role
 from sapwood_router.fleet.worker import RATE_SECONDS
 from sapwood_router.observe.metrics import RouterMetrics
 from sapwood_router.routing.load import Load
@@ -18,6 +19,7 @@ class WorkerState:
     """A worker as the router sees it.
 
     Attributes:
+        role: What it does of a request: "both", "prefill" or "decode".
         address, model: Where it is and what it serves; the model is empty while that is not known.
         state: "up", "draining" or "down".
         draining: Whether it is given nothing new, up or not.
@@ -39,6 +41,7 @@ class WorkerState:
     in_flight: int
     load: Load
     tokens_per_second: float
+    role: str = "both"
 
     @property
     def used_share(self) -> float | None:
@@ -127,6 +130,7 @@ class StatusBoard:
                     in_flight=worker.in_flight,
                     load=worker.load,
                     tokens_per_second=worker.generated.total() / RATE_SECONDS,
+                    role=(worker.model.role if worker.model is not None else Role.BOTH).value,
                 )
                 for worker in self._registry.all()
             ),

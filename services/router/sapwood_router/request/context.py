@@ -174,6 +174,7 @@ class RequestContext(msgspec.Struct):
         worker_finish, cached_tokens: What the worker said (execute); what was cached is what the first worker found.
         accepted_prediction_tokens, rejected_prediction_tokens: Drafted tokens that were and were not output (execute).
         attempts: Workers the request was given to (build).
+        handoffs: How often the worker that computed the prompt gave a ticket for it.
         resumptions: How often the stream went on, on another worker, after tokens had come.
         started, first_token: On ``time.perf_counter``'s clock.
         usage, error: How it ended (respond, or the pipeline); neither is set while it runs or if the client left.
@@ -207,6 +208,7 @@ class RequestContext(msgspec.Struct):
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
     attempts: int = 0
+    handoffs: int = 0
     resumptions: int = 0
     started: float = msgspec.field(default_factory=time.perf_counter)
     first_token: float | None = None

@@ -14,6 +14,7 @@ class PolicyBook:
     Args:
         default: The policy of models that are not named.
         of_models: Policies of those that are.
+        decode: The policy by which a disaggregated request's decode worker is chosen; empty: the model's.
         shadows: Asked beside each of them.
         make: Makes a policy.
         on_shadow: Gets a shadow's name, and whether it chose as the policy did.
@@ -29,28 +30,35 @@ class PolicyBook:
         shadows: Sequence[str],
         make: Callable[[str], Policy],
         on_shadow: Callable[[str, bool], None],
+        decode: str = "",
     ) -> None:
         self._default = default
+        self._decode = decode
         self._of_models = of_models
         self._shadows = tuple(dict.fromkeys(shadows))
         self._make = make
         self._on_shadow = on_shadow
-        made = {name: make(name) for name in {default, *of_models.values(), *self._shadows}}
+        made = {name: make(name) for name in {default, *of_models.values(), *self._shadows, *filter(None, (decode,))}}
         self._remembering = {name: policy for name, policy in made.items() if policy.remembers}
         self.reads_events = any(policy.reads_events for policy in made.values())
-        self._books: dict[str, Shadowed] = {}
+        self._books: dict[tuple[str, bool], Shadowed] = {}
 
     def name_of(self, model: str) -> str:
         """The name of the policy that decides for a model."""
         return self._of_models.get(model, self._default)
 
-    def of(self, model: str) -> Shadowed:
-        """The policy of a model that workers serve; always the same."""
-        found = self._books.get(model)
+    def of(self, model: str, *, decode: bool = False) -> Shadowed:
+        """The policy of a model that workers serve; always the same.
+
+        Args:
+            model: Its name.
+            decode: Whether it is to choose decode workers: one that takes turns takes others among these.
+        """
+        found = self._books.get((model, decode))
         if found is None:
-            live = self.name_of(model)
+            live = (decode and self._decode) or self.name_of(model)
             shadows: dict[str, Policy] = {name: self._get(name) for name in self._shadows if name != live}
-            found = self._books[model] = Shadowed(self._get(live), shadows, self._on_shadow)
+            found = self._books[model, decode] = Shadowed(self._get(live), shadows, self._on_shadow)
         return found
 
     def reset(self, address: str, num_pages: int) -> None:

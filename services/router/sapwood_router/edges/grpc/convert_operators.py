@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from sapwood.v1 import router_pb2
+from sapwood.v1 import router_pb2, worker_pb2
 from sapwood_router.edges.grpc.convert import to_load
 from sapwood_router.flow.explain import Explanation
 from sapwood_router.observe.status import RouterState, WorkerState
+
+_ROLE = {
+    "both": worker_pb2.WORKER_ROLE_BOTH,
+    "prefill": worker_pb2.WORKER_ROLE_PREFILL,
+    "decode": worker_pb2.WORKER_ROLE_DECODE,
+}
 
 
 def to_status(state: RouterState) -> router_pb2.GetStatusResponse:
@@ -36,6 +42,7 @@ def to_worker_status(worker: WorkerState) -> router_pb2.WorkerStatus:
         breaker=worker.breaker,
         epoch=worker.epoch,
         tokens_per_second=worker.tokens_per_second,
+        role=_ROLE[worker.role],
     )
 
 
@@ -46,6 +53,9 @@ def to_explanation(explanation: Explanation) -> router_pb2.ExplainRouteResponse:
         reason=explanation.reason,
         prompt_tokens=explanation.prompt_tokens,
         policy=explanation.policy,
+        disaggregated=explanation.decision.disaggregated,
+        disaggregation=explanation.decision.reason,
+        decode_chosen=explanation.decode_chosen,
     )
     for name, choice in explanation.shadows.items():
         response.shadows.add(policy=name, chosen=choice.address, reason=choice.reason)

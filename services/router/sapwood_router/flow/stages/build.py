@@ -11,14 +11,23 @@ from sapwood_router.request.context import RequestContext
 from sapwood_router.request.request_ids import unique_id
 
 
-def build(context: RequestContext) -> worker_pb2.WorkerGenerateRequest:
+def build(
+    context: RequestContext, *, hand_off: bool = False, ticket: worker_pb2.HandoffTicket | None = None
+) -> worker_pb2.WorkerGenerateRequest:
     """The request as the next worker takes it: the prompt and what was generated already, with what is left to generate.
+
+    Args:
+        context: The request; its tries are counted.
+        hand_off: The worker is to compute the prompt and a token.
+        ticket: For the prompt's pages.
 
     Each try has an id of its own: the worker of the last one may not have learned yet that it is over.
     """
     sampling, done = context.sampling, len(context.output_ids)
     if done:
         sampling = replace(sampling, max_tokens=sampling.max_tokens - done)
+    if context.handoffs and context.prompt_logprobs:  # the first worker has told them
+        sampling = replace(sampling, prompt_logprobs=None)
     token_ids = context.token_ids + context.output_ids if done else context.token_ids
     context.attempts += 1
     request_id = context.worker_request_id if context.attempts == 1 else unique_id(context.request_id)
@@ -30,4 +39,8 @@ def build(context: RequestContext) -> worker_pb2.WorkerGenerateRequest:
         request.priority, request.tenant, request.cache_salt = caller.priority, caller.tenant, caller.cache_salt
     if context.compiled_grammar:
         request.grammar.compiled = context.compiled_grammar
+    if hand_off:
+        request.hand_off = True
+    if ticket is not None:
+        request.ticket.CopyFrom(ticket)
     return request

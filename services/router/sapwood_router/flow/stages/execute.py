@@ -13,6 +13,7 @@ from sapwood_router.fleet.worker import Lease
 from sapwood_router.flow.stages.execution import Execution
 from sapwood_router.request.context import FinishReason, RequestContext
 from sapwood_router.request.output_stream import OutputStream
+from sapwood_router.transport.held_tickets import HeldTicket
 
 
 class Generating(Execution):
@@ -23,6 +24,7 @@ class Generating(Execution):
         stream: Takes the tokens.
         end_tokens: Tokens that end a generation and stand for no text.
         lease, permit, on_over: See Execution.
+        on_ticket: Called after ``on_over``, if the worker is done with the prompt and another is to go on. Releases the ticket.
     """
 
     def __init__(
@@ -33,8 +35,10 @@ class Generating(Execution):
         lease: Lease,
         permit: Permit,
         on_over: Callable[[SapwoodError | None], None],
+        on_ticket: Callable[[HeldTicket], None],
     ) -> None:
         super().__init__(lease, permit, on_over)
+        self._on_ticket: Callable[[HeldTicket], None] | None = on_ticket
         self._context = context
         self._stream = stream
         self._end_tokens = end_tokens
@@ -59,12 +63,20 @@ class Generating(Execution):
                 context.first_token = time.perf_counter()
             if not self._begun:
                 self._answers()
-        if output.cached_tokens is not None and not context.resumptions:
+        first = not (context.resumptions or context.handoffs)
+        if output.cached_tokens is not None and first:
             context.cached_tokens = output.cached_tokens
         context.output_ids.extend(token_ids)
         context.logprobs.extend(output.logprobs)
-        if output.prompt_logprobs and not context.resumptions:
+        if output.prompt_logprobs and first:
             context.prompt_logprobs = output.prompt_logprobs
+        if output.ticket is not None:
+            on_ticket = self._on_ticket
+            self._stream.push(token_ids)
+            self._end(Outcome.SUCCESS, None)
+            if on_ticket is not None:
+                on_ticket(output.ticket)
+            return
         if output.finish is None:
             if self._stream.push(token_ids):
                 self._hold()
@@ -77,6 +89,10 @@ class Generating(Execution):
         stopped = output.finish is FinishReason.STOP and len(token_ids) > 0 and token_ids[-1] in self._end_tokens
         self._stream.push(token_ids[:-1] if stopped else token_ids, end=True)
         self._end(Outcome.SUCCESS, None)
+
+    def _end(self, outcome: Outcome, error: SapwoodError | None) -> None:
+        self._on_ticket = None  # as with ``on_over``
+        super()._end(outcome, error)
 
     def _hold(self) -> None:
         """The worker keeps what it generates until the client has read some."""

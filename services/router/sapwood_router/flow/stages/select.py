@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 
-from sapwood_router.fleet.eligibility import Demand, eligible
+from sapwood_common.errors import InvalidArgumentError, UnavailableError
+from sapwood_router.fleet.eligibility import Demand, Eligible, eligible
 from sapwood_router.fleet.registry import Registry
+from sapwood_router.fleet.served_model import Role
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.request.context import RequestContext
 from sapwood_router.routing.policies.base import Choice, PromptPages
@@ -13,9 +15,22 @@ from sapwood_router.routing.shadowed import Shadowed
 
 
 def select(
-    context: RequestContext, prompt: PromptPages, registry: Registry, policy: Shadowed, tried: Collection[str]
+    context: RequestContext,
+    prompt: PromptPages,
+    registry: Registry,
+    policy: Shadowed,
+    tried: Collection[str],
+    roles: Sequence[Role] = (),
 ) -> tuple[Worker, Choice]:
     """The worker for a generation, and why; never one of ``tried``.
+
+    Args:
+        context: The request; ``worker`` and ``reason`` are filled.
+        prompt: Its tokens.
+        registry: Knows the workers.
+        policy: Chooses.
+        tried: Addresses of workers that refused it.
+        roles: Workers of the first are asked, of the next where none of these can be, and so on; empty: of any.
 
     Raises:
         NotFoundError, InvalidArgumentError: No such model, or the prompt is longer than its context.
@@ -23,17 +38,41 @@ def select(
     """
     model = context.model = registry.resolve(context.model)
     demand = Demand(model, len(prompt.token_ids), context.fields.prompt, refused_by=tried)
-    worker, choice = choose(demand, prompt, registry, policy)
+    worker, choice = choose(demand, prompt, registry, policy, roles)
     context.worker, context.reason = choice.address, choice.reason
     return worker, choice
 
 
-def choose(demand: Demand, prompt: PromptPages, registry: Registry, policy: Shadowed) -> tuple[Worker, Choice]:
-    """The worker for a request, and why.
+def choose(
+    demand: Demand, prompt: PromptPages, registry: Registry, policy: Shadowed, roles: Sequence[Role] = ()
+) -> tuple[Worker, Choice]:
+    """The worker for a request, and why; ``roles`` as for :func:`select`.
 
     Raises:
         InvalidArgumentError, UnavailableError: As :func:`~sapwood_router.fleet.eligibility.eligible`.
     """
-    workers = eligible(registry.available(demand.model), demand).workers
+    workers = of_roles(registry.available(demand.model), demand, roles).workers
     choice = policy.choose([worker.view() for worker in workers], prompt)
     return next(worker for worker in workers if worker.address == choice.address), choice
+
+
+def of_roles(workers: Iterable[Worker], demand: Demand, roles: Sequence[Role]) -> Eligible:
+    """The workers to choose from: those of the first role of which there is one; empty ``roles``: of any.
+
+    Raises:
+        InvalidArgumentError, UnavailableError: As :func:`~sapwood_router.fleet.eligibility.eligible`.
+    """
+    workers = tuple(workers)
+    role_of = {each: each.model.role for each in workers if each.model is not None and each.model.model == demand.model}
+    present = set(role_of.values())
+    wanted = [role for role in roles if role in present] if len(present) > 1 else []
+    for role in wanted:
+        others = {worker: f"its role is {own.value}" for worker, own in role_of.items() if own is not role}
+        try:
+            found = eligible((worker for worker in workers if worker not in others), demand)
+        except (InvalidArgumentError, UnavailableError):
+            if role is wanted[-1]:
+                raise
+            continue
+        return Eligible(found.workers, {**found.excluded, **others})
+    return eligible(workers, demand)

@@ -1,0 +1,317 @@
+"""Real worker processes (around a runner without a model), some of which compute prompts and some generate, and what is lost on
+the way from one to the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import re
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from sapwood.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from sapwood_common.contract.sampling import SamplingParams
+from sapwood_common.network.channel import open_channel
+from sapwood_router.app import RouterApplication
+from sapwood_router.config import RouterConfig
+from sapwood_testing.router.fake_tokenizer import FakeTokenizer
+from sapwood_testing.router.ports import port_of_its_own
+from sapwood_testing.router.worker_process import VOCAB, Load, WorkerProcess
+from sapwood_testing.worker.fake_runner import continuation
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PAGE = 16
+ROLES = {
+    worker_pb2.WORKER_ROLE_BOTH: "both",
+    worker_pb2.WORKER_ROLE_PREFILL: "prefill",
+    worker_pb2.WORKER_ROLE_DECODE: "decode",
+}
+_prompts = itertools.count()
+
+
+def new_prompt() -> list[int]:
+    """One that no worker has seen."""
+    number = next(_prompts)
+    return [3 + (number * 37 + place * (place + number)) % 120 for place in range(70 + number % 20)]
+
+
+class Worker(WorkerProcess):
+    """A worker of a role, with its counters."""
+
+    def __init__(self, role: str, *flags: str) -> None:
+        self.metrics = port_of_its_own()
+        super().__init__(flags=("--role", role, "--metrics-port", str(self.metrics), *flags))
+
+    async def count(self, name: str) -> float:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+            text = (await http.get(f"http://127.0.0.1:{self.metrics}/metrics")).text
+        found = re.search(rf"^sapwood_worker_{name}(?:_total)? (\S+)$", text, re.MULTILINE)
+        assert found is not None, name
+        return float(found[1])
+
+    async def reaches(self, name: str, met: Callable[[float], bool]) -> None:
+        """Waits until a counter is as wanted."""
+        async with asyncio.timeout(60):
+            while not met(await self.count(name)):
+                await asyncio.sleep(0.05)
+
+
+class Front:
+    """A router in front of some of the workers."""
+
+    def __init__(self, router: RouterApplication, stub: Any) -> None:
+        self.router, self.stub = router, stub
+
+    def stream(self, prompt: Sequence[int], max_tokens: int = 20, **sampling: Any) -> Any:
+        request = router_pb2.RouterGenerateRequest()
+        request.tokens.ids.extend(prompt)
+        request.sampling.seed, request.sampling.max_tokens = 7, max_tokens
+        for name, value in sampling.items():
+            setattr(request.sampling, name, value)
+        return self.stub.Generate(request, timeout=120)
+
+    async def answer(self, prompt: Sequence[int], max_tokens: int = 20, **sampling: Any) -> list[Any]:
+        return [response async for response in self.stream(prompt, max_tokens, **sampling)]
+
+    async def explain(self, prompt: Sequence[int]) -> router_pb2.ExplainRouteResponse:
+        asked = router_pb2.ExplainRouteRequest()
+        asked.request.tokens.ids.extend(prompt)
+        explained: router_pb2.ExplainRouteResponse = await self.stub.ExplainRoute(asked)
+        return explained
+
+    def count(self, name: str) -> float:
+        return self.router._metrics.registry.get_sample_value(f"sapwood_router_{name}_total") or 0
+
+    async def available(self, count: int) -> None:
+        async with asyncio.timeout(60):
+            while len(self.router.registry.available("fake")) != count:
+                await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def front(workers: Sequence[Worker], **settings: Any) -> AsyncIterator[Front]:
+    tokenizer = FakeTokenizer()
+    await tokenizer.start()
+    # A worker that gets little of a core is silent for seconds: only where silence is the loss it counts.
+    settings = {"worker_silence": 60, "resume_grace": 60, "queue_wait": 120, "most_resumptions": 50, **settings}
+    addresses = tuple(worker.address for worker in workers)
+    router = RouterApplication(
+        RouterConfig(port=0, http_port=0, tokenizer=tokenizer.address, workers=addresses, **settings)
+    )
+    await router.start()
+    channel = open_channel(f"127.0.0.1:{router.grpc_port}")
+    running = Front(router, router_pb2_grpc.RouterStub(channel))
+    try:
+        await running.available(len(workers))
+        yield running
+    finally:
+        await channel.close()
+        await router.stop()
+        await tokenizer.kill()
+
+
+@contextlib.asynccontextmanager
+async def started(*workers: Worker) -> AsyncIterator[None]:
+    try:
+        await asyncio.gather(*(worker.start() for worker in workers))
+        yield
+    finally:
+        for worker in workers:
+            await worker.kill()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def workers() -> AsyncIterator[dict[str, Worker]]:
+    made = {role: Worker(role) for role in ("prefill", "decode", "both")}
+    async with started(*made.values()):
+        yield made
+
+
+def expected(prompt: Sequence[int], count: int = 20) -> list[int]:
+    return list(islice(continuation(prompt, SamplingParams(seed=7), VOCAB), count))
+
+
+def tokens_of(answer: Sequence[Any]) -> list[int]:
+    return [token for response in answer for token in response.token_ids]
+
+
+async def test_a_prompt_is_computed_by_one_worker_and_its_pages_are_pulled_by_another(
+    workers: dict[str, Worker],
+) -> None:
+    prefill, decode = workers["prefill"], workers["decode"]
+    prompts = [new_prompt() for _ in range(4)]
+    pages = sum(len(prompt) // PAGE for prompt in prompts)
+    async with front([prefill, decode]) as router:
+        for prompt in prompts:
+            answer = await router.answer(prompt)
+            assert tokens_of(answer) == expected(prompt)
+            usage = answer[-1].usage
+            assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), 20)
+        assert router.count("handoffs") == len(prompts)
+        assert router.count("resumptions") == 0
+        await prefill.reaches("handoff_tickets", lambda count: count == len(prompts))
+        # On a busy machine a lease may have ended before its pages were pulled: then they were computed.
+        await decode.reaches("pulled_pages", lambda count: 0 < count <= pages)
+        pulled = await decode.count("pulled_pages")
+        assert pulled == pages or await decode.count("pull_fallbacks") > 0
+        assert await decode.count("pulled_bytes") == pulled * PAGE * 8
+        assert tokens_of(await router.answer(prompts[0])) == expected(prompts[0])
+        await prefill.reaches("handoff_tickets", lambda count: count == len(prompts) + 1)
+        assert await decode.count("pulled_pages") == pulled  # it had them all
+        await prefill.reaches("handoff_pages", lambda held: held == 0)
+
+
+async def test_log_probabilities_come_from_both_workers_and_the_prompts_once(workers: dict[str, Worker]) -> None:
+    prompt = new_prompt()
+    async with front([workers["prefill"], workers["decode"]]) as router:
+        answer = await router.answer(prompt, logprobs=2, prompt_logprobs=1)
+        assert tokens_of(answer) == expected(prompt)
+        assert sum(len(response.logprobs) for response in answer) == 20
+        assert sum(len(response.prompt_logprobs) for response in answer) == len(prompt) - 1
+        assert router.count("handoffs") == 1
+
+
+async def test_answers_of_one_token_and_prompts_below_a_page_need_no_second_worker(workers: dict[str, Worker]) -> None:
+    async with front([workers["prefill"], workers["decode"]]) as router:
+        prompt = new_prompt()
+        assert tokens_of(await router.answer(prompt, 1)) == expected(prompt, 1)
+        assert tokens_of(await router.answer(prompt[:9])) == expected(prompt[:9])
+        assert router.count("handoffs") == 0
+
+
+async def test_explain_route_names_both_workers_of_a_pair(workers: dict[str, Worker]) -> None:
+    prefill, decode = workers["prefill"], workers["decode"]
+    async with front([decode, prefill]) as router:
+        explained = await router.explain(new_prompt())
+        assert explained.disaggregated
+        assert (explained.chosen, explained.decode_chosen) == (prefill.address, decode.address)
+        excluded = {candidate.address: candidate.excluded for candidate in explained.candidates}
+        assert excluded == {decode.address: "its role is decode", prefill.address: ""}
+        listed = (await router.stub.ListWorkers(router_pb2.ListWorkersRequest())).workers
+        assert {worker.address: ROLES[worker.role] for worker in listed} == {
+            prefill.address: "prefill",
+            decode.address: "decode",
+        }
+
+
+@pytest.mark.parametrize("roles", [("prefill",), ("decode",), ("prefill", "both"), ("decode", "both")])
+async def test_workers_of_any_role_serve_where_there_is_no_pair(
+    workers: dict[str, Worker], roles: tuple[str, ...]
+) -> None:
+    prompt = new_prompt()
+    async with front([workers[role] for role in roles]) as router:
+        assert tokens_of(await router.answer(prompt)) == expected(prompt)
+        assert router.count("handoffs") == 0
+        explained = await router.explain(prompt)
+        assert not explained.disaggregated and explained.disaggregation.endswith("worker can be asked")
+        assert explained.chosen == workers[roles[-1]].address  # who does both is asked first
+
+
+async def test_never_passes_over_what_workers_are_for(workers: dict[str, Worker]) -> None:
+    pair = workers["prefill"], workers["decode"]
+    before = [await worker.count("prompt_tokens") for worker in pair]
+    async with front(pair, disaggregate="never", policy="round_robin") as router:
+        for prompt in (new_prompt(), new_prompt()):
+            assert tokens_of(await router.answer(prompt)) == expected(prompt)
+        assert router.count("handoffs") == 0
+    for worker, count in zip(pair, before, strict=True):
+        assert await worker.count("prompt_tokens") > count
+
+
+async def test_whoever_comes_with_a_ticket_that_nobody_renewed_computes(workers: dict[str, Worker]) -> None:
+    prefill, decode = workers["prefill"], workers["decode"]
+    prompt = new_prompt()
+    expired = await prefill.count("handoff_expired")
+    pulled, fallbacks = await decode.count("pulled_pages"), await decode.count("pull_fallbacks")
+    async with open_channel(prefill.address) as there, open_channel(decode.address) as here:
+        request = worker_pb2.WorkerGenerateRequest(request_id="handed-off", token_ids=prompt, hand_off=True)
+        request.sampling.seed, request.sampling.max_tokens = 7, 20
+        got = [response async for response in worker_pb2_grpc.WorkerStub(there).Generate(request, timeout=60)]
+        ticket = got[-1].ticket
+        assert len(ticket.page_hashes) == len(prompt) // PAGE
+        await prefill.reaches("handoff_expired", lambda count: count > expired)
+        assert await prefill.count("handoff_pages") == 0
+        ticket.source = f"127.0.0.1{ticket.source}"
+        first = tokens_of(got)
+        late = worker_pb2.WorkerGenerateRequest(
+            request_id="late", token_ids=prompt + first, output_tokens=1, ticket=ticket
+        )
+        late.sampling.seed, late.sampling.max_tokens = 7, 19
+        rest = [response async for response in worker_pb2_grpc.WorkerStub(here).Generate(late, timeout=60)]
+    assert first + tokens_of(rest) == expected(prompt)
+    await decode.reaches("pull_fallbacks", lambda count: count > fallbacks)
+    assert await decode.count("pulled_pages") == pulled
+
+
+@pytest.mark.parametrize("lost", ["decode", "prefill"])
+async def test_a_worker_killed_while_the_stream_runs_changes_no_token(workers: dict[str, Worker], lost: str) -> None:
+    prompt = new_prompt()
+    async with front(list(workers.values())) as router:
+        tokens: list[int] = []
+        async for response in router.stream(prompt, 150):
+            if len(tokens) < 5 <= len(tokens) + len(response.token_ids):
+                await workers[lost].kill()
+            tokens += response.token_ids
+        assert tokens == expected(prompt, 150)
+        assert router.count("handoffs") >= 1
+        await workers[lost].start()
+        await router.available(3)
+        again = new_prompt()
+        assert tokens_of(await router.answer(again)) == expected(again)
+
+
+async def _kill(router: Front, worker: Worker, load: Load) -> None:
+    await worker.kill()
+    await router.available(3)
+    await _progress(load, 6)
+    await worker.start()
+
+
+async def _stop(router: Front, worker: Worker, load: Load) -> None:
+    worker.send(signal.SIGSTOP)
+    await router.available(3)
+    await _progress(load, 6)
+    worker.send(signal.SIGCONT)
+
+
+async def _stop_scheduler(router: Front, worker: Worker, load: Load) -> None:
+    worker.send_to_scheduler(signal.SIGSTOP)
+    await router.available(3)
+    await _progress(load, 6)
+    worker.send_to_scheduler(signal.SIGCONT)
+
+
+async def _progress(load: Load, requests: int) -> None:
+    goal = load.done + requests
+    async with asyncio.timeout(120):
+        while load.done < goal:
+            load.check()
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lose", [_kill, _stop, _stop_scheduler])
+async def test_losing_workers_of_either_side_under_load_changes_no_answer_and_keeps_no_page(lose: Any) -> None:
+    fleet = [Worker("prefill"), Worker("prefill"), Worker("decode"), Worker("decode")]
+    silence = {} if lose is _kill else {"worker_silence": 2.0}
+    async with started(*fleet), front(fleet, **silence) as router:
+        load = Load(router.stub, 8, seed=1)
+        for worker in fleet * 2:
+            await lose(router, worker, load)
+            await router.available(4)
+        await load.stop()
+        load.check()
+        assert router.count("handoffs") > 20
+        assert router.count("resumptions") > 0
+        assert sum([await worker.count("pulled_pages") for worker in fleet[2:]]) > 0
+        for worker in fleet[:2]:
+            await worker.reaches("handoff_pages", lambda held: held == 0)
+        print(f"{lose.__name__}: {load.done} answers, {load.resumed} resumed, none wrong")

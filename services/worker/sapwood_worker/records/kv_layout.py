@@ -145,6 +145,11 @@ class KVLayout:
         """Bytes of a page of all layers."""
         return sum(map(self.group_bytes, range(len(self.groups))))
 
+    @property
+    def replicated(self) -> bool:
+        """Whether all ranks keep the same."""
+        return all(each.sharding == "replicated" for each in self.components)
+
     def offsets(self) -> dict[int, int]:
         """Where each layer's bytes begin in the record of a page, which holds component after component."""
         found: dict[int, int] = {}

@@ -182,6 +182,15 @@ def test_each_rank_moves_its_part_through_the_tiers(
     assert other.fetched == warm.fetched
 
 
+@pytest.mark.parametrize(("name", "share"), [("deepseek-v3", 1), ("llama", 2)])
+def test_what_all_ranks_keep_alike_is_once_in_the_second_tier(tiny_model: Any, name: str, share: int) -> None:
+    """Of a Llama with two key heads each of four ranks has one, so that a record has each head twice."""
+    path = tiny_model(name, **SHAPE).path
+    options: dict[str, Any] = {"num_pages": 7, "max_running": 3, "page_size": 16, "host_cache_ratio": 4.0}
+    sizes = [run_group(size, path, lambda runner: runner.host_pool.page_bytes, **options) for size in (2, 4)]
+    assert sizes[1] == share * sizes[0]
+
+
 def wrong() -> Step:
     """A step that no runner can compute: there is no such row of the page table."""
     one, pages = np.ones(1, np.int64), np.zeros((1, 1), np.int32)

@@ -289,8 +289,11 @@ class _Builder:
 
 
 def _build_host_pool(options: RunnerOptions, pool: DevicePool, ranks: Group) -> HostPool | None:
-    """The second tier; ranks share it, each with its part of every record."""
-    size, count = pool.layout.page_bytes, ranks.size
+    """The second tier; ranks share it, each with its part of every record.
+
+    Where ranks keep the same, there is one part, to which all write the same bytes.
+    """
+    size, count = pool.layout.page_bytes, 1 if pool.layout.replicated else ranks.size
     if not options.host_cache_gb and not options.host_cache_ratio:
         return None
     pages = 0
@@ -301,13 +304,14 @@ def _build_host_pool(options: RunnerOptions, pool: DevicePool, ranks: Group) -> 
             gigabytes=options.host_cache_gb,
             ratio=options.host_cache_ratio,
         )
-    if count == 1:
+    if ranks.size == 1:
         return HostPool(pages, size)
     memory = SharedMemory.create(pool_bytes(pages, size * count)) if ranks.rank == 0 else None
     pages, path = ranks.exchange((pages, "" if memory is None else memory.path))[0]
     memory = memory or SharedMemory.open(path)
     ranks.exchange("")  # all have opened it
-    return HostPool(pages, size * count, memory, slice(ranks.rank * size, (ranks.rank + 1) * size))
+    start = ranks.rank % count * size
+    return HostPool(pages, size * count, memory, slice(start, start + size))
 
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:

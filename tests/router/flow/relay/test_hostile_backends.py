@@ -173,6 +173,7 @@ async def test_a_text_that_breaks_off_goes_on_elsewhere(
         ({"response_format": {"type": "json_object"}}, [chat_chunk(content="abc")]),
         ({"n": 2}, [chat_chunk(content="abc")]),
         ({"logprobs": True}, [chat_chunk(content="abc")]),
+        ({"messages": [{"role": "assistant", "content": "I"}]}, [chat_chunk(content="abc")]),
         ({}, [chat_chunk(reasoning_content="hm")]),
         ({}, [chat_chunk(tool_calls=[{"index": 0}])]),
     ],

@@ -74,7 +74,7 @@ class Asked(msgspec.Struct):
         if any(body.get(name) not in (None, False, 0, [], "auto", {"type": "text"}) for name in _GRAMMARS | _OTHERS):
             return False
         if self.kind == "completion":  # what its limit is where it says none only the server knows
-            return isinstance(body.get("prompt"), str) and self.limit is not None
+            return isinstance(body.get("prompt"), str) and self.limit is not None and body.get("logprobs") is None
         messages = body.get("messages")
         return isinstance(messages, list) and bool(messages) and not _is_answer(messages[-1])
 

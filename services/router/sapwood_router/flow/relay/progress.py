@@ -30,7 +30,6 @@ class Progress:
         asked: The request.
 
     Attributes:
-        text: What has come of the only choice.
         tokens: How many tokens that is: as backends say, or one a chunk.
         usage: As the last backend told it, with the tokens that came before it; None: not told.
         sent: Whether the client has got anything.
@@ -46,11 +45,16 @@ class Progress:
         self._first: Chunk = {}
         """``id``, ``created`` and the like: the client is to see one answer."""
         self._held: list[Chunk] = []
-        self.text = ""
+        self._parts: list[str] = []
         self.tokens = 0
         self.usage: dict[str, Any] | None = None
         self.sent = False
         self.ended = False
+
+    @property
+    def text(self) -> str:
+        """What has come of the only choice, where another backend can go on with it."""
+        return "".join(self._parts)
 
     @property
     def may_be_asked_again(self) -> bool:
@@ -60,7 +64,7 @@ class Progress:
     @property
     def continues(self) -> bool:
         """Whether the next backend is to go on with a chat, which not all can."""
-        return bool(self.text) and self._asked.kind == "chat"
+        return self.sent and self._asked.kind == "chat"
 
     @property
     def at_limit(self) -> bool:
@@ -78,6 +82,8 @@ class Progress:
         asked = self._asked
         body = {**asked.body, "model": model}
         self._held.clear()
+        if not self.sent:
+            self.tokens, self.usage, self.ended = 0, None, False
         self._before, self._resumed = self.tokens, self.sent
         if asked.context.caller.cache_salt and owner in _SALTED:
             body["cache_salt"] = asked.context.caller.cache_salt
@@ -87,13 +93,13 @@ class Progress:
             body["stream_options"] = options | {"include_usage": True}
             if owner in CONTINUE_CHATS:
                 body["stream_options"]["continuous_usage_stats"] = True
-        if self.text:
+        if text := self.text:
             if asked.limit is not None:
                 body[asked.limit] = asked.body[asked.limit] - self.tokens
             if asked.kind == "completion":
-                body["prompt"] = asked.body["prompt"] + self.text
+                body["prompt"] = asked.body["prompt"] + text
             else:
-                body["messages"] = [*asked.body["messages"], {"role": "assistant", "content": self.text}]
+                body["messages"] = [*asked.body["messages"], {"role": "assistant", "content": text}]
                 body |= {"continue_final_message": True, "add_generation_prompt": False}
         return body
 
@@ -103,6 +109,8 @@ class Progress:
         Raises:
             InternalError: It is none of OpenAI's API.
         """
+        if not all(isinstance(choice.get("delta", {}), dict) for choice in chunk["choices"]):
+            raise InternalError("the backend answered what is no chunk of OpenAI's API")
         for choice in chunk["choices"]:
             self._look(choice)
         usage = chunk.pop("usage", None)
@@ -158,11 +166,10 @@ class Progress:
 
     def _look(self, choice: Mapping[str, Any]) -> None:
         delta = choice.get("delta", {})
-        if not isinstance(delta, dict):
-            raise InternalError("the backend answered what is no chunk of OpenAI's API")
         if any(delta.get(name) for name in ("tool_calls", "function_call", "reasoning_content", "reasoning", "audio")):
             self._goes_on = False
-        self.text += _text_of(choice)
+        if self._goes_on:
+            self._parts.append(_text_of(choice))
         self.ended = self.ended or choice.get("finish_reason") is not None
 
     def _count(self, usage: dict[str, Any]) -> None:

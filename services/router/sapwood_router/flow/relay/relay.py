@@ -159,7 +159,7 @@ class _Relayed:
         lease, permit = acquire(worker, choice, self._prompt, self._policy)
         context.worker, context.reason = choice.address, choice.reason
         self._watch.selected(choice.reason)
-        if progress.text:
+        if progress.sent:
             context.resumptions += 1
             self._watch.resumed()
         outcome = Outcome.NEUTRAL

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from sapwood_common.errors import InternalError
 
 _END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_LONGEST_END = 4
 
 
 async def event_data(pieces: AsyncIterator[bytes], most: int) -> AsyncIterator[bytes]:
@@ -20,13 +21,15 @@ async def event_data(pieces: AsyncIterator[bytes], most: int) -> AsyncIterator[b
     Raises:
         InternalError: One is longer.
     """
-    rest = b""
+    rest = bytearray()
     async for piece in pieces:
+        seen = max(0, len(rest) - _LONGEST_END + 1)  # what came before has no end in it: it is not searched again
         rest += piece
-        *events, rest = _END.split(rest)
-        if len(rest) > most:
-            raise InternalError(f"the backend sent an event of more than {most} bytes")
-        for event in events:
+        while (end := _END.search(rest, seen)) is not None:
+            event, seen = bytes(rest[: end.start()]), 0
+            del rest[: end.end()]
             lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
             if lines:
                 yield b"\n".join(lines)
+        if len(rest) > most:
+            raise InternalError(f"the backend sent an event of more than {most} bytes")

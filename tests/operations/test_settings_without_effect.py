@@ -82,6 +82,7 @@ REFUSED = [
     (WORKER, "--attention-backend decode=torch --cuda-graph-max-batch 8", "--cuda-graph-max-batch", None),
     (WORKER, "--max-running 8 --cuda-graph-max-batch 8", "--cuda-graph-max-batch", "--max-running 9"),
     (WORKER, "--load-format dummy --stored-weights widen", "--stored-weights", None),
+    (WORKER, "--expert-parallel", "--expert-parallel", "--tensor-parallel 2"),
     (WORKER, "--sglang-tokenizer folder", "--sglang-tokenizer", "--sglang"),
     (WORKER, "--no-structured-output --no-jump-forward", "--no-jump-forward", None),
     (WORKER, "--no-structured-output --grammar-timeout 1", "--grammar-timeout", None),
@@ -96,7 +97,7 @@ OF_BERT = [
     *("--conservativeness 0.5", "--no-structured-output", "--no-jump-forward --grammar-timeout 1", "--policy lof"),
     "--grammar-backend xgrammar",
     *("--no-cuda-graphs", "--cuda-graph-max-batch 8", "--attention-backend torch", "--speculate prefix"),
-    *("--tensor-parallel 2", "--stored-weights widen", "--role prefill"),
+    *("--tensor-parallel 2 --expert-parallel", "--stored-weights widen", "--role prefill"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -19,13 +20,12 @@ from sapwood.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 PROMPT = [3 + 7 * place % 90 for place in range(9)]
 
 
-@pytest.fixture(scope="module")
-def worker(tiny_model, tmp_path_factory):
-    """Addresses of a worker's gRPC and metrics. The model: 12 experts in 2 of its 5 layers, a token goes to 4."""
-    log = tmp_path_factory.mktemp("worker") / "log"
+@contextlib.contextmanager
+def started(model, log, *flags):
+    """Addresses of a worker's gRPC and metrics."""
     command = [
-        *(sys.executable, "-m", "sapwood_worker", "--model", str(tiny_model("qwen3-moe").path), "--port", "0"),
-        *("--metrics-port", "0", "--num-pages", "64", "--no-structured-output", "--threads", "1"),
+        *(sys.executable, "-m", "sapwood_worker", "--model", str(model), "--port", "0", "--metrics-port", "0"),
+        *("--num-pages", "64", "--no-structured-output", "--threads", "1", *flags),
     ]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -41,38 +41,58 @@ def worker(tiny_model, tmp_path_factory):
         process.wait()
 
 
+@pytest.fixture
+def model(tiny_model):
+    """12 experts in 2 of 5 layers; a token goes to 4."""
+    return tiny_model("qwen3-moe", num_attention_heads=8, num_key_value_heads=2).path
+
+
+def tokens_of(address):
+    sampling = common_pb2.SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    request = worker_pb2.WorkerGenerateRequest(request_id="a", token_ids=PROMPT, sampling=sampling)
+    with grpc.insecure_channel(address) as channel:
+        return [token for part in worker_pb2_grpc.WorkerStub(channel).Generate(request) for token in part.token_ids]
+
+
 def load_of(address):
     with grpc.insecure_channel(address) as channel:
         return worker_pb2_grpc.WorkerStub(channel).GetExpertLoad(worker_pb2.GetExpertLoadRequest())
 
 
 @pytest.mark.slow
-def test_every_token_is_counted_once_for_each_of_its_experts(worker, capsys):
-    address, metrics = worker
-    before = load_of(address)
-    assert len(before.tokens) == 12
-    assert sum(before.tokens) == before.balance == 0
-    sampling = common_pb2.SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    request = worker_pb2.WorkerGenerateRequest(request_id="a", token_ids=PROMPT, sampling=sampling)
-    with grpc.insecure_channel(address) as channel:
-        list(worker_pb2_grpc.WorkerStub(channel).Generate(request))
-    after = load_of(address)
-    # The last token is not computed.
-    assert sum(after.tokens) == (len(PROMPT) + 5) * 4 * 2
-    assert 0 < after.balance <= 1
+def test_every_token_is_counted_once_for_each_of_its_experts(model, tmp_path, capsys):
+    with started(model, tmp_path / "log") as (address, metrics):
+        before = load_of(address)
+        assert len(before.tokens) == 12
+        assert sum(before.tokens) == before.balance == 0
+        assert len(tokens_of(address)) == 6
+        after = load_of(address)
+        # The last token is not computed.
+        assert sum(after.tokens) == (len(PROMPT) + 5) * 4 * 2
+        assert 0 < after.balance <= 1
 
-    assert main(["worker", "experts", "--worker", address, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["each"] == list(after.tokens)
-    assert shown["tokens"] == sum(after.tokens)
-    assert main(["worker", "experts", "--worker", address]) == 0
-    assert f"experts 12, tokens {sum(after.tokens)}, balance {after.balance:.3f}" in capsys.readouterr().out
+        assert main(["worker", "experts", "--worker", address, "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["each"] == list(after.tokens)
+        assert shown["tokens"] == sum(after.tokens)
+        assert main(["worker", "experts", "--worker", address]) == 0
+        assert f"experts 12, tokens {sum(after.tokens)}, balance {round(after.balance, 3)}" in capsys.readouterr().out
 
-    with urllib.request.urlopen(metrics) as page:
-        families = list(text_string_to_metric_families(page.read().decode()))
-    found = {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
-    assert [found["sapwood_worker_expert_tokens_total", str(expert)] for expert in range(12)] == list(after.tokens)
-    assert found["sapwood_worker_expert_balance",] == after.balance
+        with urllib.request.urlopen(metrics) as page:
+            families = list(text_string_to_metric_families(page.read().decode()))
+        found = {
+            (sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples
+        }
+        assert [found["sapwood_worker_expert_tokens_total", str(expert)] for expert in range(12)] == list(after.tokens)
+        assert found["sapwood_worker_expert_balance",] == after.balance
+
+
+@pytest.mark.slow
+def test_processes_with_whole_experts_answer_as_one(model, make_runner, make_driver, tmp_path):
+    expected = make_driver(make_runner(model)).generate({0: PROMPT}, 6)[0]
+    with started(model, tmp_path / "log", "--tensor-parallel", "2", "--expert-parallel") as (address, _):
+        assert tokens_of(address) == expected
+        assert sum(load_of(address).tokens) == (len(PROMPT) + 5) * 4 * 2
 
 
 def test_a_model_without_experts_says_so(lend, capsys):

@@ -25,7 +25,7 @@ def expert_sum(
 
     Args:
         x: [T, K].
-        ids: int64 [T, k]: each token's experts.
+        ids: int64 [T, k]: each token's experts, of E; E stands for one that is not here and adds nothing.
         weights: float32 [T, k].
         gate_up: [2N, K] of each expert.
         down: [K, N] of each expert.
@@ -35,10 +35,10 @@ def expert_sum(
         [T, K].
     """
     chosen = ids.flatten()
-    counts = torch.bincount(chosen, minlength=gate_up.experts).tolist()
+    *counts, absent = torch.bincount(chosen, minlength=gate_up.experts + 1).tolist()
     order = chosen.argsort(stable=True)
     tokens = order // ids.shape[1]
-    parts = x.new_empty(len(chosen), down.outputs)
+    parts = (x.new_zeros if absent else x.new_empty)(len(chosen), down.outputs)
     start = 0
     for expert, count in enumerate(counts):
         if count:

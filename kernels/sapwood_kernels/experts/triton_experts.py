@@ -54,7 +54,7 @@ class Tiles:
 
     Attributes:
         places: int64 [tiles * height]: the pair in each place, its token times k plus its number there; T * k where none is.
-        experts: int64 [tiles]: each tile's expert; E for tiles that are left over.
+        experts: int64 [tiles]: each tile's expert; E or more for pairs whose expert is not here, and for tiles left over.
         height: Places of a tile.
     """
 
@@ -67,14 +67,14 @@ def align(ids: Tensor, experts: int, height: int) -> Tiles:
     """Sorts pairs into tiles.
 
     Args:
-        ids: int64 [T, k].
+        ids: int64 [T, k]; E stands for an expert that is not here.
         experts: E.
         height: Places of a tile.
     """
     chosen = ids.flatten()
     count = len(chosen)
-    tiles = (count + min(count, experts) * (height - 1)) // height  # the most that any choice needs
-    sizes = torch.zeros(experts, dtype=torch.int64, device=ids.device)
+    tiles = (count + min(count, experts + 1) * (height - 1)) // height  # the most that any choice needs
+    sizes = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
     sizes.scatter_add_(0, chosen, torch.ones_like(chosen))
     filled = (sizes + height - 1) // height * height
     ends = filled.cumsum(0)
@@ -107,9 +107,9 @@ def tile_shape(height: int) -> TileShape:
 
 
 def product(x: Tensor, stack: DenseStack, tiles: Tiles, pairs: int, share: int) -> Tensor:
-    """``x[pair // share] @ weight.T + bias`` by each pair's expert: [*, K] -> [pairs, N], in x's dtype."""
+    """``x[pair // share] @ weight.T + bias`` by each pair's expert: [*, K] -> [pairs, N], in x's dtype; 0 without an expert."""
     experts, outputs, inputs = stack.weight.shape
-    out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
+    out = torch.zeros(pairs, outputs, dtype=x.dtype, device=x.device)
     shape = tile_shape(tiles.height)
     _product_kernel[(len(tiles.experts), triton.cdiv(outputs, shape.width))](
         x, stack.weight, stack.weight if stack.bias is None else stack.bias, out, tiles.places, tiles.experts, pairs, outputs,

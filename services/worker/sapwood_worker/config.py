@@ -80,6 +80,7 @@ class WorkerConfig(ServiceConfig):
             lambda config: config.prefix_cache or config.policy not in ("lpm", "dfs-weight"),
             "without {prefix_cache}: it goes by what is cached",
         ),
+        Needs(("expert_parallel",), lambda config: config.tensor_parallel > 1, "with a {tensor_parallel} of 1"),
         Needs(("sglang_tokenizer",), lambda config: config.sglang, "without {sglang}"),
         Needs(("kv_events_port",), lambda config: config.prefix_cache, "without {prefix_cache}"),
         Needs(
@@ -177,6 +178,10 @@ class WorkerConfig(ServiceConfig):
         ge=1,
         description="Ranks that each layer is split over, on one machine: a process each, with a GPU each. Has to divide the "
         "model's attention heads and the width of its MLPs.",
+    )
+    expert_parallel: bool = Field(
+        False,
+        description="Whether the ranks of --tensor-parallel get whole experts, equally many each, instead of a part of each.",
     )
     threads: int = Field(0, ge=0, description="CPU threads of the model, which its ranks share; 0 takes all cores.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens a page of the KV cache holds.")

@@ -106,6 +106,16 @@ def test_the_sum_of_experts_is_that_of_the_definition(tokens, chosen, bias):
     assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
 
 
+def test_experts_that_are_elsewhere_add_nothing():
+    x, ids, weights, *stacks = made(20, 4)
+    here = slice(3, 8)
+    local = torch.where((ids >= 3) & (ids < 8), ids - 3, 5)
+    ours = expert_sum(x, local, weights, *(DenseStack(each.weight[here]) for each in stacks), reference.silu_mul)
+    theirs = expert_sum(x, ids, weights * (local < 5), *stacks, reference.silu_mul)
+    assert (local == 5).any()
+    assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+
+
 def test_no_tokens_give_no_rows():
     x, ids, weights, *stacks = made(3, 2)
     assert expert_sum(x[:0], ids[:0], weights[:0], *stacks, reference.silu_mul).shape == (0, 10)

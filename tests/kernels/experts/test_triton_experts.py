@@ -51,6 +51,16 @@ def test_half_precision_with_biases_and_a_clamped_gate(dtype):
     near(*(each(*parts, ClampedGate(limit=1.0)) for each in (triton_experts.expert_sum, expert_sum)), 0.02)
 
 
+def test_experts_that_are_elsewhere_add_nothing():
+    x, ids, weights, *stacks = made(20, 4, torch.float32)
+    here = [DenseStack(each.weight[:3].contiguous()) for each in stacks]
+    local = ids.clamp(max=3)
+    assert (local == 3).any()
+    near(
+        *(each(x, local, weights, *here, reference.silu_mul) for each in (triton_experts.expert_sum, expert_sum)), 1e-5
+    )
+
+
 @pytest.mark.parametrize("height", [16, 32])
 @pytest.mark.parametrize(("tokens", "chosen"), [(1, 2), (7, 5), (90, 3)])
 def test_each_pair_has_one_place_in_a_tile_of_its_expert(tokens, chosen, height):

@@ -109,6 +109,8 @@ def load_model(
             if load_format == "auto":
                 source = GgufSource(file, config, family)
                 stored = Stored(source.tensors())
+        if config.sparse is None and parallel is not None and parallel.ep.size > 1:
+            raise ConfigError(f"--expert-parallel: {path} has no experts")
         config = _limited(config, context_length)
         linear = LinearMethods(quantization, dtype, ops, stored, widen=stored_weights == "widen")
         model = DecoderModel(config, family.layer, LayerContext(dtype, ops, linear, parallel or Parallel()))

@@ -15,6 +15,7 @@ from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
 from sapwood_worker.model.distributed.group import Group
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.distributed.torch_group import grid, join_groups
+from sapwood_worker.model.loader import LoadedModel
 from sapwood_worker.model.weight_slot import Span
 
 TOKENS = [3 + i * 7 % 90 for i in range(23)]
@@ -54,6 +55,40 @@ def test_logits_of_ranks_are_those_of_one(tiny_model, name, size):
     assert_near(parts[0], whole)
     # Two a layer, one for the embedding, one for the logits.
     assert calls == [2 * load(path).config.num_layers + 2] * size
+
+
+@pytest.mark.parametrize(("name", "size"), [("qwen2-moe", 2), ("qwen3-moe", 4), ("gpt-oss", 2)])
+def test_ranks_with_whole_experts_give_the_logits_of_one(tiny_model, name, size):
+    path = tiny_model(name, **SHAPE).path
+    whole = load(path)
+    expected = logits_of(whole, TOKENS)
+
+    def work(group: ThreadGroup) -> tuple[torch.Tensor, int, int]:
+        parallel = Parallel(tp=group, ep=group)
+        loaded = load(path, parallel)
+        result = logits_of(loaded, TOKENS, parallel)
+        return result, group.calls, numbers_of_experts(loaded)
+
+    parts = run_ranks(size, work)
+    for logits, calls, numbers in parts:
+        assert torch.equal(logits, parts[0][0])
+        assert_near(logits, expected)
+        assert calls == 2 * whole.config.num_layers + 2
+        assert numbers * size == numbers_of_experts(whole)
+
+
+def numbers_of_experts(loaded: LoadedModel) -> int:
+    return sum(slot.target.numel() for name, slot in loaded.model.weights().items() if ".experts." in name)
+
+
+def test_experts_that_cannot_be_handed_out_equally_are_refused(tiny_model):
+    path = tiny_model("mixtral", **SHAPE).path
+    rank = ThreadGroup(0, [torch.empty(0)] * 2, threading.Barrier(2))
+    with pytest.raises(ConfigError, match="--expert-parallel: 5 experts cannot be handed out to 2 ranks"):
+        load(path, Parallel(tp=rank, ep=rank))
+    dense = tiny_model("llama", **SHAPE).path
+    with pytest.raises(ConfigError, match=f"--expert-parallel: {dense} has no experts"):
+        load(dense, Parallel(tp=rank, ep=rank))
 
 
 def test_ranks_quantise_what_they_have(tiny_model):

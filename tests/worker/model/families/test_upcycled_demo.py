@@ -10,6 +10,9 @@ from safetensors import safe_open
 
 from sapwood_common.models.model_files import demo_path
 from sapwood_testing.models.upcycled import upcycle
+from sapwood_testing.worker.split_models import load, logits_of
+from sapwood_testing.worker.thread_ranks import run_ranks
+from sapwood_worker.model.distributed.parallel import Parallel
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -18,7 +21,7 @@ PROMPTS = [
     [2, 1030, 563, 5628, 528, 506, 6029, 529, 506, 2891, 532, 563],
     [2, *range(1000, 1150)],
 ]
-EXPERTS, COUNT = 3, 16
+EXPERTS, COUNT = 4, 16
 TOLERANCE = 2e-5
 
 
@@ -49,6 +52,16 @@ def test_equal_experts_give_the_dense_models_text(sparse_family, demo_oracle, ma
         with torch.inference_mode():
             logits = demo_oracle(torch.tensor([prompt + answers[slot][:-1]]), logits_to_keep=COUNT).logits[0]
         assert_likeliest(logits, answers[slot])
+    # The same from ranks that have some of the experts each.
+    text = PROMPTS[0] + answers[0]
+    del runner
+    for size in (2, 4):
+        for part in run_ranks(size, lambda group: logits_of_rank(path, text[:-1], Parallel(tp=group, ep=group))):
+            assert_likeliest(part[-COUNT:], answers[0])
+
+
+def logits_of_rank(path, tokens, parallel):
+    return logits_of(load(path, parallel), tokens, parallel)
 
 
 def transformers_own(path, demo_oracle):

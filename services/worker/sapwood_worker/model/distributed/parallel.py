@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from sapwood_common.errors import ConfigError
 from sapwood_worker.model.distributed.group import Group
-from sapwood_worker.model.weight_slot import Span
+from sapwood_worker.model.weight_slot import Span, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Parallel:
         tp: Tensor parallel: heads, MLP and vocabulary of each layer are split.
         pp: Pipeline parallel: layers are split.
         dp: Data parallel: requests are split.
-        ep: Expert parallel: experts are split.
+        ep: Expert parallel: each rank has some of the experts, whole; of one rank: all have a part of each by ``tp``.
     """
 
     tp: Group = field(default_factory=Group)
@@ -45,6 +45,29 @@ class Parallel:
         else:
             raise ConfigError(f"{what}: {count} cannot be split over {ranks} ranks")
         return Span(self.tp.rank * count // ranks * width, each * width, count * width)
+
+    def own_experts(self, count: int) -> Span:
+        """Which of so many experts this rank has, by expert parallelism.
+
+        Raises:
+            ConfigError: Ranks would have more or fewer than others.
+        """
+        ranks = self.ep.size
+        if count % ranks:
+            raise ConfigError(f"--expert-parallel: {count} experts cannot be handed out to {ranks} ranks")
+        return Span(self.ep.rank * count // ranks, count // ranks, count)
+
+    def shard_expert(self, what: str, width: int) -> Span:
+        """This rank's part of an expert's width: all of it where ranks have whole experts.
+
+        Args:
+            what: Its name in error messages.
+            width: The width.
+
+        Raises:
+            ConfigError: It cannot be split over so many ranks.
+        """
+        return whole(width) if self.ep.size > 1 else self.shard(what, width)
 
     def shard_rows(self, count: int) -> Span:
         """This rank's part of ``count`` rows: the same number for each rank but for the last ones, which may have fewer."""

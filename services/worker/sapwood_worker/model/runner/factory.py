@@ -30,7 +30,7 @@ ON_CPU = (Needs(("memory_fraction", "overlap", *_GRAPHS), lambda config: False, 
 OF_ENCODERS = (
     Needs(
         (
-            *("tensor_parallel", "quantization", "stored_weights"),
+            *("tensor_parallel", "expert_parallel", "quantization", "stored_weights"),
             *("kv_cache_dtype", "kv_cache_gb", "num_pages", "page_size", "memory_fraction", "overlap"),
             *("prefix_cache", "eviction", "kv_events_port", "kv_events_replay_port", "kv_events_topic"),
             *("host_cache_gb", "host_cache_ratio", "host_write_policy", "storage", "storage_prefetch", "storage_share"),
@@ -93,7 +93,7 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         device = f"cuda:{place.rank}"
         torch.cuda.set_device(place.rank)
     if place.rank:  # rank 0 comes when the model is on this machine
-        parallel = _meet(place, device)
+        parallel = _meet(config, place, device)
     path = resolve_model(config.model, config.revision, weights=config.load_format != "dummy", progress=logged(logger))
     encodes = is_bert(path)
     if encodes:
@@ -114,7 +114,7 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
         for warning in warnings:
             logger.warning(warning)
     if place.rank == 0:
-        parallel = _meet(place, device)
+        parallel = _meet(config, place, device)
     options = RunnerOptions(
         parallel=parallel,
         model_path=path,
@@ -142,13 +142,14 @@ def make_runner(config: WorkerConfig, place: Place = ALONE) -> ModelRunner | Enc
     return EncoderRunner(options) if encodes else build_runner(options)
 
 
-def _meet(place: Place, device: str) -> Parallel:
+def _meet(config: WorkerConfig, place: Place, device: str) -> Parallel:
     """The groups, once all ranks have come."""
     if place.size == 1:
         return Parallel()
     return join_groups(
         place.rank,
         tensor=place.size,
+        expert=place.size if config.expert_parallel else 1,
         rendezvous=place.rendezvous,
         backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
         timeout=_EXCHANGE_SECONDS if place.rank else _MEETING_SECONDS,

@@ -8,11 +8,11 @@ from sapwood_kernels.ops.device import ExpertSum, Gate
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
 from sapwood_worker.model.layers.sparse.matrices import expert_matrices
-from sapwood_worker.model.weight_slot import WeightSlots, whole
+from sapwood_worker.model.weight_slot import Span, WeightSlots, whole
 
 
 class Experts(Layer):
-    """The weighted sum of each token's experts, gated MLPs without biases; their width is split over the ranks.
+    """The weighted sum of each token's experts, gated MLPs without biases. Ranks have a part of each, or some of them whole.
 
     The matrices of all experts are two tensors, and each tensor of the checkpoint is read into its place there.
 
@@ -40,11 +40,12 @@ class Experts(Layer):
     ) -> None:
         super().__init__()
         self._context, self._activation = context, activation
-        inner = context.parallel.shard("moe_intermediate_size", intermediate_size)
+        inner = context.parallel.shard_expert("moe_intermediate_size", intermediate_size)
+        self._own = context.parallel.own_experts(count)
         outer = whole(hidden_size)
         gate, up, down = projections
-        self._gate_up = expert_matrices((gate, up), count, inner, outer, context)
-        self._down = expert_matrices((down,), count, outer, inner, context)
+        self._gate_up = expert_matrices((gate, up), self._own, inner, outer, context)
+        self._down = expert_matrices((down,), self._own, outer, inner, context)
         self._sum: ExpertSum
 
     def slots(self) -> WeightSlots:
@@ -55,4 +56,12 @@ class Experts(Layer):
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], this rank's part of the sum."""
-        return self._sum(x, ids, weights)
+        return self._sum(x, own_ids(ids, self._own), weights)
+
+
+def own_ids(ids: Tensor, own: Span) -> Tensor:
+    """Experts by their number on this rank; those of other ranks by the number of its experts, which names none."""
+    if own.size == own.total:
+        return ids
+    ids = ids - own.start
+    return ids.masked_fill_((ids < 0) | (ids >= own.size), own.size)

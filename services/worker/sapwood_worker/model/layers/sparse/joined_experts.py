@@ -14,6 +14,7 @@ from sapwood_kernels.ops.device import ExpertSum
 from sapwood_kernels.quantised.grouped import GroupedWeight
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.layers.layer import Layer
+from sapwood_worker.model.layers.sparse.experts import own_ids
 from sapwood_worker.model.layers.sparse.matrices import stack_of
 from sapwood_worker.model.quantization.fp4 import E2M1, powers_of_two
 from sapwood_worker.model.weight_slot import Span, WeightSlot, WeightSlots, whole
@@ -27,20 +28,19 @@ class _Stack(ABC):
 
     Args:
         name: In checkpoints.
-        count: How many experts there are.
+        own: Which experts are here.
         rows: Which of the N are computed here.
         columns: Which of the K are multiplied here.
         context: Where and how it is built.
     """
 
-    def __init__(self, name: str, count: int, rows: Span, columns: Span, context: LayerContext) -> None:
-        self._name, self._rows, self._columns, self._context = name, rows, columns, context
-        self._all = whole(count)
-        self._bias = torch.empty(count, rows.size, dtype=context.dtype, device=context.device)
+    def __init__(self, name: str, own: Span, rows: Span, columns: Span, context: LayerContext) -> None:
+        self._name, self._own, self._rows, self._columns, self._context = name, own, rows, columns, context
+        self._bias = torch.empty(own.size, rows.size, dtype=context.dtype, device=context.device)
 
     def slots(self) -> WeightSlots:
         """The tensors that a checkpoint fills."""
-        return {f"{self._name}_bias": WeightSlot(self._bias, spans=(self._all, self._rows))}
+        return {f"{self._name}_bias": WeightSlot(self._bias, spans=(self._own, self._rows))}
 
     def stack(self) -> ExpertStack:
         """The matrices, once the slots are filled. Of ranks that each have some of the inputs, the first adds the bias."""
@@ -54,12 +54,12 @@ class _Stack(ABC):
 class _WideStack(_Stack):
     """In the model's dtype; checkpoints hold each matrix as [K, N]."""
 
-    def __init__(self, name: str, count: int, rows: Span, columns: Span, context: LayerContext) -> None:
-        super().__init__(name, count, rows, columns, context)
-        self._weight = torch.empty(count, rows.size, columns.size, dtype=context.dtype, device=context.device)
+    def __init__(self, name: str, own: Span, rows: Span, columns: Span, context: LayerContext) -> None:
+        super().__init__(name, own, rows, columns, context)
+        self._weight = torch.empty(own.size, rows.size, columns.size, dtype=context.dtype, device=context.device)
 
     def slots(self) -> WeightSlots:
-        spans = self._all, self._columns, self._rows
+        spans = self._own, self._columns, self._rows
         return {self._name: WeightSlot(self._weight.transpose(1, 2), spans=spans), **super().slots()}
 
     def _stack(self, bias: Tensor | None) -> ExpertStack:
@@ -69,19 +69,19 @@ class _WideStack(_Stack):
 class _Mxfp4Stack(_Stack):
     """In 4-bit floats with an exponent for each 32 of a row, as stored."""
 
-    def __init__(self, name: str, count: int, rows: Span, columns: Span, context: LayerContext) -> None:
-        super().__init__(name, count, rows, columns, context)
+    def __init__(self, name: str, own: Span, rows: Span, columns: Span, context: LayerContext) -> None:
+        super().__init__(name, own, rows, columns, context)
         if any(size % _GROUP for size in (columns.start, columns.size)):
             raise ConfigError(
                 f"{name}: columns {columns.start} to {columns.start + columns.size} are no whole blocks of 32"
             )
         self._groups = Span(*(size // _GROUP for size in (columns.start, columns.size, columns.total)))
-        shape = count, rows.size, self._groups.size
+        shape = own.size, rows.size, self._groups.size
         self._blocks = torch.empty(*shape, _GROUP // 2, dtype=torch.uint8, device=context.device)
         self._scales = torch.empty(shape, dtype=torch.uint8, device=context.device)
 
     def slots(self) -> WeightSlots:
-        spans = self._all, self._rows, self._groups
+        spans = self._own, self._rows, self._groups
         return {
             f"{self._name}_blocks": WeightSlot(self._blocks, spans=(*spans, whole(_GROUP // 2))),
             f"{self._name}_scales": WeightSlot(self._scales, spans=spans),
@@ -98,7 +98,8 @@ class _Mxfp4Stack(_Stack):
 
 
 class JoinedExperts(Layer):
-    """The weighted sum of each token's experts, MLPs with biases whose gates and ups take turns; split over the ranks in width.
+    """The weighted sum of each token's experts, MLPs with biases whose gates and ups take turns. Ranks have a part of each, or
+    some of them whole.
 
     Args:
         hidden_size: Width in and out.
@@ -116,15 +117,16 @@ class JoinedExperts(Layer):
     ) -> None:
         super().__init__()
         self._context, self._activation = context, activation
-        inner, outer = context.parallel.shard("intermediate_size", intermediate_size), whole(hidden_size)
+        inner, outer = context.parallel.shard_expert("intermediate_size", intermediate_size), whole(hidden_size)
+        self._own = context.parallel.own_experts(count)
         both = Span(2 * inner.start, 2 * inner.size, 2 * inner.total)
         names = f"{context.prefix}.gate_up_proj", f"{context.prefix}.down_proj"
         stored = context.linear.keeps("fp4", f"{names[0]}_blocks")
         if not stored:
             context.linear.check_experts(names)
         kind = _Mxfp4Stack if stored else _WideStack
-        self._gate_up = kind(names[0], count, both, outer, context)
-        self._down = kind(names[1], count, outer, inner, context)
+        self._gate_up = kind(names[0], self._own, both, outer, context)
+        self._down = kind(names[1], self._own, outer, inner, context)
         self._sum: ExpertSum
 
     def slots(self) -> WeightSlots:
@@ -135,4 +137,4 @@ class JoinedExperts(Layer):
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """[T, hidden_size] and what the router chose, [T, k] each -> [T, hidden_size], this rank's part of the sum."""
-        return self._sum(x, ids, weights)
+        return self._sum(x, own_ids(ids, self._own), weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,15 +23,15 @@ class ExpertMatrices(ABC):
 
     Args:
         parts: What the checkpoint calls them.
-        count: How many experts there are.
+        own: Which experts are here.
         rows: Which outputs of each projection are computed here.
         columns: Which inputs are multiplied here.
         context: Where and how they are built; its prefix is that of the experts.
     """
 
-    def __init__(self, parts: Sequence[str], count: int, rows: Span, columns: Span, context: LayerContext) -> None:
-        self._parts, self._rows, self._columns, self._context = parts, rows, columns, context
-        shape = count, len(parts), rows.size, columns.size
+    def __init__(self, parts: Sequence[str], own: Span, rows: Span, columns: Span, context: LayerContext) -> None:
+        self._parts, self._own, self._rows, self._columns, self._context = parts, own, rows, columns, context
+        shape = own.size, len(parts), rows.size, columns.size
         self._weight = torch.empty(shape, dtype=self._dtype, device=context.device)
 
     @property
@@ -46,12 +47,18 @@ class ExpertMatrices(ABC):
         """The matrices, once the slots are filled."""
 
     def _each(self, kind: str, tensor: Tensor, rows: Span, columns: Span) -> WeightSlots:
-        """A slot of a kind for each projection of each expert."""
-        return {
-            f"{self._context.prefix}.{index}.{part}.{kind}": WeightSlot(target, spans=(rows, columns))
-            for index, expert in enumerate(tensor)
-            for part, target in zip(self._parts, expert, strict=True)
-        }
+        """A slot of a kind for each projection of each expert; of those of other ranks nothing is read."""
+        nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        others = WeightSlot(nothing, spans=(replace(rows, size=0), replace(columns, size=0)), filled=True)
+        slots = {}
+        for expert in range(self._own.total):
+            here = expert - self._own.start
+            for place, part in enumerate(self._parts):
+                slot = others
+                if 0 <= here < self._own.size:
+                    slot = WeightSlot(tensor[here, place], spans=(rows, columns))
+                slots[f"{self._context.prefix}.{expert}.{part}.{kind}"] = slot
+        return slots
 
 
 class WideMatrices(ExpertMatrices):
@@ -64,10 +71,10 @@ class WideMatrices(ExpertMatrices):
 class Float8Matrices(ExpertMatrices):
     """In float8 with a scale for each block of 128 x 128; activations stay as they are."""
 
-    def __init__(self, parts: Sequence[str], count: int, rows: Span, columns: Span, context: LayerContext) -> None:
-        super().__init__(parts, count, rows, columns, context)
+    def __init__(self, parts: Sequence[str], own: Span, rows: Span, columns: Span, context: LayerContext) -> None:
+        super().__init__(parts, own, rows, columns, context)
         self._blocks = _in_blocks(rows), _in_blocks(columns)
-        shape = count, len(parts), *(span.size for span in self._blocks)
+        shape = own.size, len(parts), *(span.size for span in self._blocks)
         self._scales = torch.empty(shape, dtype=torch.float32, device=context.device)
 
     @property
@@ -88,19 +95,19 @@ class Float8Matrices(ExpertMatrices):
 
 
 def expert_matrices(
-    parts: Sequence[str], count: int, rows: Span, columns: Span, context: LayerContext
+    parts: Sequence[str], own: Span, rows: Span, columns: Span, context: LayerContext
 ) -> ExpertMatrices:
     """The matrices in the format that the checkpoint stores those of the first expert in.
 
     Raises:
         ConfigError: It cannot be read, or experts are to be quantised.
     """
-    names = [f"{context.prefix}.{index}.{part}" for index in range(count) for part in parts]
+    names = [f"{context.prefix}.{index}.{part}" for index in range(own.total) for part in parts]
     whole_blocks = rows.start % _BLOCK == columns.start % _BLOCK == 0
     context.linear.check_experts(names)
     if whole_blocks and all(context.linear.keeps_float8(name, _BLOCK) for name in names[: len(parts)]):
-        return Float8Matrices(parts, count, rows, columns, context)
-    return WideMatrices(parts, count, rows, columns, context)
+        return Float8Matrices(parts, own, rows, columns, context)
+    return WideMatrices(parts, own, rows, columns, context)
 
 
 def stack_of(weights: Sequence[GroupedWeight], context: LayerContext, bias: Tensor | None = None) -> ExpertStack:

@@ -10,6 +10,9 @@ _LONGROPE: dict[str, Any] = {
 }  # fmt: skip
 _WHOLE_HEADS: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
 """For families that do not say how wide a head is: the width of the model over the number of heads, 16."""
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6, "kv_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 16, "q_lora_rank": 20,
+}  # fmt: skip
 
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("ArceeConfig", {"mlp_bias": True}),
@@ -35,6 +38,12 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
             "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.0,
             "attention_bias": True, "tie_word_embeddings": True,
         },
+    ),
+    "minicpm3": (
+        "MiniCPM3Config",
+        {**_LATENT, "scale_emb": 3, "scale_depth": 0.9, "dim_model_base": 16, "rope_parameters": {
+            **_LONGROPE, "original_max_position_embeddings": 32,
+        }},
     ),
     "ministral": (
         "MinistralConfig",
@@ -80,5 +89,6 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLmConfig", {**_WHOLE_HEADS, "use_qkv_bias": True}),
     "starcoder2": ("Starcoder2Config", {**_WHOLE_HEADS, "sliding_window": 19}),
     "starcoder2-without-bias": ("Starcoder2Config", {**_WHOLE_HEADS, "use_bias": False, "tie_word_embeddings": False}),
+    "youtu": ("YoutuConfig", {**_LATENT, "v_head_dim": 10}),
 }  # fmt: skip
 """Name -> the class of transformers' configuration, and what differs from what all tiny models have."""

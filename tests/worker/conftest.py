@@ -141,6 +141,10 @@ TINY |= {
         {**_LATENT, "topk_method": "group_limited_greedy", "rope_parameters": {**_YARN, "mscale": 1.2}},
     ),
     "deepseek-v3": ("DeepseekV3Config", _LATENT),
+    "glm4-moe-lite": (
+        "Glm4MoeLiteConfig",
+        {**_LATENT, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "n_shared_experts": 1},
+    ),
     "glm4-moe": (
         "Glm4MoeConfig",
         {

@@ -31,6 +31,7 @@ NAMES = [
     "gemma3-one-kv-head",
     "deepseek-v2",
     "deepseek-v3",
+    "glm4-moe-lite",
     "mixtral",
     "qwen2-moe",
     "qwen3-moe",

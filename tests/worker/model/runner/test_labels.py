@@ -67,7 +67,9 @@ def save_classifier(config: Any, path: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", ["LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "Gemma3TextConfig"])
+@pytest.mark.parametrize(
+    "name", ["LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "Gemma3TextConfig", "DeepseekV3Config"]
+)
 @pytest.mark.parametrize("step_tokens", [7, 512])
 def test_a_decoders_logits_equal_transformers(tmp_path: Path, name: str, step_tokens: int) -> None:
     import transformers
@@ -76,6 +78,20 @@ def test_a_decoders_logits_equal_transformers(tmp_path: Path, name: str, step_to
         "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "pad_token_id": 0, "sliding_window": 16,
     }  # fmt: skip
+    if name == "DeepseekV3Config":
+        shape |= {
+            "num_key_value_heads": 6,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 16,
+        }
+        shape |= {
+            "kv_lora_rank": 24,
+            "q_lora_rank": 20,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 10,
+        }
     oracle = save_classifier(getattr(transformers, name)(**shape), tmp_path)
     config = WorkerConfig(model=str(tmp_path), device="cpu", num_pages=64, page_size=16, max_running=4, threads=1)
     runner = make_runner_of(config)

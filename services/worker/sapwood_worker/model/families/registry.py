@@ -10,6 +10,7 @@ from sapwood_worker.model.families.dense.gemma import GEMMA, GEMMA2
 from sapwood_worker.model.families.dense.gemma3 import GEMMA3
 from sapwood_worker.model.families.dense.glm import GLM, GLM4
 from sapwood_worker.model.families.dense.granite import GRANITE
+from sapwood_worker.model.families.dense.latent import MINICPM3, YOUTU
 from sapwood_worker.model.families.dense.mistral import MISTRAL
 from sapwood_worker.model.families.dense.olmo import OLMO2, OLMO3
 from sapwood_worker.model.families.dense.phi3 import PHI3
@@ -21,7 +22,7 @@ from sapwood_worker.model.families.dense.starcoder2 import STARCODER2
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.llama import LLAMA
 from sapwood_worker.model.families.sparse.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from sapwood_worker.model.families.sparse.glm4_moe import GLM4_MOE
+from sapwood_worker.model.families.sparse.glm4_moe import GLM4_MOE, GLM4_MOE_LITE
 from sapwood_worker.model.families.sparse.gpt_oss import GPT_OSS
 from sapwood_worker.model.families.sparse.mixtral import MIXTRAL
 from sapwood_worker.model.families.sparse.qwen_moe import QWEN2_MOE, QWEN3_MOE
@@ -29,10 +30,10 @@ from sapwood_worker.model.families.sparse.qwen_moe import QWEN2_MOE, QWEN3_MOE
 GROUP = "sapwood.model_families"
 
 _DENSE = (
-    *(ARCEE, COHERE, COHERE2, ERNIE4_5, EXAONE4, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GRANITE, LLAMA, MISTRAL),
-    *(NEMOTRON, OLMO2, OLMO3, PHI3, QWEN2, QWEN3, SMOLLM3, STABLELM, STARCODER2),
+    *(ARCEE, COHERE, COHERE2, ERNIE4_5, EXAONE4, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, GRANITE, LLAMA, MINICPM3, MISTRAL),
+    *(NEMOTRON, OLMO2, OLMO3, PHI3, QWEN2, QWEN3, SMOLLM3, STABLELM, STARCODER2, YOUTU),
 )
-_SPARSE = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
+_SPARSE = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
 _FAMILIES = {family.name: family for family in (*_DENSE, *_SPARSE)}
 
 

@@ -1,4 +1,7 @@
-"""GLM 4.5 and later, with experts: heads turned in half, first layers without experts, corrected sigmoids, a shared expert."""
+"""GLM 4.5 and later, with experts: heads turned in half, first layers without experts, corrected sigmoids, a shared expert.
+
+GLM 4.7 Flash has the same experts and DeepSeek's latent attention.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,27 @@ from sapwood_kernels.experts.routing import Routing
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
 from sapwood_worker.model.families.hf_values import HfValues
+from sapwood_worker.model.families.latent_values import LATENT_DEFAULTS, read_latent
 from sapwood_worker.model.families.llama import LlamaDecoderLayer
 from sapwood_worker.model.layers.sparse.sparse_mlp import SharedExpert, SparseConfig
 
 
 def _from_hf(found: HfValues) -> ModelConfig:
+    values = found.values
+    return replace(
+        found.llama(),
+        qk_norm=bool(values["use_qk_norm"]),
+        output_bias=False,
+        draft_layers=int(values.get("num_nextn_predict_layers", 0)),
+        sparse=_sparse(found),
+    )
+
+
+def _lite(found: HfValues) -> ModelConfig:
+    return replace(read_latent(found), sparse=_sparse(found))
+
+
+def _sparse(found: HfValues) -> SparseConfig:
     values = found.values
     width = int(values["moe_intermediate_size"])
     routing = Routing(
@@ -25,18 +44,15 @@ def _from_hf(found: HfValues) -> ModelConfig:
         chosen_groups=int(values["topk_group"]),
         group_score="two_best",
     )
-    return replace(
-        found.llama(),
-        qk_norm=bool(values["use_qk_norm"]),
-        output_bias=False,
-        draft_layers=int(values.get("num_nextn_predict_layers", 0)),
-        sparse=SparseConfig(
-            routing,
-            width,
-            dense_layers=frozenset(range(int(values["first_k_dense_replace"]))),
-            shared=SharedExpert("shared_experts", width * int(values["n_shared_experts"])),
-            correction=True,
-        ),
+    first = int(values["first_k_dense_replace"])
+    usual = ["dense" if index < first else "sparse" for index in range(found.layers)]
+    kinds = values.get("mlp_layer_types") or usual
+    return SparseConfig(
+        routing,
+        width,
+        dense_layers=frozenset(index for index, kind in enumerate(kinds) if kind == "dense"),
+        shared=SharedExpert("shared_experts", width * int(values["n_shared_experts"])),
+        correction=True,
     )
 
 
@@ -51,5 +67,18 @@ GLM4_MOE = ModelFamily(
         "first_k_dense_replace": 1, "use_qk_norm": False,
     },
     from_hf=_from_hf,
+    from_gguf=None,
+)  # fmt: skip
+GLM4_MOE_LITE = ModelFamily(
+    name="glm4_moe_lite",
+    architectures=("Glm4MoeLiteForCausalLM",),
+    layer=LlamaDecoderLayer,
+    defaults={
+        **LATENT_DEFAULTS,
+        "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5, "n_routed_experts": 64,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "norm_topk_prob": True, "routed_scaling_factor": 1.8,
+        "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    },
+    from_hf=_lite,
     from_gguf=None,
 )  # fmt: skip

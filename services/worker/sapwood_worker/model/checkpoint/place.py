@@ -13,6 +13,12 @@ from sapwood_worker.model.weight_slot import Span
 BLOCK = 128
 """Rows, and columns, of a weight that share a scale where scales are for blocks."""
 
+# What follows a layer's name: of GPTQ and AWQ, compressed-tensors, and float8.
+_BY_COLUMNS = ("qweight", "qzeros", "scales")
+_PACKED = ("qweight", "qzeros", "weight_zero_point")
+_SCALES = ("weight_scale", "weight_scale_inv")
+_SHARED = ("g_idx", "weight_g_idx", "weight_shape")
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -21,29 +27,44 @@ class Place:
     Attributes:
         path: The file.
         stored: The tensor's name there.
-        rows: Which of the rows of a projection's weight; None: it is a tensor of its own.
+        rows: Which outputs of the projections that it holds; None: it is a tensor of its own.
     """
 
     path: Path
     stored: str
     rows: Span | None = None
 
-    def span(self, shape: Sequence[int]) -> Span | None:
-        """The rows of the stored tensor, be it a weight, a bias or scales of rows or blocks; None: all of it.
+    def part(self, shape: Sequence[int]) -> tuple[int, Span] | None:
+        """The dimension along which the stored tensor is cut and what is ours of it; None: all of it.
+
+        Weights, biases, scales and zeros of rows, of blocks and of groups are cut as the format has them: some have outputs as
+        columns, some several of them in a word.
 
         Raises:
-            ConfigError: It has another number of rows than the projections that it should hold.
+            ConfigError: It has another number of outputs than the projections that it should hold.
         """
-        rows = self.rows
-        if rows is None or not shape or shape[0] == 1:
+        rows, kind = self.rows, self.stored.rpartition(".")[2]
+        if rows is None or kind in _SHARED or not shape or shape[0] == 1:
             return None
-        if shape[0] == rows.total:
-            return rows
-        if shape[0] == -(-rows.total // BLOCK) and rows.start % BLOCK == rows.size % BLOCK == 0:
-            return Span(rows.start // BLOCK, rows.size // BLOCK, shape[0])
+        dim = 1 if kind in _BY_COLUMNS else 0
+        count = shape[dim] if len(shape) > dim else 0
+        if count == rows.total:
+            return dim, rows
+        each = _outputs_each(kind, count, rows.total)
+        if each and rows.start % each == 0 and (rows.size % each == 0 or rows.start + rows.size == rows.total):
+            return dim, Span(rows.start // each, -(-rows.size // each), count)
         raise ConfigError(
-            f"{self.path}: tensor {self.stored} has shape {list(shape)}, the configuration asks for {rows.total} rows"
+            f"{self.path}: tensor {self.stored} has shape {list(shape)}, "
+            f"of which no parts are those of {rows.total} rows that the configuration asks for"
         )
+
+
+def _outputs_each(kind: str, count: int, total: int) -> int:
+    """How many outputs an entry stands for; 0: they do not fit."""
+    if kind in _PACKED:
+        each = total // max(count, 1)
+        return each if each in (4, 8) and each * count == total else 0
+    return BLOCK if kind in _SCALES and count == -(-total // BLOCK) else 0
 
 
 def places(name: str, path: Path, stored: str, fused: FusedRows) -> Iterator[tuple[str, Place]]:

@@ -89,8 +89,10 @@ class SafetensorsSource:
         for name, place in self._found.items():
             found = self._files[place.path].get_slice(place.stored)
             shape = tuple(found.get_shape())
-            span = place.span(shape)
-            shape = shape if span is None else (span.size, *shape[1:])
+            part = place.part(shape)
+            if part is not None:
+                dim, span = part
+                shape = (*shape[:dim], span.size, *shape[dim + 1 :])
             result[name] = StoredTensor(shape, found.get_dtype(), scales=name in self._scales.values())
         return result
 
@@ -137,11 +139,14 @@ class SafetensorsSource:
         """A part of a tensor, or all that is ours of a stored one."""
         place = self._found[name]
         stored = self._files[place.path].get_slice(place.stored)
-        span = place.span(stored.get_shape())
-        if span is not None:
-            first, *rest = index or (slice(0, span.size),)
-            index = (slice(span.start + first.start, span.start + first.stop), *rest)
-        tensor: Tensor = stored[index or (slice(None),)]
+        shape = stored.get_shape()
+        part = place.part(shape)
+        if part is not None:
+            dim, span = part
+            index = index or tuple(slice(0, span.size if at == dim else size) for at, size in enumerate(shape))
+            ours = slice(span.start + index[dim].start, span.start + index[dim].stop)
+            index = (*index[:dim], ours, *index[dim + 1 :])
+        tensor: Tensor = self._files[place.path].get_tensor(place.stored) if index is None else stored[index]
         return tensor
 
 

@@ -247,6 +247,25 @@ class Client(_Calls):
         with _told_as_ours():
             return to_workers(self._stub.ListWorkers(router_pb2.ListWorkersRequest(), **self._settings()))
 
+    def open_session(self, ttl_seconds: float | None = None, *, fork_of: str = "") -> str:
+        """Opens a session, which ``generate(..., session=id)`` goes on with; returns its id.
+
+        Args:
+            ttl_seconds: Seconds that it lives unused; None: 300.
+            fork_of: The id of another session, with all that it holds; empty: it begins with nothing.
+
+        Raises:
+            SapwoodError: The router did not open it.
+        """
+        request = router_pb2.OpenSessionRequest(ttl_seconds=ttl_seconds, fork_of=fork_of)
+        with _told_as_ours():
+            return self._stub.OpenSession(request, **self._settings()).session.id
+
+    def close_session(self, session_id: str) -> None:
+        """Closes a session. Raises SapwoodError, a NotFoundError if there is none."""
+        with _told_as_ours():
+            self._stub.CloseSession(router_pb2.CloseSessionRequest(id=session_id), **self._settings())
+
     def close(self) -> None:
         """Closes the connection; running generations end with :class:`CancelledError`."""
         self._channel.close()
@@ -360,6 +379,17 @@ class AsyncClient(_Calls):
         """The workers and their load. Raises SapwoodError."""
         with _told_as_ours():
             return to_workers(await self._stub.ListWorkers(router_pb2.ListWorkersRequest(), **self._settings()))
+
+    async def open_session(self, ttl_seconds: float | None = None, *, fork_of: str = "") -> str:
+        """As :meth:`Client.open_session`."""
+        request = router_pb2.OpenSessionRequest(ttl_seconds=ttl_seconds, fork_of=fork_of)
+        with _told_as_ours():
+            return (await self._stub.OpenSession(request, **self._settings())).session.id
+
+    async def close_session(self, session_id: str) -> None:
+        """As :meth:`Client.close_session`."""
+        with _told_as_ours():
+            await self._stub.CloseSession(router_pb2.CloseSessionRequest(id=session_id), **self._settings())
 
     async def close(self) -> None:
         """Closes the connection; running generations end with :class:`CancelledError`."""

@@ -47,6 +47,7 @@ class Options(TypedDict, total=False):
         bad_words_ids: The same as sequences of token ids.
         speculate: False: the worker drafts no tokens for it; they are the same in any case.
         logit_processors: Logit processors that are installed at the worker, in order: {"name": ..., "parameters": {...}} each.
+        session: The id of a session that the text or tokens go on with; see ``Client.open_session``.
         tools: The tools on offer, in the form of OpenAI's API. With messages only.
         tool_choice: "auto" (the default), "none", or "required": calls and nothing else.
         tool_choice_function: The one tool that is called, once.
@@ -91,6 +92,7 @@ class Options(TypedDict, total=False):
     bad_words_ids: Sequence[Sequence[int]]
     speculate: bool
     logit_processors: Sequence[Mapping[str, Any]]
+    session: str
     tools: Iterable[Mapping[str, Any]]
     tool_choice: Literal["auto", "none", "required"]
     tool_choice_function: str

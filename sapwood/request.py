@@ -54,6 +54,7 @@ def build_request(
         continue_final_message=options.get("continue_final_message", False),
         truncate_prompt_tokens=options.get("truncate_prompt_tokens"),
         truncate_right=options.get("truncate_right", False),
+        session=options.get("session", ""),
         suffix=options.get("suffix", ""),
         whole=options.get("whole", False),
         template_variables="" if variables is None else json.dumps(dict(variables), ensure_ascii=False),

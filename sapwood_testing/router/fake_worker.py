@@ -67,6 +67,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.script = Script()
         self.calls: list[SeenCall] = []
         self.embed_calls: list[SeenEmbedding] = []
+        self.pins: dict[str, list[int]] = {}
+        """The token ids of each pin."""
         self.embedding_size = 3
         self.embedded_tokens = 0
         self.shortened: list[int] = []
@@ -295,3 +297,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         freed = len(self._seen_pages)
         self._seen_pages.clear()
         return worker_pb2.FlushCacheResponse(freed_pages=freed)
+
+    async def PinPrefix(  # noqa: N802
+        self, request: worker_pb2.PinPrefixRequest, context: Context
+    ) -> worker_pb2.PinPrefixResponse:
+        """Takes note of it; all of it counts as cached."""
+        self.pins[request.name] = list(request.token_ids)
+        return worker_pb2.PinPrefixResponse(pinned_tokens=len(request.token_ids))
+
+    async def UnpinPrefix(  # noqa: N802
+        self, request: worker_pb2.UnpinPrefixRequest, context: Context
+    ) -> worker_pb2.UnpinPrefixResponse:
+        """Forgets it."""
+        return worker_pb2.UnpinPrefixResponse(found=self.pins.pop(request.name, None) is not None)

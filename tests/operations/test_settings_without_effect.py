@@ -42,6 +42,8 @@ REFUSED = [
     (ROUTER, "--shadow-policies cache_aware", "--shadow-policies", "--model-policies m=random"),
     (ROUTER, "--disaggregate never --decode-policy random", "--decode-policy", None),
     (ROUTER, "--queue-size 0 --queue-wait 9", "--queue-wait", None),
+    (ROUTER, "--max-sessions 0 --session-tokens 9", "--session-tokens", None),
+    (ROUTER, "--max-sessions 0 --session-ttl 9", "--session-ttl", None),
     (ROUTER, "--stored-responses 0 --stored-response-bytes 9", "--stored-response-bytes", None),
     (ROUTER, "--retry-attempts 1 --retry-budget 0.5", "--retry-budget", None),
     (WORKER, "--no-prefix-cache --host-cache-gb 1", "--host-cache-gb", None),

@@ -41,6 +41,7 @@ from sapwood_router.fleet.connection import WorkerConnection
 from sapwood_router.fleet.fleet import CONFIGURED, Fleet
 from sapwood_router.fleet.flush import CacheFlusher
 from sapwood_router.fleet.kv_event_monitor import KvEventMonitor
+from sapwood_router.fleet.pins import WorkerPins
 from sapwood_router.fleet.registry import Registry
 from sapwood_router.fleet.served_model import ServedModel
 from sapwood_router.fleet.silence_limit import SilenceLimit
@@ -50,6 +51,7 @@ from sapwood_router.fleet.worker import Worker
 from sapwood_router.flow.pipeline import Pipeline
 from sapwood_router.flow.resume import Failover
 from sapwood_router.flow.retry import RetryPolicy, RetrySettings
+from sapwood_router.flow.sessions import SessionLimits, SessionStore
 from sapwood_router.observe.joined_metrics import JoinedMetrics
 from sapwood_router.observe.metrics import RouterMetrics
 from sapwood_router.observe.observer import RequestObserver
@@ -130,6 +132,13 @@ class RouterApplication:
             asyncio.get_running_loop().time,
             random.Random(),
         )
+        sessions = self._sessions = SessionStore(
+            SessionLimits(config.max_sessions, config.session_tokens, config.session_ttl),
+            WorkerPins(self._worker_dialer),
+            router_metrics.session_grew,
+            asyncio.get_running_loop().time,
+        )
+        router_metrics.watch_sessions(lambda: len(sessions))
         pipeline = Pipeline(
             self._tokenizers,
             self.registry,
@@ -139,6 +148,7 @@ class RouterApplication:
             lambda: Failover(retry, config.most_resumptions),
             config.resume_grace,
             observer,
+            sessions,
             config.disaggregate,
         )
         calls = RpcTelemetry(self._metrics, self._tracing, roots=TRACED)
@@ -269,6 +279,7 @@ class RouterApplication:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._sessions.stop()
         if self._http_client is not None:
             await self._http_client.close()
         if self._metrics_server is not None:

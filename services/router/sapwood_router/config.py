@@ -60,6 +60,7 @@ class RouterConfig(ServiceConfig):
         Needs(("decode_policy",), lambda config: config.disaggregate != "never", "with {disaggregate} never"),
         Needs(("queue_wait",), lambda config: config.queue_size > 0, "where {queue_size} is 0"),
         Needs(("stored_response_bytes",), lambda config: config.stored_responses > 0, "where {stored_responses} is 0"),
+        Needs(("session_tokens", "session_ttl"), lambda config: config.max_sessions > 0, "where {max_sessions} is 0"),
         Needs(("retry_budget",), lambda config: config.retry_attempts > 1, "where {retry_attempts} is 1"),
     )
 
@@ -249,6 +250,11 @@ class RouterConfig(ServiceConfig):
     stored_response_bytes: int = Field(
         64 * 1024 * 1024, ge=1, description="Memory for those of all tenants together, in bytes."
     )
+    max_sessions: int = Field(64, ge=0, description="Sessions that a tenant may have open; 0: there are none.")
+    session_tokens: int = Field(
+        65536, ge=1, description="Tokens that a tenant's sessions may hold together; workers keep them cached."
+    )
+    session_ttl: float = Field(3600.0, gt=0, description="Longest time in seconds that a session may live unused.")
     cors_origins: tuple[Annotated[str, AfterValidator(_is_origin)], ...] = Field(
         (),
         description="Origins whose web pages may ask over HTTP, such as https://chat.example:8443; * is all; none: "

@@ -30,6 +30,7 @@ from sapwood_router.edges.responses.types import ResponsesRequest
 from sapwood_router.edges.routes import Ask, Handler, Post, Route
 from sapwood_router.edges.score.answers import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse, rerank, score
 from sapwood_router.edges.score.classify import ClassifyRequest, ClassifyResponse, classify
+from sapwood_router.edges.sessions import SessionsApi
 from sapwood_router.edges.sglang.routes import sglang_routes
 from sapwood_router.edges.vllm.tokens import (
     DetokenizeRequest,
@@ -160,6 +161,7 @@ def all_routes(
         Ask("/version", _show_version, summary="Tells the version"),
         Ask("/health", _show_health(problem), public=True, summary="Tells whether requests are served"),
     ]
+    routes += SessionsApi(pipeline.sessions).routes()
     routes += sglang_routes(pipeline, flush)
     routes += ApiPages(tuple(routes)).routes()
     if status is not None:

@@ -17,13 +17,15 @@ from sapwood_router.flow.generation import GenerationAttempts
 from sapwood_router.flow.relay.relay import Relay
 from sapwood_router.flow.resume import Failover
 from sapwood_router.flow.retry import RetryPolicy
+from sapwood_router.flow.sessions import SessionStore
 from sapwood_router.flow.stages.prepare import prepare
 from sapwood_router.flow.stages.reserve import reserve
 from sapwood_router.flow.stages.respond import respond
 from sapwood_router.flow.token_stream import TokenStream
 from sapwood_router.observe.observer import RequestObserver
-from sapwood_router.request.context import Delta, RequestContext
+from sapwood_router.request.context import Delta, RequestContext, Usage
 from sapwood_router.request.output_stream import OutputChunk, OutputStream
+from sapwood_router.request.session import SessionTurn
 from sapwood_router.routing.policy_book import PolicyBook
 from sapwood_router.tokenizer.tokenizers import Tokenizers
 
@@ -42,6 +44,7 @@ class Pipeline:
         retry: Grants retries, and counts requests for its budget.
         resume_grace: Seconds that a request whose worker was lost waits for another to come up.
         observer: Measures and traces the requests.
+        sessions: Those that requests may go on with.
         disaggregate: Whether prompts are computed on workers that are for that.
     """
 
@@ -55,8 +58,10 @@ class Pipeline:
         failover: Callable[[], Failover],
         resume_grace: float,
         observer: RequestObserver,
+        sessions: SessionStore,
         disaggregate: Disaggregate = "always",
     ) -> None:
+        self.sessions = sessions
         self.tokenizers = tokenizers
         self.registry = registry
         self.admission = admission
@@ -122,6 +127,8 @@ class Run:
             while not self._closed and self._context.usage is None and stream.ready and sink.ready():
                 delta = self._respond(stream.take())
                 self._sent_tokens += len(delta.token_ids)
+                if delta.finish is not None and self._context.session is not None:
+                    self._commit(self._context.session, delta.finish.usage)  # before the client can ask again
                 sink.delta(self._index, delta)
                 if delta.finish is not None:
                     # Metrics and shares are counted after the delta is on its way to the client.
@@ -130,6 +137,18 @@ class Run:
                     self._relay_tokens(stream, sink)
         except Exception as error:  # fails this request only, not the others whose output came in the same message
             self._fail(error)
+
+    def _commit(self, session: SessionTurn, usage: Usage) -> None:
+        context = self._context
+        told = context.output_ids[: usage.completion_tokens]
+        session.commit(
+            [*context.token_ids, *told],
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            context.model or "",
+            context.worker,
+            context.caller.cache_salt,
+        )
 
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, SapwoodError):
@@ -174,6 +193,8 @@ class Run:
         if self._closed:
             return
         self._closed = True
+        if self._context.session is not None:
+            self._context.session.release()
         if self._timer is not None:
             self._timer.cancel()
         if self._attempts is not None:

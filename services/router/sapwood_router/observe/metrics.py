@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from sapwood_common.pacing.loop_lag import LoopLag
 from sapwood_common.serving.rpc_telemetry import CODES
@@ -120,6 +120,16 @@ class RouterMetrics:
         self.handoffs = metrics.counter(
             "sapwood_router_handoffs_total", "Prompts that one worker computed and another was to go on with."
         )
+        self.session_prompt_tokens = metrics.counter(
+            "sapwood_router_session_prompt_tokens_total",
+            "Prompt tokens of sessions' requests, what they hold included.",
+        )
+        self.session_cached_tokens = metrics.counter(
+            "sapwood_router_session_cached_tokens_total", "Of these, tokens that the worker had cached."
+        )
+        self.session_moves = metrics.counter(
+            "sapwood_router_session_moves_total", "Sessions that went on at another worker than before."
+        )
         self.losses = metrics.counter(
             "sapwood_router_worker_losses_total",
             "Sessions with a worker that broke or fell silent.",
@@ -202,6 +212,19 @@ class RouterMetrics:
             "sapwood_router_block_index_refused_pages_total",
             "Pages that workers hold and the index had no room for.",
             lambda: [((), blocks.refused)],
+        )
+
+    def session_grew(self, prompt_tokens: int, cached_tokens: int, *, moved: bool) -> None:
+        """A request of a session was answered."""
+        self.session_prompt_tokens.at().inc(prompt_tokens)
+        self.session_cached_tokens.at().inc(cached_tokens)
+        if moved:
+            self.session_moves.at().inc()
+
+    def watch_sessions(self, count: Callable[[], int]) -> None:
+        """Adds how many sessions there are."""
+        self._metrics.polled(
+            "gauge", "sapwood_router_sessions", "Sessions that are open.", lambda: [((), float(count()))]
         )
 
     def watch_lag(self, lag: LoopLag, limit: SilenceLimit, registry: Registry) -> None:

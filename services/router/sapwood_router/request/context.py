@@ -14,6 +14,7 @@ from sapwood_common.errors import SapwoodError
 from sapwood_router.request.caller import NOBODY, Caller
 from sapwood_router.request.logprobs import TokenLogprobs
 from sapwood_router.request.output import Output, OutputOptions
+from sapwood_router.request.session import SessionTurn
 from sapwood_router.request.structure import AnswerGrammar, ToolChoice
 
 
@@ -162,6 +163,7 @@ class RequestContext(msgspec.Struct):
         grammar: What the text must match.
         tool_choice: Which calls there must be.
         parallel_tool_calls: Whether there may be several calls.
+        session: What it goes on with; None: nothing.
         compiled_grammar: The grammar of the output as workers take it; empty if it is free (prepare).
         fields: How the client spells them.
         deadline: On the event loop's clock.
@@ -196,6 +198,7 @@ class RequestContext(msgspec.Struct):
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     caller: Caller = NOBODY
+    session: SessionTurn | None = None
     compiled_grammar: bytes = b""
     token_ids: list[int] = msgspec.field(default_factory=list)
     worker: str = "-"

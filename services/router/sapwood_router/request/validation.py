@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sapwood_common.contract.limits import MOST_CONTINUATIONS, MOST_STOPS
 from sapwood_common.errors import InvalidArgumentError
-from sapwood_router.request.context import ChatPrompt, FieldNames, Prompt, TextPrompt
+from sapwood_router.request.context import ChatPrompt, FieldNames, Prompt, RequestContext, TextPrompt
 
 MOST_BAD_WORDS = 128
 _UINT32 = 2**32
@@ -72,6 +72,17 @@ def check_tokens_only(prompt: Prompt, stop: tuple[str, ...]) -> None:
         raise InvalidArgumentError("stop needs the text, which detokenize false leaves out", field="stop")
     if isinstance(prompt, ChatPrompt) and prompt.tools:
         raise InvalidArgumentError("tools need the text, which detokenize false leaves out", field="tools")
+
+
+def check_session(context: RequestContext) -> None:
+    """Refuses what a request that goes on with a session cannot have."""
+    prompt = context.prompt
+    if isinstance(prompt, ChatPrompt):
+        raise InvalidArgumentError("a session goes on with text or tokens, not with messages", field="session")
+    if isinstance(prompt, TextPrompt) and prompt.suffix:
+        raise InvalidArgumentError("suffix does not go with a session", field="suffix")
+    if context.truncation is not None:
+        raise InvalidArgumentError("a session's prompt is not cut", field="truncate_prompt_tokens")
 
 
 def check_n(n: int, fields: FieldNames) -> None:

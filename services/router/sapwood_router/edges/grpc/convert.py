@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from sapwood.v1 import common_pb2, router_pb2, worker_pb2
 from sapwood_common.errors import InvalidArgumentError
 from sapwood_common.grammar.convert import to_grammar
+from sapwood_router.flow.sessions import Session
 from sapwood_router.request.caller import Caller
 from sapwood_router.request.context import (
     ChatPrompt,
@@ -251,3 +253,20 @@ def to_usage(usage: Usage) -> common_pb2.Usage:
 def to_load(load: Load) -> worker_pb2.LoadReport:
     """A load as a message."""
     return worker_pb2.LoadReport(**asdict(load))
+
+
+def to_session(session: Session) -> router_pb2.SessionState:
+    """What is told of a session."""
+    return router_pb2.SessionState(
+        id=session.session_id,
+        model=session.model,
+        tokens=len(session.tokens),
+        pinned_tokens=session.pinned,
+        worker=session.worker,
+        turns=session.turns,
+        prompt_tokens=session.prompt_tokens,
+        cached_tokens=session.cached_tokens,
+        moves=session.moves,
+        ttl_seconds=session.ttl,
+        expires_in_seconds=max(0.0, session.expires - asyncio.get_running_loop().time()),
+    )

@@ -22,6 +22,7 @@ from sapwood_router.edges.grpc.convert import (
     prompt_of,
     to_classifications,
     to_response,
+    to_session,
     tool_choice_of,
     truncation_of,
 )
@@ -42,7 +43,10 @@ from sapwood_router.request.validation import check_counts
 SERVICE_NAME = "sapwood.v1.Router"
 TRACED = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed", "Classify"))
 """Methods that begin a trace if the caller sends none."""
-PUBLIC_METHODS = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Embed", "Classify", "ListModels"))
+PUBLIC_METHODS = frozenset(
+    f"/{SERVICE_NAME}/{name}"
+    for name in ("Generate", "Embed", "Classify", "ListModels", "OpenSession", "GetSession", "CloseSession")
+)
 """What clients call; everything else is for operators."""
 WORKER_KEY = "x-sapwood-worker"
 """Trailing metadata: the address of the worker that finished the request."""
@@ -133,6 +137,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         request_id_var.set(request_id)
         call.set_initial_metadata(((REQUEST_ID_KEY, request_id),))
         contexts = self._contexts(request, request_id, _caller(context, metadata), context.time_remaining())
+        self._begin_session(request.session, contexts)
         runs = [self._pipeline.open(item) for item in contexts]
         # A client that leaves ends the call, whatever its handler is waiting for.
         context.add_done_callback(cast(Any, lambda _: close_all(runs)))
@@ -150,6 +155,15 @@ class RouterService(router_pb2_grpc.RouterServicer):
             giving_up.cancel()
             close_all(runs)
             runs.clear()  # the call and its callback refer to each other: let them keep nothing else until they are collected
+
+    def _begin_session(self, session_id: str, contexts: Sequence[RequestContext]) -> None:
+        """Lets a request go on with its session, if it names one; its run lets go of that."""
+        if not session_id:
+            return
+        if len(contexts) > 1:
+            raise InvalidArgumentError("a session goes on with one answer", field="sampling.n")
+        context = contexts[0]
+        context.session = self._pipeline.sessions.begin(context.caller.tenant, session_id, context.model)
 
     def _contexts(
         self, request: router_pb2.RouterGenerateRequest, request_id: str, caller: Caller, left: float | None
@@ -211,6 +225,28 @@ class RouterService(router_pb2_grpc.RouterServicer):
             self._request_timeout if left is None else min(left, self._request_timeout)
         )
         return request_id, deadline, _caller(context, metadata)
+
+    async def OpenSession(
+        self, request: router_pb2.OpenSessionRequest, context: Context
+    ) -> router_pb2.OpenSessionResponse:
+        ttl = request.ttl_seconds if request.HasField("ttl_seconds") else None
+        session = self._pipeline.sessions.open(self._tenant(context), ttl, request.fork_of)
+        return router_pb2.OpenSessionResponse(session=to_session(session))
+
+    async def GetSession(
+        self, request: router_pb2.GetSessionRequest, context: Context
+    ) -> router_pb2.GetSessionResponse:
+        session = self._pipeline.sessions.get(self._tenant(context), request.id, "id")
+        return router_pb2.GetSessionResponse(session=to_session(session))
+
+    async def CloseSession(
+        self, request: router_pb2.CloseSessionRequest, context: Context
+    ) -> router_pb2.CloseSessionResponse:
+        self._pipeline.sessions.close(self._tenant(context), request.id)
+        return router_pb2.CloseSessionResponse()
+
+    def _tenant(self, context: Context) -> str:
+        return _caller(context, dict(_metadata(context))).tenant
 
     async def ListModels(
         self, request: router_pb2.ListModelsRequest, context: Context

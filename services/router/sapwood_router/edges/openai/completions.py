@@ -62,6 +62,8 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         raise InvalidArgumentError(
             "best_of is not served with stream: which answers are the best is known at their end", field="best_of"
         )
+    if request.session is not None and (len(contexts) > 1 or echo):
+        raise InvalidArgumentError("a session goes on with one prompt and one answer, without echo", field="session")
     caller = exchange.caller(request, given)
     for context in contexts:
         context.caller = caller
@@ -98,7 +100,14 @@ async def complete(exchange: Exchange, body: bytes, pipeline: Pipeline, deadline
         return TokenChunks(*fixed, [context.token_ids for context in contexts] if shows_prompt else [])
 
     chunks = make_chunks if stream else None
-    await send_answer(exchange, pipeline, contexts, annotator, make_body, chunks, count)
+    turn = None
+    if request.session is not None:
+        turn = contexts[0].session = pipeline.sessions.begin(caller.tenant, request.session, contexts[0].model)
+    try:
+        await send_answer(exchange, pipeline, contexts, annotator, make_body, chunks, count)
+    finally:
+        if turn is not None:
+            turn.release()
 
 
 def _contexts(

@@ -53,7 +53,7 @@ class GenerationRequest(AnyRequest, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    """``POST /v1/completions``."""
+    """``POST /v1/completions``; ``session`` is an extension of ours."""
 
     prompt: Any = None  # a string, strings, token ids or lists of token ids: told apart in completions.py
     logprobs: int | None = None
@@ -61,6 +61,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     best_of: int | None = None
     suffix: str | None = None
     detokenize: bool | None = None  # an extension, named as vLLM's sampling parameter
+    session: str | None = None
 
 
 class ContentPart(msgspec.Struct):

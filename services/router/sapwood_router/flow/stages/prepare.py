@@ -15,6 +15,7 @@ from sapwood_router.request.structure import has_strict_tool
 from sapwood_router.request.validation import (
     check_bad_words,
     check_prompt,
+    check_session,
     check_stop,
     check_tokens_only,
     check_truncation,
@@ -37,6 +38,8 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
         SapwoodError: As the tokenizer service answers.
     """
     check_prompt(context.prompt, context.fields)
+    if context.session is not None:
+        check_session(context)
     check_stop(context.output.stop, context.fields.stop)
     check_bad_words(context.bad_words)
     if context.truncation is not None:
@@ -48,6 +51,11 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
     try:
         if isinstance(prompt, TextPrompt) and prompt.suffix:
             await _prepare_gap(context, prompt, tokenizer, registry)
+        elif isinstance(prompt, TextPrompt) and context.session is not None and context.session.tokens:
+            added = await tokenizer.encode_texts(
+                [prompt.text], context.request_id, context.deadline, context.caller.cache_salt, add_special=False
+            )
+            context.token_ids = [*context.session.tokens, *added[0]]
         elif isinstance(prompt, TextPrompt):
             token_ids = await tokenizer.encode_text(
                 prompt.text,
@@ -60,7 +68,8 @@ async def prepare(context: RequestContext, tokenizer: TokenizerClient, registry:
         elif isinstance(prompt, ChatPrompt):
             await _prepare_chat(context, prompt, tokenizer, registry)
         else:
-            context.token_ids = _cut(prompt.token_ids, context, registry)
+            held = () if context.session is None else context.session.tokens
+            context.token_ids = _cut([*held, *prompt.token_ids] if held else prompt.token_ids, context, registry)
         if context.bad_words:
             sequences = await _bad_words(context, tokenizer)
             context.sampling = replace(context.sampling, bad_words_ids=sequences)

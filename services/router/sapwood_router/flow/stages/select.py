@@ -38,21 +38,30 @@ def select(
     """
     model = context.model = registry.resolve(context.model)
     demand = Demand(model, len(prompt.token_ids), context.fields.prompt, refused_by=tried)
-    worker, choice = choose(demand, prompt, registry, policy, roles)
+    at = "" if context.session is None else context.session.worker
+    worker, choice = choose(demand, prompt, registry, policy, roles, at)
     context.worker, context.reason = choice.address, choice.reason
     return worker, choice
 
 
 def choose(
-    demand: Demand, prompt: PromptPages, registry: Registry, policy: Shadowed, roles: Sequence[Role] = ()
+    demand: Demand,
+    prompt: PromptPages,
+    registry: Registry,
+    policy: Shadowed,
+    roles: Sequence[Role] = (),
+    session_at: str = "",
 ) -> tuple[Worker, Choice]:
-    """The worker for a request, and why; ``roles`` as for :func:`select`.
+    """The worker for a request, and why: ``session_at`` if it can be chosen, else the policy's; ``roles`` as for :func:`select`.
 
     Raises:
         InvalidArgumentError, UnavailableError: As :func:`~sapwood_router.fleet.eligibility.eligible`.
     """
     workers = of_roles(registry.available(demand.model), demand, roles).workers
-    choice = policy.choose([worker.view() for worker in workers], prompt)
+    if any(worker.address == session_at for worker in workers):
+        choice = Choice(session_at, "session")
+    else:
+        choice = policy.choose([worker.view() for worker in workers], prompt)
     return next(worker for worker in workers if worker.address == choice.address), choice
 
 

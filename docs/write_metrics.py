@@ -57,6 +57,7 @@ def render() -> str:
     registry, router_metrics = Registry([]), RouterMetrics(router)
     router_metrics.watch(registry, AdmissionControl(registry, AdmissionSettings(), time.monotonic, random.Random()))
     router_metrics.watch_index(BlockIndex(0))
+    router_metrics.watch_sessions(lambda: 0)
     router_metrics.watch_lag(LoopLag(), SilenceLimit(1.0, LoopLag()), registry)
     add_metrics(tokenizer, dict, lambda: 0)
     worker_metrics = WorkerMetrics(worker)

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sapwood.cli.errors import EXIT_CODES, FAILED, INTERRUPTED, REFUSED, CliError
 from sapwood.cli.local.alone import FRONT, settings_alone
 from sapwood.cli.terminal import Terminal, open_terminal
-from sapwood_common.network.socket_folder import SocketFolder
 from sapwood_common.settings.flags import PORT, add_option, one_of, whole_number
-from sapwood_common.unix_socket import is_unix
 
 if TYPE_CHECKING:  # at run time only this verb imports them, since they need the services' packages
     from sapwood.cli.local.cluster import Endpoints
@@ -177,6 +175,7 @@ def configure(verbs: Any, *, with_services: bool) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verb until it is stopped; returns the exit code, raises CliError."""
     from sapwood.cli.fetch import fetch_models
+    from sapwood_common.network.socket_folder import SocketFolder  # of the services' packages
 
     folder = SocketFolder("sapwood-up-") if arguments.no_router else None
     try:
@@ -253,6 +252,8 @@ def _check_extras() -> None:
 
 def _check_ports(services: Services) -> None:
     """Finds a taken port before anything is started, so that the message can name its flag."""
+    from sapwood_common.unix_socket import is_unix  # of the services' packages
+
     wanted = [
         (
             _PORT_FLAGS.get((service.name, name), f"--{service.name}-{name.replace('_', '-')}"),
@@ -368,6 +369,8 @@ ready to answer in {seconds:.1f} s
   tokenizer    {endpoints.tokenizer}
   workers      {" ".join(endpoints.workers)}
 """
+    from sapwood_common.unix_socket import is_unix  # of the services' packages
+
     if config.ui:
         shown += f"  page         {http}/ui\n"
     if secure or config.api_keys is not None:  # the commands below would need certificates or a key

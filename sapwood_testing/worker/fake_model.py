@@ -126,6 +126,7 @@ class DivergingRunner:
         self._token = token
         self.info = runner.info
         self.vocabulary = runner.vocabulary
+        self.experts = runner.experts
         self.host_pool = runner.host_pool
         self.asynchronous = runner.asynchronous
 

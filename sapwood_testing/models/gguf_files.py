@@ -15,6 +15,7 @@ _NAMES = {
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
 }  # fmt: skip
+_FUSED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 _LLAMA_NORM = {"post_attention_layernorm": "ffn_norm"}
 _POST_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -51,7 +52,7 @@ def write_gguf(
         kinds: The types of matrices by their names in the file (``attn_q``); float32 unless given.
     """
     config = model.config
-    known = _NAMES | dict(names or _NORMS.get(architecture, _LLAMA_NORM))
+    known = _NAMES | _FUSED | dict(names or _NORMS.get(architecture, _LLAMA_NORM))
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -66,6 +67,16 @@ def write_gguf(
     if architecture == "gemma3":
         writer.add_sliding_window(config.sliding_window)
         parameters = parameters["full_attention"]
+    if architecture == "phi3":
+        writer.add_sliding_window(config.sliding_window or 0)
+        rotary = model.model.rotary_emb
+        writer.add_rope_dimension_count(2 * len(rotary.inv_freq))
+        if parameters["rope_type"] == "longrope":
+            writer.add_rope_scaling_orig_ctx_len(parameters["original_max_position_embeddings"])
+            writer.add_rope_scaling_attn_factors(rotary.attention_scaling)
+            for length in ("long", "short"):
+                divisors = np.array(parameters[f"{length}_factor"], np.float32)
+                writer.add_tensor(f"rope_factors_{length}.weight", divisors)
     if architecture == "gemma2":
         writer.add_sliding_window(config.sliding_window)
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)

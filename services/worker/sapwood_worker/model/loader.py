@@ -14,7 +14,7 @@ from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufError, GgufFile
 from sapwood_kernels.ops.device import DeviceOps
 from sapwood_worker.model.checkpoint.gguf_config import read_gguf_config, read_gguf_eos
-from sapwood_worker.model.checkpoint.gguf_source import ROPE_DIVISORS, GgufSource, read_tensor
+from sapwood_worker.model.checkpoint.gguf_source import GgufSource, read_tensor
 from sapwood_worker.model.checkpoint.hf_config import read_hf_config, read_hf_eos, read_hf_quantization
 from sapwood_worker.model.checkpoint.safetensors_source import SafetensorsSource
 from sapwood_worker.model.checkpoint.weights import WeightSource, fill_dummy_weights, load_weights
@@ -22,6 +22,7 @@ from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.distributed.parallel import Parallel
 from sapwood_worker.model.families.decoder import DecoderModel
 from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.gguf_values import ROPE_TENSORS
 from sapwood_worker.model.layers.context import LayerContext
 from sapwood_worker.model.quantization.linear_method import Stored
 from sapwood_worker.model.quantization.registry import AS_STORED, LinearMethods
@@ -101,9 +102,9 @@ def load_model(
                 stored = Stored(source.tensors(), read_hf_quantization(path), str(path))
         else:
             file = files.enter_context(closing(_open_gguf(path)))
-            divisors = file.tensors.get(ROPE_DIVISORS)
-            values = tuple(read_tensor(file, divisors).tolist()) if divisors is not None else None
-            family, config = read_gguf_config(file, values)
+            found = {name: file.tensors[name] for name in ROPE_TENSORS if name in file.tensors}
+            divisors = {name: tuple(read_tensor(file, tensor).tolist()) for name, tensor in found.items()}
+            family, config = read_gguf_config(file, divisors)
             config = replace(config, norm_offset=0.0)  # these files hold the factor itself
             eos = read_gguf_eos(file)
             if load_format == "auto":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufFile
 from sapwood_worker.model.config import ModelConfig
@@ -14,12 +16,14 @@ _TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|e
 _CONTROL, _USER_DEFINED = 3, 4
 
 
-def read_gguf_config(file: GgufFile, rope_divisors: tuple[float, ...] | None = None) -> tuple[ModelFamily, ModelConfig]:
+def read_gguf_config(
+    file: GgufFile, rope_tensors: Mapping[str, tuple[float, ...]] | None = None
+) -> tuple[ModelFamily, ModelConfig]:
     """The family and the configuration of a GGUF model.
 
     Args:
         file: The open file.
-        rope_divisors: The values of its tensor ``rope_freqs.weight``, if it has one.
+        rope_tensors: The values of those of ``ROPE_TENSORS`` that it has.
 
     Raises:
         ConfigError: The architecture or something in it is not supported, or a key is missing; names the file.
@@ -30,7 +34,7 @@ def read_gguf_config(file: GgufFile, rope_divisors: tuple[float, ...] | None = N
     if family is None or family.from_gguf is None:
         raise ConfigError(f"{file.path}: architecture {name} is not supported (supported: {', '.join(known)})")
     try:
-        return family, family.from_gguf(GgufValues(file, family.name, rope_divisors))
+        return family, family.from_gguf(GgufValues(file, family.name, rope_tensors or {}))
     except KeyError as error:
         raise ConfigError(f"{file.path}: {error.args[0]!r} is missing") from error
     except ValueError as error:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 import gguf
@@ -19,16 +20,19 @@ from torch import Tensor
 
 from sapwood_common.errors import ConfigError
 from sapwood_common.models.gguf_file import GgufError, GgufFile, GgufTensor
+from sapwood_worker.model.checkpoint.place import places
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.families.family import ModelFamily
+from sapwood_worker.model.families.fused import FusedRows
+from sapwood_worker.model.families.gguf_values import ROPE_TENSORS
 from sapwood_worker.model.weight_slot import StoredTensor, WeightSlot
 
-ROPE_DIVISORS = "rope_freqs.weight"
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -59,10 +63,27 @@ class GgufSource:
         self._interleaved = family.gguf_interleaves
         self._mapped: Tensor | None = None
         self._found = {
-            _canonical(name, family.gguf_names): tensor
+            ours: part
             for name, tensor in file.tensors.items()
-            if name != ROPE_DIVISORS
+            if name not in ROPE_TENSORS
+            for ours, part in self._parts(_canonical(name, family.gguf_names), tensor, family.fused(config))
         }
+
+    def _parts(self, name: str, tensor: GgufTensor, fused: FusedRows) -> Iterator[tuple[str, GgufTensor]]:
+        """A tensor, or the rows of each of the projections that it holds."""
+        for ours, place in places(name, self._file.path, tensor.name, fused):
+            part = place.part(tensor.shape)
+            if part is None:
+                yield ours, tensor
+                continue
+            _, rows = part
+            width = math.prod(tensor.shape[1:])
+            try:
+                per_block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type)]
+            except (ValueError, KeyError) as error:
+                raise _unreadable(self._file, tensor, error) from error
+            offset = tensor.offset + rows.start * width // per_block * block_bytes
+            yield ours, replace(tensor, shape=(rows.size, *tensor.shape[1:]), offset=offset)
 
     def tensors(self) -> dict[str, StoredTensor]:
         return {

@@ -5,13 +5,18 @@ Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, with each archi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sapwood_common.models.gguf_file import GgufFile
 from sapwood_worker.model.config import ModelConfig
 from sapwood_worker.model.layers.rope_scaling import LinearScaling, YarnScaling, yarn_magnitude
 from sapwood_worker.model.layers.rotary import RopeConfig
+
+ROPE_DIVISORS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_TENSORS = (ROPE_DIVISORS, ROPE_LONG, ROPE_SHORT)
+"""Tensors that divide rotary frequencies: always, in long contexts and in short ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +26,12 @@ class GgufValues:
     Attributes:
         file: The open file.
         architecture: Prefix of the keys.
-        rope_divisors: The values of its tensor ``rope_freqs.weight``, if it has one.
+        rope_tensors: The values of those of ``ROPE_TENSORS`` that it has.
     """
 
     file: GgufFile
     architecture: str
-    rope_divisors: tuple[float, ...] | None = None
+    rope_tensors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A setting.
@@ -37,8 +42,11 @@ class GgufValues:
         name = f"{self.architecture}.{key}"
         return self.file.metadata[name] if default is None else self.file.metadata.get(name, default)
 
-    def llama(self) -> ModelConfig:
+    def llama(self, *, partly_rotated: bool = False) -> ModelConfig:
         """The configuration that the metadata gives a Llama; families that are like it change what differs.
+
+        Args:
+            partly_rotated: Whether the family's heads may be turned in part.
 
         Raises:
             KeyError: A setting is missing.
@@ -49,7 +57,8 @@ class GgufValues:
         head_dim = get("attention.key_length", hidden // heads)
         if get("attention.value_length", head_dim) != head_dim:
             raise ValueError("keys and values of different size are not supported")
-        if get("rope.dimension_count", head_dim) != head_dim:
+        rotated = get("rope.dimension_count", head_dim)
+        if rotated != head_dim and not partly_rotated:
             raise ValueError("rotary embedding of part of a head is not supported")
         return ModelConfig(
             architecture=self.architecture,
@@ -62,7 +71,7 @@ class GgufValues:
             head_dim=head_dim,
             rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
             max_position=get("context_length"),
-            ropes=(self.rope(10_000.0),) * layers,
+            ropes=(replace(self.rope(10_000.0), rotated=None if rotated == head_dim else rotated),) * layers,
             windows=(None,) * layers,
             activation="silu",
             tie_word_embeddings="output.weight" not in tensors,
@@ -80,15 +89,15 @@ class GgufValues:
             ValueError: Its kind is not supported.
         """
         theta = float(self.get("rope.freq_base", theta))
-        kind = self.get("rope.scaling.type", "none")
+        kind, divisors = self.get("rope.scaling.type", "none"), self.rope_tensors.get(ROPE_DIVISORS)
         if kind == "linear":
             linear = LinearScaling(float(self.get("rope.scaling.factor")))
-            return RopeConfig(theta, linear, divisors=self.rope_divisors)
+            return RopeConfig(theta, linear, divisors=divisors)
         if kind == "none":
-            return RopeConfig(theta, divisors=self.rope_divisors)
+            return RopeConfig(theta, divisors=divisors)
         if kind == "yarn":
             factor = float(self.get("rope.scaling.factor"))
             original = int(self.get("rope.scaling.original_context_length", self.get("context_length")))
             scaling = YarnScaling(factor, original, 32, 1, yarn_magnitude(factor))
-            return RopeConfig(theta, scaling, divisors=self.rope_divisors)
+            return RopeConfig(theta, scaling, divisors=divisors)
         raise ValueError(f"rotary embedding scaling {kind!r} is not supported (linear and yarn are)")

@@ -91,6 +91,12 @@ class ModelConfig:
     latent: LatentConfig | None = None
 
     @property
+    def rotary_variants(self) -> tuple[str, ...]:
+        """What of its rotary embeddings depends on ``max_position``, so that cached keys are no others'."""
+        scalings = dict.fromkeys(rope.scaling for rope in self.ropes if rope is not None and rope.scaling is not None)
+        return tuple(filter(None, (scaling.variant(self.max_position) for scaling in scalings)))
+
+    @property
     def kinds(self) -> tuple[Variant, ...]:
         """What the attention of each layer is."""
         return tuple(

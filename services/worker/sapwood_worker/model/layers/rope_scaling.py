@@ -28,6 +28,10 @@ class RopeScaling(Protocol):
         """
         ...
 
+    def variant(self, positions: int) -> str:
+        """What of it depends on the longest context that is served: cached keys are of one variant. Empty: nothing."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
@@ -45,6 +49,9 @@ class LinearScaling:
 
     def scaled(self, frequencies: Tensor, theta: float, positions: int) -> Tensor:
         return frequencies / self.factor
+
+    def variant(self, positions: int) -> str:
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,9 @@ class Llama3Scaling:
         # 1 for short wavelengths, which stay; 0 for long ones, which are divided; a ramp between.
         kept = ((length / wavelengths - low) / (high - low)).clamp(0, 1)
         return (1 - kept) * frequencies / self.factor + kept * frequencies
+
+    def variant(self, positions: int) -> str:
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +115,9 @@ class YarnScaling:
         divided = ramp.clamp(0, 1)
         return divided * frequencies / self.factor + (1 - divided) * frequencies
 
+    def variant(self, positions: int) -> str:
+        return ""
+
     def _pair(self, turns: float, size: int, theta: float) -> float:
         """The pair that turns so often within the original context."""
         return size * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -135,5 +148,8 @@ class LongRopeScaling:
     magnitude: float
 
     def scaled(self, frequencies: Tensor, theta: float, positions: int) -> Tensor:
-        divisors = self.long if positions > self.original_max_position else self.short
+        divisors = self.long if self.variant(positions) == "long" else self.short
         return frequencies / torch.tensor(divisors, dtype=torch.float32)
+
+    def variant(self, positions: int) -> str:
+        return "long" if positions > self.original_max_position else "short"

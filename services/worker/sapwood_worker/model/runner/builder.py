@@ -200,6 +200,7 @@ class _Builder:
             self._layout.identity,
             self._device.type,
             *((f"{self._tp.size} ranks",) if self._tp.size > 1 else ()),
+            *self._model.config.rotary_variants,
         )
         return "|".join(parts)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from sapwood_testing.models.dense_models import DENSE
 from sapwood_testing.worker.split_models import SHAPE, load, logits_of
 from sapwood_testing.worker.thread_ranks import run_ranks
 from sapwood_worker.model.distributed.parallel import Parallel
+from sapwood_worker.model.families import registry
 
 # Differences are relative to the largest logit; float32 with other orders of summation.
 TOLERANCE = 2e-5
@@ -68,6 +71,25 @@ def test_short_contexts_are_divided_by_longropes_short_list(tiny_model, make_run
         logits[length] = driver.runner.logits(driver.output({0: 32}))
     assert_same_logits(logits[32], tiny.logits(tokens))
     assert (logits[33] - logits[32]).abs().max() > 0.1
+
+
+def test_keys_of_short_and_long_contexts_are_not_exchanged(tiny_model, make_runner):
+    def identities(name):
+        return [make_runner(tiny_model(name).path, context_length=length).cache_identity() for length in (32, 33, 64)]
+
+    short, long, longer = identities("phi3-longrope")
+    assert short != long == longer
+    assert len(set(identities("phi3"))) == 1
+
+
+def test_every_dense_architecture_is_in_the_table_of_models():
+    page = (Path(__file__).resolve().parents[5] / "docs" / "models.md").read_text("utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `") and "For" in line]
+    named = {name for row in rows for name in re.findall(r"`(\w+For\w+)`", row)}
+    assert {name for family in registry._DENSE for name in family.architectures} <= named
+    assert named <= {name for family in registry.families() for name in family.architectures}
+    stored = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[3])}
+    assert stored == {family.name for family in registry._DENSE if family.from_gguf is not None}
 
 
 @pytest.mark.parametrize(

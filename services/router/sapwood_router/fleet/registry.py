@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from sapwood_common.errors import InvalidArgumentError, NotFoundError, UnavailableError
-from sapwood_router.fleet.served_model import ServedModel
+from sapwood_router.fleet.served_model import Role, ServedModel
 from sapwood_router.fleet.worker import Worker
 from sapwood_router.request.labels import Labels
 from sapwood_router.routing.load import Load
@@ -36,6 +36,8 @@ class Registry:
     ) -> None:
         self._workers = {worker.address: worker for worker in workers}
         self._available: dict[str, tuple[Worker, ...]] = {}
+        self._addresses: dict[str, tuple[str, ...]] = {}
+        self._kinds: dict[str, frozenset[tuple[Role, int]]] = {}
         self._models: dict[str, tuple[Worker, ...]] = {}
         self._relayed: frozenset[str] = frozenset()
         self._on_change = on_change
@@ -132,6 +134,22 @@ class Registry:
         """The workers that can take a request for a model now; the tuple never changes."""
         return self._available.get(model, ())
 
+    def addresses(self, model: str) -> tuple[str, ...]:
+        """Those of :meth:`available`, in the same order; the same tuple until a worker comes or goes."""
+        return self._addresses.get(model, ())
+
+    def has_roles(self, model: str) -> bool:
+        """Whether the available workers of a model have several roles."""
+        return len({role for role, _ in self._kinds.get(model, ())}) > 1
+
+    def page_sizes(self, model: str) -> tuple[int, ...]:
+        """The sizes of the pages that available workers of a model have, each once; not those of backends."""
+        return tuple({size for _, size in self._kinds.get(model, ())})
+
+    def find(self, address: str) -> Worker | None:
+        """The worker of an address."""
+        return self._workers.get(address)
+
     def any_available(self) -> bool:
         """Whether some worker can take a request."""
         return bool(self._available)
@@ -171,6 +189,15 @@ class Registry:
             if worker.takes_new and worker.model is not None:
                 grouped.setdefault(worker.model.model, []).append(worker)
         self._available = {model: tuple(workers) for model, workers in grouped.items()}
+        self._addresses = {model: tuple(each.address for each in workers) for model, workers in grouped.items()}
+        self._kinds = {
+            model: frozenset(
+                (each.model.role, each.model.page_size)
+                for each in workers
+                if each.model is not None and not each.backend
+            )
+            for model, workers in grouped.items()
+        }
         known: dict[str, tuple[Worker, ...]] = {
             worker.model.model: () for worker in self._workers.values() if worker.model is not None
         }

@@ -41,11 +41,11 @@ class PolicyParts:
 
 _MAKERS: dict[str, Callable[[PolicyParts], Policy]] = {
     "cache_aware": lambda parts: CacheAware(
-        PrefixIndex(parts.index_bytes, parts.clock), parts.blocks, HotPrefixes(parts.clock)
+        PrefixIndex(parts.index_bytes, parts.clock), parts.blocks, HotPrefixes(parts.clock), parts.rng
     ),
     "round_robin": lambda parts: RoundRobin(),
     "random": lambda parts: Random(parts.rng),
-    "least_load": lambda parts: LeastLoad(),
+    "least_load": lambda parts: LeastLoad(parts.rng),
     "prefix_hash": lambda parts: PrefixHash(),
     "consistent_hash": lambda parts: ConsistentHash(),
     "power_of_two": lambda parts: PowerOfTwo(parts.rng),

@@ -23,6 +23,16 @@ class Shadowed:
         self._all = (live, *shadows.values())
         self._on_shadow = on_shadow
 
+    def shortlist(self, addresses: Sequence[str], page_size: int, prompt: PromptPages) -> Sequence[str] | None:
+        """Shadows are asked about the same workers; so one that has to see all costs as much as if it decided."""
+        listed: list[str] = []
+        for policy in self._all:
+            more = policy.shortlist(addresses, page_size, prompt)
+            if more is None:
+                return None
+            listed += more
+        return listed
+
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
         choice = self.live.choose(workers, prompt)
         if not self._shadows:

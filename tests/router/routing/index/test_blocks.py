@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,30 @@ def test_memory_is_flat_over_a_million_distinct_prompts():
             resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
     assert index.refused == 0
     assert max(resident[1:]) - resident[1] < 2_000_000
+
+
+def test_only_the_workers_asked_about_are_counted():
+    index = BlockIndex(1 << 20)
+    for worker in WORKERS:
+        index.reset(worker, [(Tier.GPU, HASHES[:4])])
+    assert index.overlaps(HASHES, among=["b", "unknown"]) == {"b": (4, 4.0)}
+    assert index.overlaps(HASHES, among=[]) == {}
+
+
+def test_holders_are_named_from_the_longest_prefix_down_and_a_few_of_those_that_hold_alike():
+    index, rng = BlockIndex(1 << 24), random.Random(1)
+    for number in range(200):
+        index.reset(f"w{number}", [(Tier.GPU, HASHES[:3])])
+    index.store("w5", Tier.HOST, HASHES[3:9])
+    index.store("w6", Tier.GPU, HASHES[3:7])
+    drawn = set()
+    for _ in range(50):
+        named = index.holders(HASHES, 5, rng)
+        assert named[:2] == ["w5", "w6"]
+        assert len(set(named)) == len(named) == 5
+        drawn.update(named[2:])
+    assert len(drawn) > 50  # not always the same of those that hold alike
+    assert index.holders(HASHES, 1, rng) == ["w5"]
+    assert index.holders(HASHES[9:], 5, rng) == []
+    index.remove("w5")
+    assert index.holders(HASHES, 5, rng)[0] == "w6"

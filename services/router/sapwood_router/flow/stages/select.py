@@ -12,6 +12,7 @@ from sapwood_router.fleet.worker import Worker
 from sapwood_router.request.context import RequestContext
 from sapwood_router.routing.policies.base import Choice, PromptPages
 from sapwood_router.routing.shadowed import Shadowed
+from sapwood_router.routing.shortlist import MANY
 
 
 def select(
@@ -57,7 +58,9 @@ def choose(
     Raises:
         InvalidArgumentError, UnavailableError: As :func:`~sapwood_router.fleet.eligibility.eligible`.
     """
-    workers = of_roles(registry.available(demand.model), demand, roles).workers
+    workers = _shortlist(demand, prompt, registry, policy, roles, session_at)
+    if workers is None:
+        workers = of_roles(registry.available(demand.model), demand, roles).workers
     if any(worker.address == session_at for worker in workers):
         choice = Choice(session_at, "session")
     else:
@@ -85,3 +88,27 @@ def of_roles(workers: Iterable[Worker], demand: Demand, roles: Sequence[Role]) -
             continue
         return Eligible(found.workers, {**found.excluded, **others})
     return eligible(workers, demand)
+
+
+def _shortlist(
+    demand: Demand, prompt: PromptPages, registry: Registry, policy: Shadowed, roles: Sequence[Role], session_at: str
+) -> list[Worker] | None:
+    """Those of a large fleet that can take the request at once, of the policy's list and the session's worker; None: all have to be
+    looked at.
+    """
+    model = demand.model
+    addresses = registry.addresses(model)
+    if len(addresses) <= MANY or demand.relayed or (roles and registry.has_roles(model)):
+        return None
+    [page_size, *others] = registry.page_sizes(model) or (0,)
+    if others or not page_size:
+        return None
+    named = policy.shortlist(addresses, page_size, prompt)
+    if named is None:
+        return None
+    listed = (registry.find(address) for address in dict.fromkeys((session_at, *named)))
+    try:
+        found = eligible([worker for worker in listed if worker is not None], demand).workers
+    except (InvalidArgumentError, UnavailableError):  # maybe others can; if not, it is said of all what they lack
+        return None
+    return found if found[0].room else None  # those with room come alone

@@ -5,16 +5,19 @@ an integer. A page's hash covers everything before it (``sapwood_common.contract
 workers is one walk along its hashes: the workers still on the prefix are the intersection of the sets so far. Pages that the
 same workers hold in the same tiers are counted as one run.
 
-Complexity: overlaps O(pages walked + runs x workers), and the walk ends with the last worker; an event O(1) a page;
-forgetting a worker O(its pages).
+Complexity: overlaps O(pages walked + runs x workers asked about), and the walk ends with the last of them; holders O(log pages)
+for each that is found; an event O(1) a page; forgetting a worker O(its pages).
 Bound: ``byte_budget`` bytes, kept on insert, at ENTRY_BYTES an entry and HOLDING_BYTES a worker and page. A page that does not
 fit is not taken, and counted: the index then knows of less than is there, never of more.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import IntEnum
+from functools import reduce
+from operator import or_
 from types import MappingProxyType
 
 ENTRY_BYTES = 200
@@ -33,6 +36,10 @@ class Tier(IntEnum):
 
 TIER_WEIGHTS = {Tier.GPU: 1.0, Tier.HOST: 0.8, Tier.REMOTE: 0.4}
 """What a page found there saves, as a share of computing it."""
+_WEIGHTS = tuple(TIER_WEIGHTS[tier] for tier in Tier)
+
+_MOST_ALIKE = 3
+"""How many of the workers that hold the same of a prompt are named: the rest of the names is for those that hold less."""
 
 
 class BlockIndex:
@@ -50,6 +57,8 @@ class BlockIndex:
         self._holders: tuple[dict[bytes, int], ...] = tuple({} for _ in Tier)
         self._held: dict[str, tuple[set[bytes], ...]] = {}
         self._bits: dict[str, int] = {}
+        self._owners: dict[int, str] = {}
+        """The worker of each bit."""
         self._holdings = 0
         self.refused = 0
 
@@ -71,8 +80,9 @@ class BlockIndex:
         """From now on the worker holds just what the snapshot says."""
         self.remove(worker)
         self._held[worker] = tuple(set() for _ in Tier)
-        taken = set(self._bits.values())
-        self._bits[worker] = next(bit for bit in (1 << i for i in range(len(taken) + 1)) if bit not in taken)
+        taken = self._owners.keys()
+        bit = next(bit for bit in (1 << i for i in range(len(taken) + 1)) if bit not in taken)
+        self._bits[worker], self._owners[bit] = bit, worker
         for tier, hashes in snapshot:
             self.store(worker, tier, hashes)
 
@@ -81,7 +91,7 @@ class BlockIndex:
         for tier, held in enumerate(self._held.get(worker, ())):
             self.drop(worker, Tier(tier), tuple(held))
         self._held.pop(worker, None)
-        self._bits.pop(worker, None)
+        self._owners.pop(self._bits.pop(worker, 0), None)
 
     def store(self, worker: str, tier: Tier, hashes: Iterable[bytes]) -> None:
         """The worker, which is known, holds these pages in a tier."""
@@ -93,7 +103,9 @@ class BlockIndex:
                 self.refused += 1
                 continue
             held.add(page)
-            holders[page] = holders.get(page, 0) | bit
+            others = holders.get(page)
+            # The bit of the 1000th worker takes 160 bytes: one object serves all pages that this worker alone holds.
+            holders[page] = bit if others is None else others | bit
             self._holdings += 1
 
     def drop(self, worker: str, tier: Tier, hashes: Iterable[bytes]) -> None:
@@ -111,13 +123,17 @@ class BlockIndex:
                 del holders[page]
 
     def overlaps(
-        self, hashes: Sequence[bytes], stores: Mapping[str, str] = MappingProxyType({})
+        self,
+        hashes: Sequence[bytes],
+        stores: Mapping[str, str] = MappingProxyType({}),
+        among: Iterable[str] | None = None,
     ) -> dict[str, tuple[int, float]]:
         """What each known worker holds of a prompt.
 
         Args:
             hashes: The prompt's page hashes, first page first.
             stores: The store that a worker shares with others of the same store: what one of them holds there, all do.
+            among: Asks about these workers only; None: about all.
 
         Returns:
             For each worker that holds the first page: how many pages it holds from the start without a gap, in whichever tier,
@@ -127,12 +143,13 @@ class BlockIndex:
         shared: dict[str, int] = {}
         for worker, store in stores.items():
             shared[store] = shared.get(store, 0) | self._bits.get(worker, 0)
-        alive = -1
+        alive = -1 if among is None else reduce(or_, (self._bits.get(worker, 0) for worker in among), 0)
         found: dict[int, tuple[int, float]] = {}
         raw = run = (0, 0, 0)
         length = 0
+        tiers = bool(host or remote)
         for page in hashes:
-            sets = (gpu.get(page, 0), host.get(page, 0), remote.get(page, 0))
+            sets = (gpu.get(page, 0), host.get(page, 0), remote.get(page, 0)) if tiers else (gpu.get(page, 0), 0, 0)
             if sets != raw:
                 self._count(found, alive, run, length)
                 raw, run, length = sets, (sets[0], sets[1], _shared(sets[2], shared.values())), 0
@@ -141,7 +158,45 @@ class BlockIndex:
                 break
             length += 1
         self._count(found, alive, run, length)
-        return {worker: found[bit] for worker, bit in self._bits.items() if bit in found}
+        return {self._owners[bit]: counted for bit, counted in found.items()}
+
+    def holders(self, hashes: Sequence[bytes], most: int, rng: random.Random) -> list[str]:
+        """Some of the workers that hold the longest prefixes of a prompt, in any tier: of those that hold equally much, a few at
+        random.
+
+        Args:
+            hashes: The prompt's page hashes.
+            most: How many workers, at most.
+            rng: Draws.
+        """
+        found: list[str] = []
+        seen, depth = 0, len(hashes)
+        while depth and len(found) < most:
+            depth, holding = self._deepest(hashes, depth, ~seen)
+            seen |= holding
+            for _ in range(min(_MOST_ALIKE, most - len(found))):
+                if not holding:
+                    break
+                skipped = int(rng.random() * holding.bit_length())  # the top bit is always left
+                rest = holding >> skipped
+                bit = (rest & -rest) << skipped
+                holding ^= bit
+                found.append(self._owners[bit])
+        return found
+
+    def _deepest(self, hashes: Sequence[bytes], depth: int, wanted: int) -> tuple[int, int]:
+        """The longest prefix of at most ``depth`` pages whose last page one of some workers holds, and which of them do."""
+        gpu, host, remote = self._holders
+        low, holding = 0, 0
+        while low < depth:
+            middle = (low + depth + 1) // 2
+            page = hashes[middle - 1]
+            here = (gpu.get(page, 0) | host.get(page, 0) | remote.get(page, 0)) & wanted
+            if here:
+                low, holding = middle, here
+            else:
+                depth = middle - 1
+        return low, holding
 
     def _count(self, found: dict[int, tuple[int, float]], alive: int, run: tuple[int, int, int], length: int) -> None:
         """Adds a run of pages to the workers that are still on the prefix."""
@@ -149,9 +204,9 @@ class BlockIndex:
         while holding and length:
             bit = holding & -holding
             holding ^= bit
-            tier = next(tier for tier in Tier if run[tier] & bit)
+            tier = 0 if run[0] & bit else 1 if run[1] & bit else 2
             pages, weight = found.get(bit, (0, 0.0))
-            found[bit] = (pages + length, weight + length * TIER_WEIGHTS[tier])
+            found[bit] = (pages + length, weight + length * _WEIGHTS[tier])
 
 
 def _shared(holders: int, groups: Collection[int]) -> int:

@@ -8,13 +8,15 @@ oldest first, takes leaves first: what is left of a chain is always a prefix of 
 found by binary search.
 
 Complexity: overlap O(log n) hash lookups, insert O(n), for a prompt of n pages. Over the byte budget, the entry least
-recently touched over all workers goes: O(workers) each.
+recently touched over all workers goes: O(log workers) each, by a heap of when each worker's oldest entry was touched at the
+earliest.
 
 Bound: ``byte_budget`` bytes over all workers, kept on insert, at ENTRY_BYTES an entry.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -47,6 +49,10 @@ class PrefixIndex:
         self._held: dict[str, OrderedDict[bytes, float]] = {}
         self._capacity: dict[str, int] = {}
         self._entries = 0
+        self._oldest: list[tuple[float, str]] = []
+        """A heap: each worker with entries, and a time at or before which its oldest was touched."""
+        self._queued: set[str] = set()
+        """The workers in it."""
 
     @property
     def bytes_used(self) -> int:
@@ -70,11 +76,13 @@ class PrefixIndex:
             hashes: The prompt's page hashes.
             within: Only pages used in the last so many seconds count.
         """
-        since = self._clock() - within
         held = self._held.get(worker)
-        if not held:
+        if not held or not hashes:
             return 0
-        low, high = 0, len(hashes)
+        since = self._clock() - within
+        if held.get(hashes[0], -math.inf) <= since:  # the first page is the youngest
+            return 0
+        low, high = 1, len(hashes)
         while low < high:
             middle = (low + high + 1) // 2
             if held.get(hashes[middle - 1], -math.inf) > since:
@@ -97,6 +105,9 @@ class PrefixIndex:
             for _ in range(len(held) - capacity):
                 held.popitem(last=False)
         self._entries += len(held) - before
+        if held and worker not in self._queued:
+            self._queued.add(worker)
+            heapq.heappush(self._oldest, (next(iter(held.values())), worker))
         while self._entries > self._most_entries:
             self._evict_oldest()
         return Insertion(new, now)
@@ -114,6 +125,16 @@ class PrefixIndex:
                 self._entries -= 1
 
     def _evict_oldest(self) -> None:
-        oldest = min((held for held in self._held.values() if held), key=lambda held: next(iter(held.values())))
-        oldest.popitem(last=False)
-        self._entries -= 1
+        while True:
+            at, worker = self._oldest[0]
+            held = self._held.get(worker)
+            if not held:
+                heapq.heappop(self._oldest)
+                self._queued.discard(worker)
+                continue
+            since = next(iter(held.values()))
+            if since == at:
+                held.popitem(last=False)
+                self._entries -= 1
+                return
+            heapq.heapreplace(self._oldest, (since, worker))

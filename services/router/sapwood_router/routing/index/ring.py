@@ -11,7 +11,7 @@ Complexity: O(log(n x POINTS)) for a key's worker, O(n x POINTS log) after a cha
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import xxhash
 
@@ -24,14 +24,28 @@ class HashRing:
 
     def __init__(self) -> None:
         self._addresses: tuple[str, ...] = ()
+        self._given: tuple[str, ...] | None = None
+        self._known: frozenset[str] = frozenset()
         self._hashes: list[int] = []
         self._owners: list[str] = []
 
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def include(self, addresses: Collection[str]) -> None:
+        """These are among the workers. Others that were stay: a key's worker is the same whether they are skipped or gone."""
+        if not self._known.issuperset(addresses):
+            self.set(tuple(addresses))
+
     def set(self, addresses: Sequence[str]) -> None:
         """These are the workers now; their order does not matter. Quick if nothing changed."""
+        if addresses is self._given:
+            return
+        self._given = addresses if isinstance(addresses, tuple) else None
         wanted = tuple(sorted(addresses))
         if wanted == self._addresses:
             return
+        self._known = frozenset(wanted)
         self._addresses = wanted
         points = sorted(
             (xxhash.xxh3_64_intdigest(f"{address}#{number}".encode()), address)

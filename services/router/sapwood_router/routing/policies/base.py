@@ -66,8 +66,18 @@ class Policy(Protocol):
     remembers: bool
     reads_events: bool
 
+    def shortlist(self, addresses: Sequence[str], page_size: int, prompt: PromptPages) -> Sequence[str] | None:
+        """Of a large fleet, the workers that it would choose from, in any order, some maybe twice; None: it has to see all.
+
+        Args:
+            addresses: More than ``shortlist.MANY`` workers; the same object until the fleet changes.
+            page_size: Of their caches.
+            prompt: What they are chosen for.
+        """
+        ...
+
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
-        """One of ``workers``, which are not empty and all available.
+        """One of ``workers``, which are not empty and all available: the fleet, or those of its own shortlist.
 
         Mutates nothing but the policy's own counter or random generator; the answer is valid for these views only.
         """
@@ -107,6 +117,10 @@ class Forgetful:
 
     remembers = False
     reads_events = False
+
+    def shortlist(self, addresses: Sequence[str], page_size: int, prompt: PromptPages) -> Sequence[str] | None:
+        """It sees all."""
+        return None
 
     def placed(self, address: str, page_size: int, prompt: PromptPages) -> None:
         """Nothing to remember."""

@@ -17,19 +17,26 @@ What a worker that drains was asked lately is handed on to the others (see ``ind
 If nobody holds a page of the prompt, load alone decides. A worker with far more requests than the least loaded one is out,
 whatever it holds: a hot prefix thus gets as many holders as it needs.
 
-Complexity: O(workers x log pages) to choose, O(pages) to remember. Bound: the prefix index's byte budget.
+Of a large fleet it looks at some that hold the longest prefixes by their events, at some that the prompt's own hashes draw, which
+are those that its siblings were sent to, and at some drawn at random for their load.
+
+Complexity: O(workers x log pages) to choose, from at most MOST_HOLDERS + DRAWS + log pages workers; O(pages) to remember.
+Bound: the prefix index's byte budget.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
+
+import msgspec
 
 from sapwood_router.routing.index.blocks import BlockIndex
 from sapwood_router.routing.index.hot import HotPrefixes
 from sapwood_router.routing.index.prefixes import Insertion, PrefixIndex
 from sapwood_router.routing.policies.base import Choice, LoadKey, PromptPages, load_key
+from sapwood_router.routing.shortlist import draw, drawn_by_prefix
 from sapwood_router.routing.worker_view import WorkerView
 
 RECOMPUTE_WEIGHT = 3
@@ -40,6 +47,9 @@ QUIET = 4096
 # Found by simulation of multi-turn workloads with ample and with scarce cache (tests/router/routing/test_policy_workloads.py):
 # hit rate as with one fixed worker a conversation, while loads stay within a few per cent of each other.
 
+MOST_HOLDERS = 6
+"""Workers it looks at for what they hold, in a large fleet."""
+
 _EVENT_SECONDS = 5.0
 """How long a placement counts although no event has confirmed it: the prompt may wait in the worker's queue."""
 
@@ -47,8 +57,7 @@ _SLACK_SHARE = 1.5
 _SLACK_REQUESTS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(msgspec.Struct, frozen=True):
     """Of a prompt, the tokens that a worker holds, and what they save, in tokens computed."""
 
     tokens: int
@@ -62,17 +71,26 @@ class CacheAware:
         index: What each worker is believed to hold from this router's placements; this policy is its only writer.
         blocks: What each worker holds by its own account; written by the monitors of their events.
         hot: What is handed on when a worker drains; this policy is its only writer.
+        rng: Draws, in large fleets.
     """
 
     remembers = True
     reads_events = True
 
-    def __init__(self, index: PrefixIndex, blocks: BlockIndex, hot: HotPrefixes) -> None:
+    def __init__(
+        self, index: PrefixIndex, blocks: BlockIndex, hot: HotPrefixes, rng: random.Random | None = None
+    ) -> None:
+        self._rng = rng or random.Random()
         self._index = index
         self._blocks = blocks
         self._hot = hot
         self._placed: WeakKeyDictionary[PromptPages, Insertion] = WeakKeyDictionary()
         """What the latest placement of each prompt that somebody still asks about added to the index."""
+
+    def shortlist(self, addresses: Sequence[str], page_size: int, prompt: PromptPages) -> Sequence[str]:
+        hashes = prompt.hashes(page_size)
+        holders = self._blocks.holders(hashes, MOST_HOLDERS, self._rng)
+        return [*holders, *drawn_by_prefix(addresses, hashes), *draw(addresses, self._rng)]
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
         """Reasons: cache_hit, cache_spill, cache_miss; cache_handed: a worker that drains handed the prefix on."""
@@ -97,19 +115,23 @@ class CacheAware:
 
     def _held(self, workers: Sequence[WorkerView], prompt: PromptPages) -> list[_Held]:
         stores = {view.address: view.storage_id for view in workers if view.storage_id}
+        addresses = [view.address for view in workers]
         exact = {
-            size: self._blocks.overlaps(prompt.hashes(size), stores) for size in {view.page_size for view in workers}
+            size: self._blocks.overlaps(prompt.hashes(size), stores, addresses)
+            for size in {view.page_size for view in workers}
         }
         result = []
+        blocks, index, hot = self._blocks, self._index, self._hot
         for view in workers:
-            size, hashes = view.page_size, prompt.hashes(view.page_size)
-            handed = HANDED_WEIGHT * self._hot.handed(view.address, hashes)
-            if not self._blocks.knows(view.address):
-                pages = self._index.overlap(view.address, hashes)
+            size, address = view.page_size, view.address
+            hashes = prompt.hashes(size)
+            handed = HANDED_WEIGHT * hot.handed(address, hashes)
+            if not blocks.knows(address):
+                pages = index.overlap(address, hashes)
                 result.append(_Held(pages * size, max(pages, handed) * size))
                 continue
-            pages, weight = exact[size].get(view.address, (0, 0.0))
-            sent = self._index.overlap(view.address, hashes, _EVENT_SECONDS)
+            pages, weight = exact[size].get(address, (0, 0.0))
+            sent = index.overlap(address, hashes, _EVENT_SECONDS)
             result.append(_Held(max(pages, sent) * size, max(weight, sent, handed) * size))
         return result
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from itertools import islice
 
 from sapwood_router.routing.index.ring import HashRing
 from sapwood_router.routing.policies.base import Choice, Forgetful, PromptPages, load_key
+from sapwood_router.routing.shortlist import DRAWS, draw
 from sapwood_router.routing.worker_view import WorkerView
+
+_NEXT = 4
 
 
 class ConsistentHash(Forgetful):
@@ -17,10 +22,20 @@ class ConsistentHash(Forgetful):
 
     def __init__(self) -> None:
         self._ring = HashRing()
+        self._rng = random.Random()
+
+    def shortlist(self, addresses: Sequence[str], page_size: int, prompt: PromptPages) -> Sequence[str]:
+        """Beside its worker those that would be next, which stand in for one that cannot be asked."""
+        if not prompt.session:
+            return draw(addresses, self._rng, 4 * DRAWS)
+        self._ring.set(addresses)
+        return list(islice(self._ring.walk(prompt.session.encode()), _NEXT))
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
         """Reasons: session, no_session."""
         if not prompt.session:
             return Choice(min(workers, key=load_key).address, "no_session")
-        self._ring.set([view.address for view in workers])
-        return Choice(next(self._ring.walk(prompt.session.encode())), "session")
+        there = {view.address for view in workers}
+        self._ring.include(there)
+        key = prompt.session.encode()
+        return Choice(next(address for address in self._ring.walk(key) if address in there), "session")

@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 
 from sapwood_router.routing.policies.base import Choice, Forgetful, PromptPages, load_key
+from sapwood_router.routing.shortlist import draw
 from sapwood_router.routing.worker_view import WorkerView
 
 
@@ -23,6 +24,9 @@ class PowerOfTwo(Forgetful):
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
+
+    def shortlist(self, addresses: Sequence[str], page_size: int, prompt: PromptPages) -> Sequence[str]:
+        return draw(addresses, self._rng)
 
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
         if len(workers) == 1:

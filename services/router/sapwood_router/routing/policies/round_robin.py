@@ -14,6 +14,9 @@ class RoundRobin(Forgetful):
     def __init__(self) -> None:
         self._next = 0
 
+    def shortlist(self, addresses: Sequence[str], page_size: int, prompt: PromptPages) -> Sequence[str]:
+        return (addresses[self._next % len(addresses)],)
+
     def choose(self, workers: Sequence[WorkerView], prompt: PromptPages) -> Choice:
         chosen = workers[self._next % len(workers)]
         self._next += 1

@@ -22,7 +22,7 @@ RELEASED := protos/released.binpb
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-slow test-clients test-containers test-losses audit lint fmt proto proto-release docs bench-cpu bench-gguf bench-scheduler bench-tokenizer bench-router bench-floods bench-gpu node clean
+.PHONY: help up test test-slow test-clients test-containers test-losses audit lint fmt proto proto-release docs bench-cpu bench-gguf bench-scheduler bench-tokenizer bench-router bench-floods bench-fleet bench-gpu node clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,6 +90,9 @@ bench-router: $(BIN)/.installed-dev ## Measure the router beside smg, sglang-rou
 
 bench-floods: $(BIN)/.installed-dev ## Measure what other clients feel of floods by strangers, beside grpcio's server: ARGS='--floods PING'
 	$(BIN)/python benchmarks/bench_floods.py $(ARGS)
+
+bench-fleet: $(BIN)/.installed-dev ## Measure policies, indexes and admission against 1000 simulated workers: ARGS='--workers 100 --pages 100000 --rate 1000'
+	$(BIN)/python benchmarks/bench_fleet.py $(ARGS)
 
 bench-gpu: $(BIN)/.installed-dev ## Check and measure engine and services on this CUDA GPU: ARGS=out.jsonl
 	PATH="$(abspath $(BIN)):$$PATH" benchmarks/gpu/run.sh $(ARGS)

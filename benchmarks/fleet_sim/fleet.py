@@ -118,7 +118,7 @@ class Fleet:
             workload,
             rate,
             start + warm + seconds,
-            seed,
+            f"{seed} {policy} {workload.name}",  # what the caches hold of other runs is nothing that is asked for now
             events.after,
             events.clock,
             lambda ask: self._ask(ask, rng.choice(self.routers), tally),

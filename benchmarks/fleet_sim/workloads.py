@@ -52,7 +52,7 @@ class Source:
         workload: Workload,
         rate: float,
         until: float,
-        seed: int,
+        seed: str,
         after: Callable[[float, Callable[[], None]], None],
         now: Callable[[], float],
         submit: Callable[[Ask], None],

@@ -149,11 +149,11 @@ def test_the_ring_gives_the_same_worker_as_where_all_are_seen_and_the_next_when_
 
 
 @pytest.mark.parametrize("name", policy_names())
-def test_every_policy_looks_at_few_of_a_thousand(name):
-    fleet = Fleet(1000, name)
+def test_every_policy_looks_at_few_of_a_large_fleet(name):
+    fleet = Fleet(100, name)
     listed = fleet.policy.shortlist(fleet.registry.addresses("m"), PAGE, PromptPages(some(0), "talk"))
     assert listed is not None
-    assert 1 <= len(listed) <= MANY
+    assert 1 <= len(listed) <= 32
 
 
 def test_a_shadow_that_sees_all_has_the_policy_see_all():

@@ -93,8 +93,8 @@ def of_roles(workers: Iterable[Worker], demand: Demand, roles: Sequence[Role]) -
 def _shortlist(
     demand: Demand, prompt: PromptPages, registry: Registry, policy: Shadowed, roles: Sequence[Role], session_at: str
 ) -> list[Worker] | None:
-    """Those of a large fleet that can take the request at once, of the policy's list and the session's worker; None: all have to be
-    looked at.
+    """Those of a large fleet that can take the request at once, of the policy's list and the session's worker; None: it takes a
+    look at all.
     """
     model = demand.model
     addresses = registry.addresses(model)

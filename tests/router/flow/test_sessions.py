@@ -10,7 +10,7 @@ import pytest
 
 from sapwood.client import AsyncClient
 from sapwood.v1 import common_pb2, router_pb2
-from sapwood_common.errors import InvalidArgumentError, NotFoundError, ResourceExhaustedError
+from sapwood_common.errors import InvalidArgumentError, NotFoundError, ResourceExhaustedError, UnimplementedError
 from sapwood_router.flow.sessions import SessionLimits, SessionStore
 
 ANSWER = [ord("x") + 3, ord("y") + 3]
@@ -101,7 +101,7 @@ async def test_over_http_the_same_and_its_faults_have_names(cluster, wait_until)
     shown = (await http.get(path)).json()
     assert shown["turns"] == 2
     assert shown["tokens"] == shown["prompt_tokens"] - first.json()["usage"]["prompt_tokens"] + 3
-    fork = (await http.post(f"{path}/fork", json={})).json()
+    fork = (await http.post("/v1/sessions", json={"fork_of": opened["id"]})).json()
     assert fork["tokens"] == shown["tokens"] and fork["id"] != opened["id"]
     for body, status, word in (
         (asked | {"n": 2}, 400, "one prompt and one answer"),
@@ -115,7 +115,7 @@ async def test_over_http_the_same_and_its_faults_have_names(cluster, wait_until)
         assert (answer.status_code, word in answer.text) == (status, True), answer.text
     for wrong in ({"ttl_seconds": 0}, {"ttl_seconds": 1e9}, {"ttl_seconds": "x"}, {"nope": 1}):
         assert (await http.post("/v1/sessions", json=wrong)).status_code == 400
-    assert (await http.post(f"{path}/spoon", json={})).status_code == 404
+    assert (await http.post("/v1/sessions", json={"fork_of": "sess-no"})).status_code == 404
     assert (await http.get(path)).json()["turns"] == 2
     # Another tenant finds nothing of it.
     for method in ("GET", "DELETE"):
@@ -208,6 +208,8 @@ async def test_a_tenant_has_only_so_many_sessions_and_tokens():
         store.begin("other", one, None)
     assert len(store) == 2
     await store.stop()
+    with pytest.raises(UnimplementedError):
+        SessionStore(SessionLimits(0, 100, 60.0), NoPins(), lambda *_, **__: None, Clock()).open("t")
 
 
 async def test_a_session_ends_when_it_was_not_used_for_its_time(wait_until):

@@ -1,4 +1,4 @@
-"""``/v1/sessions``: opens, shows, forks and closes sessions. ``/v1/completions`` goes on with them."""
+"""``/v1/sessions``: opens (also as forks of others), shows and closes sessions. ``/v1/completions`` goes on with them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 
 import msgspec
 
-from sapwood_common.errors import NotFoundError
 from sapwood_router.edges.http.exchange import Exchange
 from sapwood_router.edges.http.json_body import convert, decode_object
 from sapwood_router.edges.routes import Ask, Post, Route
@@ -15,13 +14,13 @@ from sapwood_router.flow.sessions import Session, SessionStore
 
 PATH = "/v1/sessions"
 _BELOW = f"{PATH}/"
-_FORK = "/fork"
 
 
 class SessionRequest(msgspec.Struct):
-    """``POST /v1/sessions``, and ``/v1/sessions/ID/fork``."""
+    """``POST /v1/sessions``; ``fork_of`` is the id of another session, with whose tokens it begins."""
 
     ttl_seconds: float | None = None
+    fork_of: str | None = None
 
 
 class SessionObject(msgspec.Struct, kw_only=True):
@@ -73,30 +72,22 @@ class SessionsApi:
 
     def routes(self) -> list[Route]:
         """The routes."""
-        takes = (SessionRequest,)
         return [
-            Post(PATH, self.open, summary="Opens a session", takes=takes, gives=SessionObject),
-            Post(_BELOW, self.fork, summary="ID/fork: opens a session that holds what another does", takes=takes),
+            Post(PATH, self.open, summary="Opens a session", takes=(SessionRequest,), gives=SessionObject),
             Ask(_BELOW, self.show, summary="Shows a session", gives=SessionObject),
             Ask(_BELOW, self.close, method="DELETE", summary="Closes a session", gives=ClosedSession),
         ]
 
     async def open(self, exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
         """Opens a session. Raises as :meth:`SessionStore.open`."""
-        request = _read(body)
-        await _send(exchange, self._store.open(exchange.tenant, request.ttl_seconds))
-
-    async def fork(self, exchange: Exchange, body: bytes, pipeline: Pipeline, deadline: float) -> None:
-        """Opens a session that holds what another does. Raises as :meth:`SessionStore.open`."""
-        if not exchange.path.endswith(_FORK):
-            raise NotFoundError(f"there is no {exchange.path[:100]}")
-        request = _read(body)
-        other = exchange.path.removeprefix(_BELOW).removesuffix(_FORK)
-        await _send(exchange, self._store.open(exchange.tenant, request.ttl_seconds, other))
+        request = convert(decode_object(body or b"{}"), SessionRequest, {}, frozenset())
+        session = self._store.open(exchange.tenant, request.ttl_seconds, request.fork_of or "")
+        await exchange.send_body(200, msgspec.json.encode(object_of(session)))
 
     async def show(self, exchange: Exchange) -> None:
         """Shows a session. Raises NotFoundError where there is none."""
-        await _send(exchange, self._store.get(exchange.tenant, _id_in(exchange)))
+        session = self._store.get(exchange.tenant, _id_in(exchange))
+        await exchange.send_body(200, msgspec.json.encode(object_of(session)))
 
     async def close(self, exchange: Exchange) -> None:
         """Closes a session. Raises NotFoundError where there is none."""
@@ -105,16 +96,8 @@ class SessionsApi:
         await exchange.send_body(200, msgspec.json.encode(ClosedSession(session_id)))
 
 
-def _read(body: bytes) -> SessionRequest:
-    return convert(decode_object(body or b"{}"), SessionRequest, {}, frozenset())
-
-
 def _id_in(exchange: Exchange) -> str:
     return exchange.path.removeprefix(_BELOW)
-
-
-async def _send(exchange: Exchange, session: Session) -> None:
-    await exchange.send_body(200, msgspec.json.encode(object_of(session)))
 
 
 def object_of(session: Session) -> SessionObject:

@@ -16,7 +16,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sapwood_common.errors import InvalidArgumentError, NotFoundError, ResourceExhaustedError, SapwoodError
+from sapwood_common.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    SapwoodError,
+    UnimplementedError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -129,14 +135,17 @@ class SessionStore:
             InvalidArgumentError: ``ttl_seconds`` is out of range.
             NotFoundError: There is no such other.
             ResourceExhaustedError: The tenant has as many as it may.
+            UnimplementedError: There are to be none.
         """
+        if not self._limits.sessions:
+            raise UnimplementedError("this router has no sessions")
         if ttl is None:
             ttl = min(DEFAULT_TTL, self._limits.ttl)
         if not 0 < ttl <= self._limits.ttl or math.isnan(ttl):
             raise InvalidArgumentError(
                 f"ttl_seconds must be over 0 and at most {self._limits.ttl:g}", field="ttl_seconds"
             )
-        other = self.get(tenant, fork_of, "fork") if fork_of else None
+        other = self.get(tenant, fork_of, "fork_of") if fork_of else None
         own = self._tenants.get(tenant, {})
         if len(own) >= self._limits.sessions or len(self) >= _MOST_FULL * self._limits.sessions:
             raise ResourceExhaustedError(f"there are {len(own)} sessions already: close some", retry_after=1.0)

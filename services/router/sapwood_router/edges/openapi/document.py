@@ -28,6 +28,7 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
     types = list(dict.fromkeys(each for route in told for each in _types(route)))
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
     schema_of = dict(zip(types, schemas, strict=True))
+    of_settings = {name: schema for name, schema in _settings().items() if name != SamplingParams.__name__}
     paths: dict[str, dict[str, Any]] = {}
     for route in told:
         path = f"{route.path}{{name}}" if route.path.endswith("/") else route.path
@@ -37,7 +38,7 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
         "info": {"title": "Sapwood", "version": version("sapwood"), "license": {"name": "Apache-2.0"}},
         "paths": paths,
         "components": {
-            "schemas": components,
+            "schemas": of_settings | components,
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -78,10 +79,14 @@ def _operation(route: Route, schema_of: dict[type[msgspec.Struct], dict[str, Any
     return made
 
 
+def _settings() -> dict[str, Any]:
+    """The schemas of the sampling settings' type, and of those that it refers to, by name."""
+    return msgspec.json.schema_components([SamplingParams], ref_template=_REFERENCE)[1]
+
+
 def _sampling(names: Iterable[str]) -> dict[str, Any]:
     """The schemas of sampling settings; null is as none."""
-    _, components = msgspec.json.schema_components([SamplingParams], ref_template=_REFERENCE)
-    known = components["SamplingParams"]["properties"]
+    known = _settings()[SamplingParams.__name__]["properties"]
     return {
         name: {"anyOf": [_WIDER.get(name) or _without_default(known[name]), {"type": "null"}]} for name in sorted(names)
     }
